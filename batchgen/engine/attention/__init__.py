@@ -1,0 +1,1 @@
+"""Attention over a step's packed tokens, as the log-sum-exp merge of parts. One backend a file; `reference` is the oracle."""

@@ -1,0 +1,122 @@
+"""What every attention backend gets and gives, and the registration with transformers.
+
+Shapes: T packed tokens, H query heads, K key/value heads, G = H/K query heads a key/value head, D key size, V value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from batchgen.engine.attention.plan import AttentionPlan
+from batchgen.engine.kv_cache import KVCache
+from batchgen.errors import ModelError
+
+NAME = "batchgen"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """What a layer asks of attention besides softmax(q k^T * scale) v."""
+
+    scale: float
+    window: int | None = None
+    """A query at position p sees keys after p - window only."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    sinks: torch.Tensor | None = None
+    """[H] a further score for each head that takes probability and gives nothing."""
+
+
+class Backend(Protocol):
+    """Attention of one step. Built anew for each step's plan; called once for each layer."""
+
+    def attend(self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions) -> torch.Tensor:
+        """Attention output [T, K, G, V] in the queries' dtype.
+
+        `keys` [K, slots, D] and `values` [K, slots, V] are a layer's whole pool, this step's tokens already in it.
+        """
+        ...
+
+
+class BackendFactory(Protocol):
+    def __call__(self, plan: AttentionPlan, device: torch.device) -> Backend: ...
+
+
+class StepAttention:
+    """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
+
+    def __init__(self, plan: AttentionPlan, backend: Backend, cache: KVCache, device: torch.device) -> None:
+        self._slots = torch.from_numpy(plan.slots).to(device)
+        self._backend = backend
+        self._cache = cache
+        self.layers_run = 0
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """[T, H, V]"""
+        self._cache.write(layer, self._slots, k_KTD, v_KTV)
+        kv_heads, size = k_KTD.shape[0], q_HTD.shape[1]
+        q_KTGD = q_HTD.view(kv_heads, -1, size, q_HTD.shape[2]).transpose(1, 2)
+        out = self._backend.attend(q_KTGD, self._cache.keys[layer], self._cache.values[layer], options)
+        self.layers_run += 1
+        return out.reshape(size, q_HTD.shape[0], -1)
+
+
+def register() -> None:
+    """Makes `attn_implementation="batchgen"` known to transformers: our attention, and a mask that is never built."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The plan says who sees what."""
+
+
+# Keyword arguments that change no result of a packed step without dropout, gradients or padding.
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
+     "is_causal", "position_embeddings", "past_key_value", "past_key_values", "logits_to_keep", "return_dict", "head_mask",
+     "layer_idx", "num_items_in_batch"}
+)  # fmt: skip
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    step_attention: StepAttention | Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' layers call: query [1, H, T, D], key and value [1, K, T, D]. Returns [1, T, H, V].
+
+    Raises `ModelError` for anything that the plan does not cover: better no answer than a wrong one.
+    """
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+    if step_attention is None:
+        raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to attention")
+    if attention_mask is not None or unknown or kwargs.get("is_causal") is False or dropout:
+        what = ", ".join(unknown) or ("a mask" if attention_mask is not None else "no causal mask")
+        raise ModelError(f"{type(module).__name__} asks attention for {what}, which is not supported")
+    options = LayerOptions(
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelError(f"{type(module).__name__} has no layer index")
+    out = step_attention(layer, query[0], key[0], value[0], options)
+    return out.unsqueeze(0), None

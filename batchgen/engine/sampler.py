@@ -1,0 +1,304 @@
+"""Logits to tokens, for rows with different parameters at once. Knows slots and token ids, not text nor when to stop.
+
+A sequence has a slot while it decodes; its parameters lie there, in one numpy record, and the tensors that penalties
+need are kept on the device. `sample` gathers by slot, works on the whole batch, and copies to the host once.
+
+The order is that of transformers' processors: repetition penalty, presence and frequency, temperature, top-k, top-p,
+min-p. A token is then drawn by the inverse of the cumulative distribution in vocabulary order, from one uniform
+number (randoms.py), so that a row's draw does not depend on the batch. No filter depends on how a sort orders equal
+logits.
+
+Shapes: N rows, V vocabulary, n rows of a subset, k tokens of a sorted head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchgen.engine.randoms import uniforms
+from batchgen.request import SamplingParams, TokenArray
+
+# What a slot holds. `seen` and `counts` are rows of the penalty tensors, -1 where the sequence needs none.
+_SLOT = np.dtype(
+    [
+        ("used", "?"),
+        ("temperature", "f4"),
+        ("top_k", "i8"),
+        ("top_p", "f8"),
+        ("min_p", "f4"),
+        ("repetition_penalty", "f4"),
+        ("presence_penalty", "f4"),
+        ("frequency_penalty", "f4"),
+        ("seed", "i8"),
+        ("key", "u8", 2),
+        ("choice", "i8"),
+        ("seen", "i8"),
+        ("counts", "i8"),
+    ]
+)
+
+_CACHED = 2**18  # logits worked on at once on the CPU
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token per row, in the order of the rows."""
+
+    tokens: list[int]
+    valid: list[bool]
+    """False where the row's logits are not numbers: a NaN, +inf, or nothing but -inf. Its token means nothing."""
+
+
+class Sampler:
+    """Draws the next token of many sequences. `vocab_size` is the width of the logits, padding included."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        # Cumulative sums are in float64: in float32 their rounding would move the draws. MPS has no float64.
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
+        self._slots = np.zeros(0, dtype=_SLOT)
+        self._seen = _VocabularyRows(vocab_size, torch.bool, device)
+        self._counts = _VocabularyRows(vocab_size, torch.int32, device)
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        key: bytes,
+        prompt: TokenArray,
+        generated: Sequence[int] = (),
+        choice: int = 0,
+    ) -> None:
+        """A sequence takes `slot`. After a preemption `generated` are the tokens it had already drawn."""
+        if slot >= len(self._slots):
+            self._slots = np.concatenate([self._slots, np.zeros(max(slot + 1, 16), dtype=_SLOT)])
+        record = self._slots[slot]
+        if record["used"]:
+            raise ValueError(f"slot {slot} is in use")
+        for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
+            record[name] = getattr(params, name)
+        record["top_k"] = min(params.top_k, self._vocab_size)
+        # Divides differences of logits in float32, where it must become neither 0 nor infinite.
+        record["temperature"] = 0 if params.greedy else min(max(params.temperature, 1e-30), 1e30)
+        record["key"] = np.frombuffer(key, dtype="<u8")
+        record["choice"] = choice
+        record["seen"] = record["counts"] = -1
+        drawn = np.asarray(generated, dtype=np.int64)
+        if params.repetition_penalty != 1:
+            seen = np.zeros(self._vocab_size, dtype=np.bool_)
+            ids = np.concatenate([prompt, drawn])
+            seen[ids[ids < self._vocab_size]] = True  # a prompt may hold ids that the model has no logits for
+            record["seen"] = self._seen.take(seen)
+        if params.presence_penalty or params.frequency_penalty:
+            counts = np.bincount(drawn, minlength=self._vocab_size).astype(np.int32)
+            record["counts"] = self._counts.take(counts)
+        record["used"] = True
+
+    def remove(self, slot: int) -> None:
+        """The sequence leaves; nothing of it stays."""
+        if slot >= len(self._slots) or not self._slots[slot]["used"]:
+            raise ValueError(f"slot {slot} is not in use")
+        for name, rows in (("seen", self._seen), ("counts", self._counts)):
+            if self._slots[slot][name] >= 0:
+                rows.give_back(int(self._slots[slot][name]))
+        self._slots[slot] = np.zeros((), dtype=_SLOT)
+
+    @torch.no_grad()
+    def sample(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+        """Draws one token per row and remembers it for penalties.
+
+        Row i of `logits` [N, V] (any float dtype, on the device) belongs to `slots[i]`, a slot at most once;
+        `positions[i]` is the number of tokens that its completion had before.
+        """
+        if not len(slots):
+            return Sampled([], [])
+        records = self._records(logits, slots)
+        u = np.zeros(len(records))
+        if (records["temperature"] > 0).any():
+            places = np.asarray(positions, dtype=np.int64)
+            u = uniforms(records["key"], records["seed"], records["choice"], places)
+        blocks = [self._draw(logits[part], records[part], u[part]) for part in self._blocks(records)]
+        tokens = torch.cat([tokens for tokens, _ in blocks])
+        valid = torch.cat([valid for _, valid in blocks])
+        self._record(tokens, records)
+        on_host = torch.stack([tokens, valid.to(tokens.dtype)]).tolist()  # the only wait for the device
+        return Sampled(on_host[0], [bool(v) for v in on_host[1]])
+
+    @torch.no_grad()
+    def probabilities(self, logits: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        """What `sample` draws from: float32 [N, V], penalties and filters applied; greedy rows have 1 on one token."""
+        records = self._records(logits, slots)
+        scores = self._penalised(logits, records)
+        best, tokens = scores.max(dim=-1)
+        result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)
+        warm = np.flatnonzero(records["temperature"] > 0)
+        if warm.size:
+            at = self._put(warm)
+            weights = self._weights(scores[at], best[at], records[warm])
+            result[at] = weights / weights.sum(dim=-1, keepdim=True)
+        return result
+
+    def _draw(
+        self, logits: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [n] and whether the logits are numbers [n]."""
+        scores = self._penalised(logits, records)
+        best, tokens = scores.max(dim=-1)  # a NaN is the largest
+        warm = np.flatnonzero(records["temperature"] > 0)
+        if warm.size:
+            at = self._put(warm)
+            everything = warm.size == len(records)
+            weights = self._weights(scores if everything else scores[at], best[at], records[warm])
+            tokens[at] = _inverse_cdf(weights.to(self._wide), self._put(u[warm]), tokens[at])
+        return tokens, torch.isfinite(best)
+
+    def _blocks(self, records: NDArray[Any]) -> list[slice]:
+        """The rows to work on at once: all, but on the CPU as many as stay in its cache (twice as fast)."""
+        plain = (records["temperature"] == 0) & (records["seen"] < 0) & (records["counts"] < 0)
+        size = len(records)
+        if self._device.type == "cpu" and not plain.all():
+            size = max(1, _CACHED // self._vocab_size)
+        return [slice(i, i + size) for i in range(0, len(records), size)]
+
+    def _records(self, logits: torch.Tensor, slots: Sequence[int]) -> NDArray[Any]:
+        if logits.shape != (len(slots), self._vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(slots), self._vocab_size)}")
+        records = self._slots[np.asarray(slots, dtype=np.int64)]
+        if not records["used"].all():
+            raise ValueError(f"slots {np.asarray(slots)[~records['used']].tolist()} are not in use")
+        return records
+
+    def _penalised(self, logits: torch.Tensor, records: NDArray[Any]) -> torch.Tensor:
+        """The logits themselves where no row has a penalty, else a float32 copy with the penalties in it."""
+        repetition, counted = np.flatnonzero(records["seen"] >= 0), np.flatnonzero(records["counts"] >= 0)
+        if not repetition.size and not counted.size:
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        if repetition.size:
+            at, chosen = self._put(repetition), records[repetition]
+            part, penalty = scores[at], self._column(chosen["repetition_penalty"])
+            seen = self._seen.rows[self._put(chosen["seen"])]
+            scores[at] = torch.where(seen, torch.where(part < 0, part * penalty, part / penalty), part)
+        if counted.size:
+            at, chosen = self._put(counted), records[counted]
+            counts = self._counts.rows[self._put(chosen["counts"])]
+            part = scores[at] - self._column(chosen["frequency_penalty"]) * counts
+            scores[at] = part - self._column(chosen["presence_penalty"]) * (counts > 0)
+        return scores
+
+    def _weights(self, scores: torch.Tensor, best: torch.Tensor, records: NDArray[Any]) -> torch.Tensor:
+        """Unnormalised probabilities [n, V] of rows that are not greedy, float32, 1 for the likeliest token."""
+        x = scores.float().sub(best.float()[:, None]).div_(self._column(records["temperature"]))
+        weights = x.exp()
+        limited = (records["top_k"] > 0) & (records["top_k"] < self._vocab_size)
+        nucleus = records["top_p"] < 1
+        for rows in (np.flatnonzero(limited), np.flatnonzero(nucleus & ~limited)):
+            if rows.size == len(records):
+                self._filter(weights, x, records)
+            elif rows.size:
+                at = self._put(rows)
+                part = weights[at]
+                self._filter(part, x[at], records[rows])
+                weights[at] = part
+        if (records["min_p"] > 0).any():
+            weights.masked_fill_(weights < self._column(records["min_p"]), 0)
+        return weights
+
+    def _filter(self, weights: torch.Tensor, x: torch.Tensor, records: NDArray[Any]) -> None:
+        """Top-k, then top-p, in place: `weights` [n, V] = exp(`x`) become 0 where a token falls out.
+
+        Either all rows have a top-k or none has. Tokens are compared by `x`: more of them are equal as weights.
+        """
+        if records["top_k"][0]:
+            head = _largest(x, int(records["top_k"].max()))
+            least = head.gather(1, self._column(records["top_k"] - 1))
+            weights.masked_fill_(x < least, 0)  # tokens equal to the k-th stay, as in transformers
+        else:
+            head = _largest(x, self._vocab_size)
+        if (records["top_p"] < 1).any():
+            top_p = self._column(np.where(records["top_p"] < 1, records["top_p"], np.inf))
+            _nucleus(weights, x, head, top_p)
+
+    def _record(self, tokens: torch.Tensor, records: NDArray[Any]) -> None:
+        for name, state in (("seen", self._seen), ("counts", self._counts)):
+            at = np.flatnonzero(records[name] >= 0)
+            if at.size:
+                rows, ids = self._put(records[name][at]), tokens[self._put(at)]
+                state.rows[rows, ids] = True if name == "seen" else state.rows[rows, ids] + 1
+
+    def _put(self, values: NDArray[Any]) -> torch.Tensor:
+        """On the device. CUDA stages a small copy from the host by itself, so nothing has to wait for it."""
+        if values.dtype == np.float64 and self._wide == torch.float32:
+            values = values.astype(np.float32)
+        return torch.from_numpy(values.copy()).to(self._device, non_blocking=self._device.type == "cuda")
+
+    def _column(self, values: NDArray[Any]) -> torch.Tensor:
+        return self._put(values)[:, None]
+
+
+class _VocabularyRows:
+    """A tensor [rows, V] on the device whose rows are lent to sequences; allocated and grown when a row is taken."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.rows = torch.zeros((0, width), dtype=dtype, device=device)
+        self._free: list[int] = []
+
+    def take(self, values: NDArray[Any]) -> int:
+        """A free row, set to `values` [V]."""
+        if not self._free:
+            old = len(self.rows)
+            self._free = list(range(2 * old + 7, old - 1, -1))
+            # Not an inference tensor even under inference mode: those cannot be changed outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                self.rows = torch.cat([self.rows, self.rows.new_zeros((old + 8, self.rows.shape[1]))])
+        row = self._free.pop()
+        self.rows[row] = torch.from_numpy(values).to(self.rows.device)
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+
+def _largest(x: torch.Tensor, k: int) -> torch.Tensor:
+    """The k largest of each row [n, k], in falling order."""
+    if x.device.type != "cpu":
+        return x.topk(k).values if k < x.shape[1] else x.sort(dim=-1, descending=True).values
+    # numpy sorts and partitions floats with vector instructions: 25 and 4 times as fast as torch on [256, 8192].
+    values = x.numpy()
+    if k < x.shape[1]:
+        values = np.partition(values, x.shape[1] - k, axis=-1)[:, -k:]
+    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
+
+
+def _nucleus(weights: torch.Tensor, x: torch.Tensor, head: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Top-p, in place: `weights` [n, V] = exp(`x`) become 0 but for the fewest tokens whose share reaches `top_p`.
+
+    Those are one at least; among equal ones at the edge the first in the vocabulary stay. `head` [n, k] is `x` in falling
+    order, as far as there are weights (further copies of the last need not be in it). `top_p` is [n, 1], infinite for off.
+    """
+    wide = top_p.dtype
+    goal = top_p * weights.sum(dim=-1, keepdim=True, dtype=wide)
+    reached = head.exp().to(wide).cumsum(dim=-1)
+    edge = head.gather(1, torch.searchsorted(reached, goal).clamp_(max=head.shape[1] - 1))
+    above = (head > edge).sum(dim=-1, keepdim=True)
+    missing = goal - torch.where(above > 0, reached.gather(1, (above - 1).clamp_(min=0)), 0)
+    room = (missing / edge.exp()).ceil_().clamp_(min=1, max=x.shape[1]).to(torch.int32)  # equal tokens that are needed
+    equal = x == edge
+    weights.masked_fill_((x < edge) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) > room)), 0)
+
+
+def _inverse_cdf(weights: torch.Tensor, u: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """Inverse of the cumulative distribution: the first token [n] at which it passes `u` [n] of its total."""
+    cumulative = weights.cumsum(dim=-1)
+    tokens = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
+    tokens.clamp_(max=weights.shape[1] - 1)
+    # Rounding can land on a token that has no probability: past the end, or where a parallel sum is not quite monotone.
+    return torch.where(weights.gather(1, tokens) > 0, tokens, likeliest[:, None])[:, 0]

@@ -1,0 +1,170 @@
+"""When a completion ends, and what its text is. One `Stopper` per sequence; knows tokens and a tokenizer, not logits.
+
+A completion ends at an end token (the model's, unless they are ignored, and the request's own), at a stop string, or
+at its length. Its text is what the tokenizer makes of all its tokens at once: without special tokens, without the end
+token, cut before the earliest stop string. Bytes that are no whole character are U+FFFD, as `decode` gives them, also
+where a completion ends inside a character. The prompt's last tokens are decoded with it and taken off again, so that
+prompt and text concatenate: a tokenizer of the sentencepiece family drops the space before the first word it decodes.
+
+Without stop strings a token costs a set lookup and a comparison, and the text is decoded once, when it is asked for.
+With them the text is followed as it grows, by the two offsets known from text-generation-inference: only a few tokens
+are decoded again each time, and only the end of the text is searched. What is found there is then looked up in the
+whole text, which decides. Until the completion ends, U+FFFD at the end of the text is not searched: it may become a
+character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from batchgen.request import SamplingParams, TokenArray
+
+_CONTEXT = 8  # prompt tokens decoded before a completion: more than a character cut by their beginning
+_OPEN = 4  # tokens whose text is looked at again with every next token; settling them costs a decode
+_MOST_OPEN = 64  # of those, where a run of bytes goes on; twice as many are no character but invalid bytes
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+    def convert_tokens_to_ids(self, tokens: Any) -> Any: ...
+    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
+
+
+class Detokenizer:
+    """Tokens to text; made once for a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
+        # Byte-fallback tokens. A run of them is decoded as one: characters if all of it is valid, else all U+FFFD.
+        self.byte_tokens = frozenset(
+            i for name, i in found if i is not None and tokenizer.convert_ids_to_tokens(i) == name
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens` without special tokens, not tidied."""
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def context(self, prompt: TokenArray) -> list[int]:
+        """The last tokens of a prompt, from one that does not continue a run of bytes."""
+        start = max(0, len(prompt) - _CONTEXT)
+        while start > 0 and int(prompt[start]) in self.byte_tokens:
+            start -= 1
+        return [int(t) for t in prompt[start:]]
+
+    def text(self, context: Sequence[int], tokens: Sequence[int]) -> str:
+        """The text that `tokens` add after `context`."""
+        return _added(self.decode([*context]), self.decode([*context, *tokens]))
+
+
+class Stopper:
+    """Says when a completion ends, token by token, and then its text.
+
+    `max_tokens` (at most `params.max_tokens`) and `prompt` are the request's; `eos_token_ids` are the model's.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        max_tokens: int,
+        eos_token_ids: frozenset[int],
+        detokenizer: Detokenizer,
+        prompt: TokenArray,
+    ) -> None:
+        self.tokens: list[int] = []
+        """The completion as drawn, an end token included."""
+        self.finish_reason: str | None = None
+        self._max_tokens = max_tokens
+        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._stop = params.stop
+        self._detokenizer = detokenizer
+        self._context = detokenizer.context(prompt)
+        self._growing = _GrowingText(detokenizer, self._context, max(map(len, params.stop))) if params.stop else None
+        self._text: str | None = None
+
+    def append(self, token: int) -> str | None:
+        """Takes the next token; returns `stop` or `length` when it ends the completion, else None."""
+        self.tokens.append(token)
+        if token in self._ends or (self._growing and self._meets_stop_string(self._growing.append(token))):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self._max_tokens:
+            # What was held back counts now.
+            self.finish_reason = "stop" if self._stop and self._cut(self._decoded()) is not None else "length"
+        return self.finish_reason
+
+    @property
+    def text(self) -> str:
+        """The completion's text; before it has ended, the text so far."""
+        if self._text is not None:
+            return self._text
+        whole = self._decoded()
+        if self.finish_reason is None:
+            return whole
+        cut = self._cut(whole)
+        self._text = whole if cut is None else cut
+        return self._text
+
+    def _decoded(self) -> str:
+        ended = bool(self.tokens) and self.tokens[-1] in self._ends
+        return self._detokenizer.text(self._context, self.tokens[:-1] if ended else self.tokens)
+
+    def _meets_stop_string(self, end: str) -> bool:
+        """Whether the text has a stop string, `end` being the end of it that is new, with room for the longest one."""
+        if not any(s in end for s in self._stop):
+            return False
+        self._text = self._cut(self._decoded().rstrip(_REPLACEMENT))
+        return self._text is not None
+
+    def _cut(self, text: str) -> str | None:
+        """`text` before the earliest stop string; None where it has none."""
+        places = [at for at in map(text.find, self._stop) if at >= 0]
+        return text[: min(places)] if places else None
+
+
+class _GrowingText:
+    """The end of a text that grows by tokens, long enough to search for a string of up to `longest` characters."""
+
+    def __init__(self, detokenizer: Detokenizer, context: list[int], longest: int) -> None:
+        self._detokenizer = detokenizer
+        self._longest = longest
+        # Two offsets: these tokens begin where the text was settled the time before last, `_read` is the last time.
+        self._tokens = list(context)
+        self._read = len(context)
+        self._settled = self._decoded = detokenizer.decode(self._tokens)  # up to `_read`, and of all tokens
+        self._tail = ""  # the last characters of the completion's settled text
+
+    def append(self, token: int) -> str:
+        """The end of the text with `token`: what is not settled yet, and the `longest - 1` characters before it."""
+        self._tokens.append(token)
+        before, self._decoded = self._decoded, self._detokenizer.decode(self._tokens)
+        end = self._tail + _added(self._settled, self._decoded)
+        waiting = len(self._tokens) - self._read
+        if waiting >= _OPEN:
+            # Text is settled after a visible token (special ones may stand inside a run of bytes) at whose end no
+            # character is open, but not inside a run of bytes: that may still turn out invalid from its beginning.
+            complete = self._decoded != before and not self._decoded.endswith(_REPLACEMENT)
+            inside = token in self._detokenizer.byte_tokens and waiting < _MOST_OPEN
+            if (complete and not inside) or waiting >= 2 * _MOST_OPEN:
+                self._settle(end)
+        return end
+
+    def _settle(self, end: str) -> None:
+        self._tail = end[len(end) - (self._longest - 1) :] if len(end) >= self._longest else end
+        visible = self._decoded != self._settled  # a long row of special tokens is forgotten
+        self._tokens = self._tokens[self._read :] if visible else self._tokens[: self._read]
+        self._read = len(self._tokens)
+        self._settled = self._decoded = self._detokenizer.decode(self._tokens)
+
+
+def _added(before: str, after: str) -> str:
+    """What `after` has beyond `before`; a character that `before` ends inside of belongs to it."""
+    if after.startswith(before):
+        return after[len(before) :]
+    differs = (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+    return after[next(differs, len(after)) :]

@@ -1,0 +1,110 @@
+"""The tree of errors. Each says what happened, where, and the way out; the command turns it into one line and an exit code.
+
+BatchgenError            exit 1: the job failed; what was finished is kept
+├── UsageError           exit 2: wrong use; nothing was touched
+├── InputCorrupt         exit 1: an input file breaks off or cannot be decoded where it is read
+├── ModelError           exit 1: the model or its tokenizer cannot be loaded or is not supported
+├── OutputError          exit 1: the output or its job folder cannot be written (disk full, read-only)
+├── TooManyErrors        exit 1: more rows failed than --max-errors allows
+├── OutOfMemory          exit 1: not even one row fits
+├── OutputLocked         exit 75: another run holds this output
+├── Interrupted          exit 128 + signal: stopped by a signal; resumable
+└── ClosedPipe           exit 141: standard output was closed by its reader
+
+RowError                 not a job's end: one row fails, the others go on
+"""
+
+from __future__ import annotations
+
+import signal as _signal
+
+
+class BatchgenError(Exception):
+    """A failure of the whole job.
+
+    `message` says what is wrong and where; `hint` says what to do about it (may be empty).
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+
+class UsageError(BatchgenError):
+    """A wrong option, a missing file or column, an output of other settings. Nothing was touched."""
+
+    exit_code = 2
+
+
+class InputCorrupt(BatchgenError):
+    """An input file is cut or cannot be decoded from some point on."""
+
+
+class ModelError(BatchgenError):
+    """The model or its tokenizer cannot be loaded, or its architecture is not supported."""
+
+
+class OutputError(BatchgenError):
+    """The output or its job folder cannot be written."""
+
+
+class TooManyErrors(BatchgenError):
+    """More rows failed than `--max-errors` allows."""
+
+
+class OutOfMemory(BatchgenError):
+    """The device has not enough memory for a single row."""
+
+
+class OutputLocked(BatchgenError):
+    """Another run holds this output."""
+
+    exit_code = 75
+
+
+class Interrupted(BatchgenError):
+    """Stopped by a signal; what was finished is kept and the same command goes on from there."""
+
+    def __init__(self, signum: int, message: str = "", hint: str = "") -> None:
+        name = _signal.Signals(signum).name
+        super().__init__(message or f"interrupted by {name}", hint or "run the same command again to go on")
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+
+class ClosedPipe(BatchgenError):
+    """Standard output was closed by its reader (`| head`, say)."""
+
+    exit_code = 141
+
+    def __init__(self) -> None:
+        super().__init__("standard output was closed")
+
+
+# The types that `error.type` of an output row can have (README, "Errors of a row").
+ROW_ERROR_TYPES = (
+    "invalid_row",  # not JSON, not an object, a column missing or of the wrong type
+    "template_error",  # the template or chat template failed on this row
+    "prompt_too_long",  # the prompt leaves no room in the model's context
+    "empty_prompt",  # the prompt has no tokens
+    "unsupported_parameter",  # a parameter of the row is unknown or out of range
+    "does_not_fit",  # prompt and completion need more KV memory than there is
+    "numerical_error",  # the model's logits are not numbers
+)
+
+
+class RowError(Exception):
+    """One row fails: `type` is one of `ROW_ERROR_TYPES`, `message` is for the user."""
+
+    def __init__(self, type: str, message: str) -> None:
+        super().__init__(message)
+        if type not in ROW_ERROR_TYPES:
+            raise ValueError(f"unknown row error type {type!r}")
+        self.type = type
+        self.message = message

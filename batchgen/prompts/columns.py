@@ -1,0 +1,143 @@
+"""Which column of a row is its prompt, and whether an input has one at all. Renders nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NoReturn
+
+from batchgen.config import PromptConfig
+from batchgen.errors import RowError, UsageError
+from batchgen.prompts.openai import is_batch_row, is_chat
+from batchgen.prompts.params import RowParams
+from batchgen.prompts.template import RowTemplate
+from batchgen.records.row import Row
+
+_DEFAULT = PromptConfig()
+_MOST_NAMES = 20
+_MANY = 1000  # the rows that are looked at: fewer are all there are
+
+
+class Source(Enum):
+    """Where a row's prompt comes from."""
+
+    TEMPLATE = "template"
+    BODY = "body"
+    MESSAGES = "messages"
+    PROMPT = "prompt"
+
+
+def quoted(names: Sequence[str]) -> str:
+    """The names for a message, so many of them as a line can hold."""
+    shown = ", ".join(repr(name) for name in names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
+
+
+class Columns:
+    """The columns that make prompts, by the user's options."""
+
+    def __init__(self, prompts: PromptConfig, template: RowTemplate | None, params: RowParams, *, chat: bool) -> None:
+        self._prompt, self._messages = prompts.prompt_column, prompts.messages_column
+        self._template = template
+        self._params = params
+        self._chat = chat
+        self._named = [
+            (option, name)
+            for option, name, usual in (
+                ("--prompt-column", self._prompt, _DEFAULT.prompt_column),
+                ("--messages-column", self._messages, _DEFAULT.messages_column),
+            )
+            if name != usual
+        ]
+        # A column that the user named goes before one that is only called as usual; else messages go first.
+        self._prompt_first = not chat or [option for option, _ in self._named] == ["--prompt-column"]
+        self.why_raw = "--no-chat turns it off" if prompts.chat is False else "the model has none"
+
+    def source(self, columns: Mapping[str, Any]) -> Source:
+        """Where this row's prompt comes from. Raises `RowError("invalid_row")` where it has none."""
+        if self._template is not None:
+            return Source.TEMPLATE
+        if is_batch_row(columns):
+            return Source.BODY
+        prompt, messages = self._has_prompt(columns), self._has_messages(columns)
+        if prompt and (self._prompt_first or not messages):
+            return Source.PROMPT
+        if messages:
+            return Source.MESSAGES
+        names = [name for name in dict.fromkeys((self._prompt, self._messages)) if name in columns]
+        if not names:
+            raise RowError("invalid_row", f"the row has no column {self._prompt!r}{self._or_messages()}")
+        empty = (f"column {name!r} is {'null' if columns[name] is None else 'empty'}" for name in names)
+        raise RowError("invalid_row", " and ".join(empty))
+
+    def both_note(self, columns: Mapping[str, Any]) -> str | None:
+        """What to say of a row that has a prompt and messages, where the user has not named one of them."""
+        if self._template is not None or self._named or is_batch_row(columns):
+            return None
+        if not (self._has_prompt(columns) and self._has_messages(columns)):
+            return None
+        sent, carried = (self._prompt, self._messages) if self._prompt_first else (self._messages, self._prompt)
+        return f"rows have both {sent!r} and {carried!r}: {sent!r} is sent, {carried!r} only carried to the output"
+
+    def only_carried(self, columns: Mapping[str, Any]) -> set[str]:
+        """Columns that look like sampling parameters and are not."""
+        return self._params.unnamed(columns) - {self._prompt, self._messages}
+
+    def check(self, first: Sequence[Row]) -> None:
+        """Raises `UsageError` when none of these rows has a prompt, or one of the columns that the user named."""
+        rows = [row.columns for row in first if row.error is None]
+        if not rows:
+            return
+        there = list(dict.fromkeys(name for columns in rows for name in columns))
+        no_row = f"none of the first {len(first)} rows has" if len(first) >= _MANY else "no row has"
+        hint = f"the input has {quoted(there)}" if there else "the input has no columns at all"
+        for option, name in [*self._named, *(("--row-params", name) for name in self._params.missing(there))]:
+            if name not in there:
+                raise UsageError(f"{no_row} the column {name!r} of {option}", hint)
+        if self._template is not None:
+            missing = sorted(self._template.columns - set(there))
+            # A template may name columns that no row has, as long as it can do without: so by trial.
+            if missing and not any(_renders(self._template, columns) for columns in rows):
+                raise UsageError(f"{no_row} the column {missing[0]!r} of --template", hint)
+        elif not any(self._usable(columns) for columns in rows):
+            self._refuse(rows, there, no_row, hint)
+
+    def _refuse(self, rows: Sequence[Mapping[str, Any]], there: Sequence[str], no_row: str, hint: str) -> NoReturn:
+        requests = any(is_batch_row(columns) for columns in rows)
+        if requests or self._messages in there:
+            what = "/v1/chat/completions" if requests else f"column {self._messages!r}"
+            way = (
+                "leave --no-chat out" if self.why_raw.startswith("--no-chat") else "give one with --chat-template FILE"
+            )
+            raise UsageError(f"{what} needs a chat template: {self.why_raw}", f"{way}, or name a --prompt-column")
+        raise UsageError(
+            f"{no_row} a column {self._prompt!r}{self._or_messages()}",
+            f"{hint}; name one with --prompt-column or --messages-column, or make the prompt with --template",
+        )
+
+    def _usable(self, columns: Mapping[str, Any]) -> bool:
+        """Whether there is a prompt in this row, be it a bad one. A null counts: the column is there."""
+        if is_batch_row(columns):
+            try:
+                return self._chat or not is_chat(columns)
+            except RowError:
+                return True
+        return self._prompt in columns or (self._chat and self._messages in columns)
+
+    def _or_messages(self) -> str:
+        return f" or {self._messages!r}" if self._chat else ""
+
+    def _has_prompt(self, columns: Mapping[str, Any]) -> bool:
+        return columns.get(self._prompt) is not None
+
+    def _has_messages(self, columns: Mapping[str, Any]) -> bool:
+        value = columns.get(self._messages)
+        return value is not None and value != ""  # as an empty field of a CSV file
+
+
+def _renders(template: RowTemplate, columns: Mapping[str, Any]) -> bool:
+    try:
+        template.render(columns)
+    except RowError:
+        return False
+    return True

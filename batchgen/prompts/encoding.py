@@ -1,0 +1,120 @@
+"""Texts to token ids, many at a time. Knows nothing of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from batchgen.errors import RowError
+from batchgen.prompts.messages import first_line
+from batchgen.prompts.tokenizer import quiet
+from batchgen.request import TokenArray
+
+# One call's texts at most. The tokenizers library needs some 200 bytes a token until a call's ids are taken, so also by characters.
+_MOST_TEXTS = 2048
+_MOST_CHARACTERS = 2_000_000
+
+
+class Encoder:
+    """A tokenizer over many texts; one that cannot be tokenized fails alone."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._encode = _rust(tokenizer) or _python(tokenizer)
+        adds_bos = self._encode([""], True)[0][:1].tolist() == [tokenizer.bos_token_id]
+        self._bos: str | None = tokenizer.bos_token if adds_bos else None
+        """The beginning-of-text token, where the tokenizer puts it by itself."""
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[TokenArray | RowError]:
+        """The tokens of every text, int32 [length], in order, or why a text has none.
+
+        `special`: with the special tokens that the tokenizer puts around a text; a text that begins with the
+        beginning-of-text token, written out, is not given a second one.
+        """
+        out: list[TokenArray | RowError] = []
+        for batch in _batches(texts):
+            try:
+                out += self._arrays(batch, special)
+            except BaseException as e:
+                if not _of_a_text(e):
+                    raise
+                out += [self._alone(text, special) for text in batch]
+        return out
+
+    def _arrays(self, texts: Sequence[str], special: bool) -> list[TokenArray]:
+        arrays = self._encode(texts, special)
+        if special and self._bos is not None:
+            for i, text in enumerate(texts):
+                if text.startswith(self._bos) and len(arrays[i]) > 1 and arrays[i][0] == arrays[i][1]:
+                    arrays[i] = arrays[i][1:].copy()
+        return arrays
+
+    def _alone(self, text: str, special: bool) -> TokenArray | RowError:
+        try:
+            return self._arrays([text], special)[0]
+        except BaseException as e:
+            if not _of_a_text(e):
+                raise
+            return RowError("invalid_row", f"the prompt cannot be tokenized: {_reason(text, e)}")
+
+
+def _rust(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] | None:
+    """The tokenizers library itself, where nothing of the class comes between: no offsets, no copies, no advice on lengths."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if (
+        not isinstance(tokenizer, PreTrainedTokenizerFast)
+        or kind._encode_plus is not PreTrainedTokenizerFast._encode_plus
+        or kind.__call__ is not PreTrainedTokenizerBase.__call__
+    ):
+        return None
+    backend = tokenizer.backend_tokenizer
+
+    def encode(texts: Sequence[str], special: bool) -> list[TokenArray]:
+        # As transformers sets them at every call; others may have called in between.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    return encode
+
+
+def _python(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]]:
+    """Tokenizers written in Python, or with Python around the library, by their own call."""
+
+    def encode(texts: Sequence[str], special: bool) -> list[TokenArray]:
+        with quiet():
+            lists = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+        return [np.array(ids, dtype=np.int32) for ids in lists]
+
+    return encode
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    start = characters = 0
+    for i, text in enumerate(texts):
+        if i > start and (i - start == _MOST_TEXTS or characters + len(text) > _MOST_CHARACTERS):
+            yield texts[start:i]
+            start, characters = i, 0
+        characters += len(text)
+    if start < len(texts):
+        yield texts[start:]
+
+
+def _of_a_text(error: BaseException) -> bool:
+    """Whether a text can be to blame. A panic of the Rust library is not an `Exception`, and is a text's."""
+    if isinstance(error, Exception):
+        return not isinstance(error, MemoryError)
+    return type(error).__name__ == "PanicException"
+
+
+def _reason(text: str, error: BaseException) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        return f"character {e.start} is half of a surrogate pair (U+{ord(text[e.start]):04X})"
+    return first_line(error)

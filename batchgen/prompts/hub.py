@@ -1,0 +1,116 @@
+"""Tells apart why a model cannot be loaded, from a folder or the hub, and says it in one line. Loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+
+_LOCAL = "give a local folder with config.json and the tokenizer's files"
+
+
+def check_folder(config: ModelConfig) -> None:
+    """Raises `ModelError` where the model is meant to be a folder and is none, so that nothing asks the hub for it."""
+    path = Path(config.model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"model folder {config.model!r} has no config.json", "give the folder that holds the model"
+            )
+        if config.revision is not None:
+            raise ModelError(
+                f"--revision {config.revision!r} is of the hub, and {config.model!r} is a local folder",
+                "leave --revision out",
+            )
+    elif path.exists():
+        raise ModelError(f"model {config.model!r} is a file", _LOCAL)
+    elif not config.model.strip() or _is_path(config.model):
+        raise ModelError(f"model folder {config.model!r} does not exist", f"{_LOCAL}, or a hub name such as org/model")
+
+
+def _is_path(model: str) -> bool:
+    """Whether it can only be a path: a hub name is `name` or `org/name`."""
+    return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or "\\" in model
+
+
+def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelError:
+    """The `ModelError` for what a library raised while it loaded `what` (configuration, tokenizer…)."""
+    if "trust_remote_code" in str(error):
+        return ModelError(
+            f"model {config.model!r} comes with code of its own to run",
+            "read that code, and give --trust-remote-code if you trust it",
+        )
+    if Path(config.model).is_dir():
+        return _folder_failure(config, what, error)
+    return _hub_failure(config, error) or _unreadable(config, what, error)
+
+
+def _unreadable(config: ModelConfig, what: str, error: BaseException) -> ModelError:
+    if "Couldn't instantiate the backend tokenizer" in str(error):
+        return ModelError(
+            f"model {config.model!r} has no tokenizer.json, and no other tokenizer files that can be read here",
+            "add tokenizer.json, or install the package that its files are for (sentencepiece or tiktoken)",
+        )
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return ModelError(f"the {what} of model {config.model!r} cannot be loaded: {lines[0].strip()}")
+
+
+def _folder_failure(config: ModelConfig, what: str, error: BaseException) -> ModelError:
+    if what == "tokenizer" and not _tokenizer_files(Path(config.model)):
+        return ModelError(
+            f"model folder {config.model!r} has no tokenizer files",
+            "copy tokenizer.json and tokenizer_config.json of the model into it",
+        )
+    return _unreadable(config, what, error)
+
+
+def _tokenizer_files(folder: Path) -> list[str]:
+    """Files that can hold a vocabulary; tokenizer_config.json alone holds none."""
+    endings = (".model", ".tiktoken", ".tekken")
+    names = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+    return [p.name for p in folder.iterdir() if p.name in names or p.name.endswith(endings)]
+
+
+def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None:
+    from huggingface_hub import errors as hub
+
+    causes = list(_causes(error))
+
+    def caused_by(*types: type[BaseException]) -> bool:
+        return any(isinstance(cause, types) for cause in causes)
+
+    model = config.model
+    if caused_by(hub.HFValidationError):
+        return ModelError(
+            f"model {model!r} is neither a folder nor a hub name", f"{_LOCAL}, or a hub name such as org/model"
+        )
+    if caused_by(hub.RevisionNotFoundError):
+        return ModelError(
+            f"model {model!r} has no revision {config.revision!r} on the hub",
+            "give a branch, a tag or a commit of it, or leave --revision out",
+        )
+    if caused_by(hub.GatedRepoError):
+        return ModelError(
+            f"model {model!r} is gated, and you have no access to it",
+            f"ask for access on its page and log in with `hf auth login`, or {_LOCAL}",
+        )
+    if caused_by(hub.RepositoryNotFoundError):
+        return ModelError(
+            f"model {model!r} is neither a folder here nor a model on the hub",
+            f"check the name (a private model needs `hf auth login`), or {_LOCAL}",
+        )
+    if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
+        at = "" if config.revision is None else f" at revision {config.revision!r}"
+        return ModelError(
+            f"model {model!r}{at} is neither a folder here nor in the local cache, and the hub cannot be reached",
+            f"check the connection and HF_HUB_OFFLINE, or {_LOCAL}",
+        )
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

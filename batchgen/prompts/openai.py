@@ -1,0 +1,100 @@
+"""A row in the OpenAI Batch form (`custom_id`, `method`, `url`, `body`): what it asks for. Renders nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.errors import RowError
+from batchgen.prompts.messages import kind
+from batchgen.prompts.params import supported
+
+_CHAT = "/v1/chat/completions"
+_RAW = "/v1/completions"
+
+# Of a body, and neither a prompt nor a parameter that changes its completion.
+_IGNORED = frozenset({
+    "model", "messages", "prompt", "chat_template_kwargs",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One request of the OpenAI API."""
+
+    chat: bool
+    """/v1/chat/completions; otherwise /v1/completions, whose prompt is raw."""
+    prompt: Any
+    """Its `messages` or `prompt`, not yet checked."""
+    model: str | None
+    variables: Any
+    """Its `chat_template_kwargs`, not yet checked."""
+    params: Mapping[str, Any]
+    """Its sampling parameters, under our names."""
+
+
+def is_batch_row(columns: Mapping[str, Any]) -> bool:
+    """Whether a row is in the Batch form. A mere column called `body` (of an e-mail, say) is not enough."""
+    body = columns.get("body")
+    if isinstance(body, Mapping):
+        return "url" in columns or "custom_id" in columns or "method" in columns
+    url = columns.get("url")
+    return isinstance(body, str) and isinstance(url, str) and _endpoint(url) is not None
+
+
+def is_chat(columns: Mapping[str, Any]) -> bool:
+    """Whether a row in the Batch form has messages. Raises `RowError` for an endpoint that is not served here."""
+    url = columns.get("url")
+    if url is None:
+        body = columns["body"]
+        return isinstance(body, Mapping) and "messages" in body
+    endpoint = _endpoint(url) if isinstance(url, str) else None
+    if endpoint is None:
+        shown = repr(url) if isinstance(url, str) else kind(url)
+        raise RowError("invalid_row", f"url is {shown}; {_RAW} and {_CHAT} can be served")
+    return endpoint == _CHAT
+
+
+def _endpoint(url: str) -> str | None:
+    return next((known for known in (_CHAT, _RAW) if url.rstrip("/").endswith(known)), None)
+
+
+def read_body(columns: Mapping[str, Any]) -> Body:
+    """What a row in the Batch form asks for. Raises `RowError`."""
+    method = columns.get("method")
+    if method is not None and (not isinstance(method, str) or method.upper() != "POST"):
+        raise RowError("invalid_row", f"method is {method!r}; only POST makes a completion")
+    chat = is_chat(columns)
+    body = _object(columns["body"])
+    column, other = ("messages", "prompt") if chat else ("prompt", "messages")
+    if body.get(column) is None:
+        hint = f"; it has {other}, which {_RAW if chat else _CHAT} takes" if body.get(other) is not None else ""
+        raise RowError("invalid_row", f"body has no {column}{hint}")
+    model = body.get("model")
+    return Body(
+        chat=chat,
+        prompt=body[column],
+        model=model if isinstance(model, str) else None,
+        variables=body.get("chat_template_kwargs"),
+        params=_params(body),
+    )
+
+
+def _object(body: Any) -> Mapping[str, Any]:
+    if isinstance(body, str):
+        try:
+            body = json.loads(body)
+        except ValueError:
+            raise RowError("invalid_row", "body is text that is not JSON") from None
+    if not isinstance(body, Mapping):
+        raise RowError("invalid_row", f"body must be an object, not {kind(body)}")
+    return body
+
+
+def _params(body: Mapping[str, Any]) -> dict[str, Any]:
+    params = supported({name: value for name, value in body.items() if name not in _IGNORED})
+    most = params.pop("max_completion_tokens", None)  # the newer name for max_tokens, which it replaces
+    return params if most is None else {**params, "max_tokens": most}

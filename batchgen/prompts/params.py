@@ -1,0 +1,118 @@
+"""A row's own sampling parameters: the object column `sampling_params`, the columns of `--row-params`, the names of the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from batchgen.errors import RowError, UsageError
+from batchgen.prompts.messages import kind
+from batchgen.request import SamplingParams
+
+OBJECT_COLUMN = "sampling_params"
+NAMES = {f.name for f in fields(SamplingParams)} | {"stop_token_id"}
+
+# Known elsewhere and not built here: the values that ask for nothing, which are let pass. Any other value fails the row.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": ("",),
+    "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "stream_options": ({},),
+}  # fmt: skip
+
+
+def supported(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters without those that are null or ask for nothing (`n: 1`).
+
+    Raises `RowError("unsupported_parameter")` for one that asks for what is not built; unknown names are left to `SamplingParams.merged`.
+    """
+    kept = {}
+    for name, value in params.items():
+        if value is None:
+            continue
+        if name not in _NEUTRAL:
+            kept[name] = value
+        elif not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
+            raise RowError("unsupported_parameter", f"{name} is not supported: {_short(value)}")
+    return kept
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+class RowParams:
+    """Which columns of a row are its parameters."""
+
+    def __init__(self, named: Sequence[str], default: SamplingParams) -> None:
+        """Raises `UsageError` where a column of `--row-params` has not the name of a parameter."""
+        for name in named:
+            if name not in NAMES:
+                raise UsageError(
+                    f"--row-params {name!r} is not a sampling parameter", f"use {', '.join(sorted(NAMES))}"
+                )
+        self._named = tuple(named)
+        self._default = default
+        self._others = NAMES - set(named)
+
+    def of(self, columns: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> SamplingParams:
+        """The row's effective parameters: the command's, under the named columns', `sampling_params`' and the body's.
+
+        Raises `RowError`.
+        """
+        own: dict[str, Any] = {}
+        for name in self._named:
+            value = columns.get(name)
+            if value is not None:
+                own |= supported({name: _from_text(name, value) if isinstance(value, str) else value})
+        whole = columns.get(OBJECT_COLUMN)
+        if whole is not None:
+            own |= supported(_object(whole))
+        if body:
+            own |= body
+        if not own:
+            return self._default
+        try:
+            return self._default.merged(own)
+        except OverflowError:  # JSON's whole numbers have no end
+            raise RowError("unsupported_parameter", f"a number is too large: {_short(own)}") from None
+
+    def unnamed(self, columns: Iterable[str]) -> set[str]:
+        """Columns that have the name of a parameter and were not named: they are only carried."""
+        return self._others.intersection(columns)
+
+    def missing(self, columns: Iterable[str]) -> list[str]:
+        """Columns that were named and are not there."""
+        there = set(columns)
+        return [name for name in self._named if name not in there]
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """`sampling_params` as an object; in a CSV file its JSON, or nothing at all."""
+    if isinstance(value, str):
+        if not value.strip():
+            return {}
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            raise RowError("invalid_row", f"column {OBJECT_COLUMN!r} is text that is not JSON") from None
+        value = {} if parsed is None else parsed
+    if not isinstance(value, Mapping):
+        raise RowError("invalid_row", f"column {OBJECT_COLUMN!r} must be an object, not {kind(value)}")
+    return value
+
+
+def _from_text(name: str, text: str) -> Any:
+    """The value that a CSV field stands for; None for an empty one. A stop string is itself."""
+    if not text:
+        return None
+    if name == "stop":
+        return text
+    try:
+        return json.loads(text.strip().lower() if name == "ignore_eos" else text)
+    except ValueError:
+        return text

@@ -1,0 +1,161 @@
+"""Loads a model's tokenizer and configuration, never its weights. Knows nothing of rows and prompts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.prompts.hub import check_folder, load_failure
+
+# Where configurations say how many positions a model has, the usual name first.
+_CONTEXT_NAMES = (
+    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "n_ctx",
+)  # fmt: skip
+# A tokenizer that knows no limit says so by a number like 10**30.
+_SANE_CONTEXT = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedTokenizer:
+    """What is known of a model without its weights."""
+
+    tokenizer: Any
+    """The transformers tokenizer."""
+    hf_config: Any
+    """The transformers configuration of the whole model (a nested one has `text_config`)."""
+    context_length: int
+    """Most tokens of prompt and completion together."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a completion; may be empty."""
+    vocab_size: int
+    """Token ids that the model knows: 0 up to this, exclusive."""
+
+
+def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
+    """The tokenizer and configuration of a folder or a hub model.
+
+    Raises `ModelError`, in one line, where there is none or it cannot be read. transformers imports torch where
+    that is installed; nothing here does.
+    """
+    check_folder(config)
+    # Here and not above, because transformers takes seconds to import. Before quiet(): its import sets its log level.
+    from transformers import AutoConfig, AutoTokenizer
+
+    with quiet():
+        options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        try:
+            hf_config = AutoConfig.from_pretrained(config.model, **options)
+        except Exception as e:
+            raise load_failure(config, "configuration", e) from e
+        try:
+            # Never mistral-common, which transformers takes where it happens to be installed: the same tokens everywhere.
+            tokenizer = AutoTokenizer.from_pretrained(config.model, config=hf_config, mistral_format=False, **options)
+        except Exception as e:
+            raise load_failure(config, "tokenizer", e) from e
+    # Some classes make an empty tokenizer, or one of their special tokens alone, where the files are missing.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise load_failure(config, "tokenizer", ValueError("its vocabulary is empty"))
+    return LoadedTokenizer(
+        tokenizer=tokenizer,
+        hf_config=hf_config,
+        context_length=_context_length(config, hf_config, tokenizer),
+        eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
+        vocab_size=_positive(getattr(_text_config(hf_config), "vocab_size", None)) or len(tokenizer),
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the advice of transformers and the retries of the hub off standard error; errors are raised and logged as ever."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _text_config(hf_config: Any) -> Any:
+    """The part about text of a nested configuration, else the configuration itself."""
+    nested = getattr(hf_config, "text_config", None)
+    return hf_config if nested is None else nested
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
+    for part in (_text_config(hf_config), hf_config):
+        for name in _CONTEXT_NAMES:
+            length = _positive(getattr(part, name, None))
+            if length is not None:
+                return max(length, _yarn_length(part))
+    length = _positive(tokenizer.model_max_length)
+    if length is not None and length <= _SANE_CONTEXT:
+        return length
+    raise ModelError(
+        f"the configuration of model {config.model!r} does not say how long its context is",
+        "add max_position_embeddings to its config.json",
+    )
+
+
+def _yarn_length(part: Any) -> int:
+    """What YaRN stretches the context to: its users leave max_position_embeddings as it was (Qwen2.5's instructions). 0 without it."""
+    rope = getattr(part, "rope_parameters", None) or getattr(part, "rope_scaling", None)
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return 0
+    factor, original = rope.get("factor"), _positive(rope.get("original_max_position_embeddings"))
+    return int(original * factor) if original and isinstance(factor, int | float) else 0
+
+
+def _eos_token_ids(config: ModelConfig, hf_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The end tokens: of the generation configuration, else of the configuration, else of the tokenizer."""
+    for value in (
+        _generation_config(config).get("eos_token_id"),
+        getattr(_text_config(hf_config), "eos_token_id", None),
+        getattr(hf_config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        ids = value if isinstance(value, list | tuple) else [value]
+        found = tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0))
+        if found:
+            return found
+    return ()
+
+
+def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
+    """generation_config.json as it is, {} where there is none: of all it holds, only the end tokens count."""
+    name = "generation_config.json"
+    path = Path(config.model, name)
+    if not Path(config.model).is_dir():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            with quiet():
+                path = Path(hf_hub_download(config.model, name, revision=config.revision))
+        except EntryNotFoundError:  # not there, or offline and never fetched
+            return {}
+        except Exception as e:
+            raise load_failure(config, "generation_config.json", e) from e
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{name} of model {config.model!r} cannot be read: {e}", "mend it, or remove it") from e
+    return value if isinstance(value, Mapping) else {}

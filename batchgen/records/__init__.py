@@ -1,0 +1,22 @@
+"""Rows in and results out: input formats, the output row, the job's folder. No torch, no tokens, no prompts."""
+
+from batchgen.records.inputs import Input, open_input
+from batchgen.records.job_folder import JobFolder, open_job
+from batchgen.records.output import RESULT_NAMES, default_output, output_row
+from batchgen.records.place import job_path
+from batchgen.records.row import Row, windows
+from batchgen.records.stdout_job import StdoutJob
+
+__all__ = [
+    "RESULT_NAMES",
+    "Input",
+    "JobFolder",
+    "Row",
+    "StdoutJob",
+    "default_output",
+    "job_path",
+    "open_input",
+    "open_job",
+    "output_row",
+    "windows",
+]

@@ -1,0 +1,104 @@
+"""The Parquet type of columns that come from JSON: found value by value, over any number of rows, in constant memory.
+
+All null: string. Whole numbers and fractions: double. Lists and objects: nested types, an object's fields being all that were seen
+(one that a row lacks is null). Where values of a place do not fit one type (a string here and a list there, a whole number past 64 bits,
+objects with no fields or more than `MAX_FIELDS`, nesting past `MAX_NESTING`), that place is a string that holds each value as JSON text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.records.jsonl import to_json
+
+MAX_FIELDS = 200
+MAX_NESTING = 16
+_SIMPLE = {
+    "null": pa.string(),
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "string": pa.string(),
+    "json": pa.string(),
+}
+
+
+class ColumnType:
+    """The narrowest type that fits every value seen so far."""
+
+    __slots__ = ("_depth", "fields", "items", "name")
+
+    def __init__(self, depth: int = 0) -> None:
+        self.name = "null"
+        """null, bool, int, float, string, list, object or json"""
+        self.items: ColumnType | None = None
+        self.fields: dict[str, ColumnType] = {}
+        self._depth = depth
+
+    def see(self, value: Any) -> None:
+        """Widen the type to hold `value` (JSON's types only)."""
+        if value is None or self.name == "json":
+            return
+        name = _name(value)
+        if self.name == "null":
+            self.name = name
+        elif name != self.name:
+            self.name = "float" if {name, self.name} == {"int", "float"} else "json"
+        if self.name == "list":
+            self.items = self.items or ColumnType(self._depth + 1)
+            for item in value:
+                self.items.see(item)
+        elif self.name == "object":
+            for key, inner in value.items():
+                if key not in self.fields:
+                    self.fields[key] = ColumnType(self._depth + 1)
+                self.fields[key].see(inner)
+        if self._depth > MAX_NESTING or len(self.fields) > MAX_FIELDS:
+            self.name = "json"
+        if self.name == "json":
+            self.items, self.fields = None, {}
+
+    def arrow(self) -> pa.DataType:
+        if self.name == "list" and self.items is not None:
+            return pa.list_(self.items.arrow())
+        if self.name == "object" and self.fields:
+            return pa.struct([pa.field(clean(k), t.arrow()) for k, t in self.fields.items()])
+        return _SIMPLE.get(self.name, pa.string())
+
+    def convert(self, value: Any) -> Any:
+        """`value` as `pa.array` takes it for `arrow()`."""
+        if value is None or self.name in ("bool", "int"):
+            return value
+        if self.name == "string":
+            return clean(value)
+        if self.name == "float":
+            return float(value)
+        if self.name == "list" and self.items is not None:
+            return [self.items.convert(item) for item in value]
+        if self.name == "object" and self.fields:
+            return {clean(k): t.convert(value.get(k)) for k, t in self.fields.items()}
+        return clean(to_json(value).decode())
+
+
+def id_text(value: Any) -> str:
+    """An id as text, where not all ids are whole numbers."""
+    return clean(value if isinstance(value, str) else to_json(value).decode())
+
+
+def clean(text: str) -> str:
+    """`text` as UTF-8 can hold it: a lone surrogate becomes its escape, six characters."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int" if -(2**63) <= value < 2**63 else "json"
+    if isinstance(value, float):
+        return "float"
+    return "list" if isinstance(value, list) else "object"

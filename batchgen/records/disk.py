@@ -1,0 +1,80 @@
+"""What writing to a disk needs beyond the usual: errors in words, and files that are whole after a power cut."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.errors import OutputError
+
+_HINTS = {
+    errno.ENOSPC: "free some space and run the same command again: what was finished is kept",
+    errno.EDQUOT: "free some of your quota and run the same command again: what was finished is kept",
+    errno.EROFS: "write to another place with -o",
+    errno.EACCES: "check the permissions, or write to another place with -o",
+    errno.EPERM: "check the permissions, or write to another place with -o",
+}
+
+
+@contextmanager
+def writing(what: str | Path) -> Iterator[None]:
+    """Turns an error of the disk into `OutputError`: what cannot be written, why, and the way out."""
+    try:
+        yield
+    except OSError as e:
+        reason = os.strerror(e.errno) if e.errno else str(e)
+        hint = _HINTS.get(e.errno or 0, "check the disk and run the same command again: what was finished is kept")
+        raise OutputError(f"{what} cannot be written: {reason}", hint) from e
+    except (sqlite3.OperationalError, sqlite3.DatabaseError, pa.ArrowException) as e:
+        raise OutputError(
+            f"{what} cannot be written: {e}", "check the disk and run the same command again: what was finished is kept"
+        ) from e
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new files in `folder` survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems sync no folders
+            raise
+    finally:
+        os.close(fd)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON: the old file or the new, never half of one."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    sync_folder(path.parent)
+
+
+def move_file(source: Path, target: Path) -> None:
+    """Rename, or (from a work folder on another disk) copy beside the target and rename there."""
+    try:
+        source.replace(target)
+    except OSError as e:
+        if e.errno != errno.EXDEV:
+            raise
+        near = target.with_name(f".{target.name}.new")
+        shutil.copyfile(source, near)
+        shutil.copystat(source, near)
+        with near.open("rb+") as file:
+            os.fsync(file.fileno())
+        near.replace(target)
+    sync_folder(target.parent)

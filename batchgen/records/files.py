@@ -1,0 +1,146 @@
+"""Opening one input file: its format and compression by suffix, local or by an fsspec URL, as a stream of plain bytes."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+from batchgen.errors import UsageError
+
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+BROKEN = (OSError, EOFError, zlib.error, zstandard.ZstdError)
+"""What reading a cut or damaged stream raises."""
+_PIECE = 1 << 14  # small, because what one piece decompresses to is in memory at once
+
+
+def split_name(name: str) -> tuple[str, str | None, str | None]:
+    """Stem, format and compression by the suffixes of a file's name: `a.csv.gz` is (`a`, `csv`, `gzip`)."""
+    base = name.replace("\\", "/").rsplit("/", 1)[-1]
+    stem, compression = base, None
+    for suffix, kind in COMPRESSIONS.items():
+        if base.lower().endswith(suffix):
+            stem, compression = base[: -len(suffix)], kind
+    for suffix, kind in SUFFIXES.items():
+        if stem.lower().endswith(suffix):
+            return stem[: -len(suffix)], kind, compression
+    return stem, None, compression
+
+
+def is_url(name: str) -> bool:
+    return "://" in name
+
+
+def remote(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL and the path in it. Raises `UsageError` where what it needs is not installed."""
+    try:
+        from fsspec.core import url_to_fs
+
+        fs, path = url_to_fs(url)
+    except ImportError as e:
+        raise UsageError(
+            f"{url} cannot be read: {e}", "pip install 'batchgen[remote]' (fsspec and the store's package)"
+        ) from e
+    except ValueError as e:
+        raise UsageError(f"{url} cannot be read: {e}", "use a path, or a URL such as s3://bucket/rows.jsonl") from e
+    return fs, path
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file of the input, known to exist."""
+
+    name: str
+    """As the user named it; `-` is standard input."""
+    format: str
+    """jsonl, parquet or csv"""
+    compression: str | None = None
+    """gzip or zstd"""
+
+    @property
+    def shown(self) -> str:
+        return "<stdin>" if self.name == "-" else self.name
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Its bytes, decompressed and buffered; seekable where the format needs that (Parquet)."""
+        if self.name == "-":
+            yield sys.stdin.buffer
+        elif self.format == "parquet" and self.compression:
+            with self._raw() as raw, tempfile.TemporaryFile() as unpacked:  # Parquet is read from its end
+                shutil.copyfileobj(decompressed(raw, self.compression), unpacked, 1 << 20)
+                unpacked.seek(0)
+                yield unpacked
+        else:
+            with self._raw() as raw:
+                yield raw if self.compression is None else decompressed(raw, self.compression)
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """What tells whether the file has changed; None for a pipe, of which nothing can be said."""
+        if is_url(self.name):
+            fs, path = remote(self.name)
+            return {"path": self.name, "version": fs.ukey(path)}
+        path_ = Path(self.name)
+        if not path_.is_file():
+            return None
+        stat = path_.stat()
+        return {"path": str(path_.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+    def _raw(self) -> BinaryIO:
+        if is_url(self.name):
+            fs, path = remote(self.name)
+            opened: BinaryIO = fs.open(path, "rb")
+            return opened
+        return Path(self.name).open("rb")
+
+
+def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
+    """The plain bytes of a gzip or zstd stream, buffered. Raises one of `BROKEN` where it is cut or damaged."""
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
+    return io.BufferedReader(_ZstdReader(raw))
+
+
+class _ZstdReader(io.RawIOBase):
+    """The frames of a zstandard stream, one after the other.
+
+    zstandard's own stream reader ends quietly where a file is cut; this one raises `EOFError`.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._waiting = b""  # compressed bytes of the next frame
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            piece = self._waiting or self._raw.read(_PIECE)
+            self._waiting = b""
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError("the compressed file ends in the middle of a zstandard frame")
+                return 0
+            if self._frame is None:
+                self._frame = self._decompressor.decompressobj()
+            self._ready = memoryview(self._frame.decompress(piece))
+            if self._frame.eof:
+                self._waiting, self._frame = self._frame.unused_data, None
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n

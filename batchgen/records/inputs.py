@@ -1,0 +1,235 @@
+"""The input of a job: files, folders, globs, URLs or standard input, as one stream of rows, never read whole."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import glob
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.errors import InputCorrupt, RowError, UsageError
+from batchgen.records.files import BROKEN, InputFile, is_url, remote, split_name
+from batchgen.records.jsonl import Record, read_jsonl
+from batchgen.records.output import RESULT_NAMES
+from batchgen.records.row import Row
+from batchgen.records.tables import open_parquet, read_csv, read_parquet
+
+FORMATS = ("jsonl", "parquet", "csv")
+
+
+def open_input(inputs: Sequence[str], *, format: str | None, output: str | None) -> Input:
+    """The files that `inputs` name, checked to be there; nothing is read yet.
+
+    A folder gives its files with known suffixes (those of `format`, where it is given), sorted, and none of its folders; a glob its
+    files, sorted. Outputs of our own in them (a job folder stands beside them), and `output` itself, are left out: see `Input.notes`.
+    Raises `UsageError` naming what is missing, unknown or both input and output.
+    """
+    if format is not None and format not in FORMATS:
+        raise UsageError(f"--input-format {format!r} is unknown", "use jsonl, parquet or csv")
+    if "-" in inputs:
+        if len(inputs) > 1:
+            raise UsageError(
+                "- (standard input) cannot be read together with other inputs", "name files only, or - alone"
+            )
+        if format not in (None, "jsonl"):
+            raise UsageError(f"standard input is read as JSONL, not {format}", "name a file instead")
+        return Input((InputFile("-", "jsonl"),), [])
+    files: list[InputFile] = []
+    notes: list[str] = []
+    for name in inputs:
+        many, found = _find(name, format)
+        if many:
+            ours = [f for f in found if _is_ours(f, output)]
+            notes += [f"{f} is an output of batchgen: left out of the input" for f in ours]
+            found = [f for f in found if f not in ours]
+            if not found:
+                raise UsageError(
+                    f"{name} has no files but outputs of batchgen", "name the files themselves to read those"
+                )
+        files += [_input_file(f, format) for f in found]
+    for file in files:
+        if output is not None and same_file(file.name, output):
+            raise UsageError(
+                f"{output} is both an input and the output",
+                "name another output with -o (or quote a glob: outputs are left out then)",
+            )
+    return Input(tuple(files), notes)
+
+
+class Input:
+    """The rows of some files, in order. They can be read once from standard input, else any number of times."""
+
+    def __init__(self, files: tuple[InputFile, ...], notes: list[str]) -> None:
+        self.files = files
+        self.notes = notes
+        """Said once by the command: what was left out."""
+        self.is_stdin = any(f.name == "-" for f in files)
+        self._schema: pa.Schema | None = None
+        self._schema_read = False
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        """Columns and types of the input where all of it is Parquet and the files agree (int32 and int64 do), else None.
+
+        Files that cannot be read are passed over here: `rows` says where they break.
+        """
+        if not self._schema_read:
+            self._schema, self._schema_read = self._read_schema(), True
+        return self._schema
+
+    def rows(self, limit: int | None = None) -> Iterator[Row]:
+        """Every row, malformed ones too, numbered through the files; no more than `limit` are read.
+
+        Raises `InputCorrupt` where a file breaks, after the rows before that.
+        """
+        number = 0
+        for file in self.files:
+            if limit is not None and number >= limit:
+                return
+            for place, columns in _records(file):
+                source = file.shown + place
+                if isinstance(columns, str):
+                    yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source)
+                else:
+                    yield Row(number, columns, None, source)
+                number += 1
+                if limit is not None and number >= limit:
+                    return
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """What tells whether the input has changed; empty where that cannot be known (a pipe, standard input)."""
+        if self.is_stdin:
+            return []
+        prints = [file.fingerprint() for file in self.files]
+        return [] if None in prints else [p for p in prints if p is not None]
+
+    def _read_schema(self) -> pa.Schema | None:
+        if any(f.format != "parquet" for f in self.files):
+            return None
+        schemas: list[pa.Schema] = []
+        for file in self.files:
+            try:
+                with file.open() as stream:
+                    parquet = open_parquet(stream)
+                    if parquet is not None:
+                        unique = {f.name: f.with_nullable(True).remove_metadata() for f in parquet.schema_arrow}
+                        schemas.append(pa.schema(unique.values()))
+            except (*BROKEN, pa.ArrowException):
+                continue
+        if not schemas:
+            return None
+        # A column that only some files have must not change how another is renamed in the output.
+        names = {n for s in schemas for n in s.names}
+        if any(set(s.names) != names for s in schemas) and any(f"input_{n}" in names for n in RESULT_NAMES):
+            return None
+        try:
+            return pa.unify_schemas(schemas, promote_options="permissive")
+        except pa.ArrowException:
+            return None
+
+
+def _records(file: InputFile) -> Iterator[Record]:
+    """(place, columns or reason) of a file; what breaks in it becomes `InputCorrupt`."""
+    last = ""
+    with _corrupt(file, lambda: last), file.open() as stream:
+        if file.format == "jsonl":
+            records = read_jsonl(stream)
+        else:
+            records = read_csv(stream) if file.format == "csv" else read_parquet(stream)
+        with closing(records):  # before the stream is
+            for place, columns in records:
+                last = place
+                yield place, columns
+
+
+@contextmanager
+def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
+    try:
+        yield
+    except (*BROKEN, pa.ArrowException, csv.Error) as e:
+        place = last().removeprefix(":")
+        where = "at its start" if not place else f"after {place if place.startswith('row') else 'line ' + place}"
+        reason = (e.strerror if isinstance(e, OSError) and e.strerror else str(e)) or type(e).__name__
+        raise InputCorrupt(
+            f"{file.shown} breaks off {where}: {reason.splitlines()[0]}",
+            "what was read before that is kept: put a whole copy in its place and run the same command again",
+        ) from e
+
+
+def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
+    """Whether `name` stands for many files (a folder, a glob), and the files."""
+    if is_url(name):
+        return _find_remote(name, format)
+    path = Path(name)
+    if path.is_dir():
+        found = sorted(str(p) for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        return True, _known(name, found, format)
+    if path.exists():
+        return False, [name]
+    if glob.has_magic(name):
+        found = sorted(f for f in glob.glob(name, recursive=True) if Path(f).is_file() and not _in_job_folder(f))  # noqa: PTH207 (a pattern may be absolute)
+        if found:
+            return True, found
+        raise UsageError(f"no file matches {name}", "check the pattern and the folder it starts from")
+    near = difflib.get_close_matches(
+        path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1
+    )
+    raise UsageError(f"no such file: {name}", f"did you mean {path.with_name(near[0])}?" if near else "check the path")
+
+
+def _find_remote(url: str, format: str | None) -> tuple[bool, list[str]]:
+    fs, path = remote(url)
+    try:
+        if glob.has_magic(path):
+            found = sorted(p for p in fs.glob(path) if fs.isfile(p))
+        elif fs.isdir(path):
+            found = _known(url, sorted(p for p in fs.ls(path, detail=False) if fs.isfile(p)), format)
+        elif fs.exists(path):
+            return False, [url]
+        else:
+            found = []
+    except OSError as e:
+        raise UsageError(f"{url} cannot be read: {e}", "check the address and your access to it") from e
+    if not found:
+        raise UsageError(f"no such file: {url}", "check the address and your access to it")
+    return True, [fs.unstrip_protocol(p) for p in found]
+
+
+def _known(folder: str, names: Sequence[str], format: str | None) -> list[str]:
+    found = [n for n in names if (split_name(n)[1] == format if format else split_name(n)[1])]
+    if not found:
+        what = "JSONL, Parquet or CSV" if format is None else format
+        raise UsageError(f"no {what} file in the folder {folder}", "name the files, or a glob, with --input-format")
+    return found
+
+
+def _input_file(name: str, format: str | None) -> InputFile:
+    _, by_suffix, compression = split_name(name)
+    chosen = format or by_suffix
+    if chosen is None:
+        raise UsageError(f"{name} has an unknown suffix", "say what it is with --input-format jsonl, parquet or csv")
+    if not is_url(name) and not os.access(name, os.R_OK):
+        raise UsageError(f"{name} cannot be read: permission denied", "check its permissions")
+    return InputFile(name, chosen, compression)
+
+
+def _is_ours(name: str, output: str | None) -> bool:
+    return not is_url(name) and (Path(f"{name}.job").is_dir() or (output is not None and same_file(name, output)))
+
+
+def _in_job_folder(name: str) -> bool:
+    return any(p.suffix == ".job" and (p / "manifest.json").exists() for p in Path(name).parents)
+
+
+def same_file(a: str, b: str) -> bool:
+    """Whether two names are one file, links followed."""
+    try:
+        return Path(a).samefile(b)
+    except OSError:
+        return Path(a).resolve() == Path(b).resolve()

@@ -1,0 +1,303 @@
+"""A job's folder: everything that makes a killed job go on, and a finished one known again.
+
+`OUTPUT.job/` (or `NAME.job/` under the work folder) holds
+
+    manifest.json    the settings, what was asked for, the state (`manifest`)
+    lock             who is at it (`lock`)
+    journal          results as they come (`journal`)
+    keys             of a finished job: 16 bytes for every row of the output, by which it is known again (`take_back`)
+    stats.json       the figures of the last run
+
+and, while a process is at it, made anew from the journal at every start
+
+    index.sqlite     where the journal has a key (`index`)
+    output.partial   the rows of finished windows, and their keys in keys.partial
+    spool.jsonl      the same rows, while a Parquet output waits for its columns' types (`writers`)
+
+The order of steps in `finish` makes every moment safe: until the manifest says finished, the journal has every result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from batchgen.errors import UsageError
+from batchgen.records.disk import move_file, sync_folder, write_json, writing
+from batchgen.records.index import Index
+from batchgen.records.inputs import Input
+from batchgen.records.journal import Journal
+from batchgen.records.lock import Lock
+from batchgen.records.manifest import Manifest, as_stored, differences, file_digest, identity, known_as, load_manifest
+from batchgen.records.output import output_format, output_row
+from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, job_path
+from batchgen.records.row import Row
+from batchgen.records.stdout_job import DoneOrder, StdoutJob
+from batchgen.records.take_back import NO_KEY, take_back
+from batchgen.records.writers import DigestFile, open_writer
+from batchgen.request import Result
+
+_WAY_OUT = "use --overwrite to start anew, or another -o"
+
+
+def open_job(
+    output: str,
+    *,
+    settings: dict[str, Any],
+    mentions: dict[str, Any],
+    input: Input,
+    limit: int | None,
+    keep: tuple[str, ...] | None,
+    id_column: str | None,
+    token_ids: bool,
+    work_dir: str | None,
+    overwrite: bool,
+    flush_every: float,
+    order: str,
+) -> JobFolder | StdoutJob:
+    """The job of an output, begun, taken up again or already finished; held by this process until it is closed.
+
+    `settings`, a flat dictionary of plain values, is what changes results: a job goes on with equal ones only. `mentions`: a difference is only noted.
+    Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
+    """
+    if output == "-":
+        return StdoutJob(keep=keep, id_column=id_column, token_ids=token_ids, order=order)
+    folder = job_path(output, work_dir)
+    check_place(output, folder, overwrite)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+        lock = Lock(folder / "lock", output)
+    try:
+        formats = [f.format for f in input.files]
+        request = {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "keep": keep, "order": order}
+        request |= {"id_column": id_column, "token_ids": token_ids}
+        manifest = Manifest(
+            state="running",
+            output=str(Path(output).absolute()),
+            settings=as_stored(settings),
+            mentions=as_stored(mentions),
+            request=as_stored(request),
+        )
+        job = JobFolder(
+            output, folder, lock, input, manifest, keep=keep, id_column=id_column, token_ids=token_ids, order=order
+        )
+        job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
+    except BaseException:
+        lock.release()
+        raise
+    return job
+
+
+class JobFolder:
+    """One job, from its first window to the rename of its output. A context manager: leaving it keeps what is there and releases the lock."""
+
+    def __init__(
+        self,
+        output: str,
+        folder: Path,
+        lock: Lock,
+        input: Input,
+        manifest: Manifest,
+        *,
+        keep: tuple[str, ...] | None,
+        id_column: str | None,
+        token_ids: bool,
+        order: str,
+    ) -> None:
+        self.notes: list[str] = []
+        """What the user should hear once: a dead run's lock, other versions, damaged records."""
+        self.finished: dict[str, Any] | None = None
+        """The figures of the finished job where there is nothing to do; no other method may be called then."""
+        self.previous: dict[str, Any] | None = None
+        """The figures that the job's last run left, where this one goes on from it."""
+        self._output, self._folder, self._lock, self._input = output, folder, lock, input
+        self._manifest = manifest
+        self._keep, self._id_column, self._token_ids = keep, id_column, token_ids
+        self._order = DoneOrder(order)
+        self._target = Path(output).resolve()  # a link stays one
+        self._opened: ExitStack | None = None
+
+    def _open(self, overwrite: bool, *, named_by_output: bool, flush_every: float) -> None:
+        if self._lock.taken_over is not None:
+            self.notes.append(
+                f"the run before (process {self._lock.taken_over}) ended without finishing: going on from there"
+            )
+        with writing(self._folder):
+            old = None if overwrite else load_manifest(self._folder / "manifest.json")
+            if old is None:
+                self._start_anew()
+            else:
+                self._compare(old, named_by_output)
+                self._take_up(old)
+            if self.finished is None:
+                self._start(flush_every)
+
+    def _compare(self, old: Manifest, named_by_output: bool) -> None:
+        if not named_by_output and old.output != self._manifest.output:
+            raise UsageError(
+                f"{self._folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
+            )
+        if said := differences(old.settings, self._manifest.settings):
+            raise UsageError(f"{self._output} was made with other settings: {said}", _WAY_OUT)
+        if said := differences(old.mentions, self._manifest.mentions):
+            self.notes.append(f"{self._output} was begun with other versions: {said}")
+
+    def _take_up(self, old: Manifest) -> None:
+        there = self._target.exists()
+        standing = known_as(self._target, old.outputs) if there else None
+        if there and standing is None:
+            raise UsageError(
+                f"{self._output} was changed since batchgen wrote it", "move it away, or use --overwrite to start anew"
+            )
+        self.previous = self._stats()
+        self._manifest = replace(self._manifest, outputs=[standing] if standing else [])
+        if old.state != "finished":
+            return
+        if not there:
+            self.notes.append(f"{self._output} is gone: starting anew")
+            self._start_anew()
+        elif self.previous is not None and old.request == self._manifest.request and old.request["inputs"]:
+            self.finished, self.previous = self.previous, None
+            self._remove(WORK_FILES)
+        elif (self._folder / "keys").exists() and file_digest(self._folder / "keys") == old.keys:
+            taken = take_back(str(self._target), self._folder / "keys", self._folder / "journal")
+            self.notes.append(f"{self._output} was finished: {taken} of its results are at hand")
+        else:
+            self.notes.append(
+                f"{self._folder / 'keys'} is damaged, so the rows of {self._output} are not known: starting anew"
+            )
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Forget all results; the output that is there stays until the new one replaces it."""
+        self.previous = None
+        self._remove((*WORK_FILES, "keys", "stats.json"))
+        sync_folder(self._folder)
+        there = [identity(self._target)] if self._target.exists() else []
+        self._manifest = replace(self._manifest, outputs=there)
+
+    def _start(self, flush_every: float) -> None:
+        self._manifest.save(self._folder / "manifest.json")
+        with ExitStack() as opened:
+            self._open_files(opened, flush_every)
+            sync_folder(self._folder)  # a synced journal is of no use in a folder that does not name it
+            self._opened = opened.pop_all()
+
+    def _open_files(self, opened: ExitStack, flush_every: float) -> None:
+        self._index = opened.enter_context(closing(Index(self._folder / "index.sqlite")))
+        self._journal = opened.enter_context(closing(Journal(self._folder / "journal", self._index, flush_every)))
+        if self._journal.damaged:
+            self.notes.append(
+                f"{self._journal.damaged} damaged records of the journal were left out: their rows are generated again"
+            )
+        self._keys = DigestFile(self._folder / "keys.partial")
+        opened.callback(self._keys.abandon)
+        self._file = DigestFile(self._folder / "output.partial")
+        opened.callback(self._file.abandon)
+        self._writer = open_writer(
+            self._file,
+            self._output,
+            schema=self._input.schema if output_format(self._output)[0] == "parquet" else None,
+            spool=self._folder / "spool.jsonl",
+            keep=self._keep,
+            id_column=self._id_column,
+            token_ids=self._token_ids,
+        )
+        opened.callback(self._writer.abandon)
+
+    def __enter__(self) -> JobFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Keep what is there and release the lock. Does nothing the second time."""
+        try:
+            self._close_files()
+        finally:
+            self._lock.release()
+
+    def _close_files(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with writing(self._folder):
+                with opened:
+                    self._journal.flush()
+                self._remove(REMADE_FILES)
+
+    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
+        """How often each digest has come before in this run: call it once for every row, in row order."""
+        with writing(self._folder):
+            return self._index.occurrences(digests)
+
+    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
+        """The results that are at hand for `keys`. Their row numbers mean nothing."""
+        with writing(self._folder):
+            return self._journal.results(keys)
+
+    def append(self, key: bytes, result: Result) -> None:
+        """Keep one result (of row `result.row`)."""
+        with writing(self._folder):
+            self._journal.append(key, result)
+        self._order.done(result.row)
+
+    def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
+        """Add the output rows of a window. `results` and `keys` by row number; rows that never became requests have no key."""
+        ordered = self._order.sort(rows)
+        options: dict[str, Any] = {"keep": self._keep, "id_column": self._id_column, "token_ids": self._token_ids}
+        with writing(self._folder):
+            self._writer.write(output_row(row, results[row.number], **options) for row in ordered)
+            self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in ordered))
+
+    def flush(self) -> None:
+        """Put the journal on disk."""
+        with writing(self._folder):
+            self._journal.flush()
+
+    def save_stats(self, stats: dict[str, Any]) -> None:
+        """Keep the figures of a run that ends before the job does: the next one's `previous`."""
+        with writing(self._folder):
+            write_json(self._folder / "stats.json", stats)
+
+    def finish(self, stats: dict[str, Any]) -> None:
+        """Every row is written: put the output in its place and forget the journal. The job is closed then."""
+        with writing(self._output):
+            self._writer.close()
+            self._keys.sync()
+            self._keys.close()
+            write_json(self._folder / "stats.json", stats)
+            partial = self._folder / "output.partial"
+            new = identity(partial, self._file.hexdigest())
+            self._manifest = replace(
+                self._manifest, outputs=[*self._manifest.outputs, new], keys=self._keys.hexdigest()
+            )
+            self._manifest.save(self._folder / "manifest.json")
+            (self._folder / "keys.partial").replace(self._folder / "keys")
+            move_file(partial, self._target)
+            self._manifest = replace(self._manifest, state="finished", outputs=[new])
+            self._manifest.save(self._folder / "manifest.json")
+        self._close_files()
+        with writing(self._folder):
+            self._remove(WORK_FILES)
+        self.finished = stats
+        self._lock.release()
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _stats(self) -> dict[str, Any] | None:
+        try:
+            stats = json.loads((self._folder / "stats.json").read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        return stats if isinstance(stats, dict) else None

@@ -1,0 +1,115 @@
+"""The results of a job as they come: an append-only file of lines that check themselves.
+
+A line is `CRC-32 KEY RESULT`, the first two in hexadecimal, the checksum over the rest, the result as JSON without its row number.
+Every line is handed to the system at once, so a killed process loses none; fsync comes by time, so a power cut loses at most the last
+`flush_every` seconds. A line that a cut has torn is cut off when the journal is opened; a line whose checksum is wrong is passed over,
+and its row is simply generated again. Of lines with one key the last counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from batchgen.records.index import Index
+from batchgen.records.jsonl import to_json
+from batchgen.request import Result
+
+_FIELDS = {f.name: f.default for f in fields(Result) if f.name != "row"}
+
+
+def encode(key: bytes, result: Result) -> bytes:
+    """A line of the journal; fields that have their defaults are left out."""
+    values = {n: getattr(result, n) for n in _FIELDS}
+    body = key.hex().encode() + b" " + to_json({n: v for n, v in values.items() if v != _FIELDS[n]})
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def decode(line: bytes) -> tuple[bytes, Result] | None:
+    """Key and result (of row -1) of a line; None where the line is damaged."""
+    checksum, _, body = line.removesuffix(b"\n").partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(body):
+        return None
+    try:
+        key, _, text = body.partition(b" ")
+        values: dict[str, Any] = {n: v for n, v in json.loads(text).items() if n in _FIELDS}
+        values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        if any(default is MISSING and name not in values for name, default in _FIELDS.items()):
+            return None
+        return bytes.fromhex(key.decode("ascii")), Result(row=-1, **values)
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+class Journal:
+    """The journal of one job, opened for reading and appending. Only its owner may append (see `lock`)."""
+
+    def __init__(self, path: Path, index: Index, flush_every: float) -> None:
+        self._file = path.open("a+b", buffering=0)
+        self._index = index
+        self._flush_every = flush_every
+        self._synced = time.monotonic()
+        self.damaged = 0
+        """Lines that were passed over."""
+        self._end = self._scan()
+
+    def _scan(self) -> int:
+        """Put the good lines into the index; cut off what a crash has left of a last one. Returns the file's size then."""
+        place = 0
+
+        def good_lines() -> Iterator[tuple[bytes, int]]:
+            nonlocal place
+            with open(self._file.fileno(), "rb", closefd=False) as lines:
+                lines.seek(0)
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        return
+                    record = decode(line)
+                    if record is None:
+                        self.damaged += 1
+                    else:
+                        yield record[0], place
+                    place += len(line)
+
+        self._index.add(good_lines())
+        self._file.truncate(place)
+        return place
+
+    def append(self, key: bytes, result: Result) -> None:
+        """Add one result; on disk at the latest when the next one comes after `flush_every` seconds, or at `flush`."""
+        line = encode(key, result)
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            self._file.truncate(self._end)  # the next line, should one fit, must not stick to half a line
+            raise
+        self._index.add([(key, self._end)])
+        self._end += len(line)
+        if time.monotonic() - self._synced >= self._flush_every:
+            self.flush()
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def results(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
+        """The results that are there for `keys`; their row numbers mean nothing."""
+        found: dict[bytes, Result] = {}
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            for key, place in sorted(self._index.places(keys).items(), key=lambda item: item[1]):
+                lines.seek(place)
+                record = decode(lines.readline())
+                if record is not None and record[0] == key:
+                    found[key] = record[1]
+        return found
+
+    def close(self) -> None:
+        self._file.close()

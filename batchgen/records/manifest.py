@@ -1,0 +1,104 @@
+"""What a job's folder says about its job: the settings that made its results, what was asked for, and which file is its output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import UsageError
+from batchgen.records.disk import write_json
+
+SCHEMA = "batchgen.job/1"
+_LONGEST = 60
+_NO_VALUE = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    state: str
+    """running (begun, whether or not a process is at it) or finished"""
+    output: str
+    """The output's absolute path when the job was begun."""
+    settings: dict[str, Any]
+    """What changes results; a job goes on with equal ones only."""
+    mentions: dict[str, Any]
+    """What may change results a little (versions): a difference is only said."""
+    request: dict[str, Any]
+    """What may be asked for anew without losing results: input files, limit, order, columns."""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    """`identity` of the files that may stand at the output's place as ours: what was there before, and what was put there."""
+    keys: str = ""
+    """Digest of the file of keys of a finished output."""
+
+    def save(self, path: Path) -> None:
+        write_json(path, {"schema": SCHEMA, **asdict(self)})
+
+
+def load_manifest(path: Path) -> Manifest | None:
+    """The manifest of a job's folder, None where there is none. Raises `UsageError` where it is not one of ours."""
+    way_out = "use --overwrite to start anew, or another -o"
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        raise UsageError(f"{path} is damaged", way_out) from e
+    if (
+        not isinstance(value, dict)
+        or value.pop("schema", None) != SCHEMA
+        or value.keys() != {f.name for f in fields(Manifest)}
+    ):
+        raise UsageError(f"{path} was written by another version of batchgen", way_out)
+    return Manifest(**value)
+
+
+def as_stored(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` as it comes back from a manifest, so that the two can be compared."""
+    stored: dict[str, Any] = json.loads(json.dumps(value))
+    return stored
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs, in words: `temperature was 0, is 0.7; max_tokens was 256, is 64`; empty where nothing does."""
+    said = []
+    for name in dict.fromkeys((*new, *old)):
+        was, now = old.get(name, _NO_VALUE), new.get(name, _NO_VALUE)
+        if was != now and (was, now) not in ((None, _NO_VALUE), (_NO_VALUE, None)):
+            a, b = _words(was), _words(now)
+            said.append(f"{name} was {a}, is {b}" if a != b else f"{name} is another")
+    return "; ".join(said)
+
+
+def _words(value: Any) -> str:
+    if value is None or value is _NO_VALUE:
+        return "not set"
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def identity(path: Path, digest: str | None = None) -> dict[str, Any]:
+    """What a file is known by: size, time of change and, where it is given, the digest of its content."""
+    stat = path.stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "digest": digest}
+
+
+def known_as(path: Path, identities: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The identity of the file where it is one of those: by size and time, else (it was copied, say) by its content."""
+    now = identity(path)
+    for i in identities:
+        if (i["size"], i["mtime_ns"]) == (now["size"], now["mtime_ns"]):
+            return i
+    digests = [i["digest"] for i in identities if i["size"] == now["size"] and i["digest"]]
+    digest = file_digest(path) if digests else None
+    return now | {"digest": digest} if digest in digests else None
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

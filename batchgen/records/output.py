@@ -1,0 +1,113 @@
+"""What one output row holds (CONTRACT, "A result"), and which file it goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import UsageError
+from batchgen.records.files import is_url, split_name
+from batchgen.records.row import Row
+from batchgen.request import Result
+
+RESULT_NAMES = frozenset(
+    ("text", "finish_reason", "usage", "error", "truncated", "choices", "choice_probs", "score", "token_ids")
+)
+"""Names of a result. An input column of the same name is carried as `input_…`."""
+
+
+def output_row(
+    row: Row, result: Result, *, keep: tuple[str, ...] | None, id_column: str | None, token_ids: bool
+) -> dict[str, Any]:
+    """The output row of an input row: id, carried columns as they came, result.
+
+    `keep`: the columns carried (None: all; those that a row lacks are left out). `token_ids` is null where they are not known (a failed row,
+    a row kept from an output that had none). `truncated` is there only where true.
+    """
+    out: dict[str, Any] = {"id": row_id(row, id_column)}
+    names = carried_names(row.columns, keep, id_column)
+    out.update((name, row.columns[column]) for column, name in names.items())
+    out["text"] = result.text
+    out["finish_reason"] = result.finish_reason
+    out["usage"] = {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.completion_tokens}
+    if result.truncated:
+        out["truncated"] = True
+    if token_ids:
+        known = result.text is not None and (result.token_ids or not result.completion_tokens)
+        out["token_ids"] = list(result.token_ids) if known else None
+    failed = result.error_type is not None
+    out["error"] = {"type": result.error_type, "message": result.error_message} if failed else None
+    return out
+
+
+def row_id(row: Row, id_column: str | None) -> Any:
+    """The value of the id column, else of `id` or `custom_id`, else the row's number; null counts as missing."""
+    for name in (id_column, "id", "custom_id"):
+        if name is not None and (value := row.columns.get(name)) is not None:
+            return value
+    return row.number
+
+
+def carried_names(
+    columns: Sequence[str] | dict[str, Any], keep: tuple[str, ...] | None, id_column: str | None
+) -> dict[str, str]:
+    """The names in the output of the columns that are carried.
+
+    `id` is the output's own `id`, unless another column was named for that: then it is carried as `input_id`, so that nothing is lost.
+    """
+    names: dict[str, str] = {}
+    for column in columns:
+        if keep is not None and column not in keep:
+            continue
+        name = column
+        if column == "id":
+            if id_column in (None, "id"):
+                continue
+            name = "input_id"
+        elif column in RESULT_NAMES:
+            name = f"input_{column}"
+        while name != column and name in columns:
+            name = f"input_{name}"
+        names[column] = name
+    return names
+
+
+def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = None) -> str:
+    """Where the output goes without `-o`: beside the one input file, `-` for standard input.
+
+    `format` is `--input-format`. Raises `UsageError` where the input is not one local file.
+    """
+    if is_stdin:
+        return "-"
+    if len(inputs) != 1:
+        raise UsageError("several inputs need an output", "name it with -o")
+    path = Path(inputs[0])
+    if is_url(inputs[0]):
+        raise UsageError(f"the remote input {inputs[0]} needs an output", "name it with -o")
+    if path.is_dir():
+        raise UsageError(f"the folder {inputs[0]} needs an output", "name it with -o")
+    if not path.exists():
+        raise UsageError(f"the glob {inputs[0]} needs an output", "name it with -o")
+    stem, by_suffix, _ = split_name(path.name)
+    stem = stem if by_suffix else Path(stem).stem
+    return str(path.with_name(stem + (".out.parquet" if (format or by_suffix) == "parquet" else ".out.jsonl")))
+
+
+def output_format(output: str) -> tuple[str, str | None]:
+    """Format (jsonl or parquet) and compression of an output by its suffix. Raises `UsageError` for any other."""
+    if is_url(output):
+        raise UsageError(
+            f"the output {output} is remote, which is not supported", "write a local file and copy it there"
+        )
+    _, kind, compression = split_name(output)
+    if kind == "parquet" and compression:
+        raise UsageError(
+            f"the output {output} would be compressed twice", "Parquet is compressed inside: leave the suffix out"
+        )
+    if kind not in ("jsonl", "parquet"):
+        raise UsageError(
+            f"the output {output} has an unknown suffix",
+            "use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output",
+        )
+    return kind, compression

@@ -1,0 +1,112 @@
+"""A job whose rows go to standard output: nothing is kept, nothing can be resumed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from batchgen.errors import ClosedPipe, OutputError
+from batchgen.records.disk import writing
+from batchgen.records.index import Index
+from batchgen.records.jsonl import to_json
+from batchgen.records.output import output_row
+from batchgen.records.row import Row
+from batchgen.request import Result
+
+
+class DoneOrder:
+    """In which order the rows of a window were done: those not generated in this run first, in input order."""
+
+    def __init__(self, order: str) -> None:
+        self._by_time = order == "done"
+        self._places: dict[int, int] = {}
+        self._next = 0
+
+    def done(self, row: int) -> None:
+        if self._by_time:
+            self._places[row] = self._next
+            self._next += 1
+
+    def sort(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows as they are to be written; they are forgotten then."""
+        if not self._by_time:
+            return rows
+        places = {row.number: self._places.pop(row.number, -1) for row in rows}
+        return sorted(rows, key=lambda row: places[row.number])
+
+
+class StdoutJob:
+    """The methods of `JobFolder`, for `-o -`. Raises `ClosedPipe` once nobody reads any more."""
+
+    def __init__(self, *, keep: tuple[str, ...] | None, id_column: str | None, token_ids: bool, order: str) -> None:
+        self.notes: list[str] = []
+        self.finished: dict[str, Any] | None = None
+        self.previous: dict[str, Any] | None = None
+        self._keep, self._id_column, self._token_ids = keep, id_column, token_ids
+        self._order = DoneOrder(order)
+        with writing("the temporary file of the index"):
+            self._index = Index(None)
+
+    def __enter__(self) -> StdoutJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._index.close()
+
+    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
+        with writing("the temporary file of the index"):
+            return self._index.occurrences(digests)
+
+    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
+        return {}
+
+    def append(self, key: bytes, result: Result) -> None:
+        self._order.done(result.row)
+
+    def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
+        options = {"keep": self._keep, "id_column": self._id_column, "token_ids": self._token_ids}
+        for row in self._order.sort(rows):
+            write_stdout(to_json(output_row(row, results[row.number], **options)) + b"\n")  # type: ignore[arg-type]
+        self.flush()
+
+    def flush(self) -> None:
+        write_stdout(b"", flush=True)
+
+    def save_stats(self, stats: dict[str, Any]) -> None:
+        self.flush()
+
+    def finish(self, stats: dict[str, Any]) -> None:
+        self.flush()
+
+
+def write_stdout(data: bytes, *, flush: bool = False) -> None:
+    """Write to standard output. Raises `ClosedPipe` where its reader has gone, `OutputError` where it cannot be written."""
+    if sys.stdout is None:
+        raise OutputError("standard output is closed", "name an output with -o")
+    try:
+        sys.stdout.buffer.write(data)
+        if flush:
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+        raise ClosedPipe from None
+    except OSError:
+        _discard_stdout()
+        with writing("standard output"):
+            raise
+
+
+def _discard_stdout() -> None:
+    """Point standard output nowhere, or Python flushes what is left at exit and complains (its docs, "Note on SIGPIPE")."""
+    try:
+        fd = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a real file, in a test say
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)

@@ -1,0 +1,273 @@
+"""Output rows into a file: JSONL (plain, gzip, zstd) or Parquet.
+
+A writer takes rows as `output_row` makes them, in any number of calls, and holds a bounded number of them.
+Conversions where a format cannot hold a value: `jsonl.to_json` for JSON; for Parquet see `ParquetWriter` and `SpoolingWriter`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from batchgen.records.columns import ColumnType, clean, id_text
+from batchgen.records.jsonl import plain, to_json
+from batchgen.records.output import carried_names, output_format
+
+GROUP_ROWS = 5_000
+GROUP_BYTES = 1 << 25
+"""A row group is at most so many rows, or the rows that pass so many bytes of JSON."""
+
+RESULT_FIELDS = {
+    "text": pa.string(),
+    "finish_reason": pa.string(),
+    "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
+    "truncated": pa.bool_(),
+    "token_ids": pa.list_(pa.int32()),
+    "error": pa.struct([("type", pa.string()), ("message", pa.string())]),
+}
+
+
+class Writer(Protocol):
+    def write(self, rows: Iterable[dict[str, Any]]) -> None: ...
+    def close(self) -> None:
+        """Write what is held and close; the file is then whole and on disk."""
+
+    def abandon(self) -> None:
+        """Close without finishing, whatever state the disk is in."""
+
+
+class DigestFile(io.RawIOBase):
+    """A file that is written once from its start to its end, and the digest of its bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            try:
+                self._file.close()
+            finally:
+                self._file.raw.close()  # also where the last bytes did not fit
+
+    def abandon(self) -> None:
+        """Close, whatever state the disk is in."""
+        _quietly(self.close)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def open_writer(
+    file: DigestFile,
+    output: str,
+    *,
+    schema: pa.Schema | None,
+    spool: Path,
+    keep: tuple[str, ...] | None,
+    id_column: str | None,
+    token_ids: bool,
+) -> Writer:
+    """The writer for the suffix of `output`, which writes to `file`. `schema`: `Input.schema`."""
+    kind, compression = output_format(output)
+    if kind == "jsonl":
+        return JsonlWriter(file, compression)
+    results = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or token_ids}
+    if schema is None:
+        return SpoolingWriter(file, spool, results)
+    carried = carried_names(schema.names, keep, id_column)
+    fields = [pa.field(carried[f.name], f.type) for f in schema if f.name in carried]
+    id_type = _id_type([schema.field(n).type for n in (id_column, "id", "custom_id") if n in schema.names])
+    fields = [pa.field("id", id_type), *fields, *(pa.field(n, t) for n, t in results.items())]
+    return ParquetWriter(file, pa.schema(fields))
+
+
+class JsonlWriter:
+    """One JSON object a line, in UTF-8. The same rows give the same bytes, compressed or not."""
+
+    def __init__(self, file: DigestFile, compression: str | None) -> None:
+        self._file = file
+        self._stream: BinaryIO | Any = file
+        if compression == "gzip":
+            self._stream = gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0)
+        elif compression == "zstd":
+            self._stream = zstandard.ZstdCompressor().stream_writer(file, closefd=False)  # type: ignore[arg-type]
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            self._stream.write(to_json(row) + b"\n")
+
+    def close(self) -> None:
+        if self._stream is not self._file:
+            self._stream.close()
+        self._file.sync()
+        self._file.close()
+
+    def abandon(self) -> None:
+        self._file.abandon()
+
+
+class ParquetWriter:
+    """Rows of known types: those of Parquet input, kept as they are.
+
+    `id` is a whole number where all columns that it can come from are, else text. A value that its column cannot hold (there is none that came from it) is null.
+    """
+
+    def __init__(self, file: DigestFile, schema: pa.Schema) -> None:
+        self._file = file
+        self._schema = schema
+        self._parquet = pq.ParquetWriter(file, schema, compression="zstd")
+        self._rows: list[dict[str, Any]] = []
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            self._rows.append(row)
+            if len(self._rows) >= GROUP_ROWS:
+                self.end_group()
+
+    def close(self) -> None:
+        self.end_group()
+        self._parquet.close()
+        self._file.sync()
+        self._file.close()
+
+    def abandon(self) -> None:
+        _quietly(self._parquet.close)
+        self._file.abandon()
+
+    def end_group(self) -> None:
+        """Write the rows that are held as a row group."""
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        columns: dict[str, list[Any]] = {f.name: [row.get(f.name) for row in rows] for f in self._schema}
+        columns["truncated"] = [bool(v) for v in columns["truncated"]]
+        if pa.types.is_string(self._schema.field("id").type):
+            columns["id"] = [id_text(v) for v in columns["id"]]
+        arrays = [_array(columns[f.name], f.type) for f in self._schema]
+        self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+
+
+class SpoolingWriter:
+    """Rows whose types are known only when the last one is there (from JSONL and CSV): spooled, converted at the end.
+
+    The types are those of `columns.ColumnType`. `id` is a whole number where all are, else text.
+    """
+
+    def __init__(self, file: DigestFile, spool: Path, results: dict[str, pa.DataType]) -> None:
+        self._file = file
+        self._path = spool
+        self._spool = spool.open("w+b")
+        self._results = results
+        self._types: dict[str, ColumnType] = {}
+        self._ids = ColumnType()
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            try:  # a NaN stays one: Parquet has it
+                text = json.dumps(row)
+            except (TypeError, ValueError):
+                row = plain(row)
+                text = json.dumps(row)
+            self._spool.write(text.encode() + b"\n")
+            for name, value in row.items():
+                if name == "id":
+                    self._ids.see(value)
+                elif name not in self._results:
+                    if name not in self._types:
+                        self._types[name] = ColumnType()
+                    self._types[name].see(value)
+
+    def close(self) -> None:
+        whole = self._ids.name in ("null", "int")
+        fields = [pa.field("id", pa.int64() if whole else pa.string())]
+        fields += [pa.field(clean(n), t.arrow()) for n, t in self._types.items()]
+        fields += [pa.field(n, t) for n, t in self._results.items()]
+        parquet = ParquetWriter(self._file, pa.schema(fields))
+        self._spool.seek(0)
+        size = 0
+        for line in self._spool:
+            row = json.loads(line)
+            for name, column in self._types.items():
+                row[clean(name)] = column.convert(row.get(name))
+            size += len(line)
+            parquet.write([row])
+            if size >= GROUP_BYTES:
+                parquet.end_group()
+                size = 0
+        parquet.close()
+        self._spool.close()
+        self._path.unlink()
+
+    def abandon(self) -> None:
+        _quietly(self._spool.close)
+        self._file.abandon()
+
+
+def _id_type(types: Sequence[pa.DataType]) -> pa.DataType:
+    if all(pa.types.is_integer(t) and t != pa.uint64() for t in types):
+        return pa.int64()
+    return pa.string()
+
+
+def _array(values: list[Any], type: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, type)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+        return pa.concat_arrays([_single(v, type) for v in values])
+
+
+def _single(value: Any, type: pa.DataType) -> pa.Array:
+    """An array of one value, by what `tables` and `columns.clean` make of values that Python or UTF-8 cannot hold."""
+    attempts: list[Callable[[], pa.Array]] = [
+        lambda: pa.array([value], type),
+        lambda: pa.array([_clean(value)], type),
+        lambda: pa.array([value]).cast(type),
+        lambda: pa.array([int(value)], pa.int64()).cast(type),
+    ]
+    for attempt in attempts:
+        try:
+            return attempt()
+        except (pa.ArrowException, ValueError, TypeError, OverflowError):
+            continue
+    return pa.nulls(1, type)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {k: _clean(v) for k, v in value.items()}
+    return [_clean(v) for v in value] if isinstance(value, list) else value
+
+
+def _quietly(close: Callable[[], Any]) -> None:
+    try:
+        close()
+    except (OSError, pa.ArrowException, ValueError):  # the error that matters has been raised already
+        return

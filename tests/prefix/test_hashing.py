@@ -1,0 +1,53 @@
+import hashlib
+
+import numpy as np
+import pytest
+
+from batchgen.prefix import chunk_hashes
+from batchgen.prefix.hashing import continue_hashes
+
+
+def tokens(*ids):
+    return np.array(ids, dtype=np.int32)
+
+
+def test_a_hash_is_blake2b_of_the_hash_before_and_the_little_endian_chunk():
+    first = hashlib.blake2b(b"\x01\0\0\0\x02\0\0\0", digest_size=16).digest()
+    second = hashlib.blake2b(first + b"\x03\0\0\0\x2c\x01\0\0", digest_size=16).digest()
+    assert chunk_hashes(tokens(1, 2, 3, 300), 2) == [first, second]
+
+
+def test_hashes_do_not_change_between_versions():
+    hashes = chunk_hashes(tokens(*range(8)), 4)
+    assert [h.hex() for h in hashes] == ["35ce1b7dc4da8ce51a7591561b3595db", "29d97b3f27d3692fd728ae911c6112e0"]
+
+
+def test_only_whole_chunks_are_hashed():
+    assert chunk_hashes(tokens(1, 2, 3), 4) == []
+    assert len(chunk_hashes(tokens(1, 2, 3, 4), 4)) == 1
+    assert chunk_hashes(tokens(1, 2, 3, 4, 5, 6, 7), 4) == chunk_hashes(tokens(1, 2, 3, 4), 4)
+    assert chunk_hashes(tokens(), 4) == []
+
+
+def test_hashes_are_equal_just_as_deep_as_the_prefixes_are():
+    a, b = chunk_hashes(tokens(1, 2, 3, 4, 5, 6), 2), chunk_hashes(tokens(1, 2, 3, 9, 5, 6), 2)
+    assert [x == y for x, y in zip(a, b, strict=True)] == [True, False, False]
+
+
+def test_a_chunk_size_of_one_hashes_every_token():
+    assert len(set(chunk_hashes(tokens(7, 7, 7), 1))) == 3
+
+
+def test_dtype_and_strides_of_the_tokens_do_not_matter():
+    wide = np.arange(20, dtype=np.int64)
+    assert chunk_hashes(wide[::2], 4) == chunk_hashes(tokens(*range(0, 20, 2)), 4)
+
+
+def test_a_chain_goes_on_from_the_hash_of_a_prefix():
+    whole = chunk_hashes(tokens(*range(8)), 2)
+    assert continue_hashes(whole[1], tokens(4, 5, 6, 7), 2) == whole[2:]
+
+
+def test_a_chunk_size_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"^chunk_size must be at least 1, not 0$"):
+        chunk_hashes(tokens(1), 0)

@@ -1,0 +1,97 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.prefix import node_paths, plan_prefixes, resident_lengths
+
+
+def arrays(lists):
+    return [np.array(ids, dtype=np.int32) for ids in lists]
+
+
+def common(a, b):
+    return max(n for n in range(min(len(a), len(b)) + 1) if a[:n] == b[:n])
+
+
+def residents(lists, paths):
+    prompts = arrays(lists)
+    return resident_lengths(plan_prefixes(prompts, 16), prompts, arrays(paths))
+
+
+token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20)
+
+
+def test_a_path_is_found_as_deep_as_a_request_follows_it():
+    lists = [[1, 2, 3, 4], [1, 2, 5], [7]]
+    assert residents(lists, [[1, 2, 3, 9], [1, 2], [9], [7, 7], [0]]) == [(0, 0, 3), (1, 0, 2), (3, 2, 1)]
+
+
+def test_a_path_between_two_requests_takes_the_longer_match():
+    assert residents([[1, 1, 1], [1, 3, 9]], [[1, 3, 0], [1, 1, 2]]) == [(0, 1, 2), (1, 0, 2)]
+
+
+def test_of_requests_that_match_equally_the_first_is_named():
+    assert residents([[5, 1], [5, 1], [5, 1], [5, 0], [4]], [[5, 1, 7], [5, 9], [5, 0, 0]]) == [
+        (0, 2, 2),
+        (1, 1, 1),
+        (2, 1, 2),
+    ]
+
+
+def test_fields_have_names():
+    (found,) = residents([[1, 2]], [[1, 3]])
+    assert (found.path, found.position, found.length) == (0, 0, 1)
+
+
+def test_nothing_is_shared_with_an_empty_plan():
+    assert residents([], [[1], [2, 3]]) == []
+
+
+def test_node_paths_go_to_the_nodes_without_child_nodes():
+    prompts = arrays([[9, 1, 1, 5], [9, 2, 6], [9, 1, 1, 4], [8, 8], [9, 2, 6]])
+    assert [p.tolist() for p in node_paths(plan_prefixes(prompts, 2), prompts)] == [[9, 1, 1], [9, 2, 6]]
+
+
+def test_a_plan_without_nodes_has_no_paths():
+    prompts = arrays([[1], [2]])
+    assert node_paths(plan_prefixes(prompts, 2), prompts) == []
+
+
+@given(token_lists, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), max_size=6))
+def test_residents_are_the_longest_matches_over_all_requests(lists, paths):
+    ordered = sorted(lists)
+    expected = []
+    for i, path in enumerate(paths):
+        lengths = [common(path, ids) for ids in ordered]
+        if max(lengths, default=0) > 0:
+            expected.append((i, lengths.index(max(lengths)), max(lengths)))
+    assert residents(lists, paths) == expected
+
+
+@given(token_lists)
+def test_the_prefixes_of_the_node_paths_are_the_shared_edges_of_the_trie(lists):
+    prompts = arrays(lists)
+    paths = [tuple(p.tolist()) for p in node_paths(plan_prefixes(prompts, 2), prompts)]
+    shared = {
+        tuple(ids[:n])
+        for i, ids in enumerate(lists)
+        for n in range(1, len(ids) + 1)
+        if any(other[:n] == ids[:n] for j, other in enumerate(lists) if j != i)
+    }
+    assert {path[:n] for path in paths for n in range(1, len(path) + 1)} == shared
+    assert paths == sorted(set(paths))
+
+
+def test_comparisons_grow_with_the_logarithm_of_the_requests():
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, index):
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    prompts = Counted(arrays([[i, i] for i in range(1024)]))
+    plan = plan_prefixes(prompts, 16)
+    Counted.reads = 0
+    assert resident_lengths(plan, prompts, arrays([[700, 0]])) == [(0, 700, 1)]
+    assert Counted.reads <= 2 * 11 + 2

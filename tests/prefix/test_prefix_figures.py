@@ -1,0 +1,188 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.prefix import (
+    PlanFigures,
+    carried_tokens,
+    largest_groups,
+    largest_nodes,
+    merge_figures,
+    node_paths,
+    plan_figures,
+    plan_prefixes,
+)
+
+
+def arrays(lists):
+    return [np.array(ids, dtype=np.int32) for ids in lists]
+
+
+def figures(lists, max_tokens, page_size=4, bytes_per_token=10, share=True, carried=0):
+    prompts = arrays(lists)
+    plan = plan_prefixes(prompts, 2, share=share)
+    return plan_figures(
+        plan, prompts, max_tokens, page_size=page_size, bytes_per_token=bytes_per_token, carried=carried
+    )
+
+
+def edges(lists):
+    return {tuple(ids[:n]) for ids in lists for n in range(1, len(ids) + 1)}
+
+
+token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=12)
+
+
+def test_figures_of_a_window():
+    # Nodes: [0, 6) of the first three, [6, 9) of the first two. Pages of 4: the node [0, 6) fills one, [6, 9) a second.
+    root = [1, 2, 3, 4, 5, 6]
+    lists = [[*root, 7, 8, 9, 1], [*root, 7, 8, 9, 2], [*root, 1], [9]]
+    assert figures(lists, [2, 3, 1, 1]) == PlanFigures(
+        requests=4,
+        prompt_tokens=28,
+        prefill_tokens_min=6 + 3 + 1 + 1 + 1 + 1,
+        prefix_nodes=2,
+        groups=2,
+        grouped_requests=3,
+        kv_tokens_unshared=28 + 7,
+        kv_tokens_shared=13 + 7,
+        kv_pages_unshared=3 + 4 + 2 + 1,
+        kv_pages_shared=(1 + 1) + (1 + 2 + 1 + 1),
+        kv_bytes_unshared=10 * 4 * 10,
+        kv_bytes_shared=7 * 4 * 10,
+        kv_bytes_least=4 * 4 * 10,
+    )
+
+
+def test_saved_tokens_and_shared_fraction():
+    f = figures([[1, 2, 3, 4], [1, 2, 3, 5]], [1, 1])
+    assert (f.saved_tokens, f.shared_fraction) == (3, 1 - 5 / 8)
+
+
+def test_figures_without_sharing_store_everything_for_itself():
+    f = figures([[1, 2, 3, 4, 5]] * 2, [3, 3], share=False)
+    assert (f.kv_tokens_shared, f.kv_pages_shared) == (f.kv_tokens_unshared, f.kv_pages_unshared) == (16, 4)
+    assert (f.prefix_nodes, f.groups, f.prefill_tokens_min) == (0, 0, 5)
+
+
+def test_figures_of_nothing_are_zeros():
+    assert figures([], []) == PlanFigures()
+    assert PlanFigures().shared_fraction == 0.0
+
+
+def test_64_requests_under_a_long_prefix_need_an_eighth_of_the_unshared_memory_at_most():
+    f = figures([[7] * 1024 + [i] for i in range(64)], [63] * 64, page_size=16)
+    assert (f.kv_pages_unshared, f.kv_pages_shared) == (64 * 68, 64 + 64 * 4)
+    assert f.kv_bytes_shared * 8 < f.kv_bytes_unshared
+
+
+@given(token_lists, st.integers(1, 5), st.integers(1, 6))
+def test_shared_pages_are_what_is_left_when_full_pages_of_nodes_are_stored_once(lists, page_size, max_tokens):
+    f = figures(lists, [max_tokens] * len(lists), page_size=page_size)
+    prompts = arrays(lists)
+    plan = plan_prefixes(prompts, 2)
+    stored = set()
+    for position, index in enumerate(plan.order.tolist()):
+        parent = int(plan.leaf_parent[position])
+        shared = plan.nodes[parent].end if parent >= 0 else 0
+        for page in range(-(-(len(lists[index]) + max_tokens) // page_size)):
+            end = (page + 1) * page_size
+            stored.add((page, tuple(lists[index][:end])) if end <= shared else (page, index))
+    assert f.kv_pages_shared == len(stored)
+    assert f.kv_tokens_shared == len(edges(lists)) + max_tokens * len(lists)
+
+
+def test_windows_add_up_and_need_the_memory_of_the_largest():
+    a = figures([[1, 2, 3, 4], [1, 2, 3, 5]], [4, 4])
+    b = figures([[1, 2, 9], [1, 2, 8], [1, 2, 7]], [1, 1, 1], carried=2)
+    merged = merge_figures([a, b])
+    assert (merged.requests, merged.prompt_tokens, merged.prefill_tokens_min) == (5, 17, 5 + 3)
+    assert (merged.prefix_nodes, merged.groups, merged.grouped_requests) == (2, 2, 5)
+    assert (merged.kv_tokens_unshared, merged.kv_tokens_shared) == (16, 13)
+    assert (merged.kv_pages_unshared, merged.kv_pages_shared, merged.kv_bytes_least) == (4, 4, 80)
+    assert merge_figures([a]) == a
+    assert merge_figures([]) == PlanFigures()
+
+
+def test_what_the_window_before_shared_is_carried_over_once():
+    before, now = arrays([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 9, 9], [1, 2, 9, 9]]), arrays([[1, 2, 3, 4], [1, 2, 9, 8]])
+    paths = node_paths(plan_prefixes(before, 2), before)
+    assert [p.tolist() for p in paths] == [[1, 2, 3], [1, 2, 9, 9]]
+    assert carried_tokens(plan_prefixes(now, 2), now, paths) == 4  # 1, 2, then 3 and 9
+
+
+def test_tokens_that_only_one_request_of_the_window_before_had_are_not_carried():
+    before = arrays([[1, 2, 3], [1, 4]])
+    paths = node_paths(plan_prefixes(before, 2), before)
+    now = arrays([[1, 2, 3]])
+    assert carried_tokens(plan_prefixes(now, 2), now, paths) == 1
+
+
+@given(token_lists, token_lists, st.randoms(use_true_random=False))
+def test_carried_tokens_are_the_edges_of_the_trie_that_are_on_the_paths(before, now, random):
+    paths = node_paths(plan_prefixes(arrays(before), 2), arrays(before))
+    random.shuffle(paths)
+    on_paths = edges([p.tolist() for p in paths])
+    assert carried_tokens(plan_prefixes(arrays(now), 2), arrays(now), paths) == len(edges(now) & on_paths)
+
+
+def nested_plan():
+    # Nodes: 0 [0, 2) of 6 saves 10; 1 [2, 3) of 2 saves 1; 2 [2, 6) of 3 saves 8; 3 [6, 9) of 2 saves 3;
+    # 4 [0, 5) of 2 saves 5.
+    return plan_prefixes(
+        arrays(
+            [
+                [1, 1, 0, 1],
+                [1, 1, 0, 2],
+                [1, 1, 4, 4, 4, 4, 1, 1, 1, 0],
+                [1, 1, 4, 4, 4, 4, 1, 1, 1, 1],
+                [1, 1, 4, 4, 4, 4, 2],
+                [1, 1, 7],
+                [5, 5, 5, 5, 5],
+                [5, 5, 5, 5, 5],
+            ]
+        ),
+        1,
+    )
+
+
+def listed(plan, count):
+    return [(n.node.index, n.level, n.tokens, n.requests, n.saved_tokens) for n in largest_nodes(plan, count)]
+
+
+def test_all_nodes_are_listed_as_an_indented_tree():
+    assert listed(nested_plan(), 9) == [
+        (0, 0, 2, 6, 10),
+        (1, 1, 1, 2, 1),
+        (2, 1, 4, 3, 8),
+        (3, 2, 3, 2, 3),
+        (4, 0, 5, 2, 5),
+    ]
+
+
+def test_the_nodes_that_save_most_are_listed_in_depth_first_order():
+    assert listed(nested_plan(), 3) == [(0, 0, 2, 6, 10), (2, 1, 4, 3, 8), (4, 0, 5, 2, 5)]
+    assert listed(nested_plan(), 1) == [(0, 0, 2, 6, 10)]
+    assert listed(nested_plan(), 0) == []
+
+
+def test_a_node_is_indented_only_below_nodes_that_are_listed():
+    plan = plan_prefixes(arrays([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 9]]), 1)
+    assert listed(plan, 1) == [(1, 0, 3, 2, 3)]
+
+
+def test_nodes_that_save_what_all_saved_add_up():
+    plan = nested_plan()
+    assert sum(n.saved_tokens for n in largest_nodes(plan, 99)) == plan.prompt_tokens - plan.prefill_tokens_min == 27
+
+
+def test_the_largest_groups_come_first():
+    groups = largest_groups(nested_plan(), 2)
+    assert [(g.prefix_tokens, g.rows) for g in groups] == [(9, 2), (5, 2)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 99])
+def test_listing_an_empty_plan_gives_nothing(count):
+    plan = plan_prefixes([], 16)
+    assert (largest_nodes(plan, count), largest_groups(plan, count)) == ([], [])

@@ -1,0 +1,181 @@
+from collections import Counter
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.prefix import plan_prefixes
+
+prompt_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=24)
+
+
+def arrays(lists):
+    return [np.array(ids, dtype=np.int32) for ids in lists]
+
+
+def tree(plan):
+    return [(n.parent, n.start, n.end, n.first, n.last, n.depth) for n in plan.nodes]
+
+
+def trie_of(lists):
+    """Number of prompts that go through each edge of the token trie, an edge named by the path that ends with it."""
+    return Counter(tuple(ids[:n]) for ids in lists for n in range(1, len(ids) + 1))
+
+
+def test_nested_groups_make_a_nested_tree():
+    plan = plan_prefixes(arrays([[9, 9, 1, 1, 5], [9, 9, 2, 6], [9, 9, 1, 1, 4], [8, 8], [9, 9, 2, 5]]), 2)
+    assert plan.order.tolist() == [3, 2, 0, 4, 1]
+    assert tree(plan) == [(-1, 0, 2, 1, 5, 0), (0, 2, 4, 1, 3, 1), (0, 2, 3, 3, 5, 1)]
+    assert [n.index for n in plan.nodes] == [0, 1, 2]
+    assert plan.leaf_parent.tolist() == [-1, 1, 1, 2, 2]
+    assert (plan.prompt_tokens, plan.prefill_tokens_min, plan.chunk_size) == (20, 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1, 2)
+
+
+def test_a_prompt_that_begins_others_ends_at_the_end_of_a_node():
+    plan = plan_prefixes(arrays([[1, 2, 3], [1, 2], [1, 2, 4]]), 16)
+    assert plan.order.tolist() == [1, 0, 2]
+    assert tree(plan) == [(-1, 0, 2, 0, 3, 0)]
+    assert plan.leaf_parent.tolist() == [0, 0, 0]
+    assert plan.prefill_tokens_min == 4
+
+
+def test_a_prompt_that_ends_inside_a_shared_run_cuts_it():
+    plan = plan_prefixes(arrays([[1, 2, 3, 4], [1, 2], [1, 2, 3, 5]]), 16)
+    assert tree(plan) == [(-1, 0, 2, 0, 3, 0), (0, 2, 3, 1, 3, 1)]
+    assert plan.leaf_parent.tolist() == [0, 1, 1]
+    assert plan.prefill_tokens_min == 5
+
+
+def test_equal_prompts_are_one_node_and_have_no_tokens_of_their_own():
+    plan = plan_prefixes(arrays([[4, 5, 6]] * 3), 16)
+    assert plan.order.tolist() == [0, 1, 2]
+    assert tree(plan) == [(-1, 0, 3, 0, 3, 0)]
+    assert plan.leaf_parent.tolist() == [0, 0, 0]
+    assert plan.prefill_tokens_min == 3
+
+
+def test_one_token_prompts_are_shared_only_with_their_equals():
+    plan = plan_prefixes(arrays([[3], [1], [3], [2]]), 16)
+    assert plan.order.tolist() == [1, 3, 0, 2]
+    assert tree(plan) == [(-1, 0, 1, 2, 4, 0)]
+    assert plan.leaf_parent.tolist() == [-1, -1, 0, 0]
+    assert plan.prefill_tokens_min == 3
+
+
+def test_a_single_prompt_shares_nothing():
+    plan = plan_prefixes(arrays([[1, 1, 1]]), 1)
+    assert (plan.order.tolist(), plan.nodes, plan.leaf_parent.tolist(), plan.groups) == ([0], (), [-1], ())
+    assert (plan.prompt_tokens, plan.prefill_tokens_min) == (3, 3)
+
+
+def test_no_prompts_make_an_empty_plan():
+    plan = plan_prefixes([], 16)
+    assert (plan.order.tolist(), plan.nodes, plan.leaf_parent.tolist(), plan.groups) == ([], (), [], ())
+    assert (plan.prompt_tokens, plan.prefill_tokens_min) == (0, 0)
+    assert plan.order.dtype == plan.leaf_parent.dtype == np.int64
+
+
+def test_tokens_are_ordered_as_numbers_not_as_little_endian_bytes():
+    assert plan_prefixes(arrays([[256], [1], [70_000], [255]]), 16).order.tolist() == [1, 3, 0, 2]
+
+
+def test_without_sharing_there_are_no_nodes_but_the_least_is_still_known():
+    prompts = arrays([[1, 2, 3], [1, 2], [1, 2, 3]])
+    plan = plan_prefixes(prompts, 1, share=False)
+    assert (plan.nodes, plan.groups, plan.leaf_parent.tolist()) == ((), (), [-1, -1, -1])
+    assert plan.order.tolist() == [1, 0, 2]
+    assert (plan.prompt_tokens, plan.prefill_tokens_min) == (8, 3)
+
+
+def test_figures_of_a_plan_are_plain_ints():
+    plan = plan_prefixes(arrays([[1, 2], [1, 3]]), 1)
+    values = [getattr(plan.nodes[0], name) for name in ("index", "parent", "start", "end", "first", "last", "depth")]
+    assert {type(v) for v in [*values, plan.prompt_tokens, plan.prefill_tokens_min]} == {int}
+
+
+def test_nodes_are_frozen():
+    node = plan_prefixes(arrays([[1], [1]]), 1).nodes[0]
+    with pytest.raises(FrozenInstanceError):
+        node.end = 2
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"^prompt 1 has no tokens$"):
+        plan_prefixes(arrays([[1], []]), 16)
+
+
+def test_a_chunk_size_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"^chunk_size must be at least 1, not 0$"):
+        plan_prefixes([], 0)
+
+
+@given(prompt_lists)
+def test_the_least_prefill_is_the_size_of_the_token_trie(lists):
+    plan = plan_prefixes(arrays(lists), 2)
+    own = sum(
+        len(lists[index]) - (plan.nodes[parent].end if parent >= 0 else 0)
+        for index, parent in zip(plan.order, plan.leaf_parent, strict=True)
+    )
+    assert plan.prefill_tokens_min == len(trie_of(lists))
+    assert plan.prefill_tokens_min == sum(n.end - n.start for n in plan.nodes) + own
+    assert plan.prompt_tokens == sum(map(len, lists))
+    assert plan_prefixes(arrays(lists), 2, share=False).prefill_tokens_min == plan.prefill_tokens_min
+
+
+@given(prompt_lists)
+def test_order_is_the_stable_sort_of_the_prompts(lists):
+    assert plan_prefixes(arrays(lists), 2).order.tolist() == sorted(range(len(lists)), key=lists.__getitem__)
+
+
+@given(prompt_lists)
+def test_every_shared_edge_of_the_trie_is_in_exactly_one_node_with_all_that_share_it(lists):
+    plan = plan_prefixes(arrays(lists), 2)
+    covered = Counter()
+    for node in plan.nodes:
+        below = [lists[i] for i in plan.order[node.first : node.last]]
+        assert len({tuple(ids[: node.end]) for ids in below}) == 1
+        for n in range(node.start + 1, node.end + 1):
+            covered[tuple(below[0][:n])] += len(below)
+    assert covered == {edge: count for edge, count in trie_of(lists).items() if count >= 2}
+
+
+@given(prompt_lists)
+def test_nodes_are_maximal_runs(lists):
+    plan = plan_prefixes(arrays(lists), 2)
+    trie = trie_of(lists)
+    ends = {tuple(ids) for ids in lists}
+    for node in plan.nodes:
+        path = tuple(lists[plan.order[node.first]][: node.end])
+        inside = [path[:n] for n in range(node.start + 1, node.end)]
+        assert not ends.intersection(inside)
+        assert {trie[edge] for edge in inside} <= {node.last - node.first}
+        # At its end prompts part or one ends: no single child edge carries all of them on.
+        assert all(trie[(*path, token)] < node.last - node.first for token in range(3))
+
+
+@given(prompt_lists)
+def test_nodes_are_in_depth_first_order_and_fit_their_parents(lists):
+    plan = plan_prefixes(arrays(lists), 2)
+    assert [n.index for n in plan.nodes] == list(range(len(plan.nodes)))
+    places = [(n.first, n.depth) for n in plan.nodes]
+    assert places == sorted(set(places))
+    for node in plan.nodes:
+        assert node.end > node.start
+        assert node.last - node.first >= 2
+        if node.parent < 0:
+            assert (node.start, node.depth) == (0, 0)
+            continue
+        parent = plan.nodes[node.parent]
+        assert parent.index < node.index
+        assert (node.start, node.depth) == (parent.end, parent.depth + 1)
+        assert parent.first <= node.first < node.last <= parent.last
+
+
+@given(prompt_lists)
+def test_the_leaf_parent_is_the_deepest_node_above_a_request(lists):
+    plan = plan_prefixes(arrays(lists), 2)
+    for position in range(len(lists)):
+        above = [n for n in plan.nodes if n.first <= position < n.last]
+        assert plan.leaf_parent[position] == max(above, key=lambda n: n.depth).index if above else -1

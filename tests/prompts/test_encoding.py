@@ -1,0 +1,71 @@
+"""Texts to token ids, many at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchgen.prompts import encoding
+from batchgen.prompts.encoding import Encoder
+
+
+def test_texts_go_to_the_tokenizer_in_large_batches(tools, monkeypatch):
+    monkeypatch.setattr(encoding, "_MOST_TEXTS", 3)
+    monkeypatch.setattr(encoding, "_MOST_CHARACTERS", 10)
+    texts = ["a", "b", "c", "d", "0123456789012", "e", "012345678", "f", "g"]
+    assert [list(batch) for batch in encoding._batches(texts)] == [
+        ["a", "b", "c"], ["d"], ["0123456789012"], ["e", "012345678"], ["f", "g"],
+    ]  # fmt: skip
+    out = Encoder(tools.byte_tokenizer()).encode(texts, special=False)
+    assert [a.tolist() for a in out] == [tools.byte_ids(text) for text in texts]
+    assert Encoder(tools.byte_tokenizer()).encode([], special=True) == []
+
+
+def test_what_the_tokenizers_own_file_says_of_cutting_and_padding_does_not_count(tools):
+    tokenizer = tools.byte_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=5)
+    assert Encoder(tokenizer).encode(["abc"], special=False)[0].tolist() == [101, 102, 103]
+
+
+def test_a_tokenizer_with_python_around_it_is_called_as_it_wants(tools):
+    plain = tools.byte_tokenizer()
+
+    class Reversed(type(plain)):
+        def _encode_plus(self, text, *args, **kwargs):
+            return super()._encode_plus([t[::-1] for t in text], *args, **kwargs)
+
+    tokenizer = Reversed(tokenizer_object=plain.backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    out = Encoder(tokenizer).encode(["abc", "x\ud800"], special=True)
+    assert out[0].tolist() == [0, 103, 102, 101]
+    assert out[1].message == "the prompt cannot be tokenized: character 1 is half of a surrogate pair (U+D800)"
+
+
+def test_a_tokenizer_that_panics_on_one_text_fails_that_one_alone(tools, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    encoder = Encoder(tools.byte_tokenizer())
+    good = encoder._encode
+
+    def panicking(texts, special):
+        if any("boom" in text for text in texts):
+            raise PanicException("index out of bounds\nmore")
+        return good(texts, special)
+
+    monkeypatch.setattr(encoder, "_encode", panicking)
+    out = encoder.encode(["a", "boom", "b"], special=False)
+    assert [out[0].tolist(), out[1].message, out[2].tolist()] == [
+        [101], "the prompt cannot be tokenized: index out of bounds", [102],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_is_no_texts_fault_is_not_put_on_a_row(tools, monkeypatch, error):
+    encoder = Encoder(tools.byte_tokenizer())
+
+    def broken(texts, special):
+        raise error
+
+    monkeypatch.setattr(encoder, "_encode", broken)
+    with pytest.raises(error):
+        encoder.encode(["a"], special=False)

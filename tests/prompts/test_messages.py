@@ -1,0 +1,144 @@
+"""The messages column: what it may hold, and how a conversation goes through the chat template."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+USER = {"role": "user", "content": "a"}
+
+
+def test_messages_go_through_the_chat_template(tools):
+    b = tools.builder(chat_template=tools.CHATML)
+    (draft,) = b.build(tools.rows({"messages": [{"role": "system", "content": "S"}, USER]}))
+    assert (
+        tools.text_of(draft)
+        == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("ending", ["b", "b ", "b\n", ""])
+def test_a_last_message_of_the_assistant_is_continued(tools, ending):
+    b = tools.builder(chat_template=tools.CHATML)
+    (draft,) = b.build(tools.rows({"messages": [USER, {"role": "assistant", "content": ending}]}))
+    assert tools.text_of(draft) == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{ending}"
+
+
+def test_an_assistant_message_in_the_middle_is_not_continued(tools):
+    b = tools.builder(chat_template=tools.CHATML)
+    (draft,) = b.build(tools.rows({"messages": [USER, {"role": "assistant", "content": "b"}, USER]}))
+    assert tools.text_of(draft).endswith("b<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_message_that_the_template_changes_cannot_be_continued(tools):
+    b = tools.builder(chat_template="{% for m in messages %}{{ m.role }} {{ m.content | length }}{% endfor %}")
+    (result,) = b.build(tools.rows({"messages": [USER, {"role": "assistant", "content": "bcd"}]}))
+    assert tools.error_of(result) == (
+        "template_error",
+        "chat template: it changes the last assistant message, which so cannot be continued",
+    )
+
+
+def test_a_system_message_of_the_row_goes_before_the_commands(tools):
+    b = tools.builder(chat_template=tools.CHATML, system="S")
+    own, without = b.build(tools.rows({"messages": [{"role": "system", "content": "own"}, USER]}, {"messages": [USER]}))
+    assert tools.text_of(own).startswith("<|im_start|>system\nown<|im_end|>\n<|im_start|>user")
+    assert tools.text_of(without).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user")
+
+
+def test_the_prefix_stands_in_the_first_user_message(tools):
+    b = tools.builder(chat_template=tools.CHATML, prefix="P:")
+    good, none = b.build(tools.rows(
+        {"messages": [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "b"}, USER]},
+        {"messages": [{"role": "system", "content": "S"}]},
+    ))  # fmt: skip
+    assert tools.text_of(good).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nP:a<|im_end|>\n")
+    assert tools.text_of(good).endswith("user\na<|im_end|>\n<|im_start|>assistant\n")
+    assert tools.error_of(none) == ("invalid_row", "column 'messages' has no user message for --prefix to stand in")
+
+
+def test_the_rows_own_messages_are_left_as_they_came(tools):
+    columns = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]}
+    before = json.dumps(columns)
+    tools.builder(chat_template=tools.CHATML, prefix="P", system="S").build(tools.rows(columns))
+    assert json.dumps(columns) == before
+
+
+def test_text_parts_are_joined_and_nulls_of_parquet_left_out(tools):
+    b = tools.builder(chat_template="{% for m in messages %}{{ m.content }}{{ m.name is defined }}{% endfor %}")
+    (draft,) = b.build(tools.rows({"messages": [
+        {"role": "user", "name": None, "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]}))  # fmt: skip
+    assert tools.text_of(draft) == "abFalse"
+
+
+def test_messages_may_be_json_text_as_in_a_csv_file(tools):
+    b = tools.builder(chat_template=tools.CHATML)
+    as_list, as_text = b.build(tools.rows({"messages": [USER]}, {"messages": json.dumps([USER])}))
+    assert as_list.tokens.tolist() == as_text.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (5, "column 'messages' must be a list of messages, not a number"),
+        ("hello", "column 'messages' must be a list of messages, not text"),
+        ('{"a": 1}', "column 'messages' must be a list of messages, not text"),
+        ({"role": "user"}, "column 'messages' must be a list of messages, not an object"),
+        ([], "column 'messages' is an empty list"),
+        (["a"], "messages[0] must be an object with role and content, not text"),
+        ([USER, {"content": "a"}], "messages[1].role must be text, not null"),
+        ([{"role": "", "content": "a"}], "messages[0].role must be text, not empty"),
+        ([{"role": "user"}], "messages[0].content must be text or a list of text parts, not null"),
+        ([{"role": "user", "content": 1.5}], "messages[0].content must be text or a list of text parts, not a number"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content[0] must be an object with type and text, not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0] has type 'image_url'; only text can be sent"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be text, not null"),
+    ],
+)  # fmt: skip
+def test_anything_else_is_an_invalid_row_that_names_the_place(tools, messages, message):
+    b = tools.builder(chat_template=tools.CHATML)
+    bad, good = b.build(tools.rows({"messages": messages}, {"messages": [USER]}))
+    assert tools.error_of(bad) == ("invalid_row", message)
+    assert tools.text_of(good).startswith("<|im_start|>user\na")
+
+
+def test_what_the_chat_template_refuses_is_said_in_its_words(tools):
+    b = tools.builder(
+        chat_template="{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
+    )
+    bad, good = b.build(tools.rows({"messages": [{"role": "tool", "content": "a"}]}, {"messages": [USER]}))
+    assert tools.error_of(bad) == ("template_error", "chat template: user first")
+    assert tools.text_of(good) == "x"
+
+
+def test_messages_go_before_a_prompt_and_that_is_said_once(tools):
+    b = tools.builder(chat_template=tools.CHATML)
+    both = {"prompt": "p", "messages": [USER]}
+    drafts = b.build(tools.rows(both, both, {"prompt": "p", "messages": None}))
+    assert [tools.text_of(d)[:18] for d in drafts] == [
+        "<|im_start|>user\na",
+        "<|im_start|>user\na",
+        "<|im_start|>user\np",
+    ]
+    assert b.notes == [
+        "rows have both 'messages' and 'prompt': 'messages' is sent, 'prompt' only carried to the output"
+    ]
+
+
+def test_a_prompt_column_that_the_user_named_goes_before_messages(tools):
+    b = tools.builder(chat_template=tools.CHATML, prompt_column="question")
+    (draft,) = b.build(tools.rows({"question": "q", "messages": [USER]}))
+    assert tools.text_of(draft).startswith("<|im_start|>user\nq<|im_end|>")
+    assert b.notes == []
+
+
+def test_with_raw_prompts_the_prompt_goes_before_messages(tools):
+    b = tools.builder(chat_template=tools.CHATML, chat=False)
+    both, only = b.build(tools.rows({"prompt": "p", "messages": [USER]}, {"messages": [USER]}))
+    assert tools.text_of(both) == "<s>p"
+    assert tools.error_of(only) == ("invalid_row", "column 'messages' needs a chat template: --no-chat turns it off")
+    assert b.notes == [
+        "rows have both 'prompt' and 'messages': 'prompt' is sent, 'messages' only carried to the output"
+    ]

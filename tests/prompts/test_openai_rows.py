@@ -1,0 +1,166 @@
+"""Rows in the OpenAI Batch form are taken as they are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from batchgen.request import SamplingParams
+
+USER = {"role": "user", "content": "a"}
+CHAT = "/v1/chat/completions"
+RAW = "/v1/completions"
+
+
+def row(url, **body):
+    return {"custom_id": "r1", "method": "POST", "url": url, "body": body}
+
+
+def one(tools, columns, **options):
+    (out,) = tools.builder(**options).build(tools.rows(columns))
+    return out
+
+
+def test_a_chat_request_goes_through_the_chat_template_with_its_parameters(tools):
+    draft = one(
+        tools,
+        row(CHAT, model="m", messages=[USER], max_completion_tokens=9, temperature=0.5, top_p=1, stop=["x"], seed=3,
+            frequency_penalty=1, presence_penalty=-1, n=1, stream=False, logprobs=False, top_logprobs=None, user="u",
+            response_format={"type": "text"}, tool_choice="none"),
+        chat_template=tools.CHATML,
+    )  # fmt: skip
+    assert tools.text_of(draft) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert draft.params == SamplingParams(
+        max_tokens=9, temperature=0.5, stop=("x",), seed=3, frequency_penalty=1.0, presence_penalty=-1.0
+    )
+
+
+def test_what_the_body_leaves_out_takes_the_commands_defaults(tools):
+    draft = one(
+        tools,
+        row(CHAT, messages=[USER], temperature=None),
+        chat_template=tools.CHATML,
+        system="S",
+        sampling=SamplingParams(temperature=0.7, max_tokens=5),
+    )
+    assert draft.params == SamplingParams(temperature=0.7, max_tokens=5)
+    assert tools.text_of(draft).startswith("<|im_start|>system\nS<|im_end|>")
+
+
+def test_the_newer_name_of_max_tokens_goes_before_the_older(tools):
+    draft = one(tools, row(RAW, prompt="a", max_tokens=5, max_completion_tokens=6))
+    assert draft.params.max_tokens == 6
+
+
+def test_a_completion_request_is_raw_even_where_there_is_a_chat_template(tools):
+    b = tools.builder(chat_template=tools.CHATML, prefix="P:", system="S")
+    drafts = b.build(
+        tools.rows(row(RAW, prompt="a"), row(RAW, prompt=["b"]), row("https://api/v1/completions/", prompt="c"))
+    )
+    assert [tools.text_of(d) for d in drafts] == ["<s>P:a", "<s>P:b", "<s>P:c"]
+    assert b.notes == ["the prompts of /v1/completions are raw: --system is not put before them"]
+
+
+def test_token_ids_of_a_completion_request_are_sent_as_they_are(tools):
+    for prompt in ([5, 6], [[5, 6]]):
+        assert one(tools, row(RAW, prompt=prompt), chat_template=tools.CHATML).tokens.tolist() == [5, 6]
+    assert tools.error_of(one(tools, row(RAW, prompt=[5, 6]), prefix="P")) == (
+        "invalid_row",
+        "body.prompt is a list of token ids, which --prefix cannot be put before",
+    )
+    assert tools.error_of(one(tools, row(RAW, prompt=[]))) == ("empty_prompt", "the prompt has no tokens")
+
+
+def test_template_variables_of_a_body_go_before_the_commands(tools):
+    template = "{{ a }}{{ b }}"
+    draft = one(
+        tools,
+        row(CHAT, messages=[USER], chat_template_kwargs={"b": "row"}),
+        chat_template=template,
+        chat_template_kwargs={"a": "cmd", "b": "cmd"},
+    )
+    assert tools.text_of(draft) == "cmdrow"
+
+
+def test_a_model_that_differs_is_mentioned_once(tools):
+    b = tools.builder(chat_template=tools.CHATML)
+    b.build(tools.rows(row(CHAT, model="gpt-x", messages=[USER]), row(CHAT, model="gpt-y", messages=[USER])))
+    assert b.notes == ["rows ask for model 'gpt-x'; all rows are run on ''"]
+
+
+def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
+    from batchgen.config import ModelConfig, PromptConfig
+    from batchgen.prompts import PromptBuilder, load_tokenizer
+
+    folder = tools.save_model(tmp_path / "tiny")
+    b = PromptBuilder(load_tokenizer(ModelConfig(model=folder)), PromptConfig(), SamplingParams())
+    b.build(tools.rows(row(RAW, model="tiny", prompt="a"), row(RAW, model=folder, prompt="a")))
+    assert b.notes == []
+    b.build(tools.rows(row(RAW, model="big", prompt="a")))
+    assert b.notes == [f"rows ask for model 'big'; all rows are run on {folder!r}"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "error"),
+    [
+        (row(CHAT, messages=[USER], n=2), ("unsupported_parameter", "n is not supported: 2")),
+        (row(CHAT, messages=[USER], logprobs=True), ("unsupported_parameter", "logprobs is not supported: true")),
+        (row(CHAT, messages=[USER], stream=True), ("unsupported_parameter", "stream is not supported: true")),
+        (row(CHAT, messages=[USER], tools=[{"type": "function"}]), ("unsupported_parameter", 'tools is not supported: [{"type": "function"}]')),
+        (row(CHAT, messages=[USER], response_format={"type": "json_object"}), ("unsupported_parameter", 'response_format is not supported: {"type": "json_object"}')),
+        (row(CHAT, messages=[USER], reasoning_effort="low"), ("unsupported_parameter", "unknown parameter 'reasoning_effort'")),
+        (row(CHAT, messages=[USER], max_tokens=0), ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
+        (row(CHAT, messages=[USER], chat_template_kwargs=5), ("invalid_row", "body.chat_template_kwargs must be an object, not a number")),
+        (row(CHAT, messages=[USER], chat_template_kwargs={"tokenize": True}), ("unsupported_parameter", "body.chat_template_kwargs.tokenize is not the template's to set")),
+        (row(CHAT, messages=[]), ("invalid_row", "body.messages is an empty list")),
+        (row(CHAT, messages=[{"role": "user"}]), ("invalid_row", "body.messages[0].content must be text or a list of text parts, not null")),
+        (row(CHAT, prompt="a"), ("invalid_row", "body has no messages; it has prompt, which /v1/completions takes")),
+        (row(RAW, messages=[USER]), ("invalid_row", "body has no prompt; it has messages, which /v1/chat/completions takes")),
+        (row(RAW), ("invalid_row", "body has no prompt")),
+        (row(RAW, prompt=["a", "b"]), ("unsupported_parameter", "body.prompt holds 2 prompts; a row can have one")),
+        (row(RAW, prompt=5), ("invalid_row", "body.prompt must be text or token ids, not a number")),
+        (row(RAW, prompt=[5, None]), ("invalid_row", "body.prompt must be token ids from 0 to 259; one is null")),
+        (row(RAW, prompt="a", echo=True), ("unsupported_parameter", "echo is not supported: true")),
+        (row("/v1/embeddings", input="a"), ("invalid_row", "url is '/v1/embeddings'; /v1/completions and /v1/chat/completions can be served")),
+        (row(7, prompt="a"), ("invalid_row", "url is a number; /v1/completions and /v1/chat/completions can be served")),
+        (row(RAW, prompt="a") | {"method": "GET"}, ("invalid_row", "method is 'GET'; only POST makes a completion")),
+        ({"url": RAW, "body": "{"}, ("invalid_row", "body is text that is not JSON")),
+        ({"url": RAW, "body": "[1]"}, ("invalid_row", "body must be an object, not a list")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_fails_its_row_in_words(tools, columns, error):
+    assert tools.error_of(one(tools, columns, chat_template=tools.CHATML)) == error
+
+
+def test_a_chat_request_without_a_chat_template_fails(tools):
+    assert tools.error_of(one(tools, row(CHAT, messages=[USER]))) == (
+        "invalid_row",
+        "/v1/chat/completions needs a chat template: the model has none",
+    )
+
+
+def test_without_a_url_the_body_tells_what_it_is(tools):
+    b = tools.builder(chat_template=tools.CHATML)
+    chat, raw = b.build(
+        tools.rows({"custom_id": "1", "body": {"messages": [USER]}}, {"custom_id": "2", "body": {"prompt": "a"}})
+    )
+    assert tools.text_of(chat).startswith("<|im_start|>user\na")
+    assert tools.text_of(raw) == "<s>a"
+
+
+def test_a_body_may_be_json_text_as_in_a_table(tools):
+    columns = row(RAW, prompt="a", seed=3)
+    draft = one(tools, columns | {"body": json.dumps(columns["body"])})
+    assert (tools.text_of(draft), draft.params.seed) == ("<s>a", 3)
+
+
+def test_a_mere_column_called_body_is_not_a_request(tools):
+    assert tools.text_of(one(tools, {"body": "Dear all", "prompt": "a", "url": "http://x/y"})) == "<s>a"
+    assert tools.text_of(one(tools, {"body": {"x": 1}, "prompt": "a"})) == "<s>a"
+    assert tools.text_of(one(tools, {"body": None, "prompt": "a", "url": None, "custom_id": None})) == "<s>a"
+
+
+def test_sampling_params_beside_a_body_are_below_it(tools):
+    draft = one(tools, row(RAW, prompt="a", seed=3) | {"sampling_params": {"seed": 4, "top_k": 5}})
+    assert draft.params == SamplingParams(seed=3, top_k=5)

@@ -1,0 +1,220 @@
+"""How a prompt becomes tokens: raw or by a chat template, never with a special token twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchgen.config import PromptConfig
+from batchgen.errors import RowError, UsageError
+from batchgen.prompts import Draft, PromptBuilder
+from batchgen.records.row import Row
+from batchgen.request import SamplingParams, row_digest
+
+
+def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
+    (draft,) = tools.builder().build(tools.rows({"prompt": "ab"}))
+    assert draft.tokens.tolist() == [0, 4 + 97, 4 + 98]
+    assert draft.tokens.dtype == np.int32
+    assert (draft.row, draft.max_tokens, draft.truncated, draft.params) == (0, 256, False, SamplingParams())
+    assert draft.digest == row_digest(draft.tokens, draft.params)
+
+
+def test_a_raw_prompt_that_begins_with_the_bos_text_is_not_given_a_second_one(tools):
+    once, twice, later = tools.builder().build(
+        tools.rows({"prompt": "<s>a"}, {"prompt": "<s><s>a"}, {"prompt": "a<s>"})
+    )
+    assert once.tokens.tolist() == [0, 101]
+    assert twice.tokens.tolist() == [0, 0, 101]  # as it was written
+    assert later.tokens.tolist() == [0, 101, 0]
+
+
+def test_a_tokenizer_that_adds_no_bos_leaves_a_prompt_as_it_is_written(tools):
+    drafts = tools.builder(bos=False).build(tools.rows({"prompt": "a"}, {"prompt": "<s><s>a"}))
+    assert [d.tokens.tolist() for d in drafts] == [[101], [0, 0, 101]]
+
+
+def test_a_sentencepiece_tokenizer_is_given_one_bos_too(tools):
+    text = tools.loaded(tools.metaspace_tokenizer())
+    drafts = PromptBuilder(text, PromptConfig(), SamplingParams()).build(
+        tools.rows({"prompt": "hi hi"}, {"prompt": "<s>hi"}, {"prompt": "é"})
+    )
+    assert [d.tokens.tolist() for d in drafts] == [[1, 263, 263], [1, 263], [1, 259, 3 + 0xC3, 3 + 0xA9]]
+
+
+def test_an_eos_that_the_tokenizer_puts_at_the_end_is_not_ours_to_drop(tools):
+    text = tools.loaded(tools.byte_tokenizer(eos=True))
+    (draft,) = PromptBuilder(text, PromptConfig(), SamplingParams()).build(tools.rows({"prompt": "<s>a"}))
+    assert draft.tokens.tolist() == [0, 101, 1]
+
+
+def test_a_prompt_without_tokens_is_an_error_row(tools):
+    none, some = tools.builder(bos=False).build(tools.rows({"prompt": ""}, {"prompt": "a"}))
+    assert tools.error_of(none) == ("empty_prompt", "the prompt has no tokens")
+    assert some.tokens.tolist() == [101]
+
+
+def test_where_the_model_has_a_chat_template_a_prompt_is_the_users_message(tools):
+    b = tools.builder(chat_template=tools.CHATML)
+    assert b.chat
+    (draft,) = b.build(tools.rows({"prompt": "a"}))
+    assert draft.tokens.tolist() == tools.byte_ids("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_chat_template_that_writes_the_bos_does_not_get_another(tools):
+    b = tools.builder(chat_template="{{ bos_token }}" + tools.CHATML)
+    (draft,) = b.build(tools.rows({"prompt": "a"}))
+    assert draft.tokens.tolist()[:2] == [0, 2]
+
+
+def test_the_system_message_goes_before_and_the_prefix_at_the_start_of_the_users(tools):
+    b = tools.builder(chat_template=tools.CHATML, system="S", prefix="P:")
+    (draft,) = b.build(tools.rows({"prompt": "a"}))
+    assert tools.text_of(draft) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nP:a<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_raw_prompt_has_the_prefix_before_it(tools):
+    drafts = tools.builder(prefix="P:").build(tools.rows({"prompt": "a"}, {"prompt": ""}))
+    assert [tools.text_of(d) for d in drafts] == ["<s>P:a", "<s>P:"]
+    (bos,) = tools.builder(prefix="<s>P:").build(tools.rows({"prompt": "a"}))
+    assert tools.text_of(bos) == "<s>P:a"
+
+
+def test_no_chat_sends_prompts_raw(tools):
+    b = tools.builder(chat_template=tools.CHATML, chat=False)
+    assert not b.chat
+    (draft,) = b.build(tools.rows({"prompt": "a"}))
+    assert tools.text_of(draft) == "<s>a"
+
+
+def test_a_template_of_the_user_goes_before_the_models(tools):
+    for own in (None, tools.CHATML):
+        b = PromptBuilder(
+            tools.loaded(tools.byte_tokenizer(chat_template=own)),
+            PromptConfig(chat_template="[{{ messages[0].content }}|{{ style }}]", chat_template_kwargs={"style": "x"}),
+            SamplingParams(),
+        )
+        assert b.chat
+        assert tools.text_of(b.build(tools.rows({"prompt": "a"}))[0]) == "[a|x]"
+
+
+def test_of_several_templates_the_default_is_used(tools):
+    b = tools.builder(chat_template={"default": tools.CHATML, "tool_use": "no"})
+    assert tools.text_of(b.build(tools.rows({"prompt": "a"}))[0]).startswith("<|im_start|>user\na")
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "message"),
+    [
+        (None, {"system": "S"}, "--system needs one: the model has no chat template; give one with --chat-template FILE, or send prompts raw with --no-chat"),
+        (None, {"chat": True}, "--chat needs one: the model has no chat template; give one with --chat-template FILE, or send prompts raw with --no-chat"),
+        (None, {"chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs needs one: the model has no chat template; give one with --chat-template FILE, or send prompts raw with --no-chat"),
+        ({"a": "x", "b": "y"}, {}, "the model has no default among its chat templates (a, b); give one with --chat-template FILE, or send prompts raw with --no-chat"),
+        ("x", {"system": "S", "chat": False}, "--system has no place in a raw prompt, which --no-chat asks for; leave one of them out"),
+        ("x", {"chat_template_kwargs": {"messages": []}}, "--chat-template-kwargs 'messages' is not the template's to set; leave it out"),
+        ("{% if %}", {}, "the model's chat template is not valid Jinja (line 1): Expected an expression, got 'end of statement block'; mend it, or give another"),
+        ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'.; mend it"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_met_are_refused_in_words(tools, own, options, message):
+    with pytest.raises(UsageError) as e:
+        tools.builder(chat_template=own, **options)
+    assert str(e.value) == message
+
+
+def test_a_chat_template_of_the_user_that_is_no_jinja_is_refused(tools):
+    with pytest.raises(UsageError) as e:
+        PromptBuilder(tools.loaded(tools.byte_tokenizer()), PromptConfig(chat_template="{{ x"), SamplingParams())
+    assert str(e.value).startswith("--chat-template is not valid Jinja (line 1): unexpected end of template")
+
+
+def test_transformers_own_template_statements_are_known(tools):
+    b = tools.builder(
+        chat_template="{% generation %}a{% endgeneration %}{% for m in messages %}b{% break %}{% endfor %}"
+    )
+    assert tools.text_of(b.build(tools.rows({"prompt": "x"}))[0]) == "ab"
+
+
+def test_a_prompt_of_token_ids_is_sent_as_it_is_where_prompts_are_raw(tools):
+    good, large, mixed, negative = tools.builder().build(
+        tools.rows({"prompt": [5, 0, 9]}, {"prompt": [5, 260]}, {"prompt": [5, "a"]}, {"prompt": [-1]})
+    )
+    assert good.tokens.tolist() == [5, 0, 9]
+    assert tools.error_of(large) == ("invalid_row", "column 'prompt' must be token ids from 0 to 259; one is 260")
+    assert tools.error_of(mixed) == ("invalid_row", "column 'prompt' must be token ids from 0 to 259; one is text")
+    assert tools.error_of(negative) == ("invalid_row", "column 'prompt' must be token ids from 0 to 259; one is -1")
+    (chat,) = tools.builder(chat_template=tools.CHATML).build(tools.rows({"prompt": [5, 0, 9]}))
+    assert tools.error_of(chat) == (
+        "invalid_row",
+        "column 'prompt' is a list of token ids, which only --no-chat sends as they are",
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"prompt": 5}, "column 'prompt' must be text, not a number"),
+        ({"prompt": True}, "column 'prompt' must be text, not true or false"),
+        ({"prompt": {"a": 1}}, "column 'prompt' must be text, not an object"),
+        ({"prompt": ["a"]}, "column 'prompt' must be text, not a list"),
+        ({"prompt": [{"role": "user"}]}, "column 'prompt' must be text, not a list (--messages-column prompt takes a list of messages)"),
+        ({"prompt": None}, "column 'prompt' is null"),
+        ({"prompt": None, "messages": None}, "column 'prompt' is null and column 'messages' is null"),
+        ({"prompt": None, "messages": ""}, "column 'prompt' is null and column 'messages' is empty"),
+        ({"other": "a"}, "the row has no column 'prompt'"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "column 'messages' needs a chat template: the model has none"),
+    ],
+)  # fmt: skip
+def test_a_row_without_a_prompt_of_the_right_type_fails_alone(tools, columns, message):
+    bad, good = tools.builder().build(tools.rows(columns, {"prompt": "a"}))
+    assert tools.error_of(bad) == ("invalid_row", message)
+    assert good.tokens.tolist() == [0, 101]
+
+
+def test_a_malformed_row_keeps_the_error_it_came_with(tools):
+    row = Row(number=7, columns={}, error=RowError("invalid_row", "in.jsonl:8: not JSON"), source="in.jsonl:8")
+    (result,) = tools.builder().build([row])
+    assert (result.row, tools.error_of(result)) == (7, ("invalid_row", "in.jsonl:8: not JSON"))
+
+
+def test_a_lone_surrogate_fails_its_own_row_and_no_other(tools):
+    columns = [{"prompt": f"row {i}"} for i in range(20)]
+    columns[7] = {"prompt": "ab\ud800"}
+    out = tools.builder().build(tools.rows(*columns))
+    assert tools.error_of(out[7]) == (
+        "invalid_row",
+        "the prompt cannot be tokenized: character 2 is half of a surrogate pair (U+D800)",
+    )
+    assert [tools.text_of(d) for i, d in enumerate(out) if i != 7] == [f"<s>row {i}" for i in range(20) if i != 7]
+
+
+def test_a_token_that_the_model_does_not_have_fails_its_row(tools):
+    text = tools.loaded(tools.byte_tokenizer(), vocab_size=4 + 98)
+    good, bad = PromptBuilder(text, PromptConfig(), SamplingParams()).build(
+        tools.rows({"prompt": "a"}, {"prompt": "ab"})
+    )
+    assert good.tokens.tolist() == [0, 101]
+    assert tools.error_of(bad) == ("invalid_row", "the prompt has token 102, and the model knows 102 tokens")
+
+
+PLAIN = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(PLAIN, st.sampled_from(["<s>", "<s>x", "a</s>b", "\ud800"])), max_size=12), st.booleans())
+def test_every_row_has_the_tokens_it_would_have_alone(tools, texts, chat):
+    b = tools.builder(chat_template=tools.CHATML if chat else None)
+    out = b.build(tools.rows(*({"prompt": text} for text in texts)))
+    assert len(out) == len(texts)
+    for i, text in enumerate(texts):
+        if "\ud800" in text:
+            assert out[i].error_type == "invalid_row"
+            continue
+        assert isinstance(out[i], Draft)
+        whole = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" if chat else text
+        ids = tools.byte_ids(whole)
+        assert out[i].tokens.tolist() == (ids if chat or ids[:1] == [0] else [0, *ids])

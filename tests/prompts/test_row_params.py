@@ -1,0 +1,140 @@
+"""A row's own sampling parameters: where they stand, who wins, what is not built."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchgen.errors import UsageError
+from batchgen.request import SamplingParams
+
+
+def params(tools, *columns, sampling=None, **options):
+    out = tools.builder(sampling=sampling, **options).build(tools.rows(*({"prompt": "a"} | c for c in columns)))
+    return [d.params if hasattr(d, "params") else tools.error_of(d) for d in out]
+
+
+def test_the_row_wins_and_null_is_the_default(tools):
+    default = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7)
+    assert params(
+        tools,
+        {"sampling_params": {"temperature": 1, "max_tokens": None, "stop": "x"}},
+        {"sampling_params": None},
+        {"sampling_params": {}},
+        {},
+        sampling=default,
+    ) == [SamplingParams(temperature=1.0, top_p=0.9, max_tokens=7, stop=("x",)), default, default, default]
+
+
+def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
+    assert params(
+        tools,
+        {"sampling_params": '{"seed": 3, "stop": ["x", "y"]}'},
+        {"sampling_params": ""},
+        {"sampling_params": "null"},
+    ) == [SamplingParams(seed=3, stop=("x", "y")), SamplingParams(), SamplingParams()]
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (5, ("invalid_row", "column 'sampling_params' must be an object, not a number")),
+        ([1], ("invalid_row", "column 'sampling_params' must be an object, not a list")),
+        ("{x", ("invalid_row", "column 'sampling_params' is text that is not JSON")),
+        ("[1]", ("invalid_row", "column 'sampling_params' must be an object, not a list")),
+        ({"max_tokens": 0}, ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
+        ({"max_tokens": -3}, ("unsupported_parameter", "max_tokens must be at least 1, not -3")),
+        ({"temperature": "hot"}, ("unsupported_parameter", "temperature must be a number, not 'hot'")),
+        ({"temprature": 1}, ("unsupported_parameter", "unknown parameter 'temprature'")),
+        ({"n": 2}, ("unsupported_parameter", "n is not supported: 2")),
+        ({"top_p": 10**400}, ("unsupported_parameter", f'a number is too large: {{"top_p": 1{"0" * 69}…')),
+        ({"n": True}, ("unsupported_parameter", "n is not supported: true")),
+        ({"logprobs": 0}, ("unsupported_parameter", "logprobs is not supported: 0")),
+        ({"logit_bias": {"5": 1}}, ("unsupported_parameter", 'logit_bias is not supported: {"5": 1}')),
+    ],
+)
+def test_a_row_with_parameters_that_cannot_be_met_fails_alone(tools, value, error):
+    assert params(tools, {"sampling_params": value}, {}) == [error, SamplingParams()]
+
+
+def test_parameters_that_ask_for_nothing_are_let_pass(tools):
+    neutral = {
+        "n": 1,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "stream": False,
+        "tools": None,
+        "logit_bias": {},
+        "best_of": 1,
+    }
+    assert params(tools, {"sampling_params": neutral}) == [SamplingParams()]
+
+
+def test_plain_columns_count_when_they_are_named(tools):
+    assert params(
+        tools,
+        {"temperature": 0.5, "seed": 4.0, "top_k": 5},
+        {"temperature": None},
+        {"temperature": "0.5", "seed": "4"},
+        {"temperature": "", "seed": ""},
+        {"temperature": "warm"},
+        row_params=("temperature", "seed"),
+    ) == [
+        SamplingParams(temperature=0.5, seed=4),
+        SamplingParams(),
+        SamplingParams(temperature=0.5, seed=4),
+        SamplingParams(),
+        ("unsupported_parameter", "temperature must be a number, not 'warm'"),
+    ]
+
+
+def test_text_of_a_csv_file_stands_for_the_value_but_a_stop_string_for_itself(tools):
+    assert params(
+        tools,
+        {"stop": "5", "stop_token_ids": "[1, 2]", "ignore_eos": "True"},
+        {"stop": "", "stop_token_ids": "", "ignore_eos": "false"},
+        row_params=("stop", "stop_token_ids", "ignore_eos"),
+    ) == [SamplingParams(stop=("5",), stop_token_ids=(1, 2), ignore_eos=True), SamplingParams()]
+
+
+def test_sampling_params_go_before_plain_columns(tools):
+    assert params(
+        tools,
+        {"temperature": 0.5, "top_p": 0.5, "sampling_params": {"temperature": 1.0}},
+        row_params=("temperature", "top_p"),
+    ) == [SamplingParams(temperature=1.0, top_p=0.5)]
+
+
+def test_a_name_that_is_no_parameter_is_refused(tools):
+    with pytest.raises(UsageError) as e:
+        tools.builder(row_params=("temprature",))
+    assert str(e.value) == (
+        "--row-params 'temprature' is not a sampling parameter; use frequency_penalty, ignore_eos, max_tokens, min_p, "
+        "presence_penalty, repetition_penalty, seed, stop, stop_token_id, stop_token_ids, temperature, top_k, top_p"
+    )
+
+
+def test_columns_called_like_parameters_are_only_carried_and_that_is_said_once(tools):
+    b = tools.builder(row_params=("seed",))
+    for _ in range(2):
+        drafts = b.build(
+            tools.rows({"prompt": "a", "top_p": 0.5, "seed": 1}, {"prompt": "a", "temperature": 1.0, "n": 3})
+        )
+        assert [d.params for d in drafts] == [SamplingParams(seed=1), SamplingParams()]
+    assert b.notes == [
+        "columns 'temperature', 'top_p' are carried to the output and not used as sampling parameters; "
+        "name them in --row-params to use them"
+    ]
+    b = tools.builder(prompt_column="stop")
+    b.build(tools.rows({"stop": "a", "seed": 1}))
+    assert b.notes == [
+        "column 'seed' is carried to the output and not used as sampling parameter; name it in --row-params to use it"
+    ]
+
+
+def test_equal_prompts_with_equal_parameters_have_equal_digests(tools):
+    a, b, c = tools.builder(row_params=("seed",)).build(
+        tools.rows(
+            {"prompt": "a", "seed": 1}, {"prompt": "a", "sampling_params": {"seed": 1}}, {"prompt": "a", "seed": 2}
+        )
+    )
+    assert a.digest == b.digest != c.digest

@@ -1,0 +1,68 @@
+"""`--template`: Jinja over a row's columns."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def build(tools, template, *columns, **options):
+    return tools.builder(template=template, **options).build(tools.rows(*columns))
+
+
+def test_the_template_makes_the_prompt_from_the_columns(tools):
+    template = "{% for e in examples %}{{ e.q }}={{ e.a }};{% endfor %}{{ question | upper }}\n"
+    (draft,) = build(
+        tools, template, {"examples": [{"q": "x", "a": 1}, {"q": "y", "a": 2}], "question": "z", "prompt": "no"}
+    )
+    assert tools.text_of(draft) == "<s>x=1;y=2;Z"
+
+
+def test_a_rendered_prompt_is_the_users_message_and_has_the_prefix(tools):
+    (draft,) = build(tools, "{{ a }}", {"a": "x"}, chat_template=tools.CHATML, prefix="P:", system="S")
+    assert tools.text_of(draft).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nP:x<|im_end|>")
+
+
+def test_row_is_all_columns_for_names_that_are_no_words(tools):
+    first, second = build(
+        tools, "{{ row['my column'] }}", {"my column": "x"}, {"my column": "y", "row": {"my column": "z"}}
+    )
+    assert (tools.text_of(first), tools.text_of(second)) == ("<s>x", "<s>z")
+
+
+@pytest.mark.parametrize(
+    ("template", "columns", "message"),
+    [
+        ("{{ a }}{{ b }}", {"a": 1}, "template: the row has no column 'b'"),
+        ("{% if b %}x{% endif %}", {"a": 1}, "template: the row has no column 'b'"),
+        ("{{ a.b }}", {"a": {}}, "template: 'dict object' has no attribute 'b'"),
+        ("{{ a }}", {"a": None}, "template: column 'a' is null; write `or ''` after it where that may be"),
+        ("{{ a.b }}", {"a": {"b": None}}, "template: a value is null; write `or ''` after it where that may be"),
+        ("{{ a / 0 }}", {"a": 1}, "template: division by zero"),
+        ("{{ a | nofilter }}", None, None),
+        ("{{ a.__class__ }}", {"a": 1}, "template: access to attribute '__class__' of 'int' object is unsafe."),
+        ("{{ a.append(1) }}", {"a": []}, "template: access to attribute 'append' of 'list' object is unsafe."),
+        ("{{ 'x' * a }}", {"a": 10**12}, "template: more than 10000000 characters come out"),
+        ("{{ a ** 99999 }}", {"a": 7}, "template: more than 10000000 characters come out"),
+        ("{% for i in range(60000) %}{{ a }}{% endfor %}", {"a": "x" * 200}, "template: more than 10000000 characters come out"),
+    ],
+)  # fmt: skip
+def test_a_row_that_the_template_fails_on_fails_alone(tools, template, columns, message):
+    from batchgen.errors import UsageError
+
+    if columns is None:
+        with pytest.raises(UsageError, match=r"--template is not valid Jinja \(line 1\): No filter named 'nofilter'"):
+            build(tools, template)
+        return
+    (result,) = build(tools, template, columns)
+    assert tools.error_of(result) == ("template_error", message)
+
+
+def test_what_may_be_missing_or_null_can_be_said_in_the_template(tools):
+    template = "{{ a or '-' }}{% if b is defined %}{{ b }}{% endif %}{{ c | default('?') }}"
+    first, second = build(tools, template, {"a": None}, {"a": "x", "b": "y", "c": "z"})
+    assert (tools.text_of(first), tools.text_of(second)) == ("<s>-?", "<s>xyz")
+
+
+def test_html_is_not_escaped(tools):
+    (draft,) = build(tools, "{{ a }}", {"a": "<b> & 'c'"})
+    assert tools.text_of(draft) == "<s><b> & 'c'"

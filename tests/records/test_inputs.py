@@ -1,0 +1,297 @@
+"""Which files an input is, and its rows."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+import tracemalloc
+from types import SimpleNamespace
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from batchgen.errors import InputCorrupt, UsageError
+from batchgen.records import open_input, windows
+
+ROWS = [{"prompt": "one"}, {"prompt": "two"}]
+JSONL = b'{"prompt": "one"}\n\n{"prompt": "two"}\n'
+CSV = b"prompt\none\ntwo\n"
+
+
+def opened(*names, format=None, output=None):
+    return open_input([str(n) for n in names], format=format, output=None if output is None else str(output))
+
+
+def columns(*names, **options):
+    return [row.columns for row in opened(*names, **options).rows()]
+
+
+def parquet_bytes(rows, **options) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), stream, **options)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(("suffix", "data"), [(".jsonl", JSONL), (".csv", CSV), (".parquet", parquet_bytes(ROWS))])
+def test_every_format_reads_the_same_plain_and_compressed(folder, suffix, data, compression):
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[compression]
+    name = f"x{suffix}{compression}"
+    (folder / name).write_bytes(pack(data))
+    rows = list(opened(name).rows())
+    places = {".jsonl": [":1", ":3"], ".csv": [":2", ":3"], ".parquet": [":row 0", ":row 1"]}[suffix]
+    assert [row.columns for row in rows] == ROWS
+    assert [row.source for row in rows] == [name + place for place in places]
+    assert [row.number for row in rows] == [0, 1]
+    assert [row.error for row in rows] == [None, None]
+
+
+def test_streams_of_several_gzip_members_and_zstd_frames_are_read_to_the_end(folder):
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(JSONL) + gzip.compress(JSONL))
+    (folder / "b.jsonl.zst").write_bytes(
+        zstandard.compress(JSONL) + zstandard.compress(b"") + zstandard.compress(JSONL)
+    )
+    assert columns("a.jsonl.gz") == ROWS + ROWS
+    assert columns("b.jsonl.zst") == ROWS + ROWS
+
+
+def test_a_malformed_row_has_an_error_that_names_its_place(folder):
+    (folder / "x.jsonl").write_bytes(b'{"a": 1}\n[]\n')
+    row = list(opened("x.jsonl").rows())[1]
+    assert (row.number, row.columns, row.source) == (1, {}, "x.jsonl:2")
+    assert (row.error.type, row.error.message) == ("invalid_row", "x.jsonl:2: not an object but a list")
+
+
+def test_several_files_are_numbered_through_and_limited_together(folder):
+    (folder / "b.jsonl").write_bytes(JSONL)
+    (folder / "a.csv").write_bytes(CSV)
+    source = opened("b.jsonl", "a.csv")
+    assert [(r.number, r.source) for r in source.rows()] == [
+        (0, "b.jsonl:1"),
+        (1, "b.jsonl:3"),
+        (2, "a.csv:2"),
+        (3, "a.csv:3"),
+    ]
+    assert [r.number for r in source.rows(3)] == [0, 1, 2]
+    assert list(source.rows(0)) == []
+    assert [len(w) for w in windows(source.rows(), 3)] == [3, 1]
+
+
+def test_a_folder_gives_its_known_files_sorted_and_leaves_our_outputs_out(folder):
+    data = folder / "data"
+    (data / "deeper").mkdir(parents=True)
+    for name in ("b.jsonl", "a.csv.gz", ".hidden.jsonl", "notes.txt", "b.out.jsonl", "mine.jsonl", "deeper/c.jsonl"):
+        (data / name).write_bytes(gzip.compress(CSV) if name.endswith("gz") else JSONL)
+    (data / "b.out.jsonl.job").mkdir()
+    source = opened("data", output="data/mine.jsonl")
+    assert [f.name for f in source.files] == ["data/a.csv.gz", "data/b.jsonl"]
+    assert source.notes == [
+        "data/b.out.jsonl is an output of batchgen: left out of the input",
+        "data/mine.jsonl is an output of batchgen: left out of the input",
+    ]
+    assert [f.name for f in opened("data", format="csv").files] == ["data/a.csv.gz"]
+
+
+def test_a_glob_gives_its_files_sorted_without_what_is_in_job_folders(folder):
+    (folder / "z.jsonl.job").mkdir()
+    (folder / "z.jsonl.job" / "manifest.json").write_text("{}")
+    for name in ("z.jsonl", "b.jsonl", "a.jsonl", "z.jsonl.job/spool.jsonl"):
+        (folder / name).write_bytes(JSONL)
+    source = opened("**/*.jsonl")
+    assert [f.name for f in source.files] == ["a.jsonl", "b.jsonl"]
+    assert source.notes == ["z.jsonl is an output of batchgen: left out of the input"]
+
+
+def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_no_glob(folder):
+    (folder / "x[1].out.jsonl").write_bytes(JSONL)
+    (folder / "x[1].out.jsonl.job").mkdir()
+    assert columns("x[1].out.jsonl") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        (["prompt.jsonl"], {}, "no such file: prompt.jsonl; did you mean prompts.jsonl?"),
+        (["nowhere/q.jsonl"], {}, "no such file: nowhere/q.jsonl; check the path"),
+        (["x.txt"], {}, "x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet or csv"),
+        (["q*.jsonl"], {}, "no file matches q*.jsonl; check the pattern and the folder it starts from"),
+        (["empty"], {}, "no JSONL, Parquet or CSV file in the folder empty; name the files, or a glob, with --input-format"),
+        (["ours"], {}, "ours has no files but outputs of batchgen; name the files themselves to read those"),
+        (["-", "prompts.jsonl"], {}, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
+        (["-"], {"format": "csv"}, "standard input is read as JSONL, not csv; name a file instead"),
+        (["prompts.jsonl"], {"format": "xml"}, "--input-format 'xml' is unknown; use jsonl, parquet or csv"),
+        (
+            ["prompts.jsonl"],
+            {"output": "./prompts.jsonl"},
+            "./prompts.jsonl is both an input and the output; name another output with -o (or quote a glob: outputs are left out then)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_an_input_is_refused_in_words(folder, inputs, options, message):
+    (folder / "prompts.jsonl").write_bytes(JSONL)
+    (folder / "x.txt").write_bytes(JSONL)
+    (folder / "empty").mkdir()
+    (folder / "ours" / "o.jsonl.job").mkdir(parents=True)
+    (folder / "ours" / "o.jsonl").write_bytes(JSONL)
+    with pytest.raises(UsageError) as caught:
+        opened(*inputs, **options)
+    assert str(caught.value) == message
+
+
+def test_an_output_that_is_a_link_to_an_input_is_refused(folder):
+    (folder / "a.jsonl").write_bytes(JSONL)
+    (folder / "b.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(UsageError):
+        opened("a.jsonl", output="b.jsonl")
+
+
+def test_the_format_can_be_named_where_the_suffix_does_not_say(folder):
+    (folder / "x.txt.gz").write_bytes(gzip.compress(JSONL))
+    assert columns("x.txt.gz", format="jsonl") == ROWS
+
+
+def test_standard_input_is_read_as_bytes(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(JSONL)))
+    source = opened("-")
+    assert source.is_stdin
+    assert source.fingerprint() == []
+    assert [(r.source, r.columns) for r in source.rows()] == [("<stdin>:1", ROWS[0]), ("<stdin>:3", ROWS[1])]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.parquet", "x.jsonl.gz", "x.jsonl.zst"])
+def test_an_empty_file_has_no_rows(folder, name):
+    (folder / name).write_bytes(b"")
+    assert columns(name) == []
+
+
+MANY = b"".join(json.dumps({"n": i, "prompt": "x" * (i % 97)}).encode() + b"\n" for i in range(20_000))
+HINT = "what was read before that is kept: put a whole copy in its place and run the same command again"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack", "reason"),
+    [
+        (".gz", gzip.compress, "Compressed file ended before the end-of-stream marker was reached"),
+        (".zst", zstandard.compress, "the compressed file ends in the middle of a zstandard frame"),
+    ],
+)
+def test_a_cut_stream_gives_the_rows_before_the_cut_and_names_the_place(folder, suffix, pack, reason):
+    packed = pack(MANY)
+    (folder / f"x.jsonl{suffix}").write_bytes(packed[: len(packed) // 2])
+    numbers = []
+    with pytest.raises(InputCorrupt) as caught:
+        numbers.extend(row.columns["n"] for row in opened(f"x.jsonl{suffix}").rows())
+    assert len(numbers) > 4_000
+    assert numbers == list(range(len(numbers)))
+    assert str(caught.value) == f"x.jsonl{suffix} breaks off after line {len(numbers)}: {reason}; {HINT}"
+
+
+@pytest.mark.parametrize(
+    "name", ["x.jsonl.gz", "x.jsonl.zst", "x.csv.gz", "x.parquet", "x.parquet.gz", "x.parquet.zst"]
+)
+def test_junk_is_corrupt_from_its_start(folder, name):
+    (folder / name).write_bytes(b"this is not what its suffix says")
+    with pytest.raises(InputCorrupt, match=f"^{name} breaks off at its start: "):
+        columns(name)
+
+
+def test_a_parquet_file_broken_in_one_row_group_gives_the_groups_before_it(folder):
+    data = parquet_bytes(
+        [{"n": i, "text": f"row {i} " * 20} for i in range(1000)], row_group_size=250, compression="gzip"
+    )
+    place = pq.read_metadata(io.BytesIO(data)).row_group(2).column(1).data_page_offset
+    (folder / "x.parquet").write_bytes(data[:place] + b"\xff" * 200 + data[place + 200 :])
+    numbers = []
+    with pytest.raises(InputCorrupt, match=r"^x\.parquet breaks off after row 499: "):
+        numbers.extend(row.columns["n"] for row in opened("x.parquet").rows())
+    assert numbers == list(range(500))
+
+
+def test_a_csv_file_with_a_broken_header_is_corrupt(folder):
+    (folder / "x.csv").write_bytes(b'"a"b,c\n1,2\n')
+    with pytest.raises(InputCorrupt) as caught:
+        columns("x.csv")
+    assert str(caught.value) == f"x.csv breaks off at its start: ',' expected after '\"'; {HINT}"
+
+
+def test_the_fingerprint_changes_with_the_file(folder):
+    (folder / "a.jsonl").write_bytes(JSONL)
+    source = opened("a.jsonl")
+    before = source.fingerprint()
+    assert [(p["path"], p["size"]) for p in before] == [(str(folder / "a.jsonl"), len(JSONL))]
+    assert source.fingerprint() == before
+    (folder / "a.jsonl").write_bytes(JSONL + JSONL)
+    assert source.fingerprint() != before
+
+
+def test_the_schema_is_that_of_all_parquet_files_together(folder):
+    (folder / "a.parquet").write_bytes(parquet_bytes([{"n": 1}]))
+    pq.write_table(pa.table({"n": pa.array([1], pa.int32()), "day": pa.array([0], pa.date32())}), folder / "b.parquet")
+    pq.write_table(pa.table({"n": ["text"]}), folder / "c.parquet")
+    (folder / "d.jsonl").write_bytes(JSONL)
+    assert opened("a.parquet", "b.parquet").schema == pa.schema([("n", pa.int64()), ("day", pa.date32())])
+    assert opened("a.parquet", "c.parquet").schema is None
+    assert opened("a.parquet", "d.jsonl").schema is None
+
+
+def test_urls_are_read_by_fsspec_files_folders_and_globs_alike():
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/bucket/b.jsonl", JSONL)
+    fs.pipe("/bucket/a.parquet", parquet_bytes(ROWS))
+    assert columns("memory://bucket/b.jsonl") == ROWS
+    assert columns("memory://bucket/a.parquet") == ROWS
+    assert [f.name for f in opened("memory://bucket").files] == [
+        "memory:///bucket/a.parquet",
+        "memory:///bucket/b.jsonl",
+    ]
+    assert columns("memory://bucket/*.jsonl") == ROWS
+    source = opened("memory://bucket/b.jsonl")
+    before = source.fingerprint()
+    assert before == source.fingerprint()
+    assert before[0]["path"] == "memory://bucket/b.jsonl"
+    with pytest.raises(UsageError) as caught:
+        opened("memory://bucket/c.jsonl")
+    assert str(caught.value) == "no such file: memory://bucket/c.jsonl; check the address and your access to it"
+
+
+def test_urls_without_fsspec_or_with_an_unknown_scheme_say_what_to_do(monkeypatch):
+    with pytest.raises(UsageError) as caught:
+        opened("nosuch://x/y.jsonl")
+    assert caught.value.message == "nosuch://x/y.jsonl cannot be read: Protocol not known: nosuch"
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(UsageError) as caught:
+        opened("s3://x/y.jsonl")
+    assert caught.value.hint == "pip install 'batchgen[remote]' (fsspec and the store's package)"
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.csv", "x.parquet"])
+def test_memory_does_not_grow_with_the_file(folder, name):
+    def peak(n: int) -> int:  # of what Python allocates, in bytes
+        rows = [{"n": str(i), "prompt": "word " * 20} for i in range(n)]
+        if name == "x.parquet":
+            pq.write_table(pa.Table.from_pylist(rows), folder / name)
+        elif name == "x.csv":
+            (folder / name).write_text("n,prompt\n" + "".join(f"{r['n']},{r['prompt']}\n" for r in rows))
+        else:
+            (folder / name).write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in rows).encode(), 1))
+        del rows
+        source = opened(name)
+        sum(1 for _ in source.rows(10))  # what is imported and cached once
+        tracemalloc.start()
+        assert sum(1 for _ in source.rows()) == n
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    assert peak(30_000) < 500_000  # the rows together take more than 10 MB

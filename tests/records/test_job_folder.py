@@ -1,0 +1,232 @@
+"""A job's folder: begun, killed, gone on with, finished, changed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.errors import OutputLocked
+from batchgen.records import open_input
+
+
+def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
+    write_input(["a", "fail", "cut"])
+    job, generated = run(token_ids=True)
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    first, second, third = (json.loads(line) for line in Path("o.jsonl").read_text().splitlines())
+    assert first == {
+        "id": 0,
+        "prompt": "a",
+        "text": "A",
+        "finish_reason": "stop",
+        "usage": usage,
+        "token_ids": [1, 2],
+        "error": None,
+    }
+    assert second["error"] == {"type": "does_not_fit", "message": "too big"}
+    assert third["truncated"] is True
+    assert generated == ["cut", "fail", "a"]
+    assert job.notes == []
+    assert {p.name: p.stat().st_size for p in Path("o.jsonl.job").iterdir() if p.name in ("keys", "lock")} == {
+        "keys": 48,
+        "lock": 0,
+    }
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == ["keys", "lock", "manifest.json", "stats.json"]
+
+
+def test_a_finished_job_does_nothing_again_and_knows_its_figures(run, write_input):
+    write_input(["a", "b"])
+    run(stats={"rows": 2, "x": [1]})
+    before = Path("o.jsonl").stat().st_mtime_ns
+    job, generated = run()
+    assert job.finished == {"rows": 2, "x": [1]}
+    assert (generated, job.notes, Path("o.jsonl").stat().st_mtime_ns) == ([], [], before)
+
+
+def test_an_interrupted_job_goes_on_where_it_stopped(run, texts, write_input):
+    write_input(["a", "b", "c"])
+    assert run(stop_after=2)[1] == ["c", "b"]
+    assert not Path("o.jsonl").exists()
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == ["journal", "lock", "manifest.json"]
+    job, generated = run()
+    assert generated == ["a"]
+    assert job.notes == []
+    assert texts() == ["A", "B", "C"]
+
+
+KILLED = """
+import os, sys
+sys.path[:0] = sys.argv[1:]
+from conftest import answer, job_open, key_of
+job, source = job_open()
+for row in list(source.rows())[:2]:
+    job.append(key_of(row), answer(row))
+print("appended", flush=True)
+import time; time.sleep(60)
+"""
+
+
+def test_a_job_that_is_killed_loses_nothing_and_its_lock_is_recognised(run, open_, texts, write_input):
+    write_input(["a", "b", "c"])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", KILLED, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout.readline() == b"appended\n"
+        with pytest.raises(OutputLocked, match=f"process {process.pid} on {socket.gethostname()}"):
+            open_()
+        process.send_signal(signal.SIGKILL)
+    job, generated = run()
+    assert generated == ["c"]
+    assert job.notes == [f"the run before (process {process.pid}) ended without finishing: going on from there"]
+    assert texts() == ["A", "B", "C"]
+
+
+def test_rows_added_and_changed_are_generated_and_the_others_kept(run, write_input):
+    write_input(["a", "fail", "cut", "gone"])
+    run(token_ids=True)
+    old = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
+    write_input(["new", "cut", "a", "fail"])
+    job, generated = run(token_ids=True)
+    assert generated == ["new"]
+    assert job.notes == ["o.jsonl was finished: 4 of its results are at hand"]
+    rows = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
+    assert [r["prompt"] for r in rows] == ["new", "cut", "a", "fail"]
+    assert rows[1:] == [{**old[2], "id": 1}, {**old[0], "id": 2}, {**old[1], "id": 3}]
+
+
+def test_rows_are_kept_over_formats_of_the_output_alike(run, write_input):
+    for output in ("o.parquet", "o.jsonl.gz", "o.jsonl.zst"):
+        write_input(["a", "fail", "cut"])
+        run(output, token_ids=True)
+        write_input(["a", "fail", "cut", "d"])
+        assert run(output, token_ids=True)[1] == ["d"]
+        rows = list(open_input([output], format=None, output=None).rows())
+        assert [r.columns["text"] for r in rows] == ["A", None, "CUT", "D"]
+        assert [r.columns["token_ids"] for r in rows] == [[1, 2], None, [1, 2], [1, 2]]
+        assert [bool(r.columns.get("truncated")) for r in rows] == [False, False, True, False]
+        assert rows[1].columns["error"] == {"type": "does_not_fit", "message": "too big"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [({"limit": 2}, {}), ({}, {"keep": ()}), ({}, {"order": "done"}), ({"token_ids": True}, {})]
+)
+def test_what_is_asked_for_can_change_without_losing_results(before, after, run, texts, write_input):
+    write_input(["a", "b", "c"])
+    first = run(**before)[1]
+    job, second = run(**after)
+    assert job.finished == {"rows": 3}
+    assert sorted(first + second) == ["a", "b", "c"]
+    assert texts() == ["A", "B", "C"]
+    assert run(**after)[1] == []
+
+
+def test_token_ids_that_the_finished_output_did_not_have_are_null(run, write_input):
+    write_input(["a"])
+    run()
+    run(token_ids=True)
+    assert json.loads(Path("o.jsonl").read_text())["token_ids"] is None
+
+
+def test_malformed_rows_never_have_a_key(run):
+    Path("in.jsonl").write_text('{"prompt": "a"}\nnot json\n')
+    run()
+    assert Path("o.jsonl.job/keys").read_bytes()[16:] == bytes(16)
+    assert json.loads(Path("o.jsonl").read_text().splitlines()[1])["error"] == {
+        "type": "invalid_row",
+        "message": "in.jsonl:2: not JSON: Expecting value at column 1",
+    }
+    Path("in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert run()[1] == ["b"]
+
+
+def test_other_versions_are_only_mentioned(run, write_input):
+    write_input(["a", "b"])
+    run(stop_after=1, mentions={"transformers": "5.17.0", "torch": "2.11"})
+    job, generated = run(mentions={"transformers": "5.23.0", "torch": "2.11"})
+    assert generated == ["a"]
+    assert job.notes == ['o.jsonl was begun with other versions: transformers was "5.17.0", is "5.23.0"']
+
+
+def test_a_finished_output_that_was_deleted_is_made_anew(run, texts, write_input):
+    write_input(["a"])
+    run()
+    Path("o.jsonl").unlink()
+    job, generated = run()
+    assert (generated, job.notes) == (["a"], ["o.jsonl is gone: starting anew"])
+    assert texts() == ["A"]
+
+
+def test_keys_that_are_damaged_are_not_believed(run, write_input):
+    write_input(["a"])
+    run()
+    Path("o.jsonl.job/keys").write_bytes(b"x" * 16)
+    write_input(["a", "b"])
+    job, generated = run()
+    assert generated == ["b", "a"]
+    assert job.notes == ["o.jsonl.job/keys is damaged, so the rows of o.jsonl are not known: starting anew"]
+
+
+def test_damaged_records_are_generated_again_and_said(run, texts, write_input):
+    write_input(["a", "b"])
+    run(stop_after=1)
+    journal = Path("o.jsonl.job/journal")
+    journal.write_bytes(journal.read_bytes().replace(b'"B"', b'"X"'))
+    job, generated = run()
+    assert generated == ["b", "a"]
+    assert job.notes == ["1 damaged records of the journal were left out: their rows are generated again"]
+    assert texts() == ["A", "B"]
+
+
+def test_order_done_writes_earlier_runs_first_and_then_as_they_finished(run, texts, write_input):
+    write_input(["a", "b", "c", "d"])
+    run(order="done", stop_after=1)  # d
+    run(order="done")
+    assert texts() == ["D", "C", "B", "A"]
+
+
+def test_parquet_output_of_parquet_input_keeps_its_types(run):
+    table = pa.table({"prompt": ["a", "b"], "day": pa.array([1, None], pa.date32())})
+    pq.write_table(table, "in.parquet")
+    run("o.parquet", inputs=("in.parquet",))
+    out = pq.read_table("o.parquet")
+    assert out.select(["prompt", "day"]) == table
+    assert out["text"].to_pylist() == ["A", "B"]
+
+
+def test_an_empty_input_gives_an_empty_output(run, write_input):
+    write_input([])
+    for output in ("o.jsonl", "o.jsonl.gz", "o.parquet"):
+        assert run(output)[0].finished == {"rows": 0}
+    assert Path("o.jsonl").read_bytes() == b""
+    assert gzip.decompress(Path("o.jsonl.gz").read_bytes()) == b""
+    assert pq.read_table("o.parquet").num_rows == 0
+
+
+def test_figures_of_an_interrupted_run_are_there_for_the_next(open_, write_input):
+    write_input(["a", "b"])
+    job, _ = open_()
+    with job:
+        assert job.previous is None
+        job.save_stats({"rows": 1})
+    job, _ = open_()
+    with job:
+        assert job.previous == {"rows": 1}
+
+
+def test_occurrences_are_numbered_anew_in_every_run(open_, write_input):
+    write_input(["a"])
+    for _ in range(2):
+        job, _ = open_()
+        with job:
+            assert job.occurrences([b"x" * 16, b"x" * 16]) == [0, 1]
+            assert job.occurrences([b"x" * 16]) == [2]

@@ -1,0 +1,267 @@
+"""What a job's folder refuses, and what it survives."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from batchgen.errors import OutputError, OutputLocked, UsageError
+from batchgen.records.writers import DigestFile
+
+SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
+
+
+def test_other_settings_are_refused_in_words_and_overwrite_starts_anew(run, texts, write_input):
+    write_input(["a"])
+    run()
+    other = {"model": "tiny", "temperature": 0.7, "max_tokens": 64, "stop": ["\n"], "template": "x" * 100}
+    with pytest.raises(UsageError) as caught:
+        run(settings=other)
+    assert str(caught.value) == (
+        "o.jsonl was made with other settings: temperature was 0, is 0.7; max_tokens was 256, is 64; "
+        f'stop was [], is ["\\n"]; template was not set, is "{"x" * 58}…; use --overwrite to start anew, or another -o'
+    )
+    assert texts() == ["A"]
+    assert run(settings=other, overwrite=True)[1] == ["a"]
+    with pytest.raises(UsageError, match=r"stop was \[\"\\n\"\], is \[\]"):
+        run()
+
+
+def test_other_settings_are_refused_for_an_unfinished_job_too(run, write_input):
+    write_input(["a", "b"])
+    run(stop_after=1)
+    with pytest.raises(UsageError, match="temperature was 0, is 1"):
+        run(settings=SETTINGS | {"temperature": 1})
+    assert run()[1] == ["a"]
+
+
+def test_a_strangers_output_is_left_alone_unless_told(run, texts, write_input):
+    write_input(["a"])
+    Path("o.jsonl").write_text("mine\n")
+    with pytest.raises(UsageError) as caught:
+        run()
+    assert str(caught.value) == (
+        "o.jsonl exists and has no job folder, so it is not known to be batchgen's; use --overwrite to replace it, or another -o"
+    )
+    assert not Path("o.jsonl.job").exists()
+    run(overwrite=True, stop_after=0)
+    assert Path("o.jsonl").read_text() == "mine\n"
+    assert run()[1] == ["a"]  # --overwrite was said when the job was begun
+    assert texts() == ["A"]
+
+
+def test_an_output_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(run, texts, write_input):
+    write_input(["a"])
+    run()
+    shutil.copyfile("o.jsonl", "copy")
+    Path("copy").replace("o.jsonl")
+    assert run()[0].finished == {"rows": 1}
+    Path("o.jsonl").write_text(Path("o.jsonl").read_text().replace("A", "B"))
+    with pytest.raises(UsageError) as caught:
+        run()
+    assert (
+        str(caught.value)
+        == "o.jsonl was changed since batchgen wrote it; move it away, or use --overwrite to start anew"
+    )
+    assert texts() == ["B"]
+
+
+@pytest.mark.parametrize("step", ["save", "replace", "move_file"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_crash_at_any_step_of_the_finish_loses_nothing(monkeypatch, step, again, run, texts, write_input):
+    """Once per place where `finish` touches the disk, for a first run and for a run over a finished output."""
+    from batchgen.records import job_folder
+
+    write_input(["a", "b"])
+    if again:
+        run()
+        write_input(["a", "b", "c"])
+    count = {"save": 2, "replace": 1, "move_file": 1}[step]
+    for crash_at in range(count):
+        for after in (False, True):
+            with monkeypatch.context() as patch:
+                _crash(patch, job_folder, step, crash_at + (step == "save"), after)
+                with pytest.raises(KeyboardInterrupt):
+                    run()
+    job, generated = run()
+    assert generated == []
+    assert texts() == (["A", "B", "C"] if again else ["A", "B"])
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == ["keys", "lock", "manifest.json", "stats.json"]
+    assert run()[0].finished == job.finished
+
+
+def _crash(patch, module, step, at, after):
+    owner = {"save": module.Manifest, "replace": Path, "move_file": module}[step]
+    real = getattr(owner, step)
+    calls = []
+
+    def crashing(*args):
+        wanted = step != "replace" or args[0].name == "keys.partial"
+        calls.extend([1] * wanted)
+        now = wanted and len(calls) == at + 1
+        if now and not after:
+            raise KeyboardInterrupt
+        done = real(*args)
+        if now:
+            raise KeyboardInterrupt
+        return done
+
+    patch.setattr(owner, step, crashing)
+
+
+def test_the_work_dir_holds_the_folder_of_one_output(run, write_input):
+    write_input(["a"])
+    Path("work").mkdir()
+    run(work_dir="work")
+    assert Path("work/o.jsonl.job/keys").exists()
+    assert not Path("o.jsonl.job").exists()
+    assert run(work_dir="work")[0].finished == {"rows": 1}
+    Path("elsewhere").mkdir()
+    with pytest.raises(UsageError) as caught:
+        run("elsewhere/o.jsonl", work_dir="work")
+    assert str(caught.value) == (
+        f"work/o.jsonl.job is the job folder of {Path('o.jsonl').absolute()}; use another --work-dir, or another -o"
+    )
+
+
+def test_output_and_folder_can_be_moved_together(run, write_input):
+    write_input(["a"])
+    run()
+    Path("moved").mkdir()
+    Path("o.jsonl").rename("moved/o.jsonl")
+    Path("o.jsonl.job").rename("moved/o.jsonl.job")
+    assert run("moved/o.jsonl")[0].finished == {"rows": 1}
+
+
+def test_from_a_work_dir_on_another_disk_the_output_still_appears_at_once(monkeypatch, run, texts, write_input):
+    write_input(["a"])
+    Path("work").mkdir()
+    real = Path.replace
+
+    def other_disk(self, target):
+        if self.parent.name == "o.jsonl.job" and Path(target).parent != self.parent:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", other_disk)
+    run(work_dir="work")
+    assert texts() == ["A"]
+    assert [p.name for p in Path().iterdir() if p.name.startswith(".")] == []
+    assert run(work_dir="work")[0].finished == {"rows": 1}
+
+
+def test_an_output_that_is_a_link_stays_one(run, texts, write_input):
+    write_input(["a"])
+    Path("real").mkdir()
+    Path("o.jsonl").symlink_to("real/o.jsonl")
+    run()
+    assert Path("o.jsonl").is_symlink()
+    assert texts("real/o.jsonl") == ["A"]
+    assert run()[0].finished == {"rows": 1}
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("nowhere/o.jsonl", "there is no folder nowhere to write to; make it with mkdir -p nowhere"),
+        ("folder.jsonl", "the output folder.jsonl is a folder; name a file in it"),
+        ("taken.jsonl", "taken.jsonl.job is in the way: it is not a job's folder; move it, or use another -o"),
+        ("busy.jsonl", "busy.jsonl.job is in the way: it is not a job's folder; move it, or use another -o"),
+        ("old.jsonl", "old.jsonl.job/manifest.json was written by another version of batchgen; use --overwrite to start anew, or another -o"),
+        ("torn.jsonl", "torn.jsonl.job/manifest.json is damaged; use --overwrite to start anew, or another -o"),
+    ],
+)  # fmt: skip
+def test_places_that_cannot_hold_a_job_are_refused_in_words(output, message, run, write_input):
+    write_input(["a"])
+    Path("folder.jsonl").mkdir()
+    Path("taken.jsonl.job").write_text("")
+    for name, files in (
+        ("busy", {"thesis.txt": ""}),
+        ("old", {"manifest.json": '{"schema": "batchgen.job/0"}'}),
+        ("torn", {"manifest.json": "{"}),
+    ):
+        Path(f"{name}.jsonl.job").mkdir()
+        for file, content in files.items():
+            Path(f"{name}.jsonl.job", file).write_text(content)
+    with pytest.raises(UsageError) as caught:
+        run(output)
+    assert str(caught.value) == message
+
+
+def test_a_second_run_is_refused_while_the_first_is_open_and_not_after(run, open_, write_input):
+    write_input(["a"])
+    job, _ = open_()
+    with job, pytest.raises(OutputLocked) as caught:
+        open_()
+    assert caught.value.message.startswith(
+        f"another run holds o.jsonl (process {os.getpid()} on {socket.gethostname()}, since "
+    )
+    assert run()[1] == ["a"]
+
+
+def test_a_refused_run_releases_the_lock(run, write_input):
+    write_input(["a"])
+    run()
+    for _ in range(2):
+        with pytest.raises(UsageError):
+            run(settings={})
+    assert run()[0].finished is not None
+
+
+def test_a_full_disk_is_one_line_and_what_was_kept_stays(monkeypatch, run, texts, write_input):
+    write_input(["a", "b"])
+    run(stop_after=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(DigestFile, "write", _full)
+        with pytest.raises(OutputError) as caught:
+            run()
+    assert str(caught.value) == (
+        "o.jsonl.job cannot be written: No space left on device; free some space and run the same command again: what was finished is kept"
+    )
+    assert run()[1] == []
+    assert texts() == ["A", "B"]
+
+
+def _full(self, data):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("output", ["o.parquet", "o.jsonl.zst"])
+def test_a_full_disk_at_the_end_leaves_the_old_output_in_place(monkeypatch, output, run, write_input):
+    write_input(["a"])
+    run(output)
+    old = Path(output).read_bytes()
+    write_input(["a", "b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(DigestFile, "write", _full)
+        with pytest.raises(OutputError, match="No space left on device"):
+            run(output)
+    assert Path(output).read_bytes() == old
+    assert run(output)[1] == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, open_, write_input):
+    write_input(["a"])
+
+    def read_only(self, *args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(OutputError) as caught:
+        open_()
+    assert str(caught.value) == "o.jsonl.job cannot be written: Read-only file system; write to another place with -o"
+
+
+def test_closing_twice_is_harmless(open_, write_input):
+    write_input(["a"])
+    job, _ = open_()
+    with job:
+        job.close()
+    with contextlib.closing(open_()[0]):
+        pass

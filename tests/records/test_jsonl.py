@@ -1,0 +1,158 @@
+"""Reading and writing JSON lines, one line at a time."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import io
+import json
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.records.jsonl import BOM, MAX_DEPTH, parse_line, read_jsonl, to_json
+
+
+def read(data: bytes) -> list[tuple[str, object]]:
+    return list(read_jsonl(io.BytesIO(data)))
+
+
+def test_lines_are_numbered_from_one_and_blank_lines_are_not_rows():
+    assert read(b'{"a": 1}\n\n  \t\r\n{"a": 2}\r\n{"a": 3}') == [(":1", {"a": 1}), (":4", {"a": 2}), (":5", {"a": 3})]
+
+
+def test_a_byte_order_mark_is_not_part_of_a_row():
+    assert read(BOM + b'{"a": 1}\n' + BOM + b'{"a": 2}\n' + BOM + b"\n") == [(":1", {"a": 1}), (":2", {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{nope}", "not JSON: Expecting property name enclosed in double quotes at column 2"),
+        (b'{"a": 1', "not JSON: Expecting ',' delimiter at column 8"),
+        (b'{"a": 1} {"a": 2}', "not JSON: Extra data at column 10"),
+        (b'{"a": "\x00"}', "not JSON: Invalid control character at at column 8"),
+        (b"\x00\x00\x00", "not JSON: Expecting value at column 1"),
+        (b'{"a": "\xff"}', "not UTF-8 at byte 8"),
+        (b'\xff\xfe{\x00"\x00', "not UTF-8 at byte 1"),
+        (b'{"a": "\xed\xa0\x80"}', "not UTF-8 at byte 8"),
+        (b"[1]", "not an object but a list"),
+        (b'"text"', "not an object but a string"),
+        (b"12.5", "not an object but a number"),
+        (b"true", "not an object but true or false"),
+        (b"null", "not an object but null"),
+        (b"NaN", "not an object but a number"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not usable: a whole number with thousands of digits"),
+        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "nested more than 100 levels deep"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested more than 100 levels deep"),
+        (b"[" * 100_000, "nested more than 100 levels deep"),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_reason(line, reason):
+    assert parse_line(line) == reason
+
+
+def test_nesting_is_accepted_up_to_the_limit_and_brackets_in_text_are_not_nesting():
+    depth = MAX_DEPTH - 1
+    deep = parse_line(b'{"a": ' + b"[" * depth + b"]" * depth + b"}")
+    assert isinstance(deep, dict)
+    assert json.loads(to_json(deep)) == deep
+    assert parse_line(b'{"a": "' + b"[{" * 500 + b'"}') == {"a": "[{" * 500}
+
+
+def test_duplicate_keys_the_last_wins():
+    assert parse_line(b'{"a": 1, "a": 2}') == {"a": 2}
+
+
+def test_escaped_nul_and_lone_surrogates_are_accepted():
+    assert parse_line(b'{"a": "x\\u0000y", "b": "\\ud800"}') == {"a": "x\x00y", "b": "\ud800"}
+
+
+def test_nan_and_infinity_are_read_and_written_as_null():
+    row = parse_line(b'{"a": NaN, "b": [-Infinity, 1e999, 1.5]}')
+    assert to_json(row) == b'{"a": null, "b": [null, null, 1.5]}'
+
+
+def test_lone_surrogates_are_written_as_their_escapes():
+    assert to_json({"\udfff": "a\ud800b\\ud800é"}) == '{"\\udfff": "a\\ud800b\\\\ud800é"}'.encode()
+    assert json.loads(to_json({"a": "\\\ud800"})) == {"a": "\\\ud800"}
+
+
+def test_values_that_json_does_not_have_are_converted():
+    moment = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+    row = {
+        "bytes": b"\x00\xff",
+        "moment": moment,
+        "day": dt.date(2026, 1, 2),
+        "time": dt.time(3, 4),
+        "span": dt.timedelta(seconds=90),
+        "money": decimal.Decimal("1.10"),
+        "id": uuid.UUID(int=1),
+        1: ("a", float("inf")),
+    }
+    assert json.loads(to_json(row)) == {
+        "bytes": "AP8=",
+        "moment": "2026-01-02T03:04:05+00:00",
+        "day": "2026-01-02",
+        "time": "03:04:00",
+        "span": 90.0,
+        "money": "1.10",
+        "id": "00000000-0000-0000-0000-000000000001",
+        "1": ["a", None],
+    }
+
+
+json_pieces = st.lists(
+    st.one_of(
+        st.binary(max_size=12),
+        st.sampled_from(
+            [
+                b"\n",
+                b"\r\n",
+                b"{}",
+                b'{"a": 1}',
+                b'{"a": "',
+                b'"}',
+                BOM,
+                b"[",
+                b"{",
+                b"\\ud800",
+                b"NaN",
+                b"\x00",
+                b" ",
+                b"\x0b",
+            ]
+        ),
+    ),
+    max_size=40,
+).map(b"".join)
+
+
+@given(json_pieces)
+def test_any_bytes_give_one_record_for_every_line_that_is_not_blank(data):
+    lines = [line for line in data.split(b"\n") if line.removeprefix(BOM).strip()]
+    records = read(data)
+    assert len(records) == len(lines)
+    for _, columns in records:
+        if isinstance(columns, dict):
+            assert b"\n" not in to_json(columns)
+            json.loads(to_json(columns).decode(), parse_constant=pytest.fail)
+        else:
+            assert columns
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters()), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(json_values)
+def test_what_is_written_is_one_line_of_strict_json(value):
+    line = to_json(value)
+    assert b"\n" not in line
+    read_back = json.loads(line.decode("utf-8"), parse_constant=pytest.fail)
+    assert to_json(read_back) == line

@@ -1,0 +1,104 @@
+"""Who holds an output."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from batchgen.errors import OutputLocked
+from batchgen.records.lock import Lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from batchgen.records.lock import Lock
+lock = Lock(Path(sys.argv[1]), "o.jsonl")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def other_process(tmp_path):
+    """A second process that holds the lock file `tmp_path / "lock"`."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "lock"], stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_a_running_process_is_named_and_kept_out_of_its_way(tmp_path, other_process):
+    with pytest.raises(OutputLocked) as caught:
+        Lock(tmp_path / "lock", "o.jsonl")
+    who = rf"process {other_process.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00"
+    assert re.fullmatch(rf"another run holds o\.jsonl \({who}\); wait for it to end, or stop it", str(caught.value))
+    assert caught.value.exit_code == 75
+
+
+def test_a_killed_process_is_taken_over_from(tmp_path, other_process):
+    other_process.send_signal(signal.SIGKILL)
+    other_process.wait()
+    lock = Lock(tmp_path / "lock", "o.jsonl")
+    assert lock.taken_over == other_process.pid
+    assert json.loads((tmp_path / "lock").read_bytes())["pid"] == os.getpid()
+    lock.release()
+
+
+def test_a_released_lock_names_nobody_and_can_be_taken_again(tmp_path):
+    lock = Lock(tmp_path / "lock", "o.jsonl")
+    lock.release()
+    lock.release()
+    assert (tmp_path / "lock").read_bytes() == b""
+    again = Lock(tmp_path / "lock", "o.jsonl")
+    assert again.taken_over is None
+    again.release()
+
+
+def test_two_locks_in_one_process_exclude_each_other(tmp_path):
+    lock = Lock(tmp_path / "lock", "o.jsonl")
+    with pytest.raises(OutputLocked):
+        Lock(tmp_path / "lock", "o.jsonl")
+    lock.release()
+
+
+def test_another_hosts_lock_is_not_taken_over(tmp_path):
+    theirs = {"pid": 12, "host": "elsewhere", "started": "2026-01-02T03:04:05+00:00"}
+    (tmp_path / "lock").write_text(json.dumps(theirs))
+    with pytest.raises(OutputLocked) as caught:
+        Lock(tmp_path / "lock", "o.jsonl")
+    assert str(caught.value) == (
+        "another run holds o.jsonl (process 12 on elsewhere, since 2026-01-02T03:04:05+00:00), "
+        f"and whether it still runs cannot be seen from this host; wait for it; if it is dead, delete {tmp_path / 'lock'}"
+    )
+    assert json.loads((tmp_path / "lock").read_text()) == theirs
+
+
+def test_a_lock_file_cut_in_the_middle_is_nobodys(tmp_path):
+    (tmp_path / "lock").write_text('{"pid": 12, "ho')
+    Lock(tmp_path / "lock", "o.jsonl").release()
+
+
+def test_where_the_file_system_has_no_locks_a_living_process_is_respected(tmp_path, monkeypatch):
+    def unsupported(fd, operation):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    holder = {"pid": os.getppid(), "host": socket.gethostname(), "started": "now"}
+    (tmp_path / "lock").write_text(json.dumps(holder))
+    with pytest.raises(OutputLocked):
+        Lock(tmp_path / "lock", "o.jsonl")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / "lock").write_text(json.dumps(holder | {"pid": dead.pid}))
+    lock = Lock(tmp_path / "lock", "o.jsonl")
+    assert lock.taken_over == dead.pid
+    lock.release()

@@ -1,0 +1,151 @@
+"""The output row, and where it goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchgen.errors import RowError, UsageError
+from batchgen.records import Row, default_output, output_row
+from batchgen.records.output import output_format
+from batchgen.request import Result
+
+DONE = Result(row=4, text="Yes.", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(5, 6, 7))
+USAGE = {"prompt_tokens": 9, "completion_tokens": 3}
+TAIL = {"text": "Yes.", "finish_reason": "stop", "usage": USAGE, "error": None}
+
+
+def made(columns, result=DONE, *, keep=None, id_column=None, token_ids=False):
+    row = Row(4, columns, None, "x.jsonl:5")
+    return output_row(row, result, keep=keep, id_column=id_column, token_ids=token_ids)
+
+
+def test_an_output_row_is_id_carried_columns_and_result_in_this_order():
+    out = made({"prompt": "Is it?", "id": "a", "n": 1})
+    assert out == {"id": "a", "prompt": "Is it?", "n": 1, **TAIL}
+    assert list(out) == ["id", "prompt", "n", "text", "finish_reason", "usage", "error"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "id_column", "expected"),
+    [
+        ({"name": "x", "id": 1, "custom_id": "c"}, "name", {"id": "x", "name": "x", "input_id": 1, "custom_id": "c"}),
+        ({"name": None, "id": 1}, "name", {"id": 1, "name": None, "input_id": 1}),
+        ({"id": 1, "custom_id": "c"}, None, {"id": 1, "custom_id": "c"}),
+        ({"id": 1}, "id", {"id": 1}),
+        ({"id": None, "custom_id": "c"}, None, {"id": "c", "custom_id": "c"}),
+        ({"prompt": "p"}, None, {"id": 4, "prompt": "p"}),
+        ({"id": 0}, None, {"id": 0}),
+    ],
+)
+def test_the_id_is_the_id_column_else_id_else_custom_id_else_the_number(columns, id_column, expected):
+    assert made(columns, id_column=id_column) == expected | TAIL
+
+
+def test_columns_that_collide_with_a_results_names_get_a_prefix_and_none_is_lost():
+    out = made({"text": "t", "error": "e", "score": 1, "token_ids": 2, "input_text": "i"})
+    assert (
+        out
+        == {
+            "id": 4,
+            "input_input_text": "t",
+            "input_error": "e",
+            "input_score": 1,
+            "input_token_ids": 2,
+            "input_text": "i",
+        }
+        | TAIL
+    )
+
+
+def test_keep_chooses_what_is_carried():
+    columns = {"id": "a", "prompt": "p", "label": "l", "text": "t"}
+    assert made(columns, keep=()) == {"id": "a", **TAIL}
+    assert made(columns, keep=("text", "label", "missing")) == {"id": "a", "label": "l", "input_text": "t", **TAIL}
+
+
+def test_token_ids_are_there_when_asked_for_and_null_where_not_known():
+    assert made({}, token_ids=True)["token_ids"] == [5, 6, 7]
+    assert made({}, Result(row=4, text="", finish_reason="length"), token_ids=True)["token_ids"] == []
+    assert (
+        made({}, Result(row=4, text="a", finish_reason="stop", completion_tokens=1), token_ids=True)["token_ids"]
+        is None
+    )
+    failed = Result.failed(4, RowError("invalid_row", "m"))
+    assert made({}, failed, token_ids=True)["token_ids"] is None
+    assert "token_ids" not in made({})
+
+
+def test_truncated_is_there_only_where_true():
+    assert made({}, Result(row=4, text="a", finish_reason="stop", truncated=True))["truncated"] is True
+    assert "truncated" not in made({})
+
+
+def test_a_malformed_row_has_its_number_its_error_and_nothing_else():
+    error = RowError("invalid_row", "x.jsonl:5: not JSON: Expecting value at column 1")
+    row = Row(4, {}, error, "x.jsonl:5")
+    assert output_row(row, Result.failed(4, error), keep=None, id_column="name", token_ids=False) == {
+        "id": 4,
+        "text": None,
+        "finish_reason": "error",
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0},
+        "error": {"type": "invalid_row", "message": "x.jsonl:5: not JSON: Expecting value at column 1"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "expected"),
+    [
+        ("a/prompts.jsonl", None, "a/prompts.out.jsonl"),
+        ("a/prompts.v1.csv.gz", None, "a/prompts.v1.out.jsonl"),
+        ("a/prompts.parquet", None, "a/prompts.out.parquet"),
+        ("a/prompts.parquet.zst", None, "a/prompts.out.parquet"),
+        ("a/prompts.txt", "jsonl", "a/prompts.out.jsonl"),
+        ("a/prompts.data", "parquet", "a/prompts.out.parquet"),
+    ],
+)
+def test_the_output_is_beside_the_input_by_default(tmp_path, monkeypatch, name, format, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / name).touch()
+    assert default_output([name], False, format) == expected
+
+
+def test_the_output_of_standard_input_is_standard_output():
+    assert default_output(["-"], True) == "-"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["a.jsonl", "b.jsonl"], "several inputs need an output; name it with -o"),
+        (["."], "the folder . needs an output; name it with -o"),
+        (["*.jsonl"], "the glob *.jsonl needs an output; name it with -o"),
+        (["s3://b/a.jsonl"], "the remote input s3://b/a.jsonl needs an output; name it with -o"),
+    ],
+)
+def test_other_inputs_need_a_named_output(inputs, message):
+    with pytest.raises(UsageError) as caught:
+        default_output(inputs, False)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("o.csv", "the output o.csv has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
+        ("out", "the output out has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
+        ("o.parquet.gz", "the output o.parquet.gz would be compressed twice; Parquet is compressed inside: leave the suffix out"),
+        ("s3://b/o.jsonl", "the output s3://b/o.jsonl is remote, which is not supported; write a local file and copy it there"),
+    ],
+)  # fmt: skip
+def test_an_output_of_an_unknown_kind_is_refused(output, message):
+    with pytest.raises(UsageError) as caught:
+        output_format(output)
+    assert str(caught.value) == message
+
+
+def test_the_suffix_gives_the_outputs_format():
+    assert output_format("a.JSONL") == ("jsonl", None)
+    assert output_format("a.jsonl.gz") == ("jsonl", "gzip")
+    assert output_format("a.jsonl.zst") == ("jsonl", "zstd")
+    assert output_format("a.parquet") == ("parquet", None)

@@ -1,0 +1,114 @@
+"""Rows on standard output, and a reader that goes away."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from batchgen.errors import OutputError
+from batchgen.records import Row, StdoutJob, open_input, open_job
+from batchgen.request import Result
+
+
+def job(order="input"):
+    return StdoutJob(keep=None, id_column=None, token_ids=False, order=order)
+
+
+def window(n):
+    rows = [Row(i, {"prompt": f"p{i}"}, None, f"<stdin>:{i + 1}") for i in range(n)]
+    results = {i: Result(row=i, text=f"t{i}", finish_reason="stop") for i in range(n)}
+    return rows, results
+
+
+def line(i):
+    usage = '{"prompt_tokens": 0, "completion_tokens": 0}'
+    return (
+        f'{{"id": {i}, "prompt": "p{i}", "text": "t{i}", "finish_reason": "stop", "usage": {usage}, "error": null}}\n'
+    )
+
+
+def test_rows_go_out_window_by_window_and_nothing_else(capfdbinary):
+    rows, results = window(2)
+    with job() as out:
+        assert (out.notes, out.finished, out.previous) == ([], None, None)
+        assert out.stored([b"k" * 16]) == {}
+        assert out.occurrences([b"k" * 16, b"k" * 16]) == [0, 1]
+        out.append(b"k" * 16, results[1])
+        out.write(rows, results, {})
+        assert capfdbinary.readouterr().out.decode() == line(0) + line(1)
+        out.flush()
+        out.save_stats({})
+        out.finish({})
+    assert capfdbinary.readouterr().out == b""
+
+
+def test_order_done_is_the_order_of_the_results(capfdbinary):
+    rows, results = window(4)
+    with job("done") as out:
+        for i in (2, 0, 3):
+            out.append(b"k" * 16, results[i])
+        out.write(rows, results, {})
+    assert capfdbinary.readouterr().out.decode() == "".join(line(i) for i in (1, 2, 0, 3))
+
+
+def test_a_dash_is_a_job_on_standard_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text("")
+    source = open_input(["in.jsonl"], format=None, output="-")
+    settings = {"keep": None, "id_column": None, "token_ids": False, "work_dir": None, "overwrite": False}
+    with open_job(
+        "-", settings={}, mentions={}, input=source, limit=None, flush_every=5.0, order="input", **settings
+    ) as out:
+        assert isinstance(out, StdoutJob)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+PIPE = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from batchgen.errors import ClosedPipe
+from test_stdout_job import job, window
+rows, results = window(20_000)
+try:
+    with job() as out:
+        out.write(rows[:1], results, {})
+        sys.stdin.readline()
+        out.write(rows, results, {})
+except ClosedPipe as e:
+    print(e, file=sys.stderr)
+    sys.exit(e.exit_code)
+"""
+
+
+def test_a_closed_pipe_ends_quietly_with_its_own_exit_code():
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", PIPE, os.path.dirname(__file__)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env) as process:
+        assert process.stdout.readline().decode() == line(0)
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read().decode() == "standard output was closed\n"
+        assert process.wait() == 141
+
+
+def test_a_standard_output_that_cannot_be_written_is_one_line(monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    rows, results = window(1)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=Full(), fileno=Full().fileno))
+    with job() as out, pytest.raises(OutputError) as caught:
+        out.write(rows, results, {})
+    assert caught.value.message == "standard output cannot be written: No space left on device"
+    monkeypatch.setattr(sys, "stdout", None)
+    with job() as out, pytest.raises(OutputError) as caught:
+        out.flush()
+    assert str(caught.value) == "standard output is closed; name an output with -o"

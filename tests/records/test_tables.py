@@ -1,0 +1,114 @@
+"""CSV and Parquet as rows."""
+
+from __future__ import annotations
+
+import csv
+import datetime as dt
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
+
+
+def read(data: bytes) -> list[tuple[str, object]]:
+    return list(read_csv(io.BytesIO(data)))
+
+
+def parquet(table: pa.Table, **options) -> io.BytesIO:
+    stream = io.BytesIO()
+    pq.write_table(table, stream, **options)
+    return stream
+
+
+def test_csv_values_are_strings_and_a_record_has_the_line_it_begins_on():
+    data = b'\xef\xbb\xbfid,prompt\r\n1,"two\nlines, ""quoted"""\r\n\r\n2,\r\n'
+    assert read(data) == [(":2", {"id": "1", "prompt": 'two\nlines, "quoted"'}), (":5", {"id": "2", "prompt": ""})]
+
+
+def test_csv_blank_lines_are_not_rows_but_blanks_are_values_of_a_single_column():
+    assert read(b"a,b\n \n1,2\n\n") == [(":3", {"a": "1", "b": "2"})]
+    assert read(b"a\n \nx\n\n") == [(":2", {"a": " "}), (":3", {"a": "x"})]
+
+
+def test_csv_malformed_records_say_why_and_the_others_go_on():
+    data = b'a,b\n1\n1,2,3\n"x"y,2\n\xff,2\nq\x00,3\n4,5\n"open,\n6,7\n'
+    assert read(data) == [
+        (":2", "1 field where the header has 2"),
+        (":3", "3 fields where the header has 2"),
+        (":4", "not CSV: ',' expected after '\"'"),
+        (":5", "column 'a' is not UTF-8"),
+        (":6", {"a": "q\x00", "b": "3"}),
+        (":7", {"a": "4", "b": "5"}),
+        (":8", "not CSV: unexpected end of data"),
+    ]
+
+
+def test_csv_header_names_that_are_empty_or_repeated_get_one_of_their_own():
+    assert read(b"a,,a,a_2,a\n1,2,3,4,5\n") == [(":2", {"a": "1", "column_2": "2", "a_3": "3", "a_2": "4", "a_4": "5"})]
+
+
+def test_csv_with_nothing_or_a_header_only_has_no_rows():
+    assert read(b"") == []
+    assert read(b"a,b\n") == []
+
+
+def test_csv_fields_may_be_longer_than_pythons_default_limit():
+    assert read(b"a\n" + b"x" * 300_000 + b"\n") == [(":2", {"a": "x" * 300_000})]
+
+
+def test_csv_with_a_broken_header_has_no_meaning():
+    with pytest.raises(csv.Error):
+        read(b'"a"b,c\n1,2\n')
+
+
+@given(st.lists(st.one_of(st.binary(max_size=6), st.sampled_from([b"\n", b"\r\n", b",", b'"', b"\xff"])), max_size=30))
+def test_csv_any_bytes_after_a_header_give_records_never_an_exception(pieces):
+    for place, columns in read(b"a,b\n" + b"".join(pieces)):
+        assert int(place[1:]) >= 2
+        assert isinstance(columns, str) or set(columns) == {"a", "b"}
+
+
+def test_parquet_rows_have_their_values_and_places_over_batches_and_row_groups():
+    n = 2 * PARQUET_BATCH + 3
+    table = pa.table({"id": list(range(n)), "messages": [[{"role": "user", "content": str(i)}] for i in range(n)]})
+    rows = list(read_parquet(parquet(table, row_group_size=300)))
+    assert [place for place, _ in rows] == [f":row {i}" for i in range(n)]
+    assert rows[-1][1] == {"id": n - 1, "messages": [{"role": "user", "content": str(n - 1)}]}
+
+
+def test_parquet_times_beyond_python_are_text_and_the_others_stay():
+    table = pa.table(
+        {
+            "ns": pa.array([1_577_836_800_000_000_001, 1_577_836_800_000_000_000], pa.timestamp("ns")),
+            "span": pa.array([1, 1000], pa.duration("ns")),
+            "far": pa.array([300_000_000_000_000, 0], pa.timestamp("ms")),
+            "beyond": pa.array([9_000_000_000_000_000_000, None], pa.timestamp("ms")),
+            "deep": pa.array([[{"t": 1}], [{"t": None}]], pa.list_(pa.struct([("t", pa.timestamp("ns"))]))),
+        }
+    )
+    first, second = (columns for _, columns in read_parquet(parquet(table)))
+    assert first["ns"] == "2020-01-01T00:00:00.000000001"
+    assert second["ns"] == dt.datetime(2020, 1, 1)
+    assert first["span"] == "1"
+    assert second["span"] == dt.timedelta(microseconds=1)
+    assert first["far"] == "11476-08-15T05:20:00.000"
+    assert first["beyond"] == "9000000000000000000"
+    assert second["far"] == dt.datetime(1970, 1, 1)
+    assert first["deep"] == [{"t": "1970-01-01T00:00:00.000000001"}]
+    assert second["deep"] == [{"t": None}]
+
+
+def test_parquet_text_that_is_not_utf8_spoils_its_row_only():
+    bad = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"\xff\xfeok"))
+    rows = list(read_parquet(parquet(pa.table({"prompt": bad}))))
+    assert rows == [(":row 0", "column 'prompt' is not UTF-8"), (":row 1", {"prompt": "ok"})]
+
+
+def test_parquet_of_no_bytes_or_no_rows_has_no_rows():
+    assert list(read_parquet(io.BytesIO())) == []
+    assert list(read_parquet(parquet(pa.table({"a": pa.array([], pa.int64())})))) == []

@@ -1,0 +1,217 @@
+"""Output rows in files: what comes back from them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import gzip
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.records import open_input
+from batchgen.records.columns import MAX_FIELDS, ColumnType
+from batchgen.records.writers import DigestFile, open_writer
+
+RESULT = {"text": "t", "finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": 2}, "error": None}
+FAILED = RESULT | {"text": None, "finish_reason": "error", "error": {"type": "invalid_row", "message": "m"}}
+RESULT_TYPES = [
+    ("text", pa.string()),
+    ("finish_reason", pa.string()),
+    ("usage", pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])),
+    ("truncated", pa.bool_()),
+    ("error", pa.struct([("type", pa.string()), ("message", pa.string())])),
+]
+
+
+def write(folder: Path, name: str, rows, *, schema=None, keep=None, id_column=None, token_ids=False) -> Path:
+    file = DigestFile(folder / name)
+    spool = folder / "spool.jsonl"
+    options = {"keep": keep, "id_column": id_column, "token_ids": token_ids}
+    writer = open_writer(file, name, schema=schema, spool=spool, **options)
+    writer.write(rows[:1])
+    writer.write(rows[1:])
+    writer.close()
+    assert file.hexdigest() == hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
+    assert not spool.exists()
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("name", "unpack"),
+    [
+        ("o.jsonl", bytes),
+        ("o.jsonl.gz", gzip.decompress),
+        ("o.jsonl.zst", zstandard.ZstdDecompressor().decompressobj().decompress),
+    ],
+)
+def test_jsonl_is_one_object_a_line_plain_or_compressed(tmp_path, name, unpack):
+    rows = [{"id": 1, "s": "é\u2028\ud800", **RESULT}, {"id": 2, "x": math.nan, **RESULT}]
+    data = unpack(write(tmp_path, name, rows).read_bytes())
+    tail = (
+        '"text": "t", "finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": 2}, "error": null}\n'
+    )
+    assert data.decode() == '{"id": 1, "s": "é\u2028\\ud800", ' + tail + '{"id": 2, "x": null, ' + tail
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path):
+    for name in ("o.jsonl.gz", "o.jsonl.zst", "o.parquet"):
+        first = write(tmp_path, name, [{"id": 1, **RESULT}]).read_bytes()
+        assert write(tmp_path, name, [{"id": 1, **RESULT}]).read_bytes() == first
+
+
+def test_no_rows_give_an_empty_file_of_the_right_kind(tmp_path):
+    assert write(tmp_path, "o.jsonl", []).read_bytes() == b""
+    table = pq.read_table(write(tmp_path, "o.parquet", []))
+    assert (table.num_rows, table.schema) == (0, pa.schema([("id", pa.int64()), *RESULT_TYPES]))
+    table = pq.read_table(write(tmp_path, "p.parquet", [], schema=pa.schema([("day", pa.date32())])))
+    assert table.schema == pa.schema([("id", pa.int64()), ("day", pa.date32()), *RESULT_TYPES])
+
+
+def test_parquet_columns_from_json_fit_all_rows(tmp_path):
+    rows = [
+        {
+            "id": 1,
+            "whole": 1,
+            "mix": 1,
+            "messages": [{"role": "user", "content": "a"}],
+            "none": None,
+            "big": 2**63,
+            **RESULT,
+        },
+        {
+            "id": 2,
+            "whole": 2.5,
+            "mix": "a\ud800",
+            "messages": [{"role": "user", "content": ["b"]}],
+            "extra": True,
+            "nan": math.nan,
+            **RESULT,
+        },
+        {"id": 3, **FAILED, "truncated": True},
+    ]
+    table = pq.read_table(write(tmp_path, "o.parquet", rows))
+    carried = [
+        ("whole", pa.float64()),
+        ("mix", pa.string()),
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("none", pa.string()),
+        ("big", pa.string()),
+        ("extra", pa.bool_()),
+        ("nan", pa.float64()),
+    ]
+    assert table.schema == pa.schema([("id", pa.int64()), *carried, *RESULT_TYPES])
+    assert table["id"].to_pylist() == [1, 2, 3]
+    assert table["whole"].to_pylist() == [1.0, 2.5, None]
+    assert table["mix"].to_pylist() == ["1", '"a\\ud800"', None]
+    assert table["messages"].to_pylist() == [
+        [{"role": "user", "content": '"a"'}],
+        [{"role": "user", "content": '["b"]'}],
+        None,
+    ]
+    assert table["big"].to_pylist() == ["9223372036854775808", None, None]
+    assert table["extra"].to_pylist() == [None, True, None]
+    assert math.isnan(table["nan"].to_pylist()[1])
+    assert table["truncated"].to_pylist() == [False, False, True]
+    assert table["error"].to_pylist() == [None, None, {"type": "invalid_row", "message": "m"}]
+    assert table["usage"].to_pylist()[0] == {"prompt_tokens": 1, "completion_tokens": 2}
+
+
+def test_parquet_ids_are_text_where_not_all_are_whole_numbers(tmp_path):
+    rows = [{"id": i, **RESULT} for i in (1, "a", 2.5, True, "\ud800")]
+    table = pq.read_table(write(tmp_path, "o.parquet", rows))
+    assert table["id"].to_pylist() == ["1", "a", "2.5", "true", "\\ud800"]
+
+
+def test_token_ids_are_a_parquet_column_when_asked_for(tmp_path):
+    rows = [{"id": 1, **RESULT, "token_ids": [1, 2]}, {"id": 2, **FAILED, "token_ids": None}]
+    for schema in (None, pa.schema([("id", pa.int64())])):
+        table = pq.read_table(write(tmp_path, "o.parquet", rows, schema=schema, token_ids=True))
+        assert table.schema.field("token_ids").type == pa.list_(pa.int32())
+        assert table["token_ids"].to_pylist() == [[1, 2], None]
+
+
+PARQUET = pa.table(
+    {
+        "id": pa.array([7, 8], pa.int16()),
+        "ns": pa.array([1, None], pa.timestamp("ns", "UTC")),
+        "deep": pa.array([[{"t": 1}], None], pa.list_(pa.struct([("t", pa.timestamp("ns"))]))),
+        "far": pa.array([9_000_000_000_000_000_000, 0], pa.timestamp("ms")),
+        "span": pa.array([1, 2], pa.duration("ns")),
+        "money": pa.array([decimal.Decimal("1.10"), None], pa.decimal128(10, 2)),
+        "label": pa.array(["a", "b"]).dictionary_encode(),
+        "raw": pa.array([b"\xff", b""], pa.binary()),
+        "text": pa.array(["x", "y"], pa.large_string()),
+        "map": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())),
+        "clock": pa.array([dt.time(1, 2), None], pa.time64("us")),
+    }
+)
+
+
+def test_parquet_input_columns_keep_types_and_values(tmp_path):
+    pq.write_table(PARQUET, tmp_path / "in.parquet")
+    source = open_input([str(tmp_path / "in.parquet")], format=None, output=None)
+    rows = [{("input_text" if k == "text" else k): v for k, v in r.columns.items()} | RESULT for r in source.rows()]
+    rows.append({"id": 2, **FAILED})
+    table = pq.read_table(write(tmp_path, "o.parquet", rows, schema=source.schema))
+    names = ["input_text" if n == "text" else n for n in PARQUET.column_names]
+    assert table.column_names == [*names, "text", "finish_reason", "usage", "truncated", "error"]
+    for name, column in zip(names[1:], PARQUET.columns[1:], strict=True):
+        assert table[name].slice(0, 2).combine_chunks() == column.combine_chunks(), name
+        assert table[name][2].as_py() is None
+    assert table["id"].to_pylist() == [7, 8, 2]
+
+
+def test_parquet_input_columns_can_be_left_out_and_text_ids_stay_text(tmp_path):
+    schema = pa.schema([("name", pa.string()), ("n", pa.int8()), ("day", pa.date32())])
+    rows = [{"id": "a", "n": 1, **RESULT}, {"id": 5, "n": None, **FAILED}]
+    table = pq.read_table(write(tmp_path, "o.parquet", rows, schema=schema, keep=("n",), id_column="name"))
+    assert table.schema == pa.schema([("id", pa.string()), ("n", pa.int8()), *RESULT_TYPES])
+    assert table["id"].to_pylist() == ["a", "5"]
+
+
+def test_rows_are_written_in_groups(tmp_path):
+    rows = [{"id": i, **RESULT} for i in range(12_000)]
+    metadata = pq.read_metadata(write(tmp_path, "o.parquet", rows))
+    assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [5_000, 5_000, 2_000]
+
+
+def test_an_object_with_too_many_fields_is_json_text():
+    column = ColumnType()
+    for i in range(MAX_FIELDS):
+        column.see({f"k{i}": 1})
+    assert pa.types.is_struct(column.arrow())
+    column.see({"one more": 1})
+    assert column.arrow() == pa.string()
+    assert column.convert({"a": 1}) == '{"a": 1}'
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from(["a", "b"]), json_values), min_size=1, max_size=5))
+def test_any_json_rows_become_parquet_and_none_is_dropped(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("w")
+    table = pq.read_table(write(folder, "o.parquet", [{"id": i, **row, **RESULT} for i, row in enumerate(rows)]))
+    assert table["id"].to_pylist() == list(range(len(rows)))
+    for name in {name for row in rows for name in row}:
+        for value, row in zip(table[name].to_pylist(), rows, strict=True):
+            assert (value is None) == (row.get(name) is None)
+            if isinstance(row.get(name), str) and value != row[name]:
+                assert value in (
+                    json.dumps(row[name], ensure_ascii=False).encode("utf-8", "backslashreplace").decode(),
+                    row[name].encode("utf-8", "backslashreplace").decode(),
+                )
