@@ -132,6 +132,11 @@ class Request:
     truncated: bool = False
     """Whether the prompt was cut to fit the context."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Most positions that need KV: the last token of a completion is never run."""
+        return len(self.tokens) + self.max_tokens - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:

@@ -172,7 +172,7 @@ class Engine:
     # -- figures
 
     def _pages(self, request: Request) -> int:
-        return self.memory.pages_for(len(request.tokens) + request.max_tokens - 1)
+        return self.memory.pages_for(request.most_tokens)
 
     def _does_not_fit(self, request: Request) -> RowError:
         page = self.sizes.bytes_per_token * self.sizes.page_size

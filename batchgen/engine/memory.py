@@ -72,13 +72,15 @@ class Memory:
 
     # -- spans come and go
 
-    def open_branch(self, node: PrefixNode, prompt: TokenArray, parent: Branch | None, place: Place) -> Branch | None:
-        """A node with pages for all its tokens; None when there are not enough."""
+    def open_branch(
+        self, node: PrefixNode, prompt: TokenArray, parent: Branch | None, place: Place, reserve: int
+    ) -> Branch | None:
+        """A node with pages for all its tokens; None when that would not leave `reserve` pages free beside the promised."""
         branch = Branch(
             place=place, parent=parent, start=node.start, table=[], computed=node.start, claims_tail=False,
             path=(*parent.path, parent) if parent else (), node=node, prompt=prompt,
         )  # fmt: skip
-        return branch if self._open(branch, node.index, reserve=0) else None
+        return branch if self._open(branch, node.index, reserve + self._promised // 2 if reserve else 0) else None
 
     def open_sequence(self, seq: Sequence, parent: Branch | None, alone: bool) -> bool:
         """Gives the sequence pages for the tokens that it has. False when there are not enough.

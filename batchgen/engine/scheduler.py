@@ -182,11 +182,14 @@ class Scheduler:
         started: list[Sequence] = []
         if admit and not preempted:
             self._admit(works, started, budget)
-            if not works and not started and self._window.left:
-                # Nothing runs, so what holds the pages is resident nodes: start again from an empty pool.
-                self.memory.evict_all(b for b in self._window.branches if b is not None)
+            # Nothing runs, so what holds the pages is nodes: those beside the next item's path go, then those above
+            # its parent too. With these alone it fits, or it was refused (`unfit`) from the start.
+            for path in (True, False):
+                if works or started or not self._window.left:
+                    break
+                self._clear(path)
                 self._admit(works, started, budget)
-                assert works or started, "nothing runs and nothing can start"
+            assert works or started or not self._window.left, "nothing runs and nothing can start"
         works.sort(key=lambda w: w.span.place)
         ready = tuple(s for s in started if s.state is State.DECODING)
         self.peak_held_tokens = max(self.peak_held_tokens, self.held_tokens)
@@ -316,10 +319,20 @@ class Scheduler:
             if budget <= 0:
                 return
 
+    def _clear(self, path: bool) -> None:
+        """Gives up all resident nodes but the parent of what comes next and, with `path`, those above it."""
+        parent = self._window.branches[self._heap[0][2].node] if self._heap[0][2].node >= 0 else None
+        kept = {parent, *(parent.path if parent and path else ())}
+        self.memory.evict_all(b for b in self._window.branches if b is not None and b not in kept)
+
     def _start_node(self, n: int, parent: Branch | None) -> Branch | None:
         w = self._window
         node = w.plan.nodes[n]
-        branch = self.memory.open_branch(node, w.requests[node.first].tokens, parent, w.place(n))
+        request = w.requests[node.first]
+        reserve = 0
+        if self.running or self.prefilling:  # a node ahead of its turn must not take the room of those before it
+            reserve = 2 * (self.memory.pages_for(request.most_tokens) - self.memory.pages_for(node.end))
+        branch = self.memory.open_branch(node, request.tokens, parent, w.place(n), reserve)
         if branch is not None:
             w.branches[n] = branch
             w.restarting.discard(n)

@@ -121,7 +121,7 @@ class Sequence(Span):
     @property
     def most_tokens(self) -> int:
         """Positions that it can need KV for: the last token drawn is never run."""
-        return len(self.request.tokens) + self.request.max_tokens - 1
+        return self.request.most_tokens
 
     def tokens(self, start: int, stop: int) -> TokenArray:
         prompt = self.request.tokens

@@ -22,21 +22,61 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.1,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+WINDOW = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+# By `model_type`; what follows a slash is another shape of the same. Every kind of layer must be among the two.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": None},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "arcee": {},
+    "biogpt": {},
+    "cohere": {},
+    "cohere2": WINDOW,
+    "ernie4_5": {},
+    "exaone4": WINDOW,
     "gemma": {},
-    "phi3": {},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "gemma2": WINDOW,
+    "gemma3_text": WINDOW,
+    "glm": {},
+    "glm4": {},
+    "gpt2": GPT2,
+    "gpt_bigcode": GPT2,
     "gpt_neox": {"num_key_value_heads": 4},
-    "olmo2": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2_moe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "gpt_oss": EXPERTS | WINDOW | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "granite": {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
+    "granitemoe": EXPERTS,
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "llama": {},
+    "llama/mha": {"num_key_value_heads": 4},
+    "llama/mqa": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama/llama3-rope": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
     },
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "ministral": WINDOW,
+    "mistral": {"sliding_window": None},
+    "mistral/window": {"sliding_window": 24},
+    "mixtral": EXPERTS | {"sliding_window": None},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": WINDOW,
+    "olmoe": EXPERTS,
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {"sliding_window": None},
+    "phi3/window": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen2/window": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
+    "qwen2_moe": EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS | {"moe_intermediate_size": 32},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {"sliding_window": 24},
 }  # fmt: skip
 
 
@@ -55,8 +95,7 @@ class Numbers:
 
 def build(model_type: str, **changes: Any) -> Any:
     """A random float32 model; the same for the same arguments."""
-    options = COMMON | SHAPES[model_type] | changes
-    config = AutoConfig.for_model(model_type, **options)
+    config = AutoConfig.for_model(model_type.split("/")[0], **(COMMON | SHAPES[model_type] | changes))
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 

@@ -34,7 +34,9 @@ class LayerOptions:
 class Backend(Protocol):
     """Attention of one step. Built anew for each step's plan; called once for each layer."""
 
-    def attend(self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions) -> torch.Tensor:
+    def attend(
+        self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
         """Attention output [T, K, G, V] in the queries' dtype.
 
         `keys` [K, slots, D] and `values` [K, slots, V] are a layer's whole pool, this step's tokens already in it.

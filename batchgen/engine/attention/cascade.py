@@ -280,9 +280,7 @@ class _Paged:
             lse.index_copy_(1, self.queries, merged_lse)
 
 
-def _scatter(
-    size: int, place: NDArray[np.int64], values: NDArray[np.int64], default: int
-) -> NDArray[np.int64]:
+def _scatter(size: int, place: NDArray[np.int64], values: NDArray[np.int64], default: int) -> NDArray[np.int64]:
     spread = np.full(size, default, dtype=np.int64)
     spread[place] = values
     return spread

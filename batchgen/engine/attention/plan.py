@@ -238,13 +238,13 @@ def _causal(blocks: list[_Block], num_tokens: int, page_size: int) -> tuple[Caus
         L = max(b.q_end - b.q_start for b, _ in similar)
         S = max(len(indices) for _, indices in similar) * page_size
         most = max(1, CAUSAL_SCORES // (L * S))
-        parts += [_causal_batch(similar[i : i + most], L, S, num_tokens, page_size) for i in range(0, len(similar), most)]
+        parts += [
+            _causal_batch(similar[i : i + most], L, S, num_tokens, page_size) for i in range(0, len(similar), most)
+        ]
     return tuple(parts)
 
 
-def _causal_batch(
-    batch: list[tuple[_Block, list[int]]], L: int, S: int, num_tokens: int, page_size: int
-) -> CausalPart:
+def _causal_batch(batch: list[tuple[_Block, list[int]]], L: int, S: int, num_tokens: int, page_size: int) -> CausalPart:
     B = len(batch)
     part = CausalPart(
         queries=np.full((B, L), num_tokens, dtype=np.int64),
