@@ -63,9 +63,9 @@ class Engine:
         ordered = [requests[i] for i in plan.order]
         unfit = [i for i, request in enumerate(ordered) if self._pages(request) > self.sizes.num_pages]
         self.scheduler.load(ordered, plan, unfit)
-        for i in unfit:
-            on_result(Result.failed(ordered[i].row, self._does_not_fit(ordered[i]), len(ordered[i].tokens)))
         try:
+            for i in unfit:
+                on_result(Result.failed(ordered[i].row, self._does_not_fit(ordered[i]), len(ordered[i].tokens)))
             while self.scheduler.unfinished:
                 wish = stop() if stop else None
                 if wish == "now" or (wish == "drain" and not self.scheduler.running):

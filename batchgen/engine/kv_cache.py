@@ -6,6 +6,7 @@ a view [K, pages, page_size, D], so attention reads the pool where it lies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,15 @@ class KVCache:
         self.values = {i: _zeros((s.heads, slots, s.v_size), dtype, device) for i, s in layers.items()}
 
     def write(self, layer: int, slots_T: torch.Tensor, keys_KTD: torch.Tensor, values_KTD: torch.Tensor) -> None:
-        """Stores the KV of T tokens at their places in the pool (page * page_size + offset)."""
+        """Stores the KV of T tokens at their places in the pool (page * page_size + offset).
+
+        A token whose values are not all numbers gets a NaN key and finite values: whoever attends to it still gets NaN,
+        but not who masks it (0 * NaN is NaN), such as a later sequence in the same page.
+        """
+        # Elsewhere than on the CPU, looking first would cost a wait for the device.
+        if values_KTD.device.type != "cpu" or not math.isfinite(float(values_KTD.sum())):
+            keys_KTD = keys_KTD + (values_KTD * 0).sum(-1, keepdim=True)
+            values_KTD = values_KTD.nan_to_num(0, 0, 0)
         self.keys[layer].index_copy_(1, slots_T, keys_KTD)
         self.values[layer].index_copy_(1, slots_T, values_KTD)
 
@@ -49,7 +58,7 @@ class KVCache:
         begin = 0
         written: set[int] = set()
         for i, (source, to) in enumerate(copies):
-            if source in written:  # a copy of a copy waits for the first
+            if source in written or to in written:  # a copy of a copy waits for the first
                 self._copy(copies[begin:i])
                 begin, written = i, set()
             written.add(to)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from batchgen.config import ModelConfig
@@ -38,17 +39,21 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
         with quiet():
-            module = AutoModelForCausalLM.from_pretrained(
+            module, found = AutoModelForCausalLM.from_pretrained(
                 config.model,
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 dtype=dtype,
                 attn_implementation=NAME,
                 use_safetensors=True,
+                output_loading_info=True,
             )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as e:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers would go on with random numbers there
+        raise ModelError(f"the weights of {config.model!r} lack {len(missing)} tensors, {missing[0]} the first")
     return prepare_model(module.to(device))
 
 

@@ -66,7 +66,8 @@ class Memory:
         if length <= start:
             return False
         known = self._sources.get(item)
-        if known is None or known[1] < length:
+        # Of equally good ones that which ends first: the node itself, not one below it, is what the new one replaces.
+        if known is None or (known[1], -known[0].end) < (length, -branch.end):
             self._sources[item] = (branch, length)
         return True
 
@@ -114,6 +115,7 @@ class Memory:
 
     def retire(self, branch: Branch) -> None:
         """Nothing descends from the node any more: it stays while memory lasts."""
+        branch.logits = None
         self.idle[branch] = None
 
     def evict(self, branch: Branch) -> None:
@@ -137,10 +139,12 @@ class Memory:
         if kept is None or kept.evicted:
             return self._fill(span, span.parent, span.start, reserve)
         self.idle.pop(kept, None)  # what it takes over must not be given up to make room for it
-        try:
-            return self._fill(span, kept, known, reserve)
-        finally:
+        filled = self._fill(span, kept, known, reserve)
+        if filled and isinstance(span, Branch) and _covers(span, kept, known):
+            self.evict(kept)  # else every window would leave one more copy of a prefix that all of them have
+        else:
             self.idle[kept] = None
+        return filled
 
     def _fill(self, span: Span, source: Branch | None, known: int, reserve: int) -> bool:
         """`_open`, with the KV of positions before `known` taken over from `source`."""
@@ -187,3 +191,9 @@ class Memory:
         while self.pool.num_free < pages and self.idle:
             self.evict(next(iter(self.idle)))
         return self.pool.num_free >= pages
+
+
+def _covers(branch: Branch, kept: Branch, known: int) -> bool:
+    """Whether all of the `kept` node's tokens are the branch's too, which has taken over `known` of them."""
+    last = kept.end - 1
+    return known >= last and branch.end > last and bool(branch.prompt[last] == kept.prompt[last])

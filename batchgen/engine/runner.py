@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
-from batchgen.engine.attention.base import Backend, StepAttention
+from batchgen.engine.attention.base import StepAttention
 from batchgen.engine.attention.cascade import Cascade
 from batchgen.engine.attention.plan import plan_attention
 from batchgen.engine.kv_cache import KVCache
 from batchgen.engine.loading import LoadedModel
 from batchgen.engine.scheduler import Step, Work
-
-MakeBackend = Callable[[Step, KVCache, torch.device], tuple[Backend, int]]
 
 
 class Runner:
@@ -54,6 +50,6 @@ def _tokens(works: tuple[Work, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64
 
 
 def _sampled(works: tuple[Work, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Places in the packed batch whose logits are wanted; one at least, since an index without entries keeps all."""
+    """Places in the packed batch whose logits are wanted."""
     ends = np.cumsum([w.stop - w.start for w in works]) - 1
     return np.asarray([end for end, w in zip(ends, works, strict=True) if w.sample], dtype=np.int64)

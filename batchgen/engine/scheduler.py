@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 from batchgen.engine.memory import Memory
-from batchgen.engine.spans import AFTER_NODES, Branch, Place, Sequence, Span, State, Stops
+from batchgen.engine.spans import Branch, Place, Sequence, Span, State, Stops
+from batchgen.engine.window import Cursor, Window
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Request
 
@@ -59,62 +60,6 @@ class Step:
         return sum(w.stop - w.start for w in self.works)
 
 
-@dataclass(slots=True, eq=False)
-class Cursor:
-    """Children still to be started under a node (-1: the root), in depth-first order: node n as n, request i as ~i."""
-
-    node: int
-    items: list[int]
-    next: int = 0
-    queued: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Window:
-    """The requests of one plan, and how far they are."""
-
-    requests: list[Request]
-    """In depth-first order."""
-    plan: PrefixPlan
-    cursors: list[Cursor]
-    """By node, the root's last (index -1)."""
-    unfinished: list[int]
-    """By node: requests below it that are not done."""
-    ends_at: list[bool]
-    """By node: whether a prompt ends at its end."""
-    branches: list[Branch | None]
-    restarting: set[int] = field(default_factory=set)
-    waiters: dict[int, list[Cursor]] = field(default_factory=dict)
-    returning: dict[int, Sequence] = field(default_factory=dict)
-    """Preempted sequences by depth-first position."""
-    failed: set[int] = field(default_factory=set)
-    left: int = 0
-
-    @classmethod
-    def of(cls, requests: list[Request], plan: PrefixPlan) -> Window:
-        cursors = [Cursor(n, []) for n in range(len(plan.nodes))] + [Cursor(-1, [])]
-        ends_at = [False] * len(plan.nodes)
-        nodes = iter(plan.nodes)
-        node = next(nodes, None)
-        parents = plan.leaf_parent.tolist()
-        for i, request in enumerate(requests):
-            while node is not None and node.first == i:
-                cursors[node.parent].items.append(node.index)
-                node = next(nodes, None)
-            parent = parents[i]
-            cursors[parent].items.append(~i)
-            if parent >= 0 and plan.nodes[parent].end == len(request.tokens):
-                ends_at[parent] = True
-        unfinished = [n.last - n.first for n in plan.nodes]
-        return cls(requests, plan, cursors, unfinished, ends_at, [None] * len(plan.nodes), left=len(requests))
-
-    def place(self, item: int) -> Place:
-        if item < 0:
-            return (~item, AFTER_NODES)
-        node = self.plan.nodes[item]
-        return (node.first, node.depth)
-
-
 class Scheduler:
     """Turns a window of requests into steps. The only one that changes a sequence's state."""
 
@@ -146,7 +91,8 @@ class Scheduler:
         for i in unfit:
             w.failed.add(i)
             self._leave(i)
-        self._push(w.cursors[-1])
+        if requests:
+            self._push(w.cursors[-1])
 
     @property
     def unfinished(self) -> int:
@@ -178,7 +124,7 @@ class Scheduler:
         decoding = [s for s in self.running if s.state is State.DECODING]
         works = [Work(s, s.computed, s.end, True) for s in decoding]
         budget = min(self.limits.max_batch_tokens - len(works), self.limits.max_prefill_tokens)
-        budget = self._continue_prefill(works, budget)
+        budget = self._continue_prefill(works, budget, admit)
         started: list[Sequence] = []
         if admit and not preempted:
             self._admit(works, started, budget)
@@ -268,7 +214,6 @@ class Scheduler:
             w.unfinished[node] -= 1
             branch = w.branches[node]
             if w.unfinished[node] == 0 and branch is not None:
-                branch.logits = None
                 if branch.complete:
                     self.memory.retire(branch)
                 w.branches[node] = None
@@ -276,8 +221,10 @@ class Scheduler:
 
     # -- prefill and admission
 
-    def _continue_prefill(self, works: list[Work], budget: int) -> int:
+    def _continue_prefill(self, works: list[Work], budget: int, nodes: bool) -> int:
         for span in self.prefilling:
+            if isinstance(span, Branch) and not nodes:
+                continue  # nothing that runs needs it
             budget -= self._slice(works, span, budget)
         return budget
 
@@ -296,7 +243,7 @@ class Scheduler:
         while self._heap:
             cursor = self._heap[0][2]
             item = cursor.items[cursor.next]
-            if (item < 0 and ~item in w.failed) or (item >= 0 and w.unfinished[item] == 0):
+            if (item < 0 and ~item in w.failed) or (item >= 0 and (w.unfinished[item] == 0 or self._is_resident(item))):
                 self._advance(cursor)
                 continue
             parent = w.branches[cursor.node] if cursor.node >= 0 else None
@@ -304,7 +251,9 @@ class Scheduler:
                 self._pop(cursor)
                 self._wait(cursor)
                 continue
-            span = self._start_node(item, parent) if item >= 0 else self._start_request(~item, parent, budget)
+            if budget <= 0 and not (item < 0 and self._draws_at_node(~item, parent)):
+                return  # it would only hold pages
+            span = self._start_node(item, parent) if item >= 0 else self._start_request(~item, parent)
             if span is None:
                 return
             self._advance(cursor)
@@ -316,8 +265,11 @@ class Scheduler:
             if span.computed < span.end:
                 self.prefilling[span] = None
                 budget -= self._slice(works, span, budget)
-            if budget <= 0:
-                return
+
+    def _draws_at_node(self, i: int, parent: Branch | None) -> bool:
+        """Whether request i starts without a forward: its prompt ends at the node, and it has drawn nothing yet."""
+        w = self._window
+        return parent is not None and parent.end == len(w.requests[i].tokens) and i not in w.returning
 
     def _clear(self, path: bool) -> None:
         """Gives up all resident nodes but the parent of what comes next and, with `path`, those above it."""
@@ -335,10 +287,10 @@ class Scheduler:
         branch = self.memory.open_branch(node, request.tokens, parent, w.place(n), reserve)
         if branch is not None:
             w.branches[n] = branch
-            w.restarting.discard(n)
+            w.restarting.pop(n, None)
         return branch
 
-    def _start_request(self, i: int, parent: Branch | None, budget: int) -> Sequence | None:
+    def _start_request(self, i: int, parent: Branch | None) -> Sequence | None:
         w = self._window
         if not self._slots:
             return None
@@ -374,15 +326,22 @@ class Scheduler:
         """Gives up a node that is still being computed; its children wait for it to start again."""
         self.prefilling.pop(branch, None)
         self.memory.evict(branch)
-        self._window.branches[branch.node.index] = None
-        self._wait(self._window.cursors[branch.node.index])
+        w, n = self._window, branch.node.index
+        w.branches[n] = None
+        waiting = [c for c in (*w.waiters.get(n, ()), w.cursors[n]) if c.next < len(c.items)]
+        if waiting:
+            self._restart(n, min(self._place(c)[0] for c in waiting))
 
     # -- the heap of cursors
 
     def _push(self, cursor: Cursor) -> None:
         if not cursor.queued:
             cursor.queued = True
-            heapq.heappush(self._heap, (self._window.place(cursor.items[cursor.next]), next(self._tick), cursor))
+            heapq.heappush(self._heap, (self._place(cursor), next(self._tick), cursor))
+
+    def _place(self, cursor: Cursor) -> Place:
+        first, depth = self._window.place(cursor.items[cursor.next])
+        return (max(first, cursor.since), depth)
 
     def _pop(self, cursor: Cursor) -> None:
         assert self._heap[0][2] is cursor
@@ -401,7 +360,16 @@ class Scheduler:
         n = cursor.node
         if cursor is not w.cursors[n]:
             w.waiters.setdefault(n, []).append(cursor)
-        branch = w.branches[n]
-        if n not in w.restarting and (branch is None or branch.evicted):
-            w.restarting.add(n)
-            self._push(Cursor(w.plan.nodes[n].parent, [n]))
+        self._restart(n, self._place(cursor)[0])
+
+    def _restart(self, n: int, since: int) -> None:
+        """Has node n started again for request `since`, unless it is resident or on its way for an earlier one."""
+        w = self._window
+        if not self._is_resident(n) and since < w.restarting.get(n, w.plan.nodes[n].last):
+            w.restarting[n] = since
+            self._push(Cursor(w.plan.nodes[n].parent, [n], since))
+
+    def _is_resident(self, n: int) -> bool:
+        """Whether the node has pages: it is computed, or being computed."""
+        branch = self._window.branches[n]
+        return branch is not None and not branch.evicted

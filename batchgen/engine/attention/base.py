@@ -44,10 +44,6 @@ class Backend(Protocol):
         ...
 
 
-class BackendFactory(Protocol):
-    def __call__(self, plan: AttentionPlan, device: torch.device) -> Backend: ...
-
-
 class StepAttention:
     """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
 

@@ -1,0 +1,66 @@
+## make demo    the sample job, whole, with the accuracy of its answers
+## make test    the test suite (make test-slow: what takes longer)
+## make lint    ruff, mypy, import-linter
+## make clean   away with .venv and everything made here
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := build/demo
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+
+define SHOW_ROWS
+import itertools, json, sys
+for line in itertools.islice(open(sys.argv[1], encoding="utf-8"), 6):
+    row = json.loads(line)
+    end = " ".join(row["prompt"].split("\n\n")[-1].split())
+    print(f"  {row['id']:<14} {end[-84:]:<84} {(row['text'] or '')[:40]!r}")
+endef
+export SHOW_ROWS
+
+.PHONY: help install dev demo test test-slow lint format dist clean
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+# Everything is installed once into .venv, at the versions of constraints.txt.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "batchgen needs Python 3.11 or newer; name one with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed
+dev: $(VENV)/.installed-dev
+
+demo: $(VENV)/.installed
+	@mkdir -p $(DEMO)
+	$(BIN)/batchgen run sample_data/prompts.jsonl --model sample_data/model -o $(DEMO)/completions.jsonl --overwrite
+	@echo; echo "the first rows of $(DEMO)/completions.jsonl, and the end of their prompts:"; $(BIN)/python -c "$$SHOW_ROWS" $(DEMO)/completions.jsonl; echo
+	$(BIN)/python sample_data/check_answers.py $(DEMO)/completions.jsonl
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dist: $(VENV)/.installed-dev
+	$(BIN)/python -m build --outdir dist .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

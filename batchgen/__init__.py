@@ -1,0 +1,60 @@
+"""Offline batch generation: a file of prompts in, a file of completions out, every shared prefix run once.
+
+The names below are imported when they are first used, so that `import batchgen` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
+    from batchgen.errors import BatchgenError
+    from batchgen.job import JobReport, run_job
+    from batchgen.llm import LLM
+    from batchgen.planning import PlanReport, plan_job
+    from batchgen.progress import Progress
+    from batchgen.request import Result, SamplingParams
+
+__all__ = [
+    "LLM",
+    "BatchgenError",
+    "EngineConfig",
+    "JobConfig",
+    "JobReport",
+    "ModelConfig",
+    "PlanReport",
+    "Progress",
+    "PromptConfig",
+    "Result",
+    "SamplingParams",
+    "plan_job",
+    "run_job",
+]
+
+_HOMES = {
+    "LLM": "llm",
+    "BatchgenError": "errors",
+    "EngineConfig": "config",
+    "JobConfig": "config",
+    "JobReport": "job",
+    "ModelConfig": "config",
+    "PlanReport": "planning",
+    "Progress": "progress",
+    "PromptConfig": "config",
+    "Result": "request",
+    "SamplingParams": "request",
+    "plan_job": "planning",
+    "run_job": "job",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'batchgen' has no attribute {name!r}")
+    return getattr(import_module(f"batchgen.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

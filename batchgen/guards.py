@@ -1,0 +1,48 @@
+"""When a job gives up: too many rows failed, or memory ran out. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from batchgen.config import parse_max_errors
+from batchgen.errors import BatchgenError, OutOfMemory, TooManyErrors
+
+ERROR_SHARE_FROM = 100
+"""`--max-errors P%` is looked at once this many rows are done."""
+
+
+class ErrorLimit:
+    """`--max-errors`: a number of rows, or a share of the rows done. None: no limit."""
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text
+        self._limit = None if text is None else parse_max_errors(text)
+
+    def check(self, *, failed: int, done: int, last: str) -> None:
+        """Raises `TooManyErrors`; `last` says what failed last."""
+        limit = self._limit
+        if limit is None:
+            return
+        over = failed > limit if isinstance(limit, int) else done >= ERROR_SHARE_FROM and failed > limit * done
+        if over:
+            raise TooManyErrors(
+                f"{failed:,} of {done:,} rows failed, more than --max-errors {self._text} allows; the last: {last}",
+                "mend the input, or allow more, and run the same command again to go on",
+            )
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Memory that ran out is one error, whoever noticed it: Python, or torch on the CPU or a device."""
+    try:
+        yield
+    except BatchgenError:
+        raise
+    except (MemoryError, RuntimeError) as e:
+        said = str(e)
+        told_by_torch = type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in said
+        if not (isinstance(e, MemoryError) or told_by_torch):
+            raise
+        first = said.splitlines()[0] if said else "no more memory"
+        raise OutOfMemory(f"out of memory: {first}", "lower --kv-memory, --batch-size or --window") from e

@@ -1,0 +1,197 @@
+"""What a job would share and cost, found without the weights: `batchgen plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from batchgen.config import JobConfig
+from batchgen.guards import memory_errors
+from batchgen.identity import dtype_name
+from batchgen.kept import KeptPrefixes
+from batchgen.prefix import (
+    PlanFigures,
+    PrefixPlan,
+    largest_groups,
+    largest_nodes,
+    merge_figures,
+    plan_figures,
+    plan_prefixes,
+)
+from batchgen.progress import Progress, Silent
+from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.reading import CHECKED_ROWS, read_windows
+from batchgen.records import open_input
+from batchgen.request import Result, TokenArray
+from batchgen.signals import Signals
+
+TREE_NODES = 20
+GROUPS = 10
+EXCERPT_TOKENS = 64
+DTYPE_BYTES = {"float32": 4, "float64": 8}
+"""Bytes of a number; 2 where nothing is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """A prefix node that saves much, as one line of an indented tree."""
+
+    level: int
+    tokens: int
+    rows: int
+    saved_tokens: int
+    text: str
+    """The beginning of its own text."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLine:
+    """Rows whose longest shared prefix of whole chunks is the same."""
+
+    hash: str
+    prefix_tokens: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """The plan of a job: figures of all its windows, the top of the first window's prefix tree, its largest groups."""
+
+    figures: PlanFigures
+    rows: int
+    rows_failed: int
+    windows: int
+    bytes_per_token: int
+    """KV of one token in all layers; 0 where the configuration does not say."""
+    page_size: int
+    tree: tuple[TreeLine, ...]
+    groups: tuple[GroupLine, ...]
+    chat: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json` (schema `batchgen.plan/1`)."""
+        f = self.figures
+        return {
+            "schema": "batchgen.plan/1",
+            "rows": self.rows,
+            "rows_failed": self.rows_failed,
+            "windows": self.windows,
+            "prompt_tokens": f.prompt_tokens,
+            "prefill_tokens_min": f.prefill_tokens_min,
+            "shared_fraction": round(f.shared_fraction, 6),
+            "prefix_nodes": f.prefix_nodes,
+            "groups": f.groups,
+            "grouped_rows": f.grouped_requests,
+            "kv_bytes_per_token": self.bytes_per_token,
+            "kv_bytes_shared": f.kv_bytes_shared,
+            "kv_bytes_unshared": f.kv_bytes_unshared,
+            "kv_bytes_least": f.kv_bytes_least,
+            "tree": [asdict(line) for line in self.tree],
+            "largest_groups": [asdict(line) for line in self.groups],
+        }
+
+
+def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
+    """What a job would share and cost. Loads the tokenizer, not the weights; touches no output."""
+    progress = progress or Silent()
+    with Signals(grace=0) as signals, memory_errors(), signals.interruptible():
+        source = open_input(config.inputs, format=config.input_format, output=None)
+        progress.phase("loading tokenizer")
+        text = load_tokenizer(config.model)
+        prompts = PromptBuilder(text, config.prompts, config.sampling)
+        planner = Planner(config, text)
+        progress.phase("planning")
+        for rows in read_windows(source, config):
+            if planner.windows == 0:
+                prompts.check_columns(rows[:CHECKED_ROWS])
+            planner.window(prompts.build(rows))
+            rows.clear()  # freed before the next ones are read
+            progress.rows(planner.rows, planner.failed, None)
+        for note in (*source.notes, *prompts.notes):
+            progress.note(note)
+    return planner.report(chat=prompts.chat)
+
+
+@dataclass(slots=True)
+class Planner:
+    """Plans a job window by window and keeps the figures."""
+
+    config: JobConfig
+    text: LoadedTokenizer
+    page_size: int = field(init=False)
+    bytes_per_token: int = field(init=False)
+    rows: int = 0
+    failed: int = 0
+    windows: int = 0
+    figures: PlanFigures = field(default_factory=PlanFigures)
+    tree: tuple[TreeLine, ...] = ()
+    groups: tuple[GroupLine, ...] = ()
+    _kept: KeptPrefixes = field(default_factory=KeptPrefixes)
+
+    def __post_init__(self) -> None:
+        from batchgen.engine.sizing import page_size_of  # imports torch, which transformers has imported by now
+
+        self.page_size = page_size_of(self.config.engine.chunk_size)
+        self.bytes_per_token = kv_bytes_per_token(
+            self.text.hf_config, dtype_name(self.config.model, self.text.hf_config)
+        )
+
+    def window(self, built: Sequence[Draft | Result]) -> None:
+        """One more window."""
+        drafts = [draft for draft in built if isinstance(draft, Draft)]
+        self.rows += len(built)
+        self.failed += len(built) - len(drafts)
+        self.windows += 1
+        if not drafts:
+            return
+        prompts = [draft.tokens for draft in drafts]
+        plan = plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
+        window = plan_figures(
+            plan,
+            prompts,
+            [draft.max_tokens for draft in drafts],
+            page_size=self.page_size,
+            bytes_per_token=self.bytes_per_token,
+            carried=self._kept.carried(plan, prompts),
+        )
+        self.figures = merge_figures([self.figures, window])
+        if self.windows == 1:
+            self.tree = tuple(self._tree(plan, prompts))
+            self.groups = tuple(
+                GroupLine(group.hash.hex(), group.prefix_tokens, group.rows) for group in largest_groups(plan, GROUPS)
+            )
+
+    def report(self, *, chat: bool) -> PlanReport:
+        return PlanReport(
+            figures=self.figures,
+            rows=self.rows,
+            rows_failed=self.failed,
+            windows=self.windows,
+            bytes_per_token=self.bytes_per_token,
+            page_size=self.page_size,
+            tree=self.tree,
+            groups=self.groups,
+            chat=chat,
+        )
+
+    def _tree(self, plan: PrefixPlan, prompts: Sequence[TokenArray]) -> list[TreeLine]:
+        lines = []
+        for line in largest_nodes(plan, TREE_NODES):
+            node = line.node
+            tokens = prompts[plan.order[node.first]][node.start : min(node.end, node.start + EXCERPT_TOKENS)]
+            text = self.text.tokenizer.decode(tokens.tolist())
+            lines.append(TreeLine(line.level, line.tokens, line.requests, line.saved_tokens, text))
+        return lines
+
+
+def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
+    """KV of one token in all layers, from the configuration alone; 0 where it does not say."""
+    own = getattr(hf_config, "text_config", None) or hf_config
+    layers, heads = getattr(own, "num_hidden_layers", None), getattr(own, "num_attention_heads", None)
+    hidden = getattr(own, "hidden_size", None)
+    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
+        return 0
+    kv_heads = getattr(own, "num_key_value_heads", None) or heads
+    head_dim = getattr(own, "head_dim", None) or hidden // heads
+    return layers * kv_heads * head_dim * 2 * DTYPE_BYTES.get(dtype, 2)

@@ -1,0 +1,228 @@
+"""Figures of a run (schema `batchgen.stats/1`): what the engine counted, turned into what is written and shown. No torch."""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import OutputError, UsageError
+
+SCHEMA = "batchgen.stats/1"
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What the engine counts while it runs; sums over all its steps so far."""
+
+    prefill_tokens: int = 0
+    """Prompt tokens run through the model, recomputation after preemption included."""
+    recomputed_tokens: int = 0
+    """Generated tokens run again after preemption; not in the figures beside it."""
+    completion_tokens: int = 0
+    steps: int = 0
+    decode_sequences: int = 0
+    """Sequences that got a token, summed over steps."""
+    attention_parts: int = 0
+    """Parts that attention was computed over (shared, causal, paged), summed over steps."""
+    preemptions: int = 0
+    kv_bytes_peak: int = 0
+    """Most KV memory held at once, in bytes."""
+    kv_bytes_unshared: int = 0
+    """What the same sequences would have held, at the worst moment, with a copy of the prefix each."""
+    forward_seconds: float = 0.0
+    """Time inside the model."""
+
+
+@dataclass(slots=True)
+class RunFigures:
+    """What the job counts of one run, beside the engine."""
+
+    rows_ok: int = 0
+    rows_failed: int = 0
+    rows_resumed: int = 0
+    """Rows whose result was taken from an earlier run."""
+    resumed_failed: int = 0
+    """Of those, the failed ones."""
+    resumed_prompt_tokens: int = 0
+    resumed_completion_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of this run's rows, each row's counted whole; of failed rows none are run and none counted."""
+    completion_tokens: int = 0
+    """Of this run's finished rows."""
+    prefill_tokens_min: int = 0
+    """Size of the token trie of this run's prompts."""
+    groups: int = 0
+    prefix_nodes: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "plan": 0.0, "generate": 0.0, "write": 0.0})
+    started_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def done(self) -> int:
+        """Rows that have a result, from this run or an earlier one."""
+        return self.rows_ok + self.rows_failed + self.rows_resumed
+
+    @property
+    def failed(self) -> int:
+        return self.rows_failed + self.resumed_failed
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `seconds[name]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def count(self, *, failed: bool, prompt_tokens: int, completion_tokens: int) -> None:
+        """One more row of this run is done."""
+        self.rows_failed += failed
+        self.rows_ok += not failed
+        self.prompt_tokens += 0 if failed else prompt_tokens
+        self.completion_tokens += completion_tokens
+
+    def count_resumed(self, *, failed: bool, prompt_tokens: int, completion_tokens: int) -> None:
+        """One more row was taken from an earlier run."""
+        self.rows_resumed += 1
+        self.resumed_failed += failed
+        self.resumed_prompt_tokens += 0 if failed else prompt_tokens
+        self.resumed_completion_tokens += completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """With what a run was made: only mentioned in the figures."""
+
+    model: str
+    dtype: str = ""
+    device: str = ""
+    attention: str = ""
+
+
+def figures(
+    run: RunFigures, engine: EngineStats, setting: Setting, earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The figures of a run in the documented form; `earlier` are the figures of the job's last run, whose `job` holds the sums up to it."""
+    generate = run.seconds["generate"]
+    rows = run.rows_ok + run.rows_failed
+    # Planned rows that were not run (a run that was stopped) and prefixes kept over several windows make the plans' sum too large;
+    # what was run was enough.
+    prefill_min = min(run.prefill_tokens_min, engine.prefill_tokens)
+    stats: dict[str, Any] = {
+        "schema": SCHEMA,
+        "rows": rows,
+        "rows_ok": run.rows_ok,
+        "rows_failed": run.rows_failed,
+        "rows_resumed": run.rows_resumed,
+        "prompt_tokens": run.prompt_tokens,
+        "prefill_tokens": engine.prefill_tokens,
+        "prefill_tokens_min": prefill_min,
+        "recomputed_tokens": engine.recomputed_tokens,
+        "scored_tokens": 0,
+        "prefill_efficiency": _ratio(prefill_min, engine.prefill_tokens, nothing=1.0),
+        "shared_fraction": round(1 - _ratio(engine.prefill_tokens, run.prompt_tokens, nothing=1.0), 6),
+        "completion_tokens": engine.completion_tokens,
+        "completion_tokens_per_s": _ratio(engine.completion_tokens, generate),
+        "total_tokens_per_s": _ratio(run.prompt_tokens + engine.completion_tokens, generate),
+        "rows_per_s": _ratio(rows, generate),
+        "seconds": {
+            "load": run.seconds["load"],
+            "plan": run.seconds["plan"],
+            "generate": generate,
+            "forward": engine.forward_seconds,
+            "write": run.seconds["write"],
+            "total": time.perf_counter() - run.started_at,
+        },
+        "steps": engine.steps,
+        "mean_decode_batch": _ratio(engine.decode_sequences, engine.steps),
+        "attention_parts_per_step": _ratio(engine.attention_parts, engine.steps),
+        "preemptions": engine.preemptions,
+        "kv_bytes_peak": engine.kv_bytes_peak,
+        "kv_bytes_unshared": engine.kv_bytes_unshared,
+        "memory_bytes_peak": memory_bytes_peak(),
+        "groups": run.groups,
+        "prefix_nodes": run.prefix_nodes,
+        "model": setting.model,
+        "dtype": setting.dtype,
+        "device": setting.device,
+        "attention": setting.attention,
+        "versions": versions(),
+    }
+    stats["seconds"] = {name: round(value, 4) for name, value in stats["seconds"].items()}
+    stats["job"] = _job_sums(stats, run, (earlier or {}).get("job") or {})
+    return stats
+
+
+_SUMMED = ("prefill_tokens", "prefill_tokens_min", "recomputed_tokens", "steps", "preemptions")
+_LARGEST = ("kv_bytes_peak", "memory_bytes_peak")
+
+
+def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Over all runs of the job. Rows and their tokens are counted in the output itself, so a run that was killed is in them too."""
+    seconds = earlier.get("seconds", {})
+    return {
+        "runs": earlier.get("runs", 0) + 1,
+        "rows": stats["rows"] + run.rows_resumed,
+        "rows_ok": run.rows_ok + run.rows_resumed - run.resumed_failed,
+        "rows_failed": run.rows_failed + run.resumed_failed,
+        "prompt_tokens": run.prompt_tokens + run.resumed_prompt_tokens,
+        "completion_tokens": stats["completion_tokens"] + run.resumed_completion_tokens,
+        **{name: earlier.get(name, 0) + stats[name] for name in _SUMMED},
+        **{name: max(earlier.get(name, 0), stats[name]) for name in _LARGEST},
+        "seconds": {name: round(seconds.get(name, 0.0) + value, 4) for name, value in stats["seconds"].items()},
+    }
+
+
+def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:
+    return round(part / whole, 6) if whole else nothing
+
+
+def memory_bytes_peak() -> int:
+    """Most memory of this process so far, in bytes."""
+    try:
+        # getrusage also counts what the parent held when it started this process; the kernel's own mark does not.
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result may depend on."""
+    return {"python": platform.python_version()} | {
+        name: version_of(name) for name in ("batchgen", "torch", "transformers", "tokenizers")
+    }
+
+
+def version_of(package: str) -> str:
+    """A package's version, read from what pip wrote when it was installed: nothing is imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def check_stats_file(path: str | None) -> None:
+    """Raises `UsageError` if the figures could not be written there, before any work is done."""
+    if path is not None and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
+        raise UsageError(f"--stats {path} cannot be written", "name a file in a folder that exists")
+
+
+def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:
+    if path is not None:
+        try:
+            Path(path).write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
+        except OSError as e:
+            raise OutputError(f"--stats {path} cannot be written: {e.strerror}") from e

@@ -1,0 +1,1 @@
+"""The command `batchgen`: parses, calls the package `batchgen`, prints. No logic of its own."""

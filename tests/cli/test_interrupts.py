@@ -1,0 +1,127 @@
+"""Signals, pipes and locks of the command as a process of its own: exit codes as a shell sees them, and what is kept."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROWS = 400
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def slow_job(write_jsonl: Callable[..., Path]) -> Path:
+    """Rows enough to be in the middle of them when the signal comes."""
+    return write_jsonl({"prompt": f"Rows with a beginning that is the same, and then number {i}"} for i in range(ROWS))
+
+
+@pytest.fixture
+def start(command: list[str], command_environment: dict[str, str], tiny_model_dir: Path) -> Start:
+    def run(source: Path | str, *options: str | Path, **popen: Any) -> subprocess.Popen[str]:
+        popen = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen}
+        arguments = [str(a) for a in ("run", source, "-m", tiny_model_dir, *options)]
+        return subprocess.Popen([*command, *arguments], env=command_environment, **popen)
+
+    return run
+
+
+# One row at a time, written down at once: slow enough to be met in the middle.
+SLOWLY = ("--batch-size", "1", "--max-tokens", "100", "--ignore-eos", "--flush-every", "0")
+
+
+def wait_for_results(process: "subprocess.Popen[str]", journal: Path) -> None:
+    end = time.monotonic() + 90
+    while not (journal.exists() and journal.stat().st_size > 1000):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, "no results came"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
+)
+def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
+    signum: int, code: int, start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    process = start(slow_job, *SLOWLY)
+    wait_for_results(process, tmp_path / "prompts.out.jsonl.job" / "journal")
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    name = signal.Signals(signum).name
+    assert (process.returncode, out) == (code, "")
+    assert err.splitlines()[-1] == (f"batchgen: error: interrupted by {name}; run the same command again to go on")
+    assert "Traceback" not in err
+    assert not (tmp_path / "prompts.out.jsonl").exists()
+    stats = tmp_path / "stats.json"
+    # Without the slow batches: how rows are batched is free.
+    outcome = cli(
+        "run", slow_job, "-m", tiny_model_dir, "--max-tokens", "100", "--ignore-eos", "--stats", stats, "--limit", "40"
+    )
+    assert outcome.code == 0
+    resumed = json.loads(stats.read_text())["rows_resumed"]
+    assert 1 <= resumed <= 40
+    assert len((tmp_path / "prompts.out.jsonl").read_text().splitlines()) == 40
+
+
+def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
+    source = write_jsonl({"prompt": f"row {i}"} for i in range(30))
+    process = start(source, *SLOWLY, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for_results(process, tmp_path / "prompts.out.jsonl.job" / "journal")
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=90)
+    assert process.returncode == 0
+    assert len((tmp_path / "prompts.out.jsonl").read_text().splitlines()) == 30
+
+
+def test_a_second_run_on_the_same_output_is_refused_at_once_and_the_first_goes_on(
+    start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    process = start(slow_job, *SLOWLY)
+    wait_for_results(process, tmp_path / "prompts.out.jsonl.job" / "journal")
+    outcome = cli("run", slow_job, "-m", tiny_model_dir, *SLOWLY)
+    assert outcome.code == 75
+    output = tmp_path / "prompts.out.jsonl"
+    assert outcome.err.startswith(f"batchgen: error: another run holds {output} (process {process.pid} on ")
+    assert outcome.err.endswith("); wait for it to end, or stop it\n")
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # the second one stops at once
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    process = start(slow_job, *SLOWLY)
+    wait_for_results(process, tmp_path / "prompts.out.jsonl.job" / "journal")
+    process.kill()
+    process.communicate(timeout=60)
+    stats = tmp_path / "stats.json"
+    options = ("--max-tokens", "100", "--ignore-eos", "--limit", "40", "--stats", stats)
+    outcome = cli("run", slow_job, "-m", tiny_model_dir, *options)
+    assert outcome.code == 0
+    assert (
+        f"batchgen: the run before (process {process.pid}) ended without finishing: going on from there\n"
+        in outcome.err
+    )
+    assert json.loads(stats.read_text())["rows_resumed"] >= 1
+
+
+def test_standard_output_that_is_closed_ends_the_run_quietly(start: Start, slow_job: Path) -> None:
+    with slow_job.open() as rows:
+        process = start("-", "-o", "-", "--max-tokens", "20", "--window", "8", stdin=rows)
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["id"] == 0
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(timeout=60) == 141
+    assert "error" not in err
+    assert "Exception" not in err

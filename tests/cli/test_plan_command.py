@@ -1,0 +1,76 @@
+"""`batchgen plan` as its users see it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+
+ROOT = "All rows begin with this text, which is more than a chunk. "
+GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
+
+
+@pytest.fixture
+def source(write_jsonl: Callable[..., Path]) -> Path:
+    return write_jsonl({"prompt": f"{ROOT}{GROUPS[i % 2]}{i}"} for i in range(8))
+
+
+def test_the_plan_is_told_in_lines(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+    outcome = cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "10")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines() == [
+        "rows               8, as raw text",
+        "prompt tokens      776",
+        "to be prefilled    136 (82.5% of the prompt tokens are shared and run once)",
+        "groups             2 with 8 rows",
+        "prefix nodes       3",
+        "KV per token       512 B",
+        "KV for all rows    240.0 KiB (unshared: 512.0 KiB), prompts and whole completions",
+        "KV for the longest 64.0 KiB; with less, that row cannot be run",
+        "",
+        "the prefixes that save the most (tokens × rows):",
+        '  64 × 8  "<|begin|>All rows begin with this text, which i…"',
+        '    31 × 4  "first group goes on like this. "',
+        '    33 × 4  "second one has other words here. "',
+    ]
+
+
+def test_the_plan_is_one_json_object(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+    outcome = cli("plan", source, "-m", tiny_model_dir, "--json", "--max-tokens", "10")
+    assert (outcome.code, outcome.err) == (0, "")
+    plan = json.loads(outcome.out)
+    assert list(plan) == [
+        "schema", "rows", "rows_failed", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
+        "prefix_nodes", "groups", "grouped_rows", "kv_bytes_per_token", "kv_bytes_shared", "kv_bytes_unshared",
+        "kv_bytes_least", "tree", "largest_groups",
+    ]  # fmt: skip
+    assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)
+    assert plan["tree"][1] == {
+        "level": 1, "tokens": 31, "rows": 4, "saved_tokens": 93, "text": "first group goes on like this. ",
+    }  # fmt: skip
+    assert [(group["prefix_tokens"], group["rows"]) for group in plan["largest_groups"]] == [(96, 4), (80, 4)]
+
+
+def test_rows_that_cannot_be_run_and_windows_are_told(
+    cli: Cli, write_jsonl: Callable[..., Path], tiny_chat_model_dir: Path
+) -> None:
+    source = write_jsonl([{"prompt": "a"}, "junk", {"prompt": "b"}])
+    out = cli("plan", source, "-m", tiny_chat_model_dir, "--window", "2", "-q").out.splitlines()
+    assert out[0] == "rows               3 (1 cannot be run), through the chat template"
+    assert out[-1] == "windows            2; memory is the largest one's, the tree below the first one's"
+
+
+def test_what_a_prompt_holds_does_not_steer_the_terminal(
+    cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path
+) -> None:
+    source = write_jsonl([{"prompt": f"\x1b[2J\x07 and so on {i}"} for i in range(2)])
+    assert "\x1b" not in cli("plan", source, "-m", tiny_model_dir).out
+
+
+def test_notes_go_to_standard_error(cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path) -> None:
+    outcome = cli("plan", write_jsonl([{"prompt": "x", "top_k": 3}]), "-m", tiny_model_dir, "--json")
+    assert outcome.err.startswith("batchgen: column 'top_k' is carried")
+    assert json.loads(outcome.out)["rows"] == 1

@@ -1,0 +1,91 @@
+"""The summary at the end of a run."""
+
+import pytest
+
+from batchgen.job import JobReport
+from batchgen.stats import EngineStats, RunFigures, Setting, figures
+from batchgen_cli.failures import printable
+from batchgen_cli.report import show_report, size, summary
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3_250_586, "3.1 MiB"),
+        (5 << 30, "5.0 GiB"),
+        (1 << 51, "2048.0 TiB"),
+    ],
+)
+def test_sizes_are_as_people_read_them(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, häßlich, 日本", "plain, häßlich, 日本"),
+        ("a\nb\tc", "a\\nb\\tc"),
+        ("\x1b[31mred\x9b", "\\x1b[31mred\\x9b"),
+        ("\u202eright to left", "\\u202eright to left"),
+        ("\udcff", "\\udcff"),
+    ],
+)
+def test_control_characters_are_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def report_of(*, rows: int = 2, failures: tuple[str, ...] = ()) -> JobReport:
+    run = RunFigures(prefill_tokens_min=15, groups=1, prefix_nodes=1)
+    for _ in range(rows):
+        run.count(failed=False, prompt_tokens=20, completion_tokens=5)
+    for _ in failures:
+        run.count(failed=True, prompt_tokens=0, completion_tokens=0)
+    run.count_resumed(failed=False, prompt_tokens=20, completion_tokens=5)
+    run.seconds |= {"load": 1.0, "generate": 2.0}
+    engine = EngineStats(
+        prefill_tokens=15 if rows else 0,
+        completion_tokens=10 if rows else 0,
+        steps=5 if rows else 0,
+        decode_sequences=10,
+        attention_parts=5,
+        preemptions=1,
+        kv_bytes_peak=2048,
+        kv_bytes_unshared=4096,
+        forward_seconds=1.5,
+    )
+    stats = figures(run, engine, Setting("m", "float32", "cpu" if rows else "", "cascade" if rows else ""))
+    stats["seconds"]["total"] = 3.5
+    stats["memory_bytes_peak"] = 1 << 30
+    return JobReport(stats, "out.jsonl", 3 if failures else 0, False, chat=True, failures=failures)
+
+
+def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
+    assert summary(report_of(failures=("x",))) == [
+        ("output", "out.jsonl"),
+        ("rows", "2 done, 1 failed, 1 kept from an earlier run"),
+        ("prompts", "through the chat template"),
+        ("prompt tokens", "40, of which 15 were run (the least possible: 15): 62.5% shared"),
+        ("completion tokens", "10"),
+        ("speed", "5 completion tokens/s, 25 with the prompts', 1.5 rows/s"),
+        ("steps", "5, on average 2.0 sequences and 1.0 parts of attention, 1 preemptions"),
+        ("prefix tree", "1 nodes, 1 groups"),
+        ("KV memory", "2.0 KiB at the most (unshared: 4.0 KiB)"),
+        ("time", "3.5 s: load 1.0, plan 0.0, generate 2.0 (in the model 1.5), write 0.0"),
+        ("memory", "1.0 GiB at the most"),
+        ("model", "m, float32 on cpu, attention cascade"),
+    ]
+
+
+def test_a_run_that_generated_nothing_shows_no_speed() -> None:
+    names = [name for name, _ in summary(report_of(rows=0))]
+    assert names == ["output", "rows", "prompts", "time", "memory", "model"]
+
+
+def test_the_first_failures_follow_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    show_report(report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",)))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("the first rows that failed:\n  a.jsonl:3: invalid_row: not \\x1b JSON\n")

@@ -1,0 +1,222 @@
+"""`batchgen run` as its users see it: files, streams, exit codes."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+Cli = Callable[..., Any]
+Write = Callable[..., Path]
+Read = Callable[[Path], list[dict[str, Any]]]
+
+
+def test_a_file_of_prompts_in_a_file_of_completions_out(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path
+) -> None:
+    source = write_jsonl([{"prompt": "one", "x": 1}, {"prompt": "two", "x": 2}])
+    outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3")
+    assert (outcome.code, outcome.out) == (0, "")
+    rows = read_jsonl(source.with_name("prompts.out.jsonl"))
+    assert [list(row) for row in rows] == [["id", "prompt", "x", "text", "finish_reason", "usage", "error"]] * 2
+    assert [(row["id"], row["prompt"], row["x"]) for row in rows] == [(0, "one", 1), (1, "two", 2)]
+
+
+def test_the_summary_says_what_was_done(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+    source = write_jsonl([{"prompt": "same"}, {"prompt": "same"}])
+    err = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--ignore-eos").err
+    lines = {" ".join(line.split()) for line in err.splitlines()}
+    assert f"output {source.with_name('prompts.out.jsonl')}" in lines
+    assert "rows 2 done" in lines
+    assert "prompts raw text" in lines
+    assert "prompt tokens 10, of which 5 were run (the least possible: 5): 50.0% shared" in lines
+    assert "completion tokens 6" in lines
+    assert f"model {tiny_model_dir}, float32 on cpu, attention cascade" in lines
+
+
+def test_the_same_command_again_does_nothing_and_says_so(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+    source = write_jsonl([{"prompt": "one"}, {"prompt": 2}])
+    arguments = ("run", source, "-m", tiny_model_dir, "--max-tokens", "3")
+    assert cli(*arguments).code == 3
+    outcome = cli(*arguments)
+    output = source.with_name("prompts.out.jsonl")
+    assert (outcome.code, outcome.out) == (3, "")
+    assert outcome.err == f"batchgen: {output} is complete (2 rows, 1 of them failed): nothing to do\n"
+
+
+def test_failed_rows_are_counted_and_the_first_reasons_shown(
+    cli: Cli, write_jsonl: Write, tiny_model_dir: Path
+) -> None:
+    bad = ['{"prompt": "a"', "[1]", '{"prompt": null}', '{"prompt": 5}', '{"q": "x"}', '{"prompt": ""}', '"text"']
+    source = write_jsonl([{"prompt": "fine"}, *bad])
+    outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3")
+    assert outcome.code == 3
+    assert "2 done, 6 failed" in outcome.err
+    told = outcome.err.split("the first rows that failed:\n")[1].splitlines()
+    assert len(told) == 5
+    assert [line.split(": ")[:2] for line in told[:2]] == [[f"  {source}:{n}", "invalid_row"] for n in (2, 3)]
+
+
+def test_binary_junk_gives_error_rows(cli: Cli, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "junk.jsonl"
+    source.write_bytes(b"\x00\xff\xfe\x81junk\n\x9c\x00\x1b[2J\n")
+    outcome = cli("run", source, "-m", tiny_model_dir)
+    assert outcome.code == 3
+    assert "\x1b" not in outcome.err
+    rows = read_jsonl(tmp_path / "junk.out.jsonl")
+    assert [(row["id"], row["text"], row["error"]["type"]) for row in rows] == [
+        (0, None, "invalid_row"),
+        (1, None, "invalid_row"),
+    ]
+
+
+def test_an_empty_file_gives_an_empty_output(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "empty.jsonl"
+    source.touch()
+    assert cli("run", source, "-m", tiny_model_dir).code == 0
+    assert (tmp_path / "empty.out.jsonl").read_bytes() == b""
+
+
+def test_a_prompt_longer_than_the_context_fails_alone_or_is_cut(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    source = write_jsonl([{"prompt": "x" * 600}, {"prompt": "y"}])
+    output = tmp_path / "a.jsonl"
+    assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "-o", output).code == 3
+    assert [row["error"] for row in read_jsonl(output)] == [
+        {
+            "type": "prompt_too_long",
+            "message": "the prompt has 601 tokens, and the model's context of 512 tokens must hold it and a completion",
+        },
+        None,
+    ]
+    output = tmp_path / "b.jsonl"
+    cut = ("--on-long-prompt", "truncate-left")
+    assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "-o", output, *cut).code == 0
+    assert [row.get("truncated") for row in read_jsonl(output)] == [True, None]
+
+
+def test_standard_input_goes_to_standard_output_and_nothing_else_does(cli: Cli, tiny_model_dir: Path) -> None:
+    outcome = cli("run", "-", "-m", tiny_model_dir, "--max-tokens", "2", stdin='{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert outcome.code == 0
+    assert [row["prompt"] for row in outcome.rows] == ["a", "b"]
+    assert "standard output" in outcome.err
+
+
+def test_quiet_says_nothing(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+    source = write_jsonl([{"prompt": "one", "seed": 1}])  # a note would be due
+    outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "2", "-q")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
+
+
+def test_parquet_in_parquet_out(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"], "n": pa.array([1, 2], pa.int8())}), source)
+    assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "2").code == 0
+    table = pq.read_table(tmp_path / "rows.out.parquet")
+    assert table.column_names == ["id", "prompt", "n", "text", "finish_reason", "usage", "truncated", "error"]
+    assert table.schema.field("n").type == pa.int8()
+
+
+def test_compressed_files_and_named_columns(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "rows.csv.gz"
+    source.write_bytes(gzip.compress(b"key,q,extra\nk1,hello,e1\nk2,world,e2\n"))
+    output = tmp_path / "out.jsonl.gz"
+    options = ("--prompt-column", "q", "--id-column", "key", "--keep", "q", "--max-tokens", "2")
+    assert cli("run", source, "-m", tiny_model_dir, "-o", output, *options).code == 0
+    rows = [json.loads(line) for line in gzip.decompress(output.read_bytes()).splitlines()]
+    assert [(row["id"], row["q"], "extra" in row) for row in rows] == [("k1", "hello", False), ("k2", "world", False)]
+
+
+def test_texts_may_come_from_files(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_chat_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "system.txt").write_text("Be brief.")
+    (tmp_path / "prefix.txt").write_text("Read: ")
+    (tmp_path / "t.j2").write_text("{{ a }} and {{ b }}")
+    source = write_jsonl([{"a": "x", "b": "y"}])
+    options = ("--system", f"@{tmp_path}/system.txt", "--prefix", f"@{tmp_path}/prefix.txt")
+    outcome = cli(
+        "run", source, "-m", tiny_chat_model_dir, "--template", tmp_path / "t.j2", "--max-tokens", "1", *options
+    )
+    assert outcome.code == 0
+    assert "through the chat template" in outcome.err
+    (row,) = read_jsonl(source.with_name("prompts.out.jsonl"))
+    rendered = ["B", "S", *"Be brief.", "E", "U", *"Read: x and y", "E", "A"]
+    assert row["usage"]["prompt_tokens"] == len(rendered)
+
+
+def test_sampling_options_reach_the_engine(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    source = write_jsonl([{"prompt": "a"}])
+
+    def run(name: str, *options: str) -> dict[str, Any]:
+        output = tmp_path / f"{name}.jsonl"
+        assert cli("run", source, "-m", tiny_model_dir, "-o", output, "--ignore-eos", "--token-ids", *options).code == 0
+        return read_jsonl(output)[0]
+
+    greedy = run("greedy", "--max-tokens", "20")
+    assert (len(greedy["token_ids"]), greedy["finish_reason"]) == (20, "length")
+    stopped = run("stopped", "--max-tokens", "20", "--stop-token-id", str(greedy["token_ids"][4]))
+    at = greedy["token_ids"].index(greedy["token_ids"][4])
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (greedy["token_ids"][: at + 1], "stop")
+    hot = [run(f"hot{seed}", "--max-tokens", "20", "--temperature", "2", "--seed", seed) for seed in ("1", "2")]
+    assert hot[0]["token_ids"] != hot[1]["token_ids"] != greedy["token_ids"]
+
+
+def test_max_errors_is_a_failure_of_the_job(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+    outcome = cli("run", write_jsonl([{"prompt": "x"}, {"prompt": 1}]), "-m", tiny_model_dir, "--max-errors", "0")
+    assert outcome.code == 1
+    assert outcome.err.splitlines()[-1].startswith(
+        "batchgen: error: 1 of 1 rows failed, more than --max-errors 0 allows; the last: "
+    )
+
+
+def test_a_corrupt_input_ends_the_job(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "cut.jsonl.gz"
+    source.write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 1000)[:-12])
+    outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "1")
+    assert outcome.code == 1
+    assert outcome.err.splitlines()[-1].startswith(f"batchgen: error: {source} breaks off ")
+
+
+def test_figures_go_to_the_file_that_is_named(
+    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "stats.json"
+    cli("run", write_jsonl([{"prompt": "x"}]), "-m", tiny_model_dir, "--max-tokens", "1", "--stats", path)
+    stats = json.loads(path.read_text())
+    assert (stats["schema"], stats["rows"], stats["model"]) == ("batchgen.stats/1", 1, str(tiny_model_dir))
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_verbose_shows_where_an_error_comes_from(verbose: bool, cli: Cli, tmp_path: Path) -> None:
+    outcome = cli("run", tmp_path / "no.jsonl", "-m", "x", *(["-v"] if verbose else []))
+    assert outcome.code == 2
+    assert ("Traceback (most recent call last):" in outcome.err) == verbose
+    assert outcome.err.splitlines()[-1] == f"batchgen: error: no such file: {tmp_path}/no.jsonl; check the path"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("boom\nmore"), "RuntimeError: boom; run it again with -v to see where"),
+        (MemoryError(), "out of memory; lower --window or --kv-memory"),
+        (KeyboardInterrupt(), "interrupted by SIGINT"),
+    ],
+)
+def test_whatever_goes_wrong_is_one_line(
+    error: BaseException, line: str, cli: Cli, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("batchgen.job.run_job", fail)
+    outcome = cli("run", write_jsonl([]), "-m", "x")
+    assert outcome.code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert outcome.err == f"batchgen: error: {line}\n"

@@ -1,0 +1,324 @@
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from batchgen.config import EngineConfig
+from batchgen.engine.engine import Engine
+from batchgen.engine.loading import prepare_model
+from batchgen.prefix import plan_prefixes
+from batchgen.prompts import LoadedTokenizer
+from batchgen.request import Request, SamplingParams, row_digest, row_key
+
+VOCAB = 97
+PAGE = 32
+TOKEN = 256  # bytes of KV
+
+
+class Numbers:
+    """A tokenizer whose text is the token ids."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+    def convert_tokens_to_ids(self, tokens):
+        return [None for _ in tokens]
+
+    def convert_ids_to_tokens(self, token):
+        return str(token)
+
+
+def build(poison=None, layers=2):
+    """A random Llama; the token `poison` is embedded as NaN."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config).float().eval()
+    if poison is not None:
+        module.model.embed_tokens.weight.data[poison] = float("nan")
+    return prepare_model(module)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+def engine_of(model, eos=(), pages=None, **config):
+    text = LoadedTokenizer(
+        tokenizer=Numbers(), hf_config=None, context_length=2048, eos_token_ids=eos, vocab_size=VOCAB
+    )
+    options = {"kv_memory": f"{pages * PAGE * TOKEN}B" if pages else "64MiB", "debug": True} | config
+    return Engine(model, text, EngineConfig(**options))
+
+
+def requests_of(prompts, lengths, **params):
+    requests, seen = [], {}
+    for row, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
+        sampling = SamplingParams(max_tokens=most, **params)
+        tokens = np.array(list(prompt), dtype=np.int32)
+        digest = row_digest(tokens, sampling)
+        seen[digest] = seen.get(digest, -1) + 1
+        key = row_key(digest, seen[digest])
+        requests.append(Request(row=row, tokens=tokens, params=sampling, max_tokens=most, key=key))
+    return requests
+
+
+def run(engine, requests, stop=None):
+    """Results by row; each row once."""
+    results = {}
+
+    def on_result(result):
+        assert result.row not in results
+        results[result.row] = result
+
+    plan = plan_prefixes([r.tokens for r in requests], engine.config.chunk_size)
+    engine.generate(requests, plan, on_result=on_result, stop=stop)
+    return results
+
+
+def texts(results):
+    return {row: r.token_ids for row, r in results.items()}
+
+
+GROUP = list(range(20))
+PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(4)] + [GROUP, GROUP, [7]]
+LENGTHS = [5, 1, 9, 4, 40, 3, 8, 2, 6, 30, 7, 5, 4]
+
+
+def test_every_request_has_one_result_with_its_counts(model):
+    results = run(engine_of(model), requests_of(PROMPTS, LENGTHS))
+    assert sorted(results) == list(range(len(PROMPTS)))
+    for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+        r = results[row]
+        assert (r.prompt_tokens, r.completion_tokens, r.finish_reason) == (len(prompt), length, "length")
+        assert len(r.token_ids) == length
+        assert r.text.strip() == " ".join(map(str, r.token_ids))
+        assert r.error_type is None
+
+
+def test_results_come_as_rows_finish(model):
+    engine = engine_of(model)
+    requests = requests_of([[1], [2], [3]], [9, 2, 5])
+    order = []
+    engine.generate(requests, plan_prefixes([r.tokens for r in requests], 16), on_result=lambda r: order.append(r.row))
+    assert order == [1, 2, 0]
+
+
+def test_an_end_token_ends_a_completion_unless_it_is_ignored(model):
+    free = run(engine_of(model), requests_of(PROMPTS[:1], [5]))[0]
+    end = free.token_ids[2]
+    first = free.token_ids.index(end)
+    stopped = run(engine_of(model, eos=(end,)), requests_of(PROMPTS[:1], [5]))[0]
+    assert (stopped.finish_reason, stopped.token_ids) == ("stop", free.token_ids[: first + 1])
+    ignored = run(engine_of(model, eos=(end,)), requests_of(PROMPTS[:1], [5], ignore_eos=True))[0]
+    assert (ignored.finish_reason, ignored.token_ids) == ("length", free.token_ids)
+
+
+def test_nothing_to_generate_is_no_step(model):
+    engine = engine_of(model)
+    assert run(engine, []) == {}
+    assert engine.stats.steps == 0
+
+
+def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
+    engine = engine_of(model, pages=128)
+    assert (engine.sizes.bytes_per_token, engine.sizes.num_pages) == (TOKEN, 128)
+    results = run(
+        engine, requests_of([[1] * 90, [2] * 8000, [3] * 100], [4096 - 89, 9, 4096 - 98]), stop_after(3, "now")
+    )
+    assert sorted(results) == [1, 2]
+    bad = results[1]
+    assert (bad.finish_reason, bad.error_type, bad.text, bad.prompt_tokens) == ("error", "does_not_fit", None, 8000)
+    assert bad.error_message == (
+        "prompt (8000 tokens) and completion (up to 9) need 2.0 MiB of KV memory, there are 1.0 MiB; "
+        "give more with --kv-memory or lower max_tokens"
+    )
+    assert results[2].error_type == "does_not_fit"  # by a single token
+
+
+def test_a_model_without_numbers_fails_every_row_and_the_loop_ends():
+    model = build()
+    model.module.lm_head.weight.data.fill_(float("nan"))
+    engine = engine_of(model)
+    results = run(engine, requests_of(PROMPTS, LENGTHS))
+    assert sorted(results) == list(range(len(PROMPTS)))
+    assert {r.error_type for r in results.values()} == {"numerical_error"}
+    assert {r.error_message for r in results.values()} == {"the model's logits after 0 tokens are not numbers"}
+    engine.memory.evict_all([])
+    assert engine.memory.pool.num_used == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_a_row_without_numbers_fails_alone(model, batch_size):
+    """Its KV is NaN: pages that it shared, or leaves to others, must not spoil them."""
+    group = list(range(45))
+    bad = 90
+    prompts = [[*group, 46 + i, bad] if i % 3 == 1 else [*group, 46 + i, 1] for i in range(9)]
+    prompts += [[bad] * 40, [bad] * 40 + [1], [3] * 5, [5] * 70]
+    lengths = [3] * len(prompts)
+    spoiled = {row for row, prompt in enumerate(prompts) if bad in prompt}
+    engine = engine_of(build(poison=bad), batch_size=batch_size, pages=12)
+    want = texts(run(engine_of(model, batch_size=batch_size), requests_of(prompts, lengths)))
+    for _ in range(2):  # the second time over what the first has left in the pool
+        results = run(engine, requests_of(prompts, lengths))
+        assert {row for row, r in results.items() if r.error_type == "numerical_error"} == spoiled
+        assert {row: t for row, t in texts(results).items() if row not in spoiled} == {
+            row: t for row, t in want.items() if row not in spoiled
+        }
+
+
+def stop_after(steps, wish):
+    calls = iter(range(10_000))
+    return lambda: wish if next(calls) >= steps else None
+
+
+def test_drain_finishes_what_runs_and_starts_nothing(model):
+    engine = engine_of(model, batch_size=2)
+    results = run(engine, requests_of([[1], [2], [3], [4]], [6, 3, 3, 3]), stop_after(2, "drain"))
+    assert {row: len(r.token_ids) for row, r in results.items()} == {0: 6, 1: 3}
+    assert engine.scheduler.unfinished == 0
+
+
+def test_now_returns_at_once(model):
+    engine = engine_of(model, batch_size=2)
+    results = run(engine, requests_of([[1], [2], [3], [4]], [6, 3, 3, 3]), stop_after(4, "now"))
+    assert {row: len(r.token_ids) for row, r in results.items()} == {1: 3}
+    assert engine.stats.steps == 4
+
+
+@pytest.mark.parametrize("wish", ["drain", "now"])
+def test_after_a_stop_the_engine_can_go_on(model, wish):
+    engine = engine_of(model, batch_size=3)
+    requests = requests_of(PROMPTS, LENGTHS)
+    want = texts(run(engine_of(model), requests))
+    done = run(engine, requests, stop_after(3, wish))
+    left = [r for r in requests if r.row not in done]
+    assert left
+    assert texts(done) | texts(run(engine, left)) == want
+
+
+def test_a_failing_callback_leaves_an_engine_that_can_go_on(model):
+    engine = engine_of(model)
+    requests = requests_of([[1], [2] * 3], [2, 2])
+    plan = plan_prefixes([r.tokens for r in requests], 16)
+
+    def broken(result):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        engine.generate(requests, plan, on_result=broken)
+    assert len(run(engine, requests)) == 2
+
+
+def test_a_callback_that_fails_on_a_request_that_does_not_fit_leaves_an_engine_that_can_go_on(model):
+    engine = engine_of(model, pages=1)
+    requests = requests_of([[1], [2] * 40], [2, 2])
+    plan = plan_prefixes([r.tokens for r in requests], 16)
+
+    def broken(result):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        engine.generate(requests, plan, on_result=broken)
+    assert len(run(engine, requests)) == 2
+
+
+def test_memory_of_a_group_is_under_an_eighth_of_the_unshared(model):
+    shared = [int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 1024)]
+    engine = engine_of(model, kv_memory="256MiB", debug=False)
+    results = run(engine, requests_of([[*shared, i] for i in range(64)], [3] * 64))
+    assert len(results) == 64
+    assert engine.stats.prefill_tokens == 1024 + 64
+    assert engine.stats.kv_bytes_peak == (32 + 64) * PAGE * TOKEN
+    assert engine.stats.kv_bytes_unshared >= 64 * 1025 * TOKEN
+    assert engine.stats.kv_bytes_peak * 8 < engine.stats.kv_bytes_unshared
+
+
+def test_nodes_stay_resident_between_windows(model):
+    engine = engine_of(model)
+    run(engine, requests_of([[*GROUP, 1], [*GROUP, 2]], [2, 2]))
+    assert engine.stats.prefill_tokens == 22
+    results = run(engine, requests_of([[*GROUP, 3], [*GROUP, 4, 4], [*GROUP[:10], 5]], [2, 2, 2]))
+    assert engine.stats.prefill_tokens == 22 + 1 + 2 + 1
+    fresh = run(engine_of(model), requests_of([[*GROUP, 3], [*GROUP, 4, 4], [*GROUP[:10], 5]], [2, 2, 2]))
+    assert texts(results) == texts(fresh)
+
+
+def test_figures_of_a_small_case_are_exact(model):
+    """Two prompts under 4 shared tokens, one of which ends there, and one alone."""
+    engine = engine_of(model, batch_size=2)
+    run(engine, requests_of([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9, 9]], [3, 2, 2]))
+    s = engine.stats
+    # node, row 2 | row 0 draws, row 2 ends | row 0, row 1 | row 0 ends, row 1 ends
+    assert s.prefill_tokens == 4 + 2 + 2
+    assert (s.completion_tokens, s.decode_sequences) == (7, 7)
+    assert (s.preemptions, s.recomputed_tokens) == (0, 0)
+    assert s.kv_bytes_peak % (PAGE * TOKEN) == 0
+    assert s.forward_seconds > 0
+    assert s.steps == 4
+    assert s.kv_bytes_peak == 2 * PAGE * TOKEN
+
+
+def test_preempted_work_is_counted(model):
+    engine = engine_of(model, pages=3)
+    run(engine, requests_of([[1] * 30, [2] * 30], [34, 34]))
+    s = engine.stats
+    assert s.preemptions == 1
+    assert s.completion_tokens == 68
+    assert s.prefill_tokens == 30 + 2 * 30
+    assert s.recomputed_tokens == 2  # drawn before its page was full, and run again
+
+
+SAMPLED = {"temperature": 1.0, "seed": 5}
+
+
+def test_draws_do_not_depend_on_the_batch_the_order_the_window_or_preemption(model):
+    requests = requests_of(PROMPTS, LENGTHS, **SAMPLED)
+    want = texts(run(engine_of(model), requests))
+    assert len(set(want.values())) > 8
+    for how in (
+        {"batch_size": 1},
+        {"batch_size": 4, "max_batch_tokens": 6},
+        {"pages": 2},
+        {"pages": 4},
+        {"share": False},
+    ):
+        engine = engine_of(model, **how)
+        assert texts(run(engine, requests)) == want, how
+        assert engine.stats.preemptions > 0 or how != {"pages": 4}
+    assert texts(run(engine_of(model), requests[::-1])) == want
+    engine = engine_of(model)
+    got = {}
+    for start in range(0, len(requests), 5):
+        got |= texts(run(engine, requests[start : start + 5]))
+    assert got == want
+
+
+def test_draws_depend_on_the_seed(model):
+    one, two = (texts(run(engine_of(model), requests_of(PROMPTS, LENGTHS, temperature=1.0, seed=s))) for s in (1, 2))
+    assert one != two
+
+
+def test_equal_prompts_draw_differently_when_sampled_and_equally_when_not(model):
+    sampled = texts(run(engine_of(model), requests_of([GROUP] * 4, [8] * 4, **SAMPLED)))
+    assert len(set(sampled.values())) == 4
+    greedy = texts(run(engine_of(model), requests_of([GROUP] * 4, [8] * 4)))
+    assert len(set(greedy.values())) == 1
+
+
+def test_a_broken_invariant_is_found_after_the_step(model):
+    engine = engine_of(model)
+    engine.memory.pool.allocate(1)
+    with pytest.raises(AssertionError, match="page references do not match the block tables"):
+        run(engine, requests_of([[1]], [2]))
+
+
+def test_no_place_in_the_sampler_is_left_behind(model):
+    engine = engine_of(model, batch_size=3, pages=4)
+    run(engine, requests_of(PROMPTS, LENGTHS, repetition_penalty=1.3))
+    run(engine, requests_of(PROMPTS, LENGTHS), stop_after(4, "now"))
+    assert not engine.sampler._slots["used"].any()

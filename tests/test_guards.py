@@ -1,0 +1,62 @@
+"""When a job gives up."""
+
+import pytest
+
+from batchgen.errors import ModelError, OutOfMemory, TooManyErrors
+from batchgen.guards import ErrorLimit, memory_errors
+
+
+def test_without_a_limit_any_number_of_rows_may_fail() -> None:
+    ErrorLimit(None).check(failed=1000, done=1000, last="x")
+
+
+def test_one_more_than_the_number_allowed_is_too_many() -> None:
+    limit = ErrorLimit("2")
+    limit.check(failed=2, done=3, last="x")
+    with pytest.raises(TooManyErrors) as error:
+        limit.check(failed=3, done=4, last="a.jsonl:4: invalid_row: not JSON")
+    assert str(error.value) == (
+        "3 of 4 rows failed, more than --max-errors 2 allows; the last: a.jsonl:4: invalid_row: not JSON; "
+        "mend the input, or allow more, and run the same command again to go on"
+    )
+
+
+def test_a_share_counts_from_the_hundredth_row() -> None:
+    limit = ErrorLimit("10%")
+    limit.check(failed=99, done=99, last="x")
+    limit.check(failed=10, done=100, last="x")
+    with pytest.raises(TooManyErrors, match=r"11 of 100 rows failed, more than --max-errors 10% allows"):
+        limit.check(failed=11, done=100, last="x")
+
+
+def test_zero_allows_no_failure() -> None:
+    with pytest.raises(TooManyErrors):
+        ErrorLimit("0").check(failed=1, done=1, last="x")
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "out of memory: no more memory"),
+        (OutOfMemoryError("CUDA out of memory. Tried to\nallocate"), "out of memory: CUDA out of memory. Tried to"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            "out of memory: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
+        ),
+    ],
+)
+def test_memory_that_ran_out_is_one_error_with_a_way_out(error: Exception, message: str) -> None:
+    with pytest.raises(OutOfMemory) as told, memory_errors():
+        raise error
+    assert str(told.value) == f"{message}; lower --kv-memory, --batch-size or --window"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes"), ModelError("no"), ValueError("x")])
+def test_other_errors_pass_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as told, memory_errors():
+        raise error
+    assert told.value is error

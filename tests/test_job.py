@@ -1,0 +1,360 @@
+"""The story of a job, on a tiny model: what is written, counted, kept and gone on with."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen.errors import InputCorrupt, Interrupted, OutputLocked, TooManyErrors, UsageError
+from batchgen.progress import Silent
+
+SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
+Rows = list[dict[str, Any]]
+Write = Callable[..., Path]
+Read = Callable[[Path], Rows]
+
+
+def prompts(count: int) -> Rows:
+    return [{"prompt": f"{SHARED}{'ab'[i % 2]} question {i}", "n": i} for i in range(count)]
+
+
+def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
+    options.setdefault("sampling", SamplingParams(max_tokens=4))
+    options.setdefault("output", str(source.with_name("out.jsonl")))
+    return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options)
+
+
+def texts(rows: Rows) -> list[str]:
+    return [row["text"] for row in rows]
+
+
+class Recorder(Silent):
+    """Remembers what it was told, and does something at a given number of rows done."""
+
+    def __init__(self, at: int = -1, action: Callable[[], None] = lambda: None) -> None:
+        self.notes: list[str] = []
+        self.phases: list[str] = []
+        self.counts: list[tuple[int, int, int | None]] = []
+        self.spent = (0, 0)
+        self._at, self._action = at, action
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
+
+    def rows(self, done: int, failed: int, total: int | None) -> None:
+        self.counts.append((done, failed, total))
+        if done == self._at:
+            self._at = -1
+            self._action()
+
+    def tokens(self, prompt: int, completion: int) -> None:
+        self.spent = (prompt, completion)
+
+
+def killed(signum: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), signum)
+
+
+@pytest.fixture
+def whole(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> Rows:
+    """The output rows of 12 prompts, run in one go."""
+    source = write_jsonl(prompts(12), "whole.jsonl")
+    report = run_job(config_of(tiny_model_dir, source, output=str(source.with_name("whole.out.jsonl"))))
+    return read_jsonl(Path(report.output))
+
+
+def test_every_row_has_a_completion_in_input_order(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> None:
+    source = write_jsonl(prompts(6))
+    report = run_job(config_of(tiny_model_dir, source))
+    rows = read_jsonl(Path(report.output))
+    assert (report.exit_code, report.already_finished, report.failures, report.chat) == (0, False, (), False)
+    assert [row["id"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["n"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert all(row["usage"]["completion_tokens"] <= 4 and row["error"] is None for row in rows)
+
+
+def test_figures_count_what_was_run(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    progress = Recorder()
+    stats = run_job(config_of(tiny_model_dir, write_jsonl(prompts(6))), progress).stats
+    assert (stats["rows"], stats["rows_ok"], stats["rows_failed"], stats["rows_resumed"]) == (6, 6, 0, 0)
+    length = len(f"{SHARED}a question 0") + 1  # a byte each, and the begin token
+    assert stats["prompt_tokens"] == 6 * length
+    # Once: what all share; 'a'/'b' and ' question ' for both groups; a digit for each row.
+    assert stats["prefill_tokens"] == stats["prefill_tokens_min"] == (1 + len(SHARED)) + 2 * 11 + 6
+    assert stats["prefill_efficiency"] == 1.0
+    assert stats["completion_tokens"] == progress.spent[1] == stats["job"]["completion_tokens"]
+    assert progress.spent[0] == stats["prompt_tokens"]
+    assert progress.counts[-1] == (6, 0, 6)
+    assert progress.phases == [
+        "loading tokenizer",
+        "reading",
+        "planning rows 1–6",
+        "loading model",
+        "generating",
+        "writing",
+    ]
+    assert stats["seconds"]["generate"] > 0
+    assert stats["seconds"]["total"] >= stats["seconds"]["load"] + stats["seconds"]["generate"]
+    assert (stats["dtype"], stats["device"], stats["groups"], stats["prefix_nodes"]) == ("float32", "cpu", 2, 3)
+
+
+def test_windows_give_the_same_rows_and_run_a_common_prefix_once(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
+) -> None:
+    report = run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), window=5))
+    assert texts(read_jsonl(Path(report.output))) == texts(whole)
+    assert report.stats["prefill_tokens"] == report.stats["prefill_tokens_min"]
+    # What all share and the two groups, and each row's own digits ('10' and '11' share their first with '1').
+    assert report.stats["prefill_tokens"] <= (1 + len(SHARED)) + 2 * 11 + 14
+
+
+def test_without_sharing_the_texts_are_the_same_and_every_prompt_is_run_whole(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
+) -> None:
+    engine = EngineConfig(share=False)
+    report = run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), engine=engine))
+    assert texts(read_jsonl(Path(report.output))) == texts(whole)
+    assert report.stats["prefill_tokens"] == report.stats["prompt_tokens"]
+    assert report.stats["prefill_tokens_min"] < report.stats["prompt_tokens"] / 2
+
+
+def test_equal_rows_at_a_temperature_get_numbers_of_their_own(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+    source = write_jsonl([{"prompt": "same"}] * 6)
+    report = run_job(config_of(tiny_model_dir, source, sampling=sampling, token_ids=True))
+    drawn = [tuple(row["token_ids"]) for row in read_jsonl(Path(report.output))]
+    assert len(set(drawn)) == 6
+    # And the same ones whatever the windows are.
+    other = config_of(
+        tiny_model_dir, source, sampling=sampling, token_ids=True, window=4, output=str(source) + ".2.jsonl"
+    )
+    assert [tuple(row["token_ids"]) for row in read_jsonl(Path(run_job(other).output))] == drawn
+
+
+def test_a_second_run_finds_nothing_to_do(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
+    first = run_job(config)
+    written = Path(first.output).stat().st_mtime_ns
+    progress = Recorder()
+    second = run_job(config, progress)
+    assert second.already_finished
+    assert second.stats == first.stats
+    assert Path(first.output).stat().st_mtime_ns == written
+    assert "loading model" not in progress.phases
+
+
+def test_rows_that_are_added_are_generated_and_the_others_kept(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
+) -> None:
+    config = config_of(tiny_model_dir, write_jsonl(prompts(9)))
+    run_job(config)
+    write_jsonl(list(reversed(prompts(12))))
+    report = run_job(config)
+    assert not report.already_finished
+    assert (report.stats["rows"], report.stats["rows_resumed"]) == (3, 9)
+    assert texts(read_jsonl(Path(report.output))) == texts(whole)[::-1]
+    assert (report.stats["job"]["rows"], report.stats["job"]["rows_ok"]) == (12, 12)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_job_keeps_what_is_done_and_goes_on_from_there(
+    signum: int, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "stats": str(tmp_path / "stats.json")}
+    config = config_of(tiny_model_dir, write_jsonl(prompts(12)), **options)
+    with pytest.raises(Interrupted) as error:
+        run_job(config, Recorder(4, killed(signum)))
+    assert error.value.exit_code == 128 + signum
+    assert not Path(str(config.output)).exists()
+    first = json.loads((tmp_path / "stats.json").read_text())
+    assert 4 <= first["rows"] < 12
+    report = run_job(config)
+    assert texts(read_jsonl(Path(report.output))) == texts(whole)
+    assert (report.stats["rows"], report.stats["rows_resumed"]) == (12 - first["rows"], first["rows"])
+    job = report.stats["job"]
+    assert (job["runs"], job["rows"]) == (2, 12)
+    assert job["prefill_tokens"] == first["prefill_tokens"] + report.stats["prefill_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("signum", "grace", "done"),
+    [(signal.SIGTERM, 60.0, 2), (signal.SIGHUP, 60.0, 2), (signal.SIGTERM, 0.0, 1), (signal.SIGINT, 60.0, 1)],
+)
+def test_running_rows_may_finish_within_the_grace_after_sigterm_and_not_after_sigint(
+    signum: int, grace: float, done: int, tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
+) -> None:
+    lengths = [2, 30, 30, 30]
+    source = write_jsonl([{**row, "max_tokens": n} for row, n in zip(prompts(4), lengths, strict=True)])
+    config = config_of(
+        tiny_model_dir,
+        source,
+        sampling=SamplingParams(ignore_eos=True),
+        prompts=PromptConfig(row_params=("max_tokens",)),
+        engine=EngineConfig(batch_size=2),
+        grace=grace,
+        stats=str(tmp_path / "stats.json"),
+    )
+    with pytest.raises(Interrupted):
+        run_job(config, Recorder(1, killed(signum)))
+    assert json.loads((tmp_path / "stats.json").read_text())["rows"] == done
+
+
+def test_an_interrupted_job_on_standard_output_writes_what_is_finished(
+    tiny_model_dir: Path, write_jsonl: Write, whole: Rows, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "output": "-", "window": 5}
+    with pytest.raises(Interrupted):
+        run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), **options), Recorder(8, killed(signal.SIGINT)))
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["id"] for row in rows[:5]] == [0, 1, 2, 3, 4]
+    assert 8 <= len(rows) < 10
+    assert {(row["id"], row["text"]) for row in rows} <= {(row["id"], row["text"]) for row in whole}
+    assert len({row["id"] for row in rows}) == len(rows)
+
+
+def test_a_signal_while_rows_are_planned_ends_the_job_before_the_model_is_loaded(
+    tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    source = write_jsonl([{"prompt": 5}, *prompts(3)])  # the first row fails while it is planned
+    progress = Recorder(1, killed(signal.SIGTERM))
+    with pytest.raises(Interrupted) as error:
+        run_job(config_of(tiny_model_dir, source), progress)
+    assert error.value.exit_code == 143
+    assert "loading model" not in progress.phases
+
+
+def test_failed_rows_are_told_and_the_others_go_on(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> None:
+    source = write_jsonl([{"prompt": "fine"}, "{not json", {"prompt": 7}, {"prompt": "x" * 600}])
+    report = run_job(config_of(tiny_model_dir, source))
+    rows = read_jsonl(Path(report.output))
+    assert report.exit_code == 3
+    assert [row["error"] and row["error"]["type"] for row in rows] == [
+        None, "invalid_row", "invalid_row", "prompt_too_long",
+    ]  # fmt: skip
+    assert (report.stats["rows_ok"], report.stats["rows_failed"]) == (1, 3)
+    assert len(report.failures) == 3
+    assert report.failures[0].startswith(f"{source}:2: invalid_row: ")
+    assert report.failures[2] == (
+        f"{source}:4: prompt_too_long: the prompt has 601 tokens, "
+        "and the model's context of 512 tokens must hold it and a completion"
+    )
+    again = run_job(config_of(tiny_model_dir, source))
+    assert (again.exit_code, again.already_finished) == (3, True)
+
+
+def test_a_row_that_cannot_fit_the_memory_fails_alone(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    source = write_jsonl([{"prompt": "x" * 400}, {"prompt": "short"}])
+    config = config_of(tiny_model_dir, source, engine=EngineConfig(kv_memory="100KiB"))
+    report = run_job(config)
+    rows = read_jsonl(Path(report.output))
+    assert report.exit_code == 3
+    assert [row["error"] and row["error"]["type"] for row in rows] == ["does_not_fit", None]
+
+
+def test_max_errors_ends_the_job_and_keeps_what_is_finished(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl([*prompts(3), {"prompt": 1}, {"prompt": 2}])
+    with pytest.raises(TooManyErrors, match=r"2 of 5 rows failed, more than --max-errors 1 allows"):
+        run_job(config_of(tiny_model_dir, source, max_errors="1", window=3))
+    report = run_job(config_of(tiny_model_dir, source, window=3))
+    assert (report.exit_code, report.stats["rows_resumed"], report.stats["rows_failed"]) == (3, 3, 2)
+
+
+def test_a_limit_takes_the_first_rows_and_can_be_raised_later(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
+) -> None:
+    source = write_jsonl(prompts(12))
+    report = run_job(config_of(tiny_model_dir, source, limit=5))
+    assert texts(read_jsonl(Path(report.output))) == texts(whole)[:5]
+    report = run_job(config_of(tiny_model_dir, source))
+    assert report.stats["rows_resumed"] == 5
+    assert texts(read_jsonl(Path(report.output))) == texts(whole)
+
+
+def test_an_empty_input_gives_an_empty_output_without_loading_a_model(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    progress = Recorder()
+    report = run_job(config_of(tiny_model_dir, write_jsonl([])), progress)
+    assert (report.exit_code, Path(report.output).read_text()) == (0, "")
+    assert "loading model" not in progress.phases
+
+
+def test_rows_before_a_break_of_the_input_are_generated_and_kept(tiny_model_dir: Path, tmp_path: Path) -> None:
+    import gzip
+
+    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in prompts(4000)).encode())
+    source = tmp_path / "cut.jsonl.gz"
+    source.write_bytes(whole[: len(whole) // 2])
+    config = config_of(
+        tiny_model_dir, source, output=str(tmp_path / "out.jsonl"), sampling=SamplingParams(max_tokens=1)
+    )
+    with pytest.raises(InputCorrupt) as error:
+        run_job(config)
+    assert error.value.exit_code == 1
+    assert str(error.value).startswith(f"{source} breaks off after line ")
+    source.write_bytes(whole)
+    report = run_job(config)
+    assert report.stats["rows_resumed"] > 500
+    assert report.stats["rows_resumed"] + report.stats["rows"] == 4000
+
+
+def test_other_settings_are_refused_in_words(
+    tiny_model_dir: Path, tiny_chat_model_dir: Path, write_jsonl: Write
+) -> None:
+    source = write_jsonl(prompts(2))
+    report = run_job(config_of(tiny_model_dir, source))
+    with pytest.raises(UsageError) as error:
+        run_job(config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=4, temperature=0.5)))
+    assert str(error.value) == (
+        f"{report.output} was made with other settings: temperature was 0, is 0.5; use --overwrite to start anew, or another -o"
+    )
+    with pytest.raises(UsageError, match=r"was made with other settings: model was .*; chat was false, is true"):
+        run_job(config_of(tiny_chat_model_dir, source))
+    again = run_job(config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=2), overwrite=True))
+    assert again.stats["rows"] == 2
+
+
+def test_two_runs_on_one_output_are_refused(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
+    seen: list[Exception] = []
+
+    def second() -> None:
+        with pytest.raises(OutputLocked) as error:
+            run_job(config)
+        seen.append(error.value)
+
+    assert run_job(config, Recorder(2, second)).exit_code == 0
+    assert len(seen) == 1
+    assert str(seen[0]).startswith(f"another run holds {config.output} (process {os.getpid()} on ")
+
+
+def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl([{"prompt": "hi"}])
+    report = run_job(config_of(tiny_chat_model_dir, source, prompts=PromptConfig(system="be brief")))
+    assert report.chat
+    # begin, <|system|>, be brief, <|end|>, <|user|>, hi, <|end|>, <|assistant|>
+    assert report.stats["prompt_tokens"] == 1 + 1 + 8 + 1 + 1 + 2 + 1 + 1
+
+
+def test_a_note_is_told_once(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    progress = Recorder()
+    source = write_jsonl([{"prompt": f"p{i}", "temperature": 0.5} for i in range(6)])
+    run_job(config_of(tiny_model_dir, source, window=2), progress)
+    assert progress.notes == [
+        "column 'temperature' is carried to the output and not used as sampling parameter; name it in --row-params to use it"
+    ]
+
+
+def test_the_report_is_what_is_in_the_job_folder(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    report: JobReport = run_job(config_of(tiny_model_dir, write_jsonl(prompts(2))))
+    assert json.loads(Path(f"{report.output}.job", "stats.json").read_text()) == report.stats

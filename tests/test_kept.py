@@ -1,0 +1,44 @@
+"""Prefixes known from earlier windows, for the figures."""
+
+import numpy as np
+import pytest
+
+from batchgen import kept
+from batchgen.kept import KeptPrefixes
+from batchgen.prefix import plan_prefixes
+
+
+def carried(prefixes: KeptPrefixes, *prompts: str) -> int:
+    tokens = [np.frombuffer(prompt.encode(), dtype=np.uint8).astype(np.int32) for prompt in prompts]
+    return prefixes.carried(plan_prefixes(tokens, 2), tokens)
+
+
+def test_a_prefix_is_known_from_any_earlier_window() -> None:
+    prefixes = KeptPrefixes()
+    assert carried(prefixes, "aaaa1", "aaaa2") == 0
+    assert carried(prefixes, "bbbb1", "bbbb2") == 0
+    assert carried(prefixes, "aaaa3", "bbx") == 4 + 2
+
+
+def test_what_one_row_alone_had_is_not_kept() -> None:
+    prefixes = KeptPrefixes()
+    carried(prefixes, "aaaa1", "bbbb1")
+    assert carried(prefixes, "aaaa2", "aaaa3") == 0
+
+
+def test_the_oldest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "IN_ALL", 2)
+    prefixes = KeptPrefixes()
+    carried(prefixes, "aaaa1", "aaaa2")
+    carried(prefixes, "bbbb1", "bbbb2")
+    carried(prefixes, "aaaa1", "aaaa2")
+    carried(prefixes, "cccc1", "cccc2")
+    assert carried(prefixes, "bbbb3") == 0
+    assert carried(prefixes, "aaaa3") == carried(prefixes, "cccc3") == 4
+
+
+def test_of_a_window_the_prefixes_that_save_the_most_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "OF_A_WINDOW", 1)
+    prefixes = KeptPrefixes()
+    carried(prefixes, "aaaa1", "aaaa2", "aaaa3", "bbbbbb1", "bbbbbb2")
+    assert carried(prefixes, "aaaa4", "bbbbbb4") == 4

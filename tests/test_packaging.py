@@ -1,0 +1,52 @@
+"""What is shipped, and the layers that the packages keep."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def build(what: str, folder: Path) -> Path:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", f"--{what}", "--outdir", str(folder), str(ROOT)],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_has_exactly_two_top_level_packages(tmp_path: Path) -> None:
+    with zipfile.ZipFile(build("wheel", tmp_path)) as archive:
+        names = archive.namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"batchgen", "batchgen_cli"}
+    assert {"batchgen/py.typed", "batchgen_cli/py.typed", "batchgen/engine/engine.py"} <= set(names)
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_the_source_distribution_has_the_tests_and_the_sample(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "Makefile", "tests/conftest.py", "cli/batchgen_cli/app.py"} <= names
+    assert not [name for name in names if name.startswith((".venv", ".git/", "build/")) or "__pycache__" in name]
+
+
+def test_modules_import_only_from_those_before_them(command_environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
+        cwd=ROOT,
+        env=command_environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

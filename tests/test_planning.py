@@ -1,0 +1,114 @@
+"""What a job would share and cost."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
+from batchgen.errors import UsageError
+from batchgen.planning import kv_bytes_per_token
+
+ROOT = "All rows begin with this text, which is more than a chunk. "
+GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
+Write = Callable[..., Path]
+
+
+def rows() -> list[dict[str, Any]]:
+    return [{"prompt": f"{ROOT}{GROUPS[i % 2]}{i}"} for i in range(8)]
+
+
+def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
+    options.setdefault("sampling", SamplingParams(max_tokens=10))
+    return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options)
+
+
+def test_a_plan_names_the_tree_and_what_sharing_saves(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
+    root = 1 + len(ROOT) + len("The ")
+    rest = [len(group) - len("The ") for group in GROUPS]
+    assert (plan.rows, plan.rows_failed, plan.windows, plan.chat) == (8, 0, 1, False)
+    assert plan.figures.prompt_tokens == 8 * (root + 1) + 4 * sum(rest)
+    assert plan.figures.prefill_tokens_min == root + sum(rest) + 8
+    assert [(line.level, line.tokens, line.rows) for line in plan.tree] == [
+        (0, root, 8),
+        (1, rest[0], 4),
+        (1, rest[1], 4),
+    ]
+    assert [line.saved_tokens for line in plan.tree] == [7 * root, 3 * rest[0], 3 * rest[1]]
+    assert plan.tree[1].text == "first group goes on like this. "
+    assert sorted(line.rows for line in plan.groups) == [4, 4]
+    assert plan.figures.kv_bytes_shared < plan.figures.kv_bytes_unshared / 2
+
+
+def test_a_plan_foretells_the_prefill_of_the_run(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    for window in (None, 3):
+        config = config_of(tiny_model_dir, write_jsonl(rows()), window=window, output=None, overwrite=True)
+        assert plan_job(config).figures.prefill_tokens_min == run_job(config).stats["prefill_tokens"]
+
+
+def test_a_plan_touches_no_output_and_loads_no_weights(
+    tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
+) -> None:
+    model = tmp_path / "without-weights"
+    model.mkdir()
+    for path in tiny_model_dir.iterdir():
+        if path.suffix != ".safetensors":
+            (model / path.name).write_bytes(path.read_bytes())
+    source = write_jsonl(rows())
+    before = sorted(tmp_path.rglob("*"))
+    assert plan_job(config_of(model, source)).rows == 8
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_rows_that_cannot_be_run_are_counted(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl([*rows(), "junk", {"prompt": "x" * 600}])))
+    assert (plan.rows, plan.rows_failed) == (10, 2)
+
+
+def test_an_empty_input_has_an_empty_plan(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl([])))
+    assert (plan.rows, plan.figures.prompt_tokens, plan.tree, plan.groups) == (0, 0, (), ())
+
+
+def test_a_column_that_is_not_there_is_wrong_use(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    with pytest.raises(UsageError, match="no row has a column 'prompt'"):
+        plan_job(config_of(tiny_model_dir, write_jsonl([{"text": "x"}])))
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "expected"),
+    [
+        (
+            {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64},
+            "float32",
+            2 * 2 * 16 * 2 * 4,
+        ),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, "bfloat16", 2 * 4 * 16 * 2 * 2),
+        (
+            {
+                "num_hidden_layers": 3,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 1,
+                "head_dim": 256,
+                "hidden_size": 64,
+            },
+            "float16",
+            3 * 256 * 2 * 2,
+        ),
+        ({"num_hidden_layers": 3}, "float32", 0),
+    ],
+)
+def test_kv_bytes_per_token_come_from_the_configuration(config: dict[str, int], dtype: str, expected: int) -> None:
+    assert kv_bytes_per_token(SimpleNamespace(**config), dtype) == expected
+    assert kv_bytes_per_token(SimpleNamespace(text_config=SimpleNamespace(**config)), dtype) == expected
+
+
+def test_kv_bytes_per_token_are_those_of_the_engine(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    from batchgen import LLM
+
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
+    sizes = LLM(str(tiny_model_dir)).engine.sizes
+    assert (plan.bytes_per_token, plan.page_size) == (sizes.bytes_per_token, sizes.page_size)

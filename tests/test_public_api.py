@@ -1,0 +1,43 @@
+"""The names that `import batchgen` offers."""
+
+import subprocess
+import sys
+
+import pytest
+
+import batchgen
+
+
+def test_all_names_are_exported_and_no_others() -> None:
+    assert sorted(batchgen.__all__) == sorted(batchgen._HOMES)
+    for name in batchgen.__all__:
+        assert getattr(batchgen, name).__name__ == name
+    assert set(batchgen.__all__) <= set(dir(batchgen))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'batchgen' has no attribute 'generate'"):
+        batchgen.generate  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import batchgen",
+        "from batchgen import JobConfig, ModelConfig, PromptConfig, EngineConfig, SamplingParams, Result, BatchgenError",
+        "from batchgen import run_job, plan_job, JobReport, PlanReport, Progress",
+    ],
+)
+def test_importing_it_imports_neither_torch_nor_transformers(
+    statement: str, command_environment: dict[str, str]
+) -> None:
+    check = "import sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statement}; {check}"],
+        env=command_environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == "[]\n"

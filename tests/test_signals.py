@@ -1,0 +1,105 @@
+"""What signals ask of a job."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from batchgen.errors import Interrupted
+from batchgen.signals import Signals
+
+
+def send(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+    time.sleep(0)  # let Python run the handler
+
+
+def test_without_a_signal_the_job_goes_on() -> None:
+    with Signals(grace=5) as signals:
+        assert signals.stop() is None
+        signals.check()
+
+
+def test_sigint_stops_at_the_next_step() -> None:
+    with Signals(grace=5) as signals:
+        send(signal.SIGINT)
+        assert signals.stop() == "now"
+        with pytest.raises(Interrupted) as error:
+            signals.check()
+    assert error.value.exit_code == 130
+    assert str(error.value) == "interrupted by SIGINT; run the same command again to go on"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_sigterm_and_sighup_drain_for_the_grace_and_then_stop(signum: int, code: int) -> None:
+    with Signals(grace=0.05) as signals:
+        send(signum)
+        assert signals.stop() == "drain"
+        time.sleep(0.06)
+        assert signals.stop() == "now"
+        with pytest.raises(Interrupted) as error:
+            signals.check()
+    assert error.value.exit_code == code
+
+
+def test_a_second_signal_stops_at_once_with_the_code_of_the_first() -> None:
+    with Signals(grace=60) as signals:
+        send(signal.SIGTERM)
+        assert signals.stop() == "drain"
+        with pytest.raises(Interrupted) as error:
+            send(signal.SIGINT)
+    assert error.value.exit_code == 143
+
+
+def test_a_signal_ignored_from_the_start_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals(grace=5) as signals:
+            send(signal.SIGHUP)
+            assert signals.stop() is None
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with Signals(grace=5):
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_what_has_nothing_to_lose_ends_at_the_first_signal_even_while_it_waits() -> None:
+    reader, writer = os.pipe()
+    timer = threading.Timer(0.05, send, [signal.SIGTERM])
+    with Signals(grace=60) as signals:
+        timer.start()
+        with pytest.raises(Interrupted) as error, signals.interruptible():
+            os.read(reader, 1)  # nothing ever comes
+    os.close(reader)
+    os.close(writer)
+    assert error.value.exit_code == 143
+
+
+def test_a_library_that_turns_the_interruption_into_its_own_error_does_not_hide_it() -> None:
+    with Signals(grace=60) as signals, pytest.raises(Interrupted), signals.interruptible():
+        try:
+            send(signal.SIGINT)
+        except Interrupted as e:
+            raise ValueError("cannot load") from e
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    seen = []
+
+    def work() -> None:
+        with Signals(grace=5) as signals:
+            seen.append((signals.stop(), signal.getsignal(signal.SIGTERM)))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]

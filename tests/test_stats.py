@@ -1,0 +1,135 @@
+"""Figures: exact values of a small run, and sums over a job's runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batchgen.errors import OutputError, UsageError
+from batchgen.stats import (
+    EngineStats,
+    RunFigures,
+    Setting,
+    check_stats_file,
+    figures,
+    memory_bytes_peak,
+    version_of,
+    write_stats,
+)
+
+NAMES = [
+    "schema", "rows", "rows_ok", "rows_failed", "rows_resumed", "prompt_tokens", "prefill_tokens", "prefill_tokens_min",
+    "recomputed_tokens", "scored_tokens", "prefill_efficiency", "shared_fraction", "completion_tokens",
+    "completion_tokens_per_s", "total_tokens_per_s", "rows_per_s", "seconds", "steps", "mean_decode_batch",
+    "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "memory_bytes_peak", "groups",
+    "prefix_nodes", "model", "dtype", "device", "attention", "versions", "job",
+]  # fmt: skip
+SETTING = Setting(model="m", dtype="float32", device="cpu", attention="cascade")
+
+
+def run_of(rows: int, failed: int = 0) -> RunFigures:
+    run = RunFigures(prefill_tokens_min=40, groups=2, prefix_nodes=3)
+    for _ in range(rows):
+        run.count(failed=False, prompt_tokens=20, completion_tokens=5)
+    for _ in range(failed):
+        run.count(failed=True, prompt_tokens=1000, completion_tokens=0)
+    run.seconds["generate"] = 2.0
+    return run
+
+
+def engine_of(completion_tokens: int = 50) -> EngineStats:
+    return EngineStats(
+        prefill_tokens=50,
+        recomputed_tokens=4,
+        completion_tokens=completion_tokens,
+        steps=10,
+        decode_sequences=45,
+        attention_parts=25,
+        preemptions=1,
+        kv_bytes_peak=1000,
+        kv_bytes_unshared=3000,
+        forward_seconds=1.5,
+    )
+
+
+def test_figures_have_the_documented_names_in_the_documented_order() -> None:
+    assert list(figures(run_of(10), engine_of(), SETTING)) == NAMES
+
+
+def test_figures_of_a_run_are_exact() -> None:
+    stats = figures(run_of(10, failed=2), engine_of(), SETTING)
+    assert stats["schema"] == "batchgen.stats/1"
+    assert (stats["rows"], stats["rows_ok"], stats["rows_failed"], stats["rows_resumed"]) == (12, 10, 2, 0)
+    assert stats["prompt_tokens"] == 200  # those of failed rows were never run
+    assert stats["prefill_efficiency"] == 0.8
+    assert stats["shared_fraction"] == 0.75
+    assert stats["completion_tokens_per_s"] == 25.0
+    assert stats["total_tokens_per_s"] == 125.0
+    assert stats["rows_per_s"] == 6.0
+    assert stats["mean_decode_batch"] == 4.5
+    assert stats["attention_parts_per_step"] == 2.5
+    assert stats["seconds"]["forward"] == 1.5
+    assert (stats["groups"], stats["prefix_nodes"], stats["kv_bytes_unshared"]) == (2, 3, 3000)
+    assert stats["memory_bytes_peak"] > 10_000_000
+
+
+def test_a_run_that_did_nothing_has_figures_without_a_division_by_zero() -> None:
+    stats = figures(RunFigures(), EngineStats(), SETTING)
+    assert stats["prefill_efficiency"] == 1.0
+    assert stats["shared_fraction"] == 0.0
+    assert stats["completion_tokens_per_s"] == stats["mean_decode_batch"] == 0.0
+
+
+def test_the_least_prefill_is_never_more_than_what_was_run() -> None:
+    run = run_of(10)
+    run.prefill_tokens_min = 5000  # planned, and stopped before most of it ran
+    stats = figures(run, engine_of(), SETTING)
+    assert (stats["prefill_tokens_min"], stats["prefill_efficiency"]) == (50, 1.0)
+
+
+def test_job_holds_the_sums_over_all_runs() -> None:
+    first = figures(run_of(4, failed=1), engine_of(20), SETTING)
+    second_run = run_of(6)
+    for _ in range(4):
+        second_run.count_resumed(failed=False, prompt_tokens=20, completion_tokens=5)
+    second_run.count_resumed(failed=True, prompt_tokens=0, completion_tokens=0)
+    second = figures(second_run, engine_of(30), SETTING, earlier=first)
+    assert (second["rows"], second["rows_resumed"]) == (6, 5)
+    job = second["job"]
+    assert (job["runs"], job["rows"], job["rows_ok"], job["rows_failed"]) == (2, 11, 10, 1)
+    assert (job["prompt_tokens"], job["completion_tokens"]) == (200, 50)
+    assert (job["prefill_tokens"], job["steps"], job["preemptions"]) == (100, 20, 2)
+    assert job["seconds"]["generate"] == 4.0
+    assert job["kv_bytes_peak"] == 1000
+
+
+def test_memory_peak_is_that_of_this_process_in_bytes() -> None:
+    before = memory_bytes_peak()
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    assert memory_bytes_peak() > min(before, 64 << 20)
+    assert before < 64 << 30
+
+
+def test_figures_are_written_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "stats.json"
+    write_stats(str(path), {"rows": 3})
+    assert json.loads(path.read_text()) == {"rows": 3}
+    write_stats(None, {"rows": 3})
+
+
+def test_a_stats_file_in_no_folder_is_wrong_use(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "stats.json"
+    with pytest.raises(UsageError) as error:
+        check_stats_file(str(path))
+    assert str(error.value) == f"--stats {path} cannot be written; name a file in a folder that exists"
+    with pytest.raises(OutputError, match="cannot be written: No such file or directory"):
+        write_stats(str(path), {})
+    check_stats_file(str(tmp_path / "stats.json"))
+    check_stats_file("stats.json")
+    check_stats_file(None)
+
+
+def test_a_package_that_is_not_there_has_no_version() -> None:
+    assert version_of("no-such-package-anywhere") == "not installed"
+    assert version_of("pytest") == pytest.__version__
