@@ -2,7 +2,7 @@
 
 Storage is in whole pages, compute exact to the token. A span's block table begins with its parent's full pages, shared;
 the page with the parent's last tokens is either written on by one child (a claim) or copied into each child's first own
-page. Nodes that nothing descends from any more stay while memory lasts, least recently used first to go.
+page. Nodes that nothing descends from any more stay for the next windows while memory lasts, least recently used first to go.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from batchgen.engine.pages import PagePool
 from batchgen.engine.spans import Branch, Place, Sequence, Span
 from batchgen.prefix import PrefixNode, PrefixPlan, resident_lengths
 from batchgen.request import Request, TokenArray
+
+
+UNUSED_WINDOWS = 2
+"""An idle node goes after so many windows that did not use it, so that memory does not grow with the file."""
 
 
 class Memory:
@@ -44,9 +48,13 @@ class Memory:
         again, for its logits.
         """
         self._sources.clear()
-        branches = list(self.idle)
-        if not branches or not requests:
+        if not requests:
             return
+        for branch in list(self.idle):
+            branch.unused_windows += 1
+            if branch.unused_windows > UNUSED_WINDOWS:
+                self.evict(branch)
+        branches = list(self.idle)
         prompts: list[TokenArray] = [requests[0].tokens] * len(requests)
         for i, request in enumerate(requests):
             prompts[int(plan.order[i])] = request.tokens
@@ -61,6 +69,7 @@ class Memory:
                 parent = node.parent
             if found:
                 self.idle[branch] = self.idle.pop(branch)
+                branch.unused_windows = 0
 
     def _offer(self, item: int, branch: Branch, length: int, start: int) -> bool:
         if length <= start:
@@ -116,6 +125,7 @@ class Memory:
     def retire(self, branch: Branch) -> None:
         """Nothing descends from the node any more: it stays while memory lasts."""
         branch.logits = None
+        branch.unused_windows = 0
         self.idle[branch] = None
 
     def evict(self, branch: Branch) -> None:

@@ -1,4 +1,4 @@
-"""What one output row holds (CONTRACT, "A result"), and which file it goes to."""
+"""What one output row holds (README, "A result"), and which file it goes to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from batchgen.engine.memory import Memory
+from batchgen.engine.memory import UNUSED_WINDOWS, Memory
 from batchgen.engine.pages import PagePool
 from batchgen.engine.spans import AFTER_NODES, Branch, Sequence
 from batchgen.prefix import PrefixNode, plan_prefixes
@@ -326,3 +326,15 @@ def test_a_longer_node_is_kept_beside_a_shorter_one_that_takes_part_of_it_over(m
     branch = memory.open_branch(plan.nodes[0], ordered[0].tokens, None, (0, 0), 0)
     memory.retire(branch)
     assert list(memory.idle) == [kept, branch]
+
+
+def test_a_node_that_windows_have_no_use_for_goes(sim):
+    """Else memory would grow with the file, as far as the pool goes."""
+    s = sim.Simulation(page_size=2)
+    for first in range(0, 100, 10):
+        s.load([[first, *range(5), 50], [first, *range(5), 60]], [1, 1])
+        s.finish()
+    assert len(s.memory.idle) == 1 + UNUSED_WINDOWS
+    s.load([[90, *range(5), 70]], [1])
+    s.finish()
+    assert s.prefilled == 10 * (6 + 2) + 1

@@ -1,0 +1,84 @@
+"""Whether batchgen and transformers write the same tokens: rows that differ, and how near the two tokens were where they part.
+
+    python -m benchmarks.agreement --rows 16
+
+Greedy decoding in float32 may part at a near tie (float noise between batch shapes decides it); what follows is then another
+text. So the model is run over the common beginning alone, and the gap between the two tokens' logits is shown beside the spread of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.compare import ENGINES, Case, call
+from benchmarks.machine import cores
+from benchmarks.models import DTYPES, SHAPES, model_folder
+from benchmarks.workloads import WORKLOADS, workload_file
+
+NEAR_TIE = 1e-3
+"""In standard deviations of the logits: float32 noise between batch shapes is well below it, a wrong computation well above.
+bfloat16 cannot tell them apart so: there the gaps are only shown."""
+
+
+def ids_of(engine: str, case: Case, threads: int) -> list[list[int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "ids.jsonl"
+        call(engine, case, ["--ids-out", str(file)], threads=threads, timeout=None)
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def gap(case: Case, prompt: str, ours: list[int], theirs: list[int]) -> tuple[int, float]:
+    """Where two completions part, and the difference of the two tokens' logits there, in standard deviations of the logits."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(case.folder)
+    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype="auto").eval()
+    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    with torch.inference_mode():
+        logits = (
+            model(torch.tensor([tokenizer(prompt)["input_ids"] + ours[:at]]), logits_to_keep=1).logits[0, -1].float()
+        )
+    return at, float((logits[ours[at]] - logits[theirs[at]]).abs() / logits.std())
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.agreement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--rows", type=int, default=16, help="the first of each workload (%(default)s)")
+    p.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
+    p.add_argument("--model", choices=list(SHAPES), default="30m")
+    p.add_argument("--dtype", choices=DTYPES, default="float32")
+    p.add_argument("--engine", choices=ENGINES[1:], default=ENGINES[1], help="to compare with (%(default)s)")
+    p.add_argument("--threads", type=int)
+    p.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "batchgen-benchmarks"))
+    args = p.parse_args()
+    disable_progress_bar()
+    work, threads, unexplained = Path(args.work), args.threads or cores(), 0
+    folder = model_folder(work, args.model, args.dtype)
+    for workload in args.workloads:
+        file, _ = workload_file(work, workload, folder, args.rows)
+        case = Case(args.model, args.dtype, workload, folder, file)
+        prompts = [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()]
+        ours, theirs = (ids_of(engine, case, threads) for engine in ("batchgen", args.engine))
+        different = [row for row in range(len(prompts)) if ours[row] != theirs[row]]
+        print(f"{case}: {len(different)} of {len(prompts)} rows differ from {args.engine}", flush=True)
+        for row in different:
+            at, size = gap(case, prompts[row], ours[row], theirs[row])
+            verdict = ""
+            if args.dtype == "float32":
+                unexplained += size >= NEAR_TIE
+                verdict = f" ({'a near tie' if size < NEAR_TIE else 'NOT a near tie'})"
+            print(f"  row {row}, token {at}: {size:.2g} standard deviations apart{verdict}")
+    if unexplained:
+        raise SystemExit(f"{unexplained} rows differ at more than a near tie")
+
+
+if __name__ == "__main__":
+    main()

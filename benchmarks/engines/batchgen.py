@@ -1,0 +1,59 @@
+"""batchgen as its users run it: a job from a JSONL file to a JSONL file. Reading, tokenizing, planning, writing are in its time."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+from benchmarks.engines.common import check_and_write_ids, parser, read_work, report
+
+FIGURES = ("prompt_tokens", "prefill_tokens", "prefill_tokens_min", "shared_fraction", "steps", "mean_decode_batch",
+           "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "completion_tokens_per_s",
+           "seconds")  # fmt: skip
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--no-share", action="store_true", help="run every prompt whole")
+    a = p.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output.jsonl"
+        config = JobConfig(
+            inputs=(a.input,),
+            output=str(output),
+            model=ModelConfig(model=a.model, device="cpu"),
+            prompts=PromptConfig(chat=False),
+            sampling=SamplingParams(ignore_eos=True),
+            engine=EngineConfig(share=not a.no_share),
+            token_ids=a.ids_out is not None,
+        )
+        start = time.perf_counter()
+        stats = run_job(config).stats
+        whole = time.perf_counter() - start
+        work = read_work(a.input)
+        rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    failed = [row["error"] for row in rows if row["error"]]
+    if failed:
+        raise SystemExit(f"{len(failed)} rows failed, the first with {failed[0]}")
+    made = [row["usage"]["completion_tokens"] for row in rows]
+    if made != work.max_tokens:
+        raise SystemExit("some rows have another number of tokens than asked for")
+    if a.ids_out:
+        check_and_write_ids(a.ids_out, [row["token_ids"] for row in rows], work)
+    load = stats["seconds"]["load"]
+    report(
+        "batchgen",
+        wall_s=whole - load,
+        load_s=load,
+        completion_tokens=stats["completion_tokens"],
+        rows=len(rows),
+        generate_s=stats["seconds"]["generate"],
+        **{name: stats[name] for name in FIGURES},
+    )
+
+
+if __name__ == "__main__":
+    main()

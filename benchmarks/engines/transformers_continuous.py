@@ -1,0 +1,87 @@
+"""transformers continuous batching with block sharing, as `generate_batch` sets it up; greedy, no end token.
+
+Prompts are added sorted, as `generate_batch` adds them, so that those that share blocks follow each other; here each row has its
+own number of tokens, which `generate_batch` cannot say. Needs psutil on a CPU: the pool is sized by it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from benchmarks.engines.common import Work, check_and_write_ids, parser, read_work, report
+from benchmarks.machine import memory_bytes
+
+MEMORY_SHARE = 0.3
+"""Of the machine's memory: a pool for all rows at once, unless that is more."""
+
+
+def blocks(model: Any, ids: list[list[int]], work: Work, page_size: int) -> int | None:
+    """What all rows would hold at once without sharing: more is of no use. None (its own choice) where that is too much."""
+    c = model.config
+    needed = sum(
+        math.ceil((len(prompt) + more) / page_size) + 1 for prompt, more in zip(ids, work.max_tokens, strict=True)
+    )
+    number = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * page_size * needed
+    return needed if number * model.dtype.itemsize < MEMORY_SHARE * memory_bytes() else None
+
+
+def main() -> None:
+    p = parser((__doc__ or "").splitlines()[0])
+    p.add_argument("--max-batch-tokens", type=int, default=2048, help="most tokens in one forward")
+    a = p.parse_args()
+    work = read_work(a.input)
+    start = time.perf_counter()
+    tokenizer = AutoTokenizer.from_pretrained(a.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(a.model, dtype="auto", attn_implementation="sdpa").eval()
+    load = time.perf_counter() - start
+
+    start = time.perf_counter()
+    ids = [list(x) for x in tokenizer(work.prompts)["input_ids"]]
+    tokenizing = time.perf_counter() - start
+    generation = GenerationConfig(
+        max_new_tokens=max(work.max_tokens), do_sample=False, eos_token_id=-1, pad_token_id=tokenizer.pad_token_id
+    )
+    config = ContinuousBatchingConfig(max_batch_tokens=a.max_batch_tokens, allow_block_sharing=True)
+    config.num_blocks = blocks(model, ids, work, config.page_size)
+    start = time.perf_counter()
+    rows: dict[str, int] = {}
+    done: dict[int, list[int]] = {}
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=config
+    ) as manager:
+        # The pool is part of the load, as batchgen's is: left to its default size it alone takes many seconds to make.
+        load += time.perf_counter() - start
+        start = time.perf_counter()
+        for row in sorted(range(len(ids)), key=lambda row: ids[row], reverse=True):
+            rows[manager.add_request(input_ids=ids[row], max_new_tokens=work.max_tokens[row])] = row
+        while len(done) < len(ids):
+            output = manager.get_result(timeout=1)
+            if output is None:
+                if not manager.is_running():
+                    raise SystemExit("the generation thread ended before all rows were done")
+                continue
+            if output.is_finished():
+                if output.error:
+                    raise SystemExit(f"row {rows[output.request_id]}: {output.error}")
+                done[rows[output.request_id]] = output.generated_tokens
+        last_token = time.perf_counter()
+    check_and_write_ids(a.ids_out, [done[row] for row in range(len(ids))], work)
+    report(
+        "transformers-continuous",
+        wall_s=tokenizing + last_token - start,
+        load_s=load,
+        completion_tokens=work.completion_tokens,
+        rows=len(ids),
+        max_batch_tokens=a.max_batch_tokens,
+        page_size=config.page_size,
+        num_blocks=config.num_blocks,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Random-weight Llamas with a real byte-level BPE tokenizer, made once per work folder. Nothing is downloaded.
+
+The tokenizer is trained on the text of Python's own standard library. Weights are drawn wide enough that greedy decoding
+differs from prompt to prompt; speed does not depend on them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 8192
+CONTEXT = 16_384
+DTYPES = ("float32", "bfloat16")
+WEIGHT_STD = 0.04
+
+SHAPES: dict[str, dict[str, int]] = {
+    "30m": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1408,
+    },
+    "0.3b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2816,
+    },
+}
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
+"""For what is not about the model: host memory, say."""
+
+
+def train_tokenizer(vocabulary: int = VOCABULARY, files: int = 400) -> Any:
+    """A byte-level BPE tokenizer without a chat template, so that prompts are taken as raw text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    sources = sorted(
+        path for path in library.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<pad>", "<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train([str(path) for path in sources[:files]], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    tokenizer.model_max_length = CONTEXT
+    return tokenizer
+
+
+def save_model(folder: Path, shape: dict[str, int], tokenizer: Any, dtype: str) -> None:
+    """Writes a Llama of this shape; the same weights each time, rounded to `dtype`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=CONTEXT,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        **shape,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=WEIGHT_STD)
+    # Written beside its place and renamed, so that a run that was stopped leaves no half of a model.
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.to(getattr(torch, dtype)).save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)
+
+
+def model_folder(work: Path, name: str, dtype: str) -> Path:
+    """The model's folder under `work`; made if it is not there."""
+    folder = work / "models" / f"{name}-{dtype}"
+    if not (folder / "config.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save_model(folder, SHAPES[name], _tokenizer(work), dtype)
+    return folder
+
+
+def tiny_model_folder(work: Path) -> Path:
+    folder = work / "models" / "tiny-float32"
+    if not (folder / "config.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save_model(folder, TINY, train_tokenizer(1024, files=40), "float32")
+    return folder
+
+
+def _tokenizer(work: Path) -> Any:
+    """The same tokenizer for every model of a work folder, so that they all run the same workloads."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = work / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        train_tokenizer().save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def parameters(folder: Path) -> int:
+    """Parameters of the checkpoint, from the header of its weights."""
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                size = 1
+                for length in entry["shape"]:
+                    size *= length
+                count += size
+    return count

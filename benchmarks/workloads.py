@@ -1,0 +1,96 @@
+"""Rows to generate for: raw prompts whose token counts are exact, in random order, the same for every engine.
+
+A row is `{id, prompt, sampling_params: {max_tokens}}`. Text is made of words that are single tokens of the tokenizer, each with
+its space before it, so that a text of n words has n tokens wherever it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SEED = 7
+Text = Callable[[int], str]
+Prompt = tuple[str, int]
+"""A prompt and the tokens to generate for it."""
+
+
+def shared_prefix(text: Text, rnd: random.Random) -> list[Prompt]:
+    """One prefix of 1,024 tokens, 256 rows, 16–64 tokens of their own, 64 out."""
+    prefix = text(1024)
+    return [(prefix + text(rnd.randint(16, 64)), 64) for _ in range(256)]
+
+
+def nested_groups(text: Text, rnd: random.Random) -> list[Prompt]:
+    """A root of 128 tokens, 16 groups of 512, 16 rows each, 8–96 tokens of their own, 8–128 out."""
+    root = text(128)
+    groups = [root + text(512) for _ in range(16)]
+    return [(group + text(rnd.randint(8, 96)), rnd.randint(8, 128)) for group in groups for _ in range(16)]
+
+
+def few_shot(text: Text, rnd: random.Random) -> list[Prompt]:
+    """Few-shot labelling: one prefix of 2,048 tokens, 512 rows of 32 tokens, 4 out."""
+    prefix = text(2048)
+    return [(prefix + text(32), 4) for _ in range(512)]
+
+
+def nothing_shared(text: Text, rnd: random.Random) -> list[Prompt]:
+    """128 rows of 32–512 tokens, 32 out."""
+    return [(text(rnd.randint(32, 512)), 32) for _ in range(128)]
+
+
+def long_prefix(text: Text, rnd: random.Random) -> list[Prompt]:
+    """One prefix of 8,192 tokens, 64 rows, 16–64 tokens of their own, 32 out."""
+    prefix = text(8192)
+    return [(prefix + text(rnd.randint(16, 64)), 32) for _ in range(64)]
+
+
+WORKLOADS: dict[str, Callable[[Text, random.Random], list[Prompt]]] = {
+    workload.__name__.replace("_", "-"): workload
+    for workload in (shared_prefix, nested_groups, few_shot, nothing_shared, long_prefix)
+}
+
+
+def single_token_words(tokenizer: Any) -> list[str]:
+    words = (tokenizer.decode([i]) for i in range(300, len(tokenizer)))
+    return [w for w in words if w.startswith(" ") and w[1:].isascii() and w[1:].isalpha() and len(w) > 2]
+
+
+def make_rows(name: str, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    rnd = random.Random(f"{SEED} {name}")
+    words = single_token_words(tokenizer)
+
+    def text(count: int) -> str:
+        return "".join(rnd.choices(words, k=count))
+
+    prompts = WORKLOADS[name](text, rnd)
+    rnd.shuffle(prompts)
+    for number, (prompt, max_tokens) in enumerate(prompts):
+        yield {"id": f"{name}-{number}", "prompt": prompt, "sampling_params": {"max_tokens": max_tokens}}
+
+
+def workload_file(work: Path, name: str, model: Path, limit: int | None = None) -> tuple[Path, dict[str, Any]]:
+    """The workload's JSONL under `work`, its first `limit` rows or all, and its figures; the file is made if it is not there."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = list(make_rows(name, tokenizer))[:limit]
+    path = work / "workloads" / f"{name}{f'-{limit}' if limit else ''}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lengths = [len(ids) for ids in tokenizer([row["prompt"] for row in rows])["input_ids"]]
+    expected = [row["prompt"].count(" ") for row in rows]
+    if lengths != expected:
+        raise RuntimeError(
+            f"{name}: prompts are not one token a word; the token counts of this workload are not what it says"
+        )
+    return path, {
+        "description": " ".join((WORKLOADS[name].__doc__ or "").split()),
+        "rows": len(rows),
+        "prompt_tokens": sum(lengths),
+        "longest_prompt": max(lengths),
+        "completion_tokens": sum(row["sampling_params"]["max_tokens"] for row in rows),
+    }
