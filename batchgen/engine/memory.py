@@ -14,7 +14,6 @@ from batchgen.engine.spans import Branch, Place, Sequence, Span
 from batchgen.prefix import PrefixNode, PrefixPlan, resident_lengths
 from batchgen.request import Request, TokenArray
 
-
 UNUSED_WINDOWS = 2
 """An idle node goes after so many windows that did not use it, so that memory does not grow with the file."""
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
 
 from batchgen.engine.memory import Memory
-from batchgen.engine.spans import Branch, Place, Sequence, Span, State, Stops
+from batchgen.engine.spans import Branch, Sequence, Span, State, Stops
 from batchgen.engine.window import Cursor, Window
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Request
@@ -73,8 +72,6 @@ class Scheduler:
         self.peak_held_tokens = 0
         self._stops = stops
         self._slots = list(range(limits.batch_size))
-        self._heap: list[tuple[Place, int, Cursor]] = []
-        self._tick = count()
         self._window = Window.of([], plan_prefixes([], 1))
 
     # -- a window comes and goes
@@ -86,13 +83,12 @@ class Scheduler:
         """
         assert not self.running and not self._window.left, "the window before is not done"
         self._window = w = Window.of(requests, plan)
-        self._heap.clear()
         self.memory.match(requests, plan, w.ends_at)
         for i in unfit:
             w.failed.add(i)
             self._leave(i)
         if requests:
-            self._push(w.cursors[-1])
+            self._window.push(w.cursors[-1])
 
     @property
     def unfinished(self) -> int:
@@ -113,7 +109,7 @@ class Scheduler:
             else:
                 self.memory.evict(branch)
         self.prefilling.clear()
-        self._heap.clear()
+        self._window.heap.clear()
         self._window = Window.of([], plan_prefixes([], 1))
 
     # -- a step
@@ -191,7 +187,7 @@ class Scheduler:
         self._stop_running(seq, State.PREEMPTED)
         i = seq.place[0]
         self._window.returning[i] = seq
-        self._push(Cursor(seq.parent.node.index if seq.parent else -1, [~i]))
+        self._window.push(Cursor(seq.parent.node.index if seq.parent else -1, [~i]))
 
     def _stop_running(self, seq: Sequence, state: State) -> None:
         self.prefilling.pop(seq, None)
@@ -240,23 +236,23 @@ class Scheduler:
 
     def _admit(self, works: list[Work], started: list[Sequence], budget: int) -> None:
         w = self._window
-        while self._heap:
-            cursor = self._heap[0][2]
+        while w.heap:
+            cursor = w.top
             item = cursor.items[cursor.next]
-            if (item < 0 and ~item in w.failed) or (item >= 0 and (w.unfinished[item] == 0 or self._is_resident(item))):
-                self._advance(cursor)
+            if (item < 0 and ~item in w.failed) or (item >= 0 and (w.unfinished[item] == 0 or w.is_resident(item))):
+                w.advance(cursor)
                 continue
             parent = w.branches[cursor.node] if cursor.node >= 0 else None
             if cursor.node >= 0 and (parent is None or not parent.complete):
-                self._pop(cursor)
-                self._wait(cursor)
+                w.pop(cursor)
+                w.wait(cursor)
                 continue
             if budget <= 0 and not (item < 0 and self._draws_at_node(~item, parent)):
                 return  # it would only hold pages
             span = self._start_node(item, parent) if item >= 0 else self._start_request(~item, parent)
             if span is None:
                 return
-            self._advance(cursor)
+            w.advance(cursor)
             if isinstance(span, Sequence):
                 started.append(span)
             elif span.complete:
@@ -273,9 +269,10 @@ class Scheduler:
 
     def _clear(self, path: bool) -> None:
         """Gives up all resident nodes but the parent of what comes next and, with `path`, those above it."""
-        parent = self._window.branches[self._heap[0][2].node] if self._heap[0][2].node >= 0 else None
+        w = self._window
+        parent = w.branches[w.top.node] if w.top.node >= 0 else None
         kept = {parent, *(parent.path if parent and path else ())}
-        self.memory.evict_all(b for b in self._window.branches if b is not None and b not in kept)
+        self.memory.evict_all(b for b in w.branches if b is not None and b not in kept)
 
     def _start_node(self, n: int, parent: Branch | None) -> Branch | None:
         w = self._window
@@ -317,7 +314,7 @@ class Scheduler:
         waiting = [*w.waiters.pop(n, ()), w.cursors[n]]
         for cursor in waiting:
             if cursor.next < len(cursor.items):
-                self._push(cursor)
+                w.push(cursor)
         if w.unfinished[n] == 0:
             self.memory.retire(branch)
             w.branches[n] = None
@@ -330,46 +327,4 @@ class Scheduler:
         w.branches[n] = None
         waiting = [c for c in (*w.waiters.get(n, ()), w.cursors[n]) if c.next < len(c.items)]
         if waiting:
-            self._restart(n, min(self._place(c)[0] for c in waiting))
-
-    # -- the heap of cursors
-
-    def _push(self, cursor: Cursor) -> None:
-        if not cursor.queued:
-            cursor.queued = True
-            heapq.heappush(self._heap, (self._place(cursor), next(self._tick), cursor))
-
-    def _place(self, cursor: Cursor) -> Place:
-        first, depth = self._window.place(cursor.items[cursor.next])
-        return (max(first, cursor.since), depth)
-
-    def _pop(self, cursor: Cursor) -> None:
-        assert self._heap[0][2] is cursor
-        heapq.heappop(self._heap)
-        cursor.queued = False
-
-    def _advance(self, cursor: Cursor) -> None:
-        self._pop(cursor)
-        cursor.next += 1
-        if cursor.next < len(cursor.items):
-            self._push(cursor)
-
-    def _wait(self, cursor: Cursor) -> None:
-        """The cursor's node is not resident: start it (again), and go on when it is complete."""
-        w = self._window
-        n = cursor.node
-        if cursor is not w.cursors[n]:
-            w.waiters.setdefault(n, []).append(cursor)
-        self._restart(n, self._place(cursor)[0])
-
-    def _restart(self, n: int, since: int) -> None:
-        """Has node n started again for request `since`, unless it is resident or on its way for an earlier one."""
-        w = self._window
-        if not self._is_resident(n) and since < w.restarting.get(n, w.plan.nodes[n].last):
-            w.restarting[n] = since
-            self._push(Cursor(w.plan.nodes[n].parent, [n], since))
-
-    def _is_resident(self, n: int) -> bool:
-        """Whether the node has pages: it is computed, or being computed."""
-        branch = self._window.branches[n]
-        return branch is not None and not branch.evicted
+            w.restart(n, min(w.place_of(c)[0] for c in waiting))

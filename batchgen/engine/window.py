@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
+from itertools import count
 
 from batchgen.engine.spans import AFTER_NODES, Branch, Place, Sequence
 from batchgen.prefix import PrefixPlan
@@ -42,6 +44,10 @@ class Window:
     """Preempted sequences by depth-first position."""
     failed: set[int] = field(default_factory=set)
     left: int = 0
+    """Requests that are not done."""
+    heap: list[tuple[Place, int, Cursor]] = field(default_factory=list)
+    tick: count[int] = field(default_factory=count)
+    """Tells cursors of equal place apart."""
 
     @classmethod
     def of(cls, requests: list[Request], plan: PrefixPlan) -> Window:
@@ -66,3 +72,48 @@ class Window:
             return (~item, AFTER_NODES)
         node = self.plan.nodes[item]
         return (node.first, node.depth)
+
+    # -- the heap of cursors: what may start next
+
+    @property
+    def top(self) -> Cursor:
+        """The cursor whose next item comes first."""
+        return self.heap[0][2]
+
+    def push(self, cursor: Cursor) -> None:
+        if not cursor.queued:
+            cursor.queued = True
+            heapq.heappush(self.heap, (self.place_of(cursor), next(self.tick), cursor))
+
+    def place_of(self, cursor: Cursor) -> Place:
+        first, depth = self.place(cursor.items[cursor.next])
+        return (max(first, cursor.since), depth)
+
+    def pop(self, cursor: Cursor) -> None:
+        assert self.heap[0][2] is cursor
+        heapq.heappop(self.heap)
+        cursor.queued = False
+
+    def advance(self, cursor: Cursor) -> None:
+        self.pop(cursor)
+        cursor.next += 1
+        if cursor.next < len(cursor.items):
+            self.push(cursor)
+
+    def wait(self, cursor: Cursor) -> None:
+        """The cursor's node is not resident: start it (again), and go on when it is complete."""
+        n = cursor.node
+        if cursor is not self.cursors[n]:
+            self.waiters.setdefault(n, []).append(cursor)
+        self.restart(n, self.place_of(cursor)[0])
+
+    def restart(self, n: int, since: int) -> None:
+        """Has node n started again for request `since`, unless it is resident or on its way for an earlier one."""
+        if not self.is_resident(n) and since < self.restarting.get(n, self.plan.nodes[n].last):
+            self.restarting[n] = since
+            self.push(Cursor(self.plan.nodes[n].parent, [n], since))
+
+    def is_resident(self, n: int) -> bool:
+        """Whether the node has pages: it is computed, or being computed."""
+        branch = self.branches[n]
+        return branch is not None and not branch.evicted

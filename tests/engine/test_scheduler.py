@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.engine import scheduler as module
+from batchgen.engine import window
 from batchgen.engine.spans import LEGAL, Branch, State
 
 ROOT = list(range(10, 15))
@@ -241,9 +242,10 @@ def heap_calls(monkeypatch, sim, waiting, steps):
     s.scheduler.load([requests[i] for i in plan.order], plan)
     with monkeypatch.context() as patch:
         patch.setattr(module, "heapq", fake)
+        patch.setattr(window, "heapq", fake)
         for _ in range(steps):
             s.step()
-    return len(calls), max(len(s.scheduler._heap), 1)
+    return len(calls), max(len(s.scheduler._window.heap), 1)
 
 
 def test_a_step_costs_the_same_however_many_wait(sim, monkeypatch):
