@@ -255,9 +255,9 @@ def held_out_accuracy(model: LlamaForCausalLM, encoder: Encoder, desks: int = 4)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Trains the sample model from scratch.")
-    parser.add_argument("--copy-steps", type=int, default=60)
-    parser.add_argument("--short-steps", type=int, default=560)
-    parser.add_argument("--whole-steps", type=int, default=340)
+    parser.add_argument("--copy-steps", type=int, default=40)
+    parser.add_argument("--short-steps", type=int, default=520)
+    parser.add_argument("--whole-steps", type=int, default=360)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write (model/)")
     args = parser.parse_args()

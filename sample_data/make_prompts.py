@@ -2,8 +2,8 @@
 
     python sample_data/make_prompts.py
 
-Every row's prompt is the general rules, a task's rules, a desk's notes and the row's own input. No row's answer was in the
-training text (see `office_tasks.base.is_held_out`).
+Every row's prompt is the general rules, a task's rules, a desk's notes and the row's own input. No row's input
+is in the training text with the row's answer (see `office_tasks.base.is_held_out`).
 """
 
 from __future__ import annotations
