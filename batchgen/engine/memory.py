@@ -14,8 +14,8 @@ from batchgen.engine.spans import Branch, Place, Sequence, Span
 from batchgen.prefix import PrefixNode, PrefixPlan, resident_lengths
 from batchgen.request import Request, TokenArray
 
-UNUSED_WINDOWS = 2
-"""An idle node goes after so many windows that did not use it, so that memory does not grow with the file."""
+IDLE_NODES = 1024
+"""Most nodes kept for later windows, the most recently used: else a long file would fill the whole pool with them."""
 
 
 class Memory:
@@ -49,10 +49,6 @@ class Memory:
         self._sources.clear()
         if not requests:
             return
-        for branch in list(self.idle):
-            branch.unused_windows += 1
-            if branch.unused_windows > UNUSED_WINDOWS:
-                self.evict(branch)
         branches = list(self.idle)
         prompts: list[TokenArray] = [requests[0].tokens] * len(requests)
         for i, request in enumerate(requests):
@@ -68,7 +64,6 @@ class Memory:
                 parent = node.parent
             if found:
                 self.idle[branch] = self.idle.pop(branch)
-                branch.unused_windows = 0
 
     def _offer(self, item: int, branch: Branch, length: int, start: int) -> bool:
         if length <= start:
@@ -124,8 +119,9 @@ class Memory:
     def retire(self, branch: Branch) -> None:
         """Nothing descends from the node any more: it stays while memory lasts."""
         branch.logits = None
-        branch.unused_windows = 0
         self.idle[branch] = None
+        if len(self.idle) > IDLE_NODES:
+            self.evict(next(iter(self.idle)))
 
     def evict(self, branch: Branch) -> None:
         """Takes a node's pages back. Sequences below keep theirs."""

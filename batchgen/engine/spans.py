@@ -80,8 +80,6 @@ class Branch(Span):
     claimed: bool = False
     """Whether a child writes on in the page of the last tokens."""
     evicted: bool = False
-    unused_windows: int = 0
-    """Windows since it became idle that had no use for it."""
     logits: Any = None
     """Logits after the last token [vocabulary], kept while prompts that end here wait to draw their first token."""
 

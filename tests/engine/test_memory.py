@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from batchgen.engine.memory import UNUSED_WINDOWS, Memory
+from batchgen.engine import memory as module
+from batchgen.engine.memory import Memory
 from batchgen.engine.pages import PagePool
 from batchgen.engine.spans import AFTER_NODES, Branch, Sequence
 from batchgen.prefix import PrefixNode, plan_prefixes
@@ -328,13 +329,14 @@ def test_a_longer_node_is_kept_beside_a_shorter_one_that_takes_part_of_it_over(m
     assert list(memory.idle) == [kept, branch]
 
 
-def test_a_node_that_windows_have_no_use_for_goes(sim):
-    """Else memory would grow with the file, as far as the pool goes."""
+def test_only_so_many_idle_nodes_are_kept(sim, monkeypatch):
+    """Else a long file would fill the pool with nodes that nobody asks for again."""
+    monkeypatch.setattr(module, "IDLE_NODES", 3)
     s = sim.Simulation(page_size=2)
     for first in range(0, 100, 10):
         s.load([[first, *range(5), 50], [first, *range(5), 60]], [1, 1])
         s.finish()
-    assert len(s.memory.idle) == 1 + UNUSED_WINDOWS
+    assert len(s.memory.idle) == 3
     s.load([[90, *range(5), 70]], [1])
     s.finish()
     assert s.prefilled == 10 * (6 + 2) + 1
