@@ -2,7 +2,8 @@
 
 Storage is in whole pages, compute exact to the token. A span's block table begins with its parent's full pages, shared;
 the page with the parent's last tokens is either written on by one child (a claim) or copied into each child's first own
-page. Nodes that nothing descends from any more stay for the next windows while memory lasts, least recently used first to go.
+page. Nodes that nothing descends from any more stay for the next windows, up to `IDLE_NODES` and while memory lasts, the least
+recently used first to go.
 """
 
 from __future__ import annotations
