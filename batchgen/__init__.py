@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from batchgen.llm import LLM
     from batchgen.planning import PlanReport, plan_job
     from batchgen.progress import Progress
-    from batchgen.request import Result, SamplingParams
+    from batchgen.result import Result
+    from batchgen.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -43,8 +44,8 @@ _HOMES = {
     "PlanReport": "planning",
     "Progress": "progress",
     "PromptConfig": "config",
-    "Result": "request",
-    "SamplingParams": "request",
+    "Result": "result",
+    "SamplingParams": "sampling_params",
     "plan_job": "planning",
     "run_job": "job",
 }

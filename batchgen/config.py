@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass, field
 
 from batchgen.errors import UsageError
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
+
+POLICIES = ("prefix", "prefill-first", "fifo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,8 @@ class ModelConfig:
     """auto (the checkpoint's own), float32, bfloat16 or float16"""
     device: str = "auto"
     """auto (CUDA, else MPS, else the CPU), cpu, mps, cuda or cuda:N"""
+    device_map: str | None = None
+    """auto: the layers are spread over the devices that there are; None: all on `device`."""
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -27,6 +31,10 @@ class ModelConfig:
             raise UsageError(f"--dtype {self.dtype!r} is unknown", "use auto, float32, bfloat16 or float16")
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise UsageError(f"--device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+        if self.device_map not in (None, "auto"):
+            raise UsageError(f"--device-map {self.device_map!r} is unknown", "use auto")
+        if self.device_map is not None and self.device != "auto":
+            raise UsageError("--device-map chooses the devices itself", "leave --device out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +58,11 @@ class PromptConfig:
     """error, truncate-left or truncate-right"""
     row_params: tuple[str, ...] = ()
     """Plain columns that are a row's own sampling parameters."""
+    score: bool = False
+    """Nothing is generated: the completion column is scored after its prompt."""
+    completion_column: str = "completion"
+    priority_column: str | None = None
+    """Column of numbers; rows with lower ones are started first."""
 
     def __post_init__(self) -> None:
         if self.on_long_prompt not in ("error", "truncate-left", "truncate-right"):
@@ -72,17 +85,35 @@ class EngineConfig:
     """Of those, prompt tokens."""
     kv_memory: str = "auto"
     """KV memory: auto, a size (8GiB, 500MB) or a share of what is free (80%)."""
+    max_kv_read: int | None = None
+    """Tokens of KV that a step may read (a shared part counts once); None: no limit. A step always takes one sequence."""
+    policy: str = "prefix"
+    """What is started first, and whether prefill or decoding has the step's tokens first: prefix, prefill-first or fifo."""
     share: bool = True
     """Run shared prefixes once; False runs every prompt whole (for comparison)."""
+    row_timeout: float | None = None
+    """Seconds from a row's start to its end; what it has by then is its result."""
+    host_kv_memory: str | None = None
+    """Host memory for KV of prefixes that the device has no room for (a size); None: they are run again. CUDA only."""
     debug: bool = False
     """Check the engine's invariants after every step."""
 
     def __post_init__(self) -> None:
-        for name in ("chunk_size", "batch_size", "max_batch_tokens", "max_prefill_tokens"):
+        for name in ("chunk_size", "batch_size", "max_batch_tokens", "max_prefill_tokens", "max_kv_read"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.policy not in POLICIES:
+            raise UsageError(
+                f"--policy {self.policy!r} is unknown", f"use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
+            )
+        if self.row_timeout is not None and not self.row_timeout > 0:
+            raise UsageError(f"--row-timeout must be above 0, not {self.row_timeout}")
         parse_memory(self.kv_memory)
+        if self.host_kv_memory is not None and not isinstance(
+            parse_memory(self.host_kv_memory, "--host-kv-memory"), int
+        ):
+            raise UsageError(f"--host-kv-memory {self.host_kv_memory!r} is not a size", "use a size such as 8GiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +174,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 }  # fmt: skip
 
 
-def parse_memory(text: str) -> int | float | None:
+def parse_memory(text: str, option: str = "--kv-memory") -> int | float | None:
     """Bytes (int) of a size, the fraction (float) of a percentage, None of `auto`."""
     if text == "auto":
         return None
@@ -152,7 +183,7 @@ def parse_memory(text: str) -> int | float | None:
         return float(m[1]) / 100
     if m and m[2] != "%" and m[2].upper() in _UNITS and float(m[1]) > 0:
         return int(float(m[1]) * _UNITS[m[2].upper()])
-    raise UsageError(f"--kv-memory {text!r} is not a size", "use auto, a size such as 8GiB, or a share such as 80%")
+    raise UsageError(f"{option} {text!r} is not a size", "use auto, a size such as 8GiB, or a share such as 80%")
 
 
 def parse_max_errors(text: str) -> int | float:

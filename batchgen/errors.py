@@ -96,6 +96,8 @@ ROW_ERROR_TYPES = (
     "unsupported_parameter",  # a parameter of the row is unknown or out of range
     "does_not_fit",  # prompt and completion need more KV memory than there is
     "numerical_error",  # the model's logits are not numbers
+    "constraint_error",  # the row's grammar is not valid, or went wrong
+    "timeout",  # a text was not scored within --row-timeout
 )
 
 
@@ -108,3 +110,12 @@ class RowError(Exception):
             raise ValueError(f"unknown row error type {type!r}")
         self.type = type
         self.message = message
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, whoever noticed it: Python, or torch on the CPU or a device."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )

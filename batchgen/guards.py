@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from batchgen.config import parse_max_errors
-from batchgen.errors import BatchgenError, OutOfMemory, TooManyErrors
+from batchgen.errors import BatchgenError, OutOfMemory, TooManyErrors, is_out_of_memory
 
 ERROR_SHARE_FROM = 100
 """`--max-errors P%` is looked at once this many rows are done."""
@@ -40,9 +40,8 @@ def memory_errors() -> Iterator[None]:
     except BatchgenError:
         raise
     except (MemoryError, RuntimeError) as e:
-        said = str(e)
-        told_by_torch = type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in said
-        if not (isinstance(e, MemoryError) or told_by_torch):
+        if not is_out_of_memory(e):
             raise
+        said = str(e)
         first = said.splitlines()[0] if said else "no more memory"
         raise OutOfMemory(f"out of memory: {first}", "lower --kv-memory, --batch-size or --window") from e

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors
+from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import ErrorLimit, memory_errors
 from batchgen.identity import dtype_name, job_settings
 from batchgen.kept import KeptPrefixes
 from batchgen.prefix import plan_prefixes
 from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts.tokenizer import quiet
 from batchgen.reading import CHECKED_ROWS, read_windows, window_rows
 from batchgen.records import JobFolder, Row, StdoutJob, default_output, open_input, open_job
-from batchgen.request import Request, Result, row_key
+from batchgen.request import Request, leaves_of, row_key
+from batchgen.result import Result
 from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, versions, write_stats
 
@@ -58,6 +61,8 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             with run.timed("load"):
                 text = load_tokenizer(config.model)
             prompts = PromptBuilder(text, config.prompts, config.sampling)
+            grammars = GrammarCheck(text)
+            grammars.of_command(config.sampling)
             progress.phase("reading")
             waiting = read_windows(source, config)
             rows = next(waiting, [])
@@ -81,7 +86,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
                 progress.note(note)
             if job.finished is not None:
                 return _already_finished(job.finished, output, config, chat=prompts.chat)
-            work = _Work(config, text, prompts, job, run, signals, progress)
+            work = _Work(config, text, prompts, grammars, job, run, signals, progress)
             work.total = len(rows) if len(rows) < window_rows(config, source) else None
             try:
                 while rows:
@@ -103,12 +108,13 @@ class _Work:
         config: JobConfig,
         text: LoadedTokenizer,
         prompts: PromptBuilder,
+        grammars: GrammarCheck,
         job: JobFolder | StdoutJob,
         run: RunFigures,
         signals: Signals,
         progress: Progress,
     ) -> None:
-        self.config, self.text, self.prompts, self.job = config, text, prompts, job
+        self.config, self.text, self.prompts, self.grammars, self.job = config, text, prompts, grammars, job
         self.run, self.signals, self.progress = run, signals, progress
         self.total: int | None = None
         """Rows of the input, where that is known."""
@@ -143,10 +149,11 @@ class _Work:
         """The rows that are to be generated; the results of the others are put where they belong."""
         drafts = []
         for built in self.prompts.build(rows):
-            if isinstance(built, Draft):
-                drafts.append(built)
+            checked = self.grammars.of_row(built) if isinstance(built, Draft) else built
+            if isinstance(checked, Draft):
+                drafts.append(checked)
             else:
-                self._done(built)
+                self._done(checked)
         for note in self.prompts.notes[self.notes_told :]:
             self.progress.note(note)
         self.notes_told = len(self.prompts.notes)
@@ -165,29 +172,41 @@ class _Work:
     def _generate(self, requests: list[Request]) -> None:
         engine = self._engine()
         with self.signals.interruptible(), self.run.timed("plan"):
-            prompts = [request.tokens for request in requests]
+            leaves = leaves_of(requests)
+            prompts = [leaf.tokens for leaf in leaves]
             plan = plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
             carried = self.kept.carried(plan, prompts)
-        self.run.prefill_tokens_min += plan.prefill_tokens_min - carried
+            least = plan.prefill_tokens_min
+            if any(request.texts for request in requests):  # whose tokens are in the plan, and are no prompt's
+                least = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False).prefill_tokens_min
+        self.run.prefill_tokens_min += max(0, least - carried)
         self.run.groups += len(plan.groups)
         self.run.prefix_nodes += len(plan.nodes)
         self.progress.phase("generating")
         try:
-            engine.generate(requests, plan, on_result=self._generated, stop=self.signals.stop)
+            engine.generate(leaves, plan, on_result=self._generated, stop=self.signals.stop)
         finally:
             self.last_token_at = time.perf_counter()
+            self._tell(engine)
 
     def _engine(self) -> Engine:
         """The model is loaded when the first row needs it: a job that has nothing left to generate never does."""
         if self.engine is None:
             self.progress.phase("loading model")
             with self.signals.interruptible(), self.run.timed("load"):
-                from batchgen.engine.engine import Engine  # imports torch
-                from batchgen.engine.loading import load_model
+                with quiet():  # torchao, where it is installed, has much to say
+                    from batchgen.engine.engine import Engine  # imports torch
+                    from batchgen.engine.loading import load_model
 
                 self.engine = Engine(load_model(self.config.model, self.text), self.text, self.config.engine)
+            self._tell(self.engine)
             self.ready_at = time.perf_counter()
         return self.engine
+
+    def _tell(self, engine: Engine) -> None:
+        """What the engine has to say, each once."""
+        while engine.notes:
+            self.progress.note(engine.notes.pop(0))
 
     def _generated(self, result: Result) -> None:
         self.job.append(self.keys[result.row], result)
@@ -269,6 +288,8 @@ def request_of(draft: Draft, key: bytes) -> Request:
         max_tokens=draft.max_tokens,
         key=key,
         truncated=draft.truncated,
+        texts=draft.texts,
+        priority=draft.priority,
     )
 
 

@@ -23,7 +23,8 @@ from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.reading import CHECKED_ROWS, read_windows
 from batchgen.records import open_input
-from batchgen.request import Result, TokenArray
+from batchgen.request import TokenArray
+from batchgen.result import Result
 from batchgen.signals import Signals
 
 TREE_NODES = 20

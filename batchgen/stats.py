@@ -27,6 +27,8 @@ class EngineStats:
     """Prompt tokens run through the model, recomputation after preemption included."""
     recomputed_tokens: int = 0
     """Generated tokens run again after preemption; not in the figures beside it."""
+    scored_tokens: int = 0
+    """Tokens of choices and completions to score run through the model."""
     completion_tokens: int = 0
     steps: int = 0
     decode_sequences: int = 0
@@ -127,7 +129,7 @@ def figures(
         "prefill_tokens": engine.prefill_tokens,
         "prefill_tokens_min": prefill_min,
         "recomputed_tokens": engine.recomputed_tokens,
-        "scored_tokens": 0,
+        "scored_tokens": engine.scored_tokens,
         "prefill_efficiency": _ratio(prefill_min, engine.prefill_tokens, nothing=1.0),
         "shared_fraction": round(1 - _ratio(engine.prefill_tokens, run.prompt_tokens, nothing=1.0), 6),
         "completion_tokens": engine.completion_tokens,
@@ -162,7 +164,7 @@ def figures(
     return stats
 
 
-_SUMMED = ("prefill_tokens", "prefill_tokens_min", "recomputed_tokens", "steps", "preemptions")
+_SUMMED = ("prefill_tokens", "prefill_tokens_min", "recomputed_tokens", "scored_tokens", "steps", "preemptions")
 _LARGEST = ("kv_bytes_peak", "memory_bytes_peak")
 
 

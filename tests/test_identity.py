@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.identity import dtype_name, job_settings, model_identity
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
 
 
 def config_of(model: Path | str, **options: object) -> JobConfig:

@@ -1,10 +1,11 @@
 """A model in a Python program."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
-from batchgen import LLM, EngineConfig, PromptConfig, SamplingParams
+from batchgen import LLM, EngineConfig, PromptConfig, Result, SamplingParams
 from batchgen.errors import ModelError
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
@@ -64,3 +65,109 @@ def test_no_prompts_give_no_results(tiny_model_dir: Path) -> None:
 def test_a_model_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         LLM(str(tmp_path / "nothing"))
+
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def test_prompts_can_be_added_while_it_runs_and_share_what_is_there(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    results, tokens = {}, []
+
+    def more(result: Result) -> None:
+        results[result.row] = result
+        if len(results) == 1:
+            llm.add([f"{SHARED}c", f"{SHARED}d"], PARAMS, on_result=lambda r: results.__setitem__(r.row, r))
+
+    numbers = llm.add(
+        [f"{SHARED}a", f"{SHARED}b"], PARAMS, on_result=more, on_token=lambda *drawn: tokens.append(drawn)
+    )
+    assert llm.unfinished == 2
+    llm.run()
+    assert numbers == [0, 1]
+    assert sorted(results) == [0, 1, 2, 3]
+    assert llm.unfinished == 0
+    assert llm.stats.prefill_tokens == 1 + len(SHARED) + 4
+    assert [token for row, completion, token in tokens if row == 0] == list(results[0].token_ids)
+    alone = LLM(str(tiny_model_dir)).generate([f"{SHARED}{x}" for x in "abcd"], PARAMS)
+    assert [results[i].text for i in range(4)] == [r.text for r in alone]
+
+
+def test_another_thread_may_add_and_cancel(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    results: dict[int, Result] = {}
+    begun = threading.Event()
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    (first,) = llm.add(
+        ["one"], endless, on_result=lambda r: results.__setitem__(r.row, r), on_token=lambda *_: begun.set()
+    )
+
+    def other() -> None:
+        begun.wait(30)
+        llm.add(["two"], PARAMS, on_result=lambda r: (results.__setitem__(r.row, r), llm.cancel(first)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    llm.run()
+    thread.join()
+    assert results[1].completion_tokens == 6
+    assert results[first].finish_reason == "cancelled"
+    assert 6 < results[first].completion_tokens < 400
+
+
+def test_a_callback_that_fails_drops_the_rest_and_the_model_can_be_used_again(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+
+    def broken(result: Result) -> None:
+        raise OSError("disk full")
+
+    llm.add(["a", "b"], PARAMS, on_result=broken)
+    with pytest.raises(OSError, match="disk full"):
+        llm.run()
+    assert llm.unfinished == 0
+    assert len(llm.generate(["a", "b"], PARAMS)) == 2
+
+
+def test_a_loop_is_not_started_inside_itself(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    llm.add(["a"], PARAMS, on_result=lambda r: llm.generate(["b"]))
+    with pytest.raises(RuntimeError, match=r"^this model is running: add prompts to it with add\(\)$"):
+        llm.run()
+
+
+def test_several_completions_and_their_log_probabilities(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    params = SamplingParams(max_tokens=5, n=3, temperature=1.0, logprobs=2, ignore_eos=True)
+    (result,) = llm.generate([SHARED], params)
+    assert result.text == result.completions[0].text
+    assert len({c.token_ids for c in result.completions}) == 3
+    for completion in result.completions:
+        assert completion.logprobs is not None
+        assert [t.token_id for t in completion.logprobs] == list(completion.token_ids)
+        for token in completion.logprobs:
+            assert len(token.top) == 2
+            assert token.top[0].logprob >= token.top[1].logprob
+            assert token.logprob <= token.top[0].logprob
+
+
+def test_a_score_adds_up_the_log_probabilities_of_the_text(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    (written,) = llm.generate([SHARED], SamplingParams(max_tokens=5, logprobs=0, ignore_eos=True))
+    first, second = llm.score([SHARED, SHARED], [str(written.text), "zq!"])
+    assert first.score is not None
+    assert second.score is not None
+    if first.score.tokens == 5:  # the text has the tokens that were drawn
+        assert first.score.greedy
+        logprobs = written.completions[0].logprobs
+        assert first.score.logprob == pytest.approx(sum(t.logprob for t in logprobs or ()), abs=1e-3)
+    assert second.score.logprob < first.score.logprob
+    assert (second.score.greedy, second.text, second.finish_reason) == (False, None, None)
+
+
+def test_labels_have_probabilities(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    first, second = llm.generate([SHARED, "x"], SamplingParams(choices=("yes", "no", "maybe")))
+    for result in (first, second):
+        assert result.choice_probs is not None
+        assert sum(result.choice_probs.values()) == pytest.approx(1)
+        assert result.choice_probs[str(result.text)] == max(result.choice_probs.values())

@@ -1,104 +1,158 @@
-"""The loop: schedule, run, draw, retire. Requests and their plan in, results out as they finish."""
+"""The loop: schedule, run, score, draw, retire. Leaves of requests and their plan in, results out as the rows finish."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from batchgen.config import EngineConfig
+from batchgen.engine.constraints import Constraints
+from batchgen.engine.figures import count_step
 from batchgen.engine.host_memory import keep_freed_memory
 from batchgen.engine.kv_cache import KVCache
-from batchgen.engine.loading import LoadedModel
 from batchgen.engine.memory import Memory
 from batchgen.engine.pages import PagePool
+from batchgen.engine.policy import POLICIES
+from batchgen.engine.prepared import LoadedModel
+from batchgen.engine.rows import Row, token_logprobs
 from batchgen.engine.runner import Runner
 from batchgen.engine.sampler import Sampler
-from batchgen.engine.scheduler import Scheduler, Step
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.scoring import score_step
 from batchgen.engine.sizing import Sizes, size_engine
-from batchgen.engine.spans import Branch, State, Stops
+from batchgen.engine.spans import Branch, Stops
 from batchgen.engine.spans import Sequence as Running
+from batchgen.engine.steps import Step
 from batchgen.engine.stopping import Detokenizer, Stopper
-from batchgen.errors import OutOfMemory, RowError
+from batchgen.errors import RowError
 from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
-from batchgen.request import Request, Result
+from batchgen.request import Leaf, Request
+from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats
+
+OnResult = Callable[[Result], None]
+OnToken = Callable[[int, int, int], None]
 
 
 class Engine:
-    """A model with its page pool. Windows of requests are generated one after the other; nodes stay resident between them."""
+    """A model with its page pool. Windows of requests run one after the other or together; nodes stay resident between them."""
 
     def __init__(self, model: LoadedModel, text: LoadedTokenizer, config: EngineConfig) -> None:
         self.text = text
         self.config = config
         self.stats = EngineStats()
+        self.notes: list[str] = list(model.notes)
+        """What the user should hear; grows."""
         if model.device.type == "cpu":
             keep_freed_memory()
         self.sizes: Sizes = size_engine(model, config, text.context_length)
         pool = PagePool(self.sizes.num_pages)
-        cache = KVCache(model.layers, pool.num_pages, self.sizes.page_size, model.dtype, model.device)
-        self.memory = Memory(pool, self.sizes.page_size)
-        self.scheduler = Scheduler(self.memory, self.sizes.limits, self._stopper)
+        cache = KVCache(model.layers, pool.num_pages, self.sizes.page_size, model.dtype)
+        self.memory = Memory(pool, self.sizes.page_size, model.sliding_window, self.sizes.host_pages)
+        self.scheduler = Scheduler(self.memory, self.sizes.limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache)
         self.sampler = Sampler(model.vocab_size, model.device)
+        self.constraints = Constraints(text.tokenizer, model.vocab_size, text.eos_token_ids)
         self._eos = frozenset(text.eos_token_ids)
         self._detokenizer = Detokenizer(text.tokenizer)
+        self._rows: dict[Request, Row] = {}
+        self._deadlines: deque[tuple[float, Request]] = deque()  # in order: all rows have as much time
+        self._cancelled: deque[Request] = deque()
+        self._unfit: deque[tuple[OnResult, Result]] = deque()
 
     def generate(
         self,
-        requests: Sequence[Request],
+        leaves: Sequence[Leaf],
         plan: PrefixPlan,
         *,
-        on_result: Callable[[Result], None],
+        on_result: OnResult,
         stop: Callable[[], str | None] | None = None,
     ) -> None:
-        """Generates every request's completion; `on_result` is called in the loop as each finishes.
+        """`add` and `run`."""
+        self.add(leaves, plan, on_result)
+        self.run(stop)
 
-        `plan` is `plan_prefixes` of the requests' tokens. `stop()` is asked before every step: "drain" admits nothing
-        new and returns when the running rows are done, "now" returns at once; None goes on.
-        Raises `OutOfMemory` when the device has no room for a step.
+    def add(
+        self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
+    ) -> None:
+        """Takes requests in, before a run or between two of its steps.
+
+        `leaves` are `leaves_of` the requests, `plan` is `plan_prefixes` of the leaves' tokens. `on_result` is called in the
+        loop as each row finishes, `on_token(row, number of the completion, token)` for each token as it is drawn.
         """
-        ordered = [requests[i] for i in plan.order]
-        unfit = [i for i, request in enumerate(ordered) if self._pages(request) > self.sizes.num_pages]
-        self.scheduler.load(ordered, plan, unfit)
+        ordered = [leaves[i] for i in plan.order]
+        unfit: dict[Request, Leaf] = {
+            leaf.request: leaf for leaf in ordered if self._pages(leaf) > self.sizes.num_pages
+        }
+        window = self.scheduler.load(ordered, plan, [i for i, leaf in enumerate(ordered) if leaf.request in unfit])
+        for i, leaf in enumerate(ordered):
+            if leaf.request not in unfit:
+                row = self._rows.get(leaf.request)
+                if row is None:
+                    row = self._rows[leaf.request] = Row(leaf.request, on_result, on_token, window)
+                row.places[leaf.choice] = i
+        for request, leaf in unfit.items():
+            result = Result.failed(request.row, self._does_not_fit(leaf), len(request.tokens))
+            self._unfit.append((on_result, result))
+
+    def run(self, stop: Callable[[], str | None] | None = None) -> None:
+        """Steps until all requests are done.
+
+        `stop()` is asked before every step: "drain" admits nothing new and returns when the running rows are done, "now"
+        returns at once; None goes on. Raises `OutOfMemory` when the device has no room for a single token.
+        """
         try:
-            for i in unfit:
-                on_result(Result.failed(ordered[i].row, self._does_not_fit(ordered[i]), len(ordered[i].tokens)))
-            while self.scheduler.unfinished:
+            while self.scheduler.unfinished or self._unfit:
+                while self._unfit:
+                    on_result, result = self._unfit.popleft()
+                    on_result(result)
                 wish = stop() if stop else None
                 if wish == "now" or (wish == "drain" and not self.scheduler.running):
                     break
-                self.step(on_result, admit=wish is None)
-        except torch.OutOfMemoryError as e:
-            raise OutOfMemory(
-                f"{self.runner.model.device} ran out of memory", "lower --max-batch-tokens, --batch-size or --kv-memory"
-            ) from e
+                if self.scheduler.unfinished:
+                    self.step(admit=wish is None)
         finally:
-            self._abandon()
-            self._count()
+            if self.scheduler.unfinished or self._unfit:
+                self._abandon()
 
-    def step(self, on_result: Callable[[Result], None], admit: bool = True) -> None:
+    def step(self, admit: bool = True) -> None:
         """One forward pass and what follows from it."""
+        self._end_rows()
         step = self.scheduler.schedule(admit)
         self._seat(step)
         began = time.perf_counter()
+        drawing = self._drawing(step)
+        self.constraints.start([seq.slot for seq in drawing])
         logits = self.runner.run(step)
-        rows, sequences = self._rows(step, logits)
-        sampled = self.sampler.sample(rows, [s.slot for s in sequences], [len(s.generated) for s in sequences])
+        if logits is not None:
+            score_step(step.works, logits)
+            self._keep_logits(step, logits)
+        sampled = self._sample(step, logits, drawing)
         self.stats.forward_seconds += time.perf_counter() - began
-        self._count_step(step, len(sequences))
-        self.scheduler.ran(step)
-        for seq, token, valid in zip(sequences, sampled.tokens, sampled.valid, strict=True):
-            self._draw(seq, token, valid, on_result)
+        self._shrink()
+        count_step(self.stats, step, len(drawing))
+        for seq in (*step.scored, *self.scheduler.ran(step)):
+            self._scored(seq)
+        for seq, token, valid, logprobs in sampled:
+            if seq.request in self._rows:  # else another of its completions has failed
+                self._drew(seq, token, valid, logprobs)
+        self._count()
         if self.config.debug:
             self.check()
 
+    def cancel(self, request: Request) -> None:
+        """Ends a request before the next step, if it is not done by then: what it has is its result. Any thread may call this."""
+        if request in self._rows:
+            self._cancelled.append(request)
+
     def check(self) -> None:
         """Raises `AssertionError` unless pages, tables and running sequences add up."""
-        spans = [*self.scheduler.running, *self.scheduler.resident(), *self.memory.idle]
-        self.memory.pool.check(span.table for span in spans)
+        spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
+        self.memory.pool.check(span.table[span.dropped :] for span in spans)
         for span in spans:
             assert len(span.table) * self.sizes.page_size >= span.computed, "KV outside of the block table"
 
@@ -107,94 +161,193 @@ class Engine:
     def _seat(self, step: Step) -> None:
         """Gives the sequences that start their place in the sampler, after those that were preempted left theirs."""
         for seq in step.preempted:
-            self.sampler.remove(seq.slot)
+            self._unseat(seq)
         for seq in step.started:
             request = seq.request
-            self.sampler.add(seq.slot, request.params, request.key, request.tokens, seq.generated)
+            row = self._rows[request]
+            if self.config.row_timeout is not None and not row.began:
+                row.began = True
+                self._deadlines.append((time.monotonic() + self.config.row_timeout, request))
+            if not request.texts:
+                self.sampler.add(seq.slot, request.params, request.key, request.tokens, seq.generated, seq.leaf.choice)
+                if request.params.constrained:
+                    self.constraints.add(seq.slot, request.params, seq.generated)
 
-    def _rows(self, step: Step, logits: torch.Tensor | None) -> tuple[torch.Tensor, list[Running]]:
-        """The logits to draw from, a row for each of the sequences; a node's are kept for the prompts that end there."""
-        sequences: list[Running] = []
+    def _unseat(self, seq: Running) -> None:
+        if not seq.scoring:
+            self.sampler.remove(seq.slot)
+            self.constraints.remove(seq.slot)
+        seq.slot = -1
+
+    def _drawing(self, step: Step) -> list[Running]:
+        """The sequences that draw a token in this step: in the order of the works, then those that draw at a node."""
+        works = (w.span for w in step.works if w.logits < w.stop)
+        return [*(s for s in works if isinstance(s, Running) and not s.scoring), *step.ready]
+
+    def _keep_logits(self, step: Step, logits: torch.Tensor) -> None:
+        """A node's last logits stay for the prompts that end there."""
+        at = 0
+        for work in step.works:
+            at += work.stop - work.logits
+            span = work.span
+            if isinstance(span, Branch) and work.stop == span.end and span.window.draws_at[span.node.index]:
+                span.logits = logits[at - 1].clone()
+
+    def _sample(
+        self, step: Step, logits: torch.Tensor | None, drawing: list[Running]
+    ) -> list[tuple[Running, int, bool, object]]:
+        if not drawing:
+            return []
         rows: list[int] = []
         at = 0
         for work in step.works:
-            if not work.sample:
-                continue
-            if isinstance(work.span, Running):
-                sequences.append(work.span)
-                rows.append(at)
-            elif isinstance(work.span, Branch):
-                assert logits is not None
-                work.span.logits = logits[at].clone()
-            at += 1
+            at += work.stop - work.logits
+            if work.logits < work.stop and isinstance(work.span, Running) and not work.span.scoring:
+                rows.append(at - 1)
         parts: list[torch.Tensor] = []
         if logits is not None and rows:
             parts.append(logits if len(rows) == len(logits) else logits[rows])
         if step.ready:
             parts.append(torch.stack([s.path[-1].logits for s in step.ready]))
-            sequences += step.ready
-        if not parts:
-            return torch.empty((0, self.runner.model.vocab_size), device=self.runner.model.device), sequences
-        return parts[0] if len(parts) == 1 else torch.cat(parts), sequences
+        slots = [s.slot for s in drawing]
+        sampled = self.sampler.sample(
+            parts[0] if len(parts) == 1 else torch.cat(parts),
+            slots,
+            [len(s.generated) for s in drawing],
+            self.constraints.mask(slots),
+        )
+        logprobs = sampled.logprobs or [None] * len(drawing)
+        return list(zip(drawing, sampled.tokens, sampled.valid, logprobs, strict=True))
 
-    def _draw(self, seq: Running, token: int, valid: bool, on_result: Callable[[Result], None]) -> None:
-        if valid:
-            reason = self.scheduler.drew(seq, token)
-            self.stats.completion_tokens += 1
-            if reason is None:
+    def _drew(self, seq: Running, token: int, valid: bool, logprobs: object) -> None:
+        """A token was drawn for a sequence."""
+        row, slot = self._rows[seq.request], seq.slot
+        if not valid:
+            what = f"the model's logits after {len(seq.generated)} tokens are not numbers"
+            self._fail(row, RowError("numerical_error", what), seq)
+            return
+        if logprobs is not None:
+            seq.logprobs.append(logprobs)
+        whole = False
+        if seq.request.params.constrained:
+            try:
+                whole = self.constraints.accept(slot, token)
+            except RowError as e:
+                self._fail(row, e, seq)
                 return
-            self.sampler.remove(seq.slot)
-            on_result(
-                Result(
-                    row=seq.request.row,
-                    text=seq.stops.text,
-                    finish_reason=reason,
-                    prompt_tokens=len(seq.request.tokens),
-                    completion_tokens=len(seq.generated),
-                    token_ids=tuple(seq.generated),
-                    truncated=seq.request.truncated,
-                )
-            )
-        else:
+        reason = self.scheduler.drew(seq, token)
+        self.stats.completion_tokens += 1
+        if whole:  # the text is one of the grammar's, and nothing may follow
+            if reason is None:
+                self.scheduler.finish(seq)
+            reason = "stop"
+        if row.on_token is not None:
+            row.on_token(row.request.row, seq.leaf.choice, token)
+        if reason is not None:
+            self._unseat(seq)
+            row.completions[seq.leaf.choice] = self._completion(seq, reason)
+            self._finish(row)
+
+    def _scored(self, seq: Running) -> None:
+        """A text has been scored to its end."""
+        row = self._rows.get(seq.request)
+        seq.slot = -1
+        if row is not None:
+            row.scores[seq.leaf.choice] = seq.text_scores
+            self._finish(row)
+
+    # -- rows
+
+    def _finish(self, row: Row) -> None:
+        """Gives the row's result, if it is whole."""
+        if row.whole:
+            del self._rows[row.request]
+            row.on_result(row.result())
+
+    def _fail(self, row: Row, error: RowError, seq: Running | None = None) -> None:
+        """The row fails, because of `seq` where one is given; what else of it runs or waits is dropped."""
+        if seq is not None:
             self.scheduler.fail(seq)
-            self.sampler.remove(seq.slot)
-            error = RowError("numerical_error", f"the model's logits after {len(seq.generated)} tokens are not numbers")
-            on_result(Result.failed(seq.request.row, error, len(seq.request.tokens)))
+            self._unseat(seq)
+        for choice, place in row.places.items():
+            if choice not in row.completions and choice not in row.scores:
+                self._cut(row, place, "error")
+        del self._rows[row.request]
+        row.on_result(row.failed(error))
+
+    def _cut(self, row: Row, place: int, reason: str) -> Completion:
+        """Ends a leaf where it stands."""
+        seq = self.scheduler.cancel(row.window, place)
+        if seq is None:
+            return Completion(text="", finish_reason=reason)
+        if seq.slot >= 0:
+            self._unseat(seq)
+        return self._completion(seq, reason)
+
+    def _completion(self, seq: Running, reason: str) -> Completion:
+        logprobs = None
+        if seq.request.params.logprobs is not None:
+            logprobs = token_logprobs(self._detokenizer.piece, seq.logprobs, seq.generated)
+        text = seq.stops.text if seq.stops else ""
+        return Completion(text=text, finish_reason=reason, token_ids=tuple(seq.generated), logprobs=logprobs)
+
+    def _end_rows(self) -> None:
+        """Ends the rows that were cancelled, and those whose time is up."""
+        while self._cancelled:
+            self._end(self._rows.get(self._cancelled.popleft()), "cancelled")
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
+
+    def _end(self, row: Row | None, reason: str) -> None:
+        if row is None:
+            return  # done already
+        if row.request.texts:
+            self._fail(row, RowError(reason, f"the row was ended ({reason}) before it was scored"))
+            return
+        for choice, place in row.places.items():
+            if choice not in row.completions:
+                row.completions[choice] = self._cut(row, place, reason)
+        self._finish(row)
 
     def _abandon(self) -> None:
-        for seq in list(self.scheduler.running):
-            self.sampler.remove(seq.slot)
+        running = list(self.scheduler.running)
         self.scheduler.abandon()
+        for seq in running:
+            self._unseat(seq)
+        self._rows.clear()
+        self._deadlines.clear()
+        self._cancelled.clear()
+        self._unfit.clear()
+        self._count()
 
     def _stopper(self, request: Request) -> Stops:
         return Stopper(request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens)
 
-    # -- figures
+    # -- memory and figures
 
-    def _pages(self, request: Request) -> int:
-        return self.memory.pages_for(request.most_tokens)
+    def _shrink(self) -> None:
+        """After out-of-memory the steps stay as small as the ones that went through."""
+        most = self.runner.most_tokens
+        if most is not None and most < self.scheduler.limits.max_batch_tokens:
+            self.notes.append(
+                f"{self.runner.model.device} ran out of memory in a step of more than {most} tokens; going on with steps of "
+                f"{most} (--max-batch-tokens {most} avoids the attempt)"
+            )
+            self.scheduler.shrink(most)
 
-    def _does_not_fit(self, request: Request) -> RowError:
+    def _pages(self, leaf: Leaf) -> int:
+        return self.memory.pages_for(leaf.most_tokens)
+
+    def _does_not_fit(self, leaf: Leaf) -> RowError:
         page = self.sizes.bytes_per_token * self.sizes.page_size
+        prompt, rest = len(leaf.request.tokens), leaf.most_tokens - len(leaf.request.tokens)
+        what = "the text to score" if leaf.request.texts else "completion"
         return RowError(
             "does_not_fit",
-            f"prompt ({len(request.tokens)} tokens) and completion (up to {request.max_tokens}) need "
-            f"{_size(self._pages(request) * page)} of KV memory, there are {_size(self.sizes.num_pages * page)}; "
-            "give more with --kv-memory or lower max_tokens",
+            f"prompt ({prompt} tokens) and {what} (up to {rest + 1}) need {_size(self._pages(leaf) * page)} of KV memory, "
+            f"there are {_size(self.sizes.num_pages * page)}; "
+            f"give --kv-memory {_option(self._pages(leaf) * page)}{'' if leaf.request.texts else ' or lower max_tokens'}",
         )
-
-    def _count_step(self, step: Step, drawn: int) -> None:
-        self.stats.steps += 1
-        self.stats.decode_sequences += drawn
-        for work in step.works:
-            span = work.span
-            if isinstance(span, Running) and span.state is State.DECODING:
-                continue
-            prompt = len(span.request.tokens) if isinstance(span, Running) else work.stop
-            self.stats.prefill_tokens += max(0, min(work.stop, prompt) - work.start)
-            # The last token that it had drawn is run for the first time, as in any decode step.
-            again = min(work.stop, span.end - 1) - max(work.start, prompt)
-            self.stats.recomputed_tokens += max(0, again)
 
     def _count(self) -> None:
         token = self.sizes.bytes_per_token
@@ -206,3 +359,9 @@ class Engine:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _option(count: int) -> str:
+    """The least size, in whole units, that `--kv-memory` takes for so many bytes."""
+    unit, name = (2**30, "GiB") if count >= 2**32 else (2**20, "MiB") if count >= 2**22 else (2**10, "KiB")
+    return f"{-(-count // unit)}{name}"

@@ -1,8 +1,8 @@
-"""Loads a transformers model with our attention in it, and learns the shape of its KV by running two tokens."""
+"""Loads a transformers model with our attention in it: refused by name, on the verified list, or checked in small beforehand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,32 +10,21 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from batchgen.config import ModelConfig
-from batchgen.engine.architectures import check_architecture
-from batchgen.engine.attention.base import NAME, LayerOptions, register
-from batchgen.engine.kv_cache import LayerShape
+from batchgen.engine.architectures import check_architecture, is_verified
+from batchgen.engine.attention.base import NAME, register
+from batchgen.engine.prepared import LoadedModel, prepare
+from batchgen.engine.self_check import self_check
 from batchgen.errors import ModelError
 from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedModel:
-    """A model ready to run packed steps."""
-
-    module: Any
-    """The transformers model."""
-    device: torch.device
-    dtype: torch.dtype
-    layers: dict[int, LayerShape]
-    """KV of each attention layer, by layer index."""
-    vocab_size: int
-    """Width of the logits."""
-
-
 def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
-    """Loads the weights. Raises `ModelError` for a model that cannot be loaded or is not supported."""
-    check_architecture(text.hf_config)
-    register()
+    """Loads the weights. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
     device = pick_device(config.device)
+    if config.device_map is not None and find_spec("accelerate") is None:
+        raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
+    notes = _check(config, text.hf_config)
+    register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
         with quiet():
@@ -47,6 +36,7 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
                 attn_implementation=NAME,
                 use_safetensors=True,
                 output_loading_info=True,
+                device_map=config.device_map,
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())
@@ -54,19 +44,17 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
     missing = sorted(found["missing_keys"])
     if missing:  # transformers would go on with random numbers there
         raise ModelError(f"the weights of {config.model!r} lack {len(missing)} tensors, {missing[0]} the first")
-    return prepare_model(module.to(device))
+    if config.device_map is None:
+        module = module.to(device)
+    else:
+        check_device_map(getattr(module, "hf_device_map", {}))
+    return prepare_model(module, notes)
 
 
-def prepare_model(module: Any) -> LoadedModel:
-    """A transformers model already in memory, its attention switched to ours."""
+def prepare_model(module: Any, notes: tuple[str, ...] = ()) -> LoadedModel:
+    """A transformers model already in memory, its attention switched to ours. Whether it is exact there is the caller's to know."""
     check_architecture(module.config)
-    register()
-    if module.config._attn_implementation != NAME:
-        module.set_attn_implementation(NAME)
-    module.eval()
-    parameter = next(module.parameters())
-    layers, vocab_size = _probe(module, parameter.device)
-    return LoadedModel(module, parameter.device, parameter.dtype, layers, vocab_size)
+    return prepare(module, notes)
 
 
 def pick_device(name: str) -> torch.device:
@@ -82,34 +70,28 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-class _Probe:
-    """Stands in for a step's attention: notes each layer's shapes, and attends plainly."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-
-    def __call__(
-        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
-    ) -> torch.Tensor:
-        if layer in self.layers:
-            raise ModelError(f"the model runs attention twice in layer {layer}, which is not supported")
-        self.layers[layer] = LayerShape(k_KTD.shape[0], k_KTD.shape[2], v_KTV.shape[2])
-        group = q_HTD.shape[0] // k_KTD.shape[0]
-        k, v = k_KTD.repeat_interleave(group, 0), v_KTV.repeat_interleave(group, 0)
-        out = torch.nn.functional.scaled_dot_product_attention(q_HTD, k, v, is_causal=True, scale=options.scale)
-        return out.transpose(0, 1)
+def check_device_map(places: dict[str, int | str | torch.device]) -> None:
+    """Raises `ModelError` where parts of a model were left on the disk, or on the CPU beside accelerators: each step would load them anew."""
+    kinds = [str(place).partition(":")[0] for place in places.values()]
+    away = [
+        part
+        for part, kind in zip(places, kinds, strict=True)
+        if kind == "disk" or (kind == "cpu" and set(kinds) != {"cpu"})
+    ]
+    if away:
+        raise ModelError(
+            f"--device-map auto: the devices have no room for {len(away)} of {len(places)} parts of the model, {away[0]} the first",
+            "use more devices, a smaller --dtype or a quantized checkpoint",
+        )
 
 
-@torch.inference_mode()
-def _probe(module: Any, device: torch.device) -> tuple[dict[int, LayerShape], int]:
-    probe = _Probe()
-    tokens = torch.tensor([[0, 1]], device=device)
-    output = module(
-        input_ids=tokens, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, step_attention=probe,
-        logits_to_keep=torch.tensor([1], device=device),
-    )  # fmt: skip
-    if not probe.layers:
-        raise ModelError(f"{type(module).__name__} never calls attention")
-    if output.logits.shape[:2] != (1, 1):
-        raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")
-    return probe.layers, output.logits.shape[-1]
+def _check(config: ModelConfig, hf_config: Any) -> tuple[str, ...]:
+    """What the user should know of the architecture. Raises `ModelError` where it is not supported."""
+    check_architecture(hf_config)
+    if is_verified(hf_config):
+        return ()
+    self_check(hf_config, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    name = getattr(hf_config, "model_type", "unknown")
+    return (
+        f"models of type {name!r} are not on the verified list; a small one of the kind was checked against transformers and agreed",
+    )

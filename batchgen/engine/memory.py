@@ -8,96 +8,109 @@ recently used first to go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container
 
 from batchgen.engine.pages import PagePool
-from batchgen.engine.spans import Branch, Place, Sequence, Span
-from batchgen.prefix import PrefixNode, PrefixPlan, resident_lengths
-from batchgen.request import Request, TokenArray
+from batchgen.engine.spans import Branch, Saved, Sequence, Span
+from batchgen.engine.steps import Copy, Load, Save
+from batchgen.engine.window import Window
+from batchgen.prefix import resident_lengths
+from batchgen.request import TokenArray
 
 IDLE_NODES = 1024
 """Most nodes kept for later windows, the most recently used: else a long file would fill the whole pool with them."""
 
 
 class Memory:
-    """The page pool, and the spans that hold its pages."""
+    """The page pool, and the spans that hold its pages.
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    `sliding` is the widest sliding window, where every layer has one: pages behind it are given back. `host_pages` is how many
+    pages of idle nodes are kept in host memory once the pool has no room for them.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, sliding: int | None = None, host_pages: int = 0) -> None:
         self.pool = pool
         self.page_size = page_size
+        self.sliding = sliding
+        self.live: dict[Branch, None] = {}  # nodes that leaves descend from, complete or being computed
         self.idle: dict[Branch, None] = {}  # complete nodes without descendants, least recently used first
-        self._copies: list[tuple[int, int]] = []
+        self.host_pages = host_pages
+        self.parked: dict[Branch, None] = {}  # idle nodes in host memory, least recently used first
+        self._moves: list[Copy | Save | Load] = []
         self._promised = 0  # pages that the running sequences can still ask for
-        self._sources: dict[int, tuple[Branch, int]] = {}
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` positions."""
         return -(-tokens // self.page_size)
 
-    def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """The page copies (from, to) asked for since the last call, in order."""
-        copies, self._copies = tuple(self._copies), []
-        return copies
+    def take_moves(self) -> tuple[Copy | Save | Load, ...]:
+        """What is to be done to pages since the last call, in order."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
 
     # -- across windows
 
-    def match(self, requests: list[Request], plan: PrefixPlan, ends_at: list[bool]) -> None:
-        """Finds what idle nodes hold of a new window's tree; its spans adopt it when they are opened.
+    def match(self, w: Window) -> None:
+        """Finds what nodes of earlier windows hold of a new window's tree; its spans take it over when they are opened.
 
-        `requests` in depth-first order. Exact to the token; where a prompt ends, its last token is left to be run
-        again, for its logits.
+        Exact to the token; what has to be run for its logits is left out.
         """
-        self._sources.clear()
-        if not requests:
+        if not w.leaves:
             return
-        branches = list(self.idle)
-        prompts: list[TokenArray] = [requests[0].tokens] * len(requests)
-        for i, request in enumerate(requests):
-            prompts[int(plan.order[i])] = request.tokens
-        for match in resident_lengths(plan, prompts, [b.tokens(0, b.end) for b in branches]):
+        branches = [*self.idle, *self.parked, *(b for b in self.live if b.complete and b.window is not w)]
+        prompts: list[TokenArray] = [w.leaves[0].tokens] * len(w.leaves)
+        for i, leaf in enumerate(w.leaves):
+            prompts[int(w.plan.order[i])] = leaf.tokens
+        for match in resident_lengths(w.plan, prompts, [b.tokens(0, b.end) for b in branches]):
             branch, i, shared = branches[match.path], match.position, match.length
-            parent = int(plan.leaf_parent[i])
-            start = plan.nodes[parent].end if parent >= 0 else 0
-            found = self._offer(~i, branch, min(shared, len(requests[i].tokens) - 1), start)
-            while parent >= 0:
-                node = plan.nodes[parent]
-                found |= self._offer(parent, branch, min(shared, node.end - ends_at[parent]), node.start)
-                parent = node.parent
-            if found:
-                self.idle[branch] = self.idle.pop(branch)
+            n = int(w.plan.leaf_parent[i])
+            leaf = w.leaves[i]
+            start = w.plan.nodes[n].end if n >= 0 else 0
+            found = self._offer(w, ~i, branch, min(shared, len(leaf.request.tokens) - 1), start)
+            while n >= 0:
+                node = w.plan.nodes[n]
+                found |= self._offer(w, n, branch, min(shared, node.end, w.logits_from[n]), node.start)
+                n = node.parent
+            for kept in (self.idle, self.parked):
+                if found and branch in kept:
+                    kept[branch] = kept.pop(branch)
 
-    def _offer(self, item: int, branch: Branch, length: int, start: int) -> bool:
-        if length <= start:
+    def _offer(self, w: Window, item: int, branch: Branch, length: int, start: int) -> bool:
+        if length <= start or branch.dropped * self.page_size > self._needed_from(length):
             return False
-        known = self._sources.get(item)
+        known = w.sources.get(item)
         # Of equally good ones that which ends first: the node itself, not one below it, is what the new one replaces.
         if known is None or (known[1], -known[0].end) < (length, -branch.end):
-            self._sources[item] = (branch, length)
+            w.sources[item] = (branch, length)
         return True
 
     # -- spans come and go
 
-    def open_branch(
-        self, node: PrefixNode, prompt: TokenArray, parent: Branch | None, place: Place, reserve: int
-    ) -> Branch | None:
-        """A node with pages for all its tokens; None when that would not leave `reserve` pages free beside the promised."""
+    def open_branch(self, w: Window, n: int, reserve: int) -> Branch | None:
+        """Node n with pages for all its tokens; None when that would not leave `reserve` pages free beside the promised."""
+        node = w.plan.nodes[n]
+        parent = w.branches[node.parent] if node.parent >= 0 else None
         branch = Branch(
-            place=place, parent=parent, start=node.start, table=[], computed=node.start, claims_tail=False,
-            path=(*parent.path, parent) if parent else (), node=node, prompt=prompt,
+            window=w, place=w.place(n), parent=parent, start=node.start, table=[], computed=node.start,
+            claims_tail=False, path=(*parent.path, parent) if parent else (), node=node,
+            prompt=w.leaves[node.first].tokens,
         )  # fmt: skip
-        return branch if self._open(branch, node.index, reserve + self._promised // 2 if reserve else 0) else None
+        if not self._open(branch, reserve + self._promised // 2 if reserve else 0):
+            return None
+        self.live[branch] = None
+        return branch
 
-    def open_sequence(self, seq: Sequence, parent: Branch | None, alone: bool) -> bool:
+    def open_sequence(self, seq: Sequence, parent: Branch | None, reserve: int | None) -> bool:
         """Gives the sequence pages for the tokens that it has. False when there are not enough.
 
-        Unless it runs alone, half of what the running sequences can still ask for must stay free: a sequence that is
-        preempted is work done twice.
+        Unless it runs alone (None), `reserve` pages must stay free, and half of what the running sequences can still ask for:
+        a sequence that is preempted is work done twice.
         """
         seq.parent = parent
         seq.path = (*parent.path, parent) if parent else ()
         seq.start = seq.computed = parent.end if parent else 0
         growth = self.pages_for(seq.most_tokens) - self.pages_for(seq.end)
-        if not self._open(seq, ~seq.place[0], reserve=0 if alone else (self._promised + growth) // 2):
+        if not self._open(seq, 0 if reserve is None else max(reserve, (self._promised + growth) // 2)):
             return False
         self._promised += growth
         return True
@@ -117,9 +130,22 @@ class Memory:
         self._promised -= self.pages_for(seq.most_tokens) - len(seq.table)
         self._release(seq)
 
+    def drop_behind(self, span: Span) -> None:
+        """Gives back the pages that no query from the last computed position on can see."""
+        last = self._needed_from(span.computed) // self.page_size
+        if last > span.dropped:
+            self.pool.release(span.table[span.dropped : last])
+            span.dropped = last
+
+    def _needed_from(self, computed: int) -> int:
+        """First position that queries behind `computed` ones can see, or the last of those should it be run again."""
+        return 0 if self.sliding is None else max(0, computed - self.sliding)
+
     def retire(self, branch: Branch) -> None:
         """Nothing descends from the node any more: it stays while memory lasts."""
+        del self.live[branch]
         branch.logits = None
+        branch.scores.clear()
         self.idle[branch] = None
         if len(self.idle) > IDLE_NODES:
             self.evict(next(iter(self.idle)))
@@ -127,37 +153,48 @@ class Memory:
     def evict(self, branch: Branch) -> None:
         """Takes a node's pages back. Sequences below keep theirs."""
         self.idle.pop(branch, None)
+        self.live.pop(branch, None)
         branch.evicted = True
         branch.logits = None
         self._release(branch)
 
-    def evict_all(self, branches: Iterable[Branch]) -> None:
-        """Takes the pages of idle nodes and of these back."""
-        for branch in [*self.idle, *branches]:
-            if not branch.evicted:
-                self.evict(branch)
+    def evict_all(self, kept: Container[Branch | None] = ()) -> None:
+        """Takes the pages of idle nodes back, and of all complete ones but those `kept`."""
+        for branch in [*self.idle, *(b for b in self.live if b.complete and b not in kept)]:
+            if branch in self.idle:
+                self._park(branch)
+            self.evict(branch)
 
     # -- tables
 
-    def _open(self, span: Span, item: int, reserve: int) -> bool:
+    def _open(self, span: Span, reserve: int) -> bool:
         """Fills the span's table for positions [0, end), leaving `reserve` pages free. False when memory is short."""
-        kept, known = self._sources.get(item, (None, 0))
-        if kept is None or kept.evicted:
-            return self._fill(span, span.parent, span.start, reserve)
-        self.idle.pop(kept, None)  # what it takes over must not be given up to make room for it
-        filled = self._fill(span, kept, known, reserve)
-        if filled and isinstance(span, Branch) and _covers(span, kept, known):
-            self.evict(kept)  # else every window would leave one more copy of a prefix that all of them have
-        else:
-            self.idle[kept] = None
+        kept, known = span.window.sources.get(span.item, (None, 0))
+        if kept is None or (kept.evicted and kept.saved is None):
+            return self._fill(span, span.parent, span.start, None, reserve)
+        # What it takes over must not be given up to make room for it.
+        shelf = self.idle if kept in self.idle else self.parked if kept in self.parked else None
+        if shelf is not None:
+            del shelf[kept]
+        filled = self._fill(span, kept, known, kept.saved, reserve)
+        # Else every window would leave one more copy of a prefix that all of them have.
+        replaced = filled and isinstance(span, Branch) and _covers(span, kept, known)
+        if shelf is self.idle and replaced:
+            self.evict(kept)
+        elif shelf is not None and not replaced:
+            shelf[kept] = None
+        elif shelf is not None:
+            kept.saved = None
         return filled
 
-    def _fill(self, span: Span, source: Branch | None, known: int, reserve: int) -> bool:
-        """`_open`, with the KV of positions before `known` taken over from `source`."""
+    def _fill(self, span: Span, source: Branch | None, known: int, saved: Saved | None, reserve: int) -> bool:
+        """`_open`, with the KV of positions before `known` taken over from `source`, or from host memory where it was `saved`."""
         size = self.page_size
         parent = span.parent
         first = span.start // size
         full, tail = divmod(known, size)  # pages taken over whole, and tokens of the next one
+        if saved is not None:
+            full, tail = first, 0  # nothing can be shared or copied: it is loaded into pages of its own
         wanted = self.pages_for(span.end) - full
         # A node of its own pages is better in one run, so it copies its parent's tail; others write on in that page.
         may_claim = tail > 0 and source is parent and parent is not None and not parent.claimed
@@ -169,8 +206,8 @@ class Memory:
             claims = True
         above = parent.table[:first] if parent else []
         taken = source.table[first:full] if source else []
-        self.pool.share(above)
-        self.pool.share(taken)
+        dropped = max(parent.dropped if parent else 0, source.dropped if source else 0)
+        self.pool.share([*above, *taken][dropped:])
         fresh = self.pool.allocate_run(wanted - claims) if run else self.pool.allocate(wanted - claims)
         if claims:
             assert parent is not None
@@ -180,14 +217,17 @@ class Memory:
             fresh = [tail_page, *fresh]
         elif tail:
             assert source is not None
-            self._copies.append((source.table[full], fresh[0]))
+            self._moves.append(Copy(source.table[full], fresh[0]))
+        elif saved is not None:
+            self._moves.append(Load(saved, first, tuple(fresh[: self.pages_for(known) - first])))
         span.table = [*above, *taken, *fresh]
+        span.dropped = dropped
         span.computed = known
         return True
 
     def _release(self, span: Span) -> None:
-        self.pool.release(span.table)
-        span.table = []
+        self.pool.release(span.table[span.dropped :])
+        span.table, span.dropped = [], 0
         if span.claims_tail and span.parent is not None:
             span.parent.claimed = False
         span.claims_tail = False
@@ -195,8 +235,23 @@ class Memory:
     def _make_room(self, pages: int) -> bool:
         """Whether so many pages are free, idle nodes given up for it where need be."""
         while self.pool.num_free < pages and self.idle:
-            self.evict(next(iter(self.idle)))
+            branch = next(iter(self.idle))
+            self._park(branch)
+            self.evict(branch)
         return self.pool.num_free >= pages
+
+    def _park(self, branch: Branch) -> None:
+        """Has an idle node's KV moved to host memory, where there is room; the least recently used ones go for it."""
+        count = len(branch.table)
+        if count > self.host_pages or branch.dropped:
+            return
+        while self.parked and sum(self.pages_for(b.end) for b in self.parked) + count > self.host_pages:
+            oldest = next(iter(self.parked))
+            del self.parked[oldest]
+            oldest.saved = None
+        branch.saved = Saved()
+        self.parked[branch] = None
+        self._moves.append(Save(tuple(branch.table), branch.saved))
 
 
 def _covers(branch: Branch, kept: Branch, known: int) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+
 import numpy as np
 import torch
 
@@ -9,8 +13,9 @@ from batchgen.engine.attention.base import StepAttention
 from batchgen.engine.attention.cascade import Cascade
 from batchgen.engine.attention.plan import plan_attention
 from batchgen.engine.kv_cache import KVCache
-from batchgen.engine.loading import LoadedModel
-from batchgen.engine.scheduler import Step, Work
+from batchgen.engine.prepared import LoadedModel, logits_at
+from batchgen.engine.steps import Copy, Load, Save, Step, Work
+from batchgen.errors import OutOfMemory, is_out_of_memory
 
 
 class Runner:
@@ -20,36 +25,96 @@ class Runner:
         self.model = model
         self.cache = cache
         self.attention_parts = 0  # summed over steps
+        self.most_tokens: int | None = None
+        """After out-of-memory: the largest forward that is tried."""
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor | None:
-        """Logits [N, vocabulary] after the last token of each work that is sampled, in the order of the works.
+        """Logits [N, vocabulary] after the wanted positions of the works, in their order; None when none are wanted.
 
-        None when the step has nothing to run.
+        A step for which the device has not the memory is run in halves: the works do not depend on one another, and what a
+        forward that failed has written is written again. Raises `OutOfMemory` when not even one token goes through.
         """
-        self.cache.copy(step.copies)
-        if not step.works:
+        self._move(step.moves)
+        logits = self._run(step.works) if step.works else []
+        if not logits:
             return None
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _move(self, moves: Sequence[Copy | Save | Load]) -> None:
+        for kind, some in groupby(moves, type):
+            if kind is Copy:
+                self.cache.copy([(move.source, move.to) for move in some if isinstance(move, Copy)])
+                continue
+            for move in some:
+                if isinstance(move, Save):
+                    move.to.kv = self.cache.save(move.pages)
+                elif isinstance(move, Load):
+                    self.cache.load(move.source.kv, move.first, move.pages)
+
+    def _run(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        size = _size(works)
+        if self.most_tokens is None or size <= self.most_tokens:
+            try:
+                return self._forward(works)
+            except (MemoryError, RuntimeError) as e:
+                if not is_out_of_memory(e):
+                    raise
+            # Out of the handler, so that the failed forward's tensors are free.
+            if size == 1:
+                raise OutOfMemory(
+                    f"{self.model.device} has not the memory for a forward of one token",
+                    "lower --kv-memory or --batch-size",
+                )
+            self.most_tokens = -(-size // 2)
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return [logits for half in _halves(works) for logits in self._run(half)]
+
+    def _forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
         device = self.model.device
-        plan = plan_attention(step.works, self.cache.page_size)
+        plan = plan_attention(works, self.cache.page_size)
         self.attention_parts += len(plan.shared) + len(plan.causal) + (plan.paged is not None)
-        attention = StepAttention(plan, Cascade(plan, device), self.cache, device)
+        attention = StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)
+        wanted = _wanted(works)
         output = self.model.module(
-            input_ids=torch.from_numpy(_tokens(step.works)).to(device).unsqueeze(0),
+            input_ids=torch.from_numpy(_tokens(works)).to(device).unsqueeze(0),
             position_ids=torch.from_numpy(plan.positions).to(device).unsqueeze(0),
             use_cache=False,
             step_attention=attention,
-            logits_to_keep=torch.from_numpy(_sampled(step.works)).to(device),
+            logits_to_keep=logits_at(wanted, device, self.model.spread),
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return [output.logits[0].to(device)] if len(wanted) else []
 
 
-def _tokens(works: tuple[Work, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _halves(works: Sequence[Work]) -> tuple[list[Work], list[Work]]:
+    """Works of two or more tokens as two sets of about as many, in their order; one of them may be cut in two."""
+    room = _size(works) // 2
+    first: list[Work] = []
+    second: list[Work] = []
+    for work in works:
+        cut = min(work.stop, work.start + room)
+        room -= cut - work.start
+        if cut > work.start:
+            first.append(Work(work.span, work.start, cut, min(work.logits, cut)))
+        if cut < work.stop:
+            second.append(Work(work.span, cut, work.stop, max(work.logits, cut)))
+    return first, second
+
+
+def _size(works: Sequence[Work]) -> int:
+    return sum(work.stop - work.start for work in works)
+
+
+def _tokens(works: Sequence[Work]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.concatenate([w.span.tokens(w.start, w.stop) for w in works]).astype(np.int64)
 
 
-def _sampled(works: tuple[Work, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _wanted(works: Sequence[Work]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Places in the packed batch whose logits are wanted."""
-    ends = np.cumsum([w.stop - w.start for w in works]) - 1
-    return np.asarray([end for end, w in zip(ends, works, strict=True) if w.sample], dtype=np.int64)
+    places: list[int] = []
+    end = 0
+    for work in works:
+        end += work.stop - work.start
+        places += range(end - (work.stop - work.logits), end)
+    return np.asarray(places, dtype=np.int64)

@@ -3,7 +3,7 @@
 A sequence has a slot while it decodes; its parameters lie there, in one numpy record, and the tensors that penalties
 need are kept on the device. `sample` gathers by slot, works on the whole batch, and copies to the host once.
 
-The order is that of transformers' processors: repetition penalty, presence and frequency, temperature, top-k, top-p,
+The order is that of transformers' processors: repetition penalty, presence and frequency, a grammar's mask, temperature, top-k, top-p,
 min-p. A token is then drawn by the inverse of the cumulative distribution in vocabulary order, from one uniform
 number (randoms.py), so that a row's draw does not depend on the batch. No filter depends on how a sort orders equal
 logits.
@@ -21,8 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchgen.engine.filters import forbid, inverse_cdf, largest, nucleus
+from batchgen.engine.logprobs import TokenLogprobs, measure, read
 from batchgen.engine.randoms import uniforms
-from batchgen.request import SamplingParams, TokenArray
+from batchgen.engine.vocabulary_rows import VocabularyRows
+from batchgen.request import TokenArray
+from batchgen.sampling_params import SamplingParams
 
 # What a slot holds. `seen` and `counts` are rows of the penalty tensors, -1 where the sequence needs none.
 _SLOT = np.dtype(
@@ -38,6 +42,7 @@ _SLOT = np.dtype(
         ("seed", "i8"),
         ("key", "u8", 2),
         ("choice", "i8"),
+        ("logprobs", "i8"),  # how many of the likeliest tokens; -1 for none
         ("seen", "i8"),
         ("counts", "i8"),
     ]
@@ -53,6 +58,8 @@ class Sampled:
     tokens: list[int]
     valid: list[bool]
     """False where the row's logits are not numbers: a NaN, +inf, or nothing but -inf. Its token means nothing."""
+    logprobs: list[TokenLogprobs | None] | None = None
+    """By row, where a row wants them; None where none does."""
 
 
 class Sampler:
@@ -64,8 +71,8 @@ class Sampler:
         # Cumulative sums are in float64: in float32 their rounding would move the draws. MPS has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._slots = np.zeros(0, dtype=_SLOT)
-        self._seen = _VocabularyRows(vocab_size, torch.bool, device)
-        self._counts = _VocabularyRows(vocab_size, torch.int32, device)
+        self._seen = VocabularyRows(vocab_size, torch.bool, device)
+        self._counts = VocabularyRows(vocab_size, torch.int32, device)
 
     def add(
         self,
@@ -89,6 +96,7 @@ class Sampler:
         record["temperature"] = 0 if params.greedy else min(max(params.temperature, 1e-30), 1e30)
         record["key"] = np.frombuffer(key, dtype="<u8")
         record["choice"] = choice
+        record["logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         record["seen"] = record["counts"] = -1
         drawn = np.asarray(generated, dtype=np.int64)
         if params.repetition_penalty != 1:
@@ -111,11 +119,18 @@ class Sampler:
         self._slots[slot] = np.zeros((), dtype=_SLOT)
 
     @torch.no_grad()
-    def sample(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        mask: torch.Tensor | None = None,
+    ) -> Sampled:
         """Draws one token per row and remembers it for penalties.
 
         Row i of `logits` [N, V] (any float dtype, on the device) belongs to `slots[i]`, a slot at most once;
-        `positions[i]` is the number of tokens that its completion had before.
+        `positions[i]` is the number of tokens that its completion had before. `mask`, int32 [N, words] on the host, says
+        which tokens may be drawn (filters.forbid); rows that may draw any have all bits set.
         """
         if not len(slots):
             return Sampled([], [])
@@ -124,18 +139,42 @@ class Sampler:
         if (records["temperature"] > 0).any():
             places = np.asarray(positions, dtype=np.int64)
             u = uniforms(records["key"], records["seed"], records["choice"], places)
-        blocks = [self._draw(logits[part], records[part], u[part]) for part in self._blocks(records)]
+        blocks = [
+            self._draw(logits[part], records[part], u[part], None if mask is None else mask[part])
+            for part in self._blocks(records, mask)
+        ]
         tokens = torch.cat([tokens for tokens, _ in blocks])
         valid = torch.cat([valid for _, valid in blocks])
         self._record(tokens, records)
-        on_host = torch.stack([tokens, valid.to(tokens.dtype)]).tolist()  # the only wait for the device
-        return Sampled(on_host[0], [bool(v) for v in on_host[1]])
+        return self._to_host(logits, tokens, valid, records)
+
+    def _to_host(
+        self, logits: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor, records: NDArray[Any]
+    ) -> Sampled:
+        """In one piece: the only wait for the device."""
+        count = len(records)
+        wanted = np.flatnonzero(records["logprobs"] >= 0)
+        if not wanted.size:
+            drawn = torch.stack([tokens, valid.to(tokens.dtype)]).tolist()
+            return Sampled(drawn[0], [bool(v) for v in drawn[1]])
+        counts = records["logprobs"][wanted]
+        at = self._put(wanted)
+        measured = measure(logits if wanted.size == count else logits[at], tokens[at], int(counts.max()))
+        whole = torch.cat([tokens.to(measured.dtype), valid.to(measured.dtype), measured.flatten()]).tolist()
+        width = measured.shape[1]
+        rows = [whole[i : i + width] for i in range(2 * count, len(whole), width)]
+        logprobs: list[TokenLogprobs | None] = [None] * count
+        for i, found in zip(wanted.tolist(), read(rows, counts.tolist()), strict=True):
+            logprobs[i] = found
+        return Sampled([int(t) for t in whole[:count]], [bool(v) for v in whole[count : 2 * count]], logprobs)
 
     @torch.no_grad()
-    def probabilities(self, logits: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-        """What `sample` draws from: float32 [N, V], penalties and filters applied; greedy rows have 1 on one token."""
+    def probabilities(
+        self, logits: torch.Tensor, slots: Sequence[int], mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What `sample` draws from: float32 [N, V], penalties, mask and filters applied; greedy rows have 1 on one token."""
         records = self._records(logits, slots)
-        scores = self._penalised(logits, records)
+        scores = self._masked(self._penalised(logits, records), mask)
         best, tokens = scores.max(dim=-1)
         result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)
         warm = np.flatnonzero(records["temperature"] > 0)
@@ -146,24 +185,24 @@ class Sampler:
         return result
 
     def _draw(
-        self, logits: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64]
+        self, logits: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64], mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [n] and whether the logits are numbers [n]."""
-        scores = self._penalised(logits, records)
+        scores = self._masked(self._penalised(logits, records), mask)
         best, tokens = scores.max(dim=-1)  # a NaN is the largest
         warm = np.flatnonzero(records["temperature"] > 0)
         if warm.size:
             at = self._put(warm)
             everything = warm.size == len(records)
             weights = self._weights(scores if everything else scores[at], best[at], records[warm])
-            tokens[at] = _inverse_cdf(weights.to(self._wide), self._put(u[warm]), tokens[at])
+            tokens[at] = inverse_cdf(weights.to(self._wide), self._put(u[warm]), tokens[at])
         return tokens, torch.isfinite(best)
 
-    def _blocks(self, records: NDArray[Any]) -> list[slice]:
+    def _blocks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
         """The rows to work on at once: all, but on the CPU as many as stay in its cache (twice as fast)."""
         plain = (records["temperature"] == 0) & (records["seen"] < 0) & (records["counts"] < 0)
         size = len(records)
-        if self._device.type == "cpu" and not plain.all():
+        if self._device.type == "cpu" and not (plain.all() and mask is None):
             size = max(1, _CACHED // self._vocab_size)
         return [slice(i, i + size) for i in range(0, len(records), size)]
 
@@ -193,6 +232,18 @@ class Sampler:
             scores[at] = part - self._column(chosen["presence_penalty"]) * (counts > 0)
         return scores
 
+    def _masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """`scores` themselves where every row may draw any token, else a copy with -inf for what may not be drawn."""
+        at = np.flatnonzero((mask.numpy() != -1).any(axis=1)) if mask is not None else np.zeros(0)
+        if mask is None or not at.size:
+            return scores
+        words = self._put(mask.numpy()[at])
+        if at.size == len(scores):
+            return forbid(scores, words)
+        scores, rows = scores.clone(), self._put(at)
+        scores[rows] = forbid(scores[rows], words)
+        return scores
+
     def _weights(self, scores: torch.Tensor, best: torch.Tensor, records: NDArray[Any]) -> torch.Tensor:
         """Unnormalised probabilities [n, V] of rows that are not greedy, float32, 1 for the likeliest token."""
         x = scores.float().sub(best.float()[:, None]).div_(self._column(records["temperature"]))
@@ -217,14 +268,14 @@ class Sampler:
         Either all rows have a top-k or none has. Tokens are compared by `x`: more of them are equal as weights.
         """
         if records["top_k"][0]:
-            head = _largest(x, int(records["top_k"].max()))
+            head = largest(x, int(records["top_k"].max()))
             least = head.gather(1, self._column(records["top_k"] - 1))
             weights.masked_fill_(x < least, 0)  # tokens equal to the k-th stay, as in transformers
         else:
-            head = _largest(x, self._vocab_size)
+            head = largest(x, self._vocab_size)
         if (records["top_p"] < 1).any():
             top_p = self._column(np.where(records["top_p"] < 1, records["top_p"], np.inf))
-            _nucleus(weights, x, head, top_p)
+            nucleus(weights, x, head, top_p)
 
     def _record(self, tokens: torch.Tensor, records: NDArray[Any]) -> None:
         for name, state in (("seen", self._seen), ("counts", self._counts)):
@@ -241,64 +292,3 @@ class Sampler:
 
     def _column(self, values: NDArray[Any]) -> torch.Tensor:
         return self._put(values)[:, None]
-
-
-class _VocabularyRows:
-    """A tensor [rows, V] on the device whose rows are lent to sequences; allocated and grown when a row is taken."""
-
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self.rows = torch.zeros((0, width), dtype=dtype, device=device)
-        self._free: list[int] = []
-
-    def take(self, values: NDArray[Any]) -> int:
-        """A free row, set to `values` [V]."""
-        if not self._free:
-            old = len(self.rows)
-            self._free = list(range(2 * old + 7, old - 1, -1))
-            # Not an inference tensor even under inference mode: those cannot be changed outside it.
-            with torch.inference_mode(False), torch.no_grad():
-                self.rows = torch.cat([self.rows, self.rows.new_zeros((old + 8, self.rows.shape[1]))])
-        row = self._free.pop()
-        self.rows[row] = torch.from_numpy(values).to(self.rows.device)
-        return row
-
-    def give_back(self, row: int) -> None:
-        self._free.append(row)
-
-
-def _largest(x: torch.Tensor, k: int) -> torch.Tensor:
-    """The k largest of each row [n, k], in falling order."""
-    if x.device.type != "cpu":
-        return x.topk(k).values if k < x.shape[1] else x.sort(dim=-1, descending=True).values
-    # numpy sorts and partitions floats with vector instructions: 25 and 4 times as fast as torch on [256, 8192].
-    values = x.numpy()
-    if k < x.shape[1]:
-        values = np.partition(values, x.shape[1] - k, axis=-1)[:, -k:]
-    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
-
-
-def _nucleus(weights: torch.Tensor, x: torch.Tensor, head: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Top-p, in place: `weights` [n, V] = exp(`x`) become 0 but for the fewest tokens whose share reaches `top_p`.
-
-    Those are one at least; among equal ones at the edge the first in the vocabulary stay. `head` [n, k] is `x` in falling
-    order, as far as there are weights (further copies of the last need not be in it). `top_p` is [n, 1], infinite for off.
-    """
-    wide = top_p.dtype
-    goal = top_p * weights.sum(dim=-1, keepdim=True, dtype=wide)
-    reached = head.exp().to(wide).cumsum(dim=-1)
-    edge = head.gather(1, torch.searchsorted(reached, goal).clamp_(max=head.shape[1] - 1))
-    above = (head > edge).sum(dim=-1, keepdim=True)
-    missing = goal - torch.where(above > 0, reached.gather(1, (above - 1).clamp_(min=0)), 0)
-    room = (missing / edge.exp()).ceil_().clamp_(min=1, max=x.shape[1]).to(torch.int32)  # equal tokens that are needed
-    equal = x == edge
-    weights.masked_fill_((x < edge) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) > room)), 0)
-
-
-def _inverse_cdf(weights: torch.Tensor, u: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
-    """Inverse of the cumulative distribution: the first token [n] at which it passes `u` [n] of its total."""
-    cumulative = weights.cumsum(dim=-1)
-    tokens = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
-    tokens.clamp_(max=weights.shape[1] - 1)
-    # Rounding can land on a token that has no probability: past the end, or where a parallel sum is not quite monotone.
-    return torch.where(weights.gather(1, tokens) > 0, tokens, likeliest[:, None])[:, 0]

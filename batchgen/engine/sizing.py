@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from batchgen.config import EngineConfig, parse_memory
-from batchgen.engine.kv_cache import bytes_per_token
-from batchgen.engine.loading import LoadedModel
-from batchgen.engine.scheduler import Limits
+from batchgen.engine.kv_cache import bytes_per_token, devices_of
+from batchgen.engine.prepared import LoadedModel
+from batchgen.engine.steps import Limits
 from batchgen.errors import UsageError
 
 PAGE_TOKENS = 32
 """A page is the smallest multiple of the chunk that has so many tokens (CPU: benchmarks/NOTES.md)."""
 BATCH_SIZE = 256
 BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
+SCORED_LOGITS = 1 << 25
+"""Most logits of texts to score in one forward: tokens times vocabulary."""
 AUTO_SHARE = {"cpu": 0.5, "mps": 0.5, "cuda": 0.8}
 """Of the memory that is free once the model is loaded; the rest is for activations and other programs."""
 
@@ -31,6 +33,8 @@ class Sizes:
     bytes_per_token: int
     """KV of one token in all layers."""
     limits: Limits
+    host_pages: int = 0
+    """Pages of idle nodes kept in host memory."""
 
 
 def page_size_of(chunk_size: int) -> int:
@@ -45,9 +49,14 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     batch_tokens = config.max_batch_tokens or BATCH_TOKENS[model.device.type]
     batch_size = min(config.batch_size or BATCH_SIZE, batch_tokens)
     wish = parse_memory(config.kv_memory)
-    free = free_memory(model.device)
-    budget = wish if isinstance(wish, int) else int(free * (wish or AUTO_SHARE[model.device.type]))
-    num_pages = budget // (page_size * token)
+    if isinstance(wish, int):
+        num_pages = wish // (page_size * token)
+    else:  # a page has a share on every device: the tightest decides
+        num_pages = min(
+            int(free_memory(device) * (wish or AUTO_SHARE[device.type]))
+            // (page_size * bytes_per_token(model.layers, model.dtype, device))
+            for device in devices_of(model.layers)
+        )
     if wish is None:  # more than a full batch of the longest sequences, twice, is of no use
         num_pages = min(num_pages, 2 * batch_size * -(-context_length // page_size))
     if num_pages < 1:
@@ -55,8 +64,17 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
             f"--kv-memory {config.kv_memory} holds no page of {page_size} tokens ({page_size * token} bytes)",
             "give more, or lower --chunk-size",
         )
-    prefill = min(config.max_prefill_tokens or batch_tokens, batch_tokens)
-    return Sizes(page_size, num_pages, token, Limits(batch_size, batch_tokens, prefill))
+    limits = Limits(
+        batch_size=batch_size,
+        max_batch_tokens=batch_tokens,
+        max_prefill_tokens=min(config.max_prefill_tokens or batch_tokens, batch_tokens),
+        max_scored_tokens=max(1, SCORED_LOGITS // model.vocab_size),
+        max_kv_read=config.max_kv_read,
+    )
+    if config.host_kv_memory is not None and model.device.type != "cuda":
+        raise UsageError(f"--host-kv-memory is for CUDA devices, not for {model.device}", "raise --kv-memory instead")
+    host = parse_memory(config.host_kv_memory) if config.host_kv_memory else 0
+    return Sizes(page_size, num_pages, token, limits, int(host or 0) // (page_size * token))
 
 
 def free_memory(device: torch.device) -> int:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from batchgen.request import SamplingParams, TokenArray
+from batchgen.request import TokenArray
+from batchgen.sampling_params import SamplingParams
 
 _CONTEXT = 8  # prompt tokens decoded before a completion: more than a character cut by their beginning
 _OPEN = 4  # tokens whose text is looked at again with every next token; settling them costs a decode
@@ -39,6 +40,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._pieces: dict[int, str] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
         # Byte-fallback tokens. A run of them is decoded as one: characters if all of it is valid, else all U+FFFD.
@@ -50,6 +52,17 @@ class Detokenizer:
         """The text of `tokens` without special tokens, not tidied."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
+
+    def piece(self, token: int) -> str:
+        """The text of one token in the middle of a text, special or not."""
+        if token not in self._pieces:
+            # Decoded by itself it would lose a space at its beginning in tokenizers of the sentencepiece family.
+            once, twice = (
+                str(self._tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+                for n in (1, 2)
+            )
+            self._pieces[token] = _added(once, twice)
+        return self._pieces[token]
 
     def context(self, prompt: TokenArray) -> list[int]:
         """The last tokens of a prompt, from one that does not continue a run of bytes."""

@@ -18,7 +18,9 @@ from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.prompts.tokenizer import LoadedTokenizer
 from batchgen.records.row import Row
-from batchgen.request import Result, SamplingParams, TokenArray, row_digest
+from batchgen.request import TokenArray, row_digest
+from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,6 +39,10 @@ class Draft:
     """Whether the prompt was cut to fit."""
     digest: bytes
     """`row_digest` of tokens and parameters."""
+    texts: tuple[TokenArray, ...] = ()
+    """Texts to score after the prompt (`Request.texts`)."""
+    priority: float = 0.0
+    """Lower ones are started first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchgen.errors import RowError, UsageError
 from batchgen.prompts.messages import kind
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
 
 OBJECT_COLUMN = "sampling_params"
 NAMES = {f.name for f in fields(SamplingParams)} | {"stop_token_id"}

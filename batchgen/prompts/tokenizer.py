@@ -103,7 +103,8 @@ def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
         for name in _CONTEXT_NAMES:
             length = _positive(getattr(part, name, None))
             if length is not None:
-                return max(length, _yarn_length(part))
+                longest = max(length, _yarn_length(part))
+                return min(longest, _longrope_length(part) or longest)
     length = _positive(tokenizer.model_max_length)
     if length is not None and length <= _SANE_CONTEXT:
         return length
@@ -120,6 +121,20 @@ def _yarn_length(part: Any) -> int:
         return 0
     factor, original = rope.get("factor"), _positive(rope.get("original_max_position_embeddings"))
     return int(original * factor) if original and isinstance(factor, int | float) else 0
+
+
+def _longrope_length(part: Any) -> int:
+    """Where LongRoPE changes its frequencies for a whole batch, once its longest sequence passes that; 0 without it.
+
+    Below it a row's text does not depend on the rows beside it. (Dynamic NTK changes beyond max_position_embeddings only.)
+    """
+    rope = getattr(part, "rope_parameters", None) or getattr(part, "rope_scaling", None)
+    if not isinstance(rope, Mapping):
+        return 0
+    ropes = [r for r in (rope, *rope.values()) if isinstance(r, Mapping)]
+    long = [r for r in ropes if r.get("rope_type", r.get("type")) == "longrope"]
+    lengths = [_positive(r.get("original_max_position_embeddings")) for r in long]
+    return min(filter(None, lengths), default=0)
 
 
 def _eos_token_ids(config: ModelConfig, hf_config: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ from batchgen.records.row import Row
 from batchgen.records.stdout_job import DoneOrder, StdoutJob
 from batchgen.records.take_back import NO_KEY, take_back
 from batchgen.records.writers import DigestFile, open_writer
-from batchgen.request import Result
+from batchgen.result import Result
 
 _WAY_OUT = "use --overwrite to start anew, or another -o"
 

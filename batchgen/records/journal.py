@@ -19,7 +19,7 @@ from typing import Any
 
 from batchgen.records.index import Index
 from batchgen.records.jsonl import to_json
-from batchgen.request import Result
+from batchgen.result import Result
 
 _FIELDS = {f.name: f.default for f in fields(Result) if f.name != "row"}
 

@@ -9,7 +9,7 @@ from typing import Any
 from batchgen.errors import UsageError
 from batchgen.records.files import is_url, split_name
 from batchgen.records.row import Row
-from batchgen.request import Result
+from batchgen.result import Result
 
 RESULT_NAMES = frozenset(
     ("text", "finish_reason", "usage", "error", "truncated", "choices", "choice_probs", "score", "token_ids")

@@ -14,7 +14,7 @@ from batchgen.records.index import Index
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import output_row
 from batchgen.records.row import Row
-from batchgen.request import Result
+from batchgen.result import Result
 
 
 class DoneOrder:

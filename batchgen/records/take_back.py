@@ -11,7 +11,7 @@ from batchgen.records.files import InputFile
 from batchgen.records.inputs import Input
 from batchgen.records.journal import encode
 from batchgen.records.output import output_format
-from batchgen.request import Result
+from batchgen.result import Result
 
 KEY_BYTES = 16
 NO_KEY = bytes(KEY_BYTES)

@@ -10,7 +10,7 @@ from batchgen.errors import UsageError
 
 if TYPE_CHECKING:
     from batchgen.config import EngineConfig, ModelConfig, PromptConfig
-    from batchgen.request import SamplingParams
+    from batchgen.sampling_params import SamplingParams
 
 
 def number_or_auto(option: str, text: str) -> int | None:
@@ -98,7 +98,7 @@ def prompt_config(
 
 def sampling_params(**values: object) -> SamplingParams:
     """The parameters; a value out of range is told by its option's name."""
-    from batchgen.request import SamplingParams
+    from batchgen.sampling_params import SamplingParams
 
     try:
         return SamplingParams(**values)  # type: ignore[arg-type]

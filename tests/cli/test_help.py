@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
 from batchgen_cli.plan import plan
 from batchgen_cli.run import run
 

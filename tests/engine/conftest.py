@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,17 @@ import numpy as np
 import pytest
 
 from batchgen.engine.attention.plan import AttentionPlan, plan_attention
+from batchgen.engine.figures import count_step
 from batchgen.engine.memory import Memory
 from batchgen.engine.pages import PagePool
-from batchgen.engine.scheduler import Limits, Scheduler, Step
+from batchgen.engine.policy import POLICIES
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.steps import Copy, Limits, Save, Step
 from batchgen.engine.spans import Branch, Sequence, Span, State
 from batchgen.prefix import PrefixPlan, plan_prefixes
-from batchgen.request import Request, SamplingParams
+from batchgen.request import Leaf, Request, leaves_of
+from batchgen.sampling_params import SamplingParams
+from batchgen.stats import EngineStats
 
 
 class Length:
@@ -31,18 +37,31 @@ class Length:
         return None if self.left else "length"
 
 
-def make_requests(prompts: Iterable[Iterable[int]], lengths: Iterable[int]) -> list[Request]:
-    """Requests that draw exactly so many tokens."""
-    return [
+def make_leaves(
+    prompts: Iterable[Iterable[int]],
+    lengths: Iterable[int],
+    n: Iterable[int] = (),
+    texts: Iterable[Iterable[Iterable[int]]] = (),
+    priorities: Iterable[float] = (),
+    first: int = 0,
+) -> list[Leaf]:
+    """Leaves of requests that draw exactly so many tokens, `n` times each; those that have texts score them instead.
+
+    Rows are numbered from `first`.
+    """
+    rows = zip_longest(prompts, lengths, n, texts, priorities)
+    return leaves_of(
         Request(
             row=row,
             tokens=np.array(list(prompt), dtype=np.int32),
-            params=SamplingParams(max_tokens=length),
+            params=SamplingParams(max_tokens=length, n=count or 1),
             max_tokens=length,
             key=row.to_bytes(16, "little"),
+            texts=tuple(np.array(list(text), dtype=np.int32) for text in scored or ()),
+            priority=priority or 0.0,
         )
-        for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
+        for row, (prompt, length, count, scored, priority) in enumerate(rows, first)
+    )
 
 
 def prefix(span: Span, count: int) -> tuple[int, ...]:
@@ -54,6 +73,11 @@ def slot(span: Span, position: int, page_size: int) -> int:
     return span.table[position // page_size] * page_size + position % page_size
 
 
+def score(path: tuple[int, ...], token: int) -> tuple[float, bool]:
+    """What a model might say of `token` after `path`."""
+    return (-float(hash((path, token)) % 1000), hash((path, token)) % 3 == 0)
+
+
 class Simulation:
     """A scheduler whose steps are carried out on paper, every step checked.
 
@@ -62,83 +86,146 @@ class Simulation:
 
     def __init__(
         self, pages: int = 1000, page_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
+        scored: int = 1000, kv_read: int | None = None, sliding: int | None = None, policy: str = "prefix",
+        host_pages: int = 0,
         shared_reads: int = 4, every_step: Callable[[Step, AttentionPlan | None], None] | None = None,
     ) -> None:  # fmt: skip
-        self.memory = Memory(PagePool(pages), page_size)
-        self.limits = Limits(batch_size, tokens, prefill)
-        self.scheduler = Scheduler(self.memory, self.limits, lambda r: Length(r.max_tokens))
+        self.memory = Memory(PagePool(pages), page_size, sliding, host_pages)
+        self.limits = Limits(batch_size, tokens, prefill, scored, kv_read)
+        self.scheduler = Scheduler(self.memory, self.limits, lambda r: Length(r.max_tokens), POLICIES[policy])
         self.page_size = page_size
         self.shared_reads = shared_reads
+        self.sliding = sliding
         self.every_step = every_step
         self.held: dict[int, tuple[int, ...]] = {}
-        self.done: dict[int, list[int]] = {}
+        self.done: dict[tuple[int, int], list[Any]] = {}
+        """By row and number: the tokens drawn, or the scores of the text."""
+        self.loaded = 0
         self.prefilled = self.recomputed = self.steps = 0
+        self.stats = EngineStats()
 
-    def load(self, prompts: Iterable[Iterable[int]], lengths: Iterable[int], share: bool = True) -> PrefixPlan:
-        requests = make_requests(prompts, lengths)
-        plan = plan_prefixes([r.tokens for r in requests], 16, share=share)
-        self.scheduler.load([requests[i] for i in plan.order], plan)
-        self.done = {}
+    @property
+    def rows(self) -> list[int]:
+        """Rows that are done."""
+        return sorted({row for row, _ in self.done})
+
+    def load(
+        self, prompts: Iterable[Iterable[int]], lengths: Iterable[int], share: bool = True, **rows: Any
+    ) -> PrefixPlan:
+        """Adds a window; see `make_leaves`. The window is `self.window`."""
+        if not self.scheduler.unfinished:
+            self.done, self.loaded = {}, 0
+        leaves = make_leaves(prompts, lengths, **rows, first=self.loaded)
+        self.loaded += len({leaf.request.row for leaf in leaves})
+        plan = plan_prefixes([leaf.tokens for leaf in leaves], 16, share=share)
+        self.window = self.scheduler.load([leaves[i] for i in plan.order], plan)
         return plan
 
     def finish(self, most_steps: int = 10_000) -> None:
-        """Steps until every request is done."""
+        """Steps until every leaf is done."""
         before = self.steps
         while self.scheduler.unfinished:
             self.step()
             assert self.steps - before < most_steps, "no end in sight"
         assert not self.scheduler.running
         assert not self.scheduler.prefilling
-        assert self.scheduler.resident() == []
+        assert not self.memory.live
+        assert self.memory._promised == 0
 
     def step(self, admit: bool = True) -> Step:
         step = self.scheduler.schedule(admit)
         self.steps += 1
         self._check_budgets(step)
-        for source, to in step.copies:
-            for offset in range(self.page_size):
-                self.held[to * self.page_size + offset] = self.held.get(source * self.page_size + offset, ())
+        for move in step.moves:
+            if isinstance(move, Copy):
+                self._fill(move.to, self._page(move.source))
+            elif isinstance(move, Save):
+                move.to.kv = [self._page(page) for page in move.pages]
+            else:
+                for page, slots in zip(move.pages, move.source.kv[move.first :], strict=False):
+                    self._fill(page, slots)
         plan = plan_attention(step.works, self.page_size, self.shared_reads) if step.works else None
         if plan is not None:
             self._write(step, plan)
             self._check_reads(step, plan)
         if self.every_step is not None:
             self.every_step(step, plan)
-        drawing = list(step.ready)
-        for seq in step.ready:
-            assert seq.path[-1].logits == tuple(seq.request.tokens.tolist()), "logits of another prompt"
-        for work in step.works:
-            self._count(work.span, work.start, work.stop)
-            if work.sample and isinstance(work.span, Branch):
-                work.span.logits = prefix(work.span, work.stop)
-            elif work.sample and isinstance(work.span, Sequence):
-                drawing.append(work.span)
-        self.scheduler.ran(step)
+        drawing = self._draws(step)
+        before = (self.stats.prefill_tokens, self.stats.recomputed_tokens)
+        count_step(self.stats, step, len(drawing))
+        self.prefilled += self.stats.prefill_tokens - before[0]
+        self.recomputed += self.stats.recomputed_tokens - before[1]
+        for seq in (*step.scored, *self.scheduler.ran(step)):
+            path, prompt = tuple(seq.leaf.tokens.tolist()), len(seq.request.tokens)
+            want = [score(path[: prompt + k], t) for k, t in enumerate(seq.leaf.scored.tolist())]
+            assert seq.text_scores == want, "scores of another text"
+            self._end(seq, seq.text_scores)
         for seq in drawing:
-            if self.scheduler.drew(seq, 1000 + (7 * seq.request.row + len(seq.generated)) % 11):
-                assert seq.request.row not in self.done
-                self.done[seq.request.row] = seq.generated
+            draw = 7 * seq.request.row + len(seq.generated) + 3 * seq.leaf.choice
+            if self.scheduler.drew(seq, 1000 + draw % 11):
+                self._end(seq, seq.generated)
         self.check()
         return step
 
+    def cancel(self, index: int) -> None:
+        """Cancels the leaf at this depth-first place of the last window."""
+        self.scheduler.cancel(self.window, index)
+        self.check()
+
     def check(self) -> None:
-        spans = [*self.scheduler.running, *self.scheduler.resident(), *self.memory.idle]
-        self.memory.pool.check(span.table for span in spans)
+        spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
+        self.memory.pool.check(span.table[span.dropped :] for span in spans)
         for span in spans:
-            for position in range(span.computed):
+            for position in range(span.dropped * self.page_size, span.computed):
                 assert self.held[slot(span, position, self.page_size)] == prefix(span, position + 1)
 
+    def _page(self, page: int) -> list[tuple[int, ...]]:
+        return [self.held.get(page * self.page_size + offset, ()) for offset in range(self.page_size)]
+
+    def _fill(self, page: int, slots: list[tuple[int, ...]]) -> None:
+        for offset, what in enumerate(slots):
+            self.held[page * self.page_size + offset] = what
+
+    def _draws(self, step: Step) -> list[Sequence]:
+        drawing = []
+        for work in step.works:
+            span = work.span
+            for position in range(work.logits, work.stop):
+                if isinstance(span, Sequence) and not span.scoring:
+                    drawing.append(span)
+                elif span.scoring:
+                    for token in span.next_tokens(position):
+                        span.scores[position, token] = score(prefix(span, position + 1), token)
+            if isinstance(span, Branch) and work.stop == span.end and span.window.draws_at[span.item]:
+                assert work.logits < work.stop
+                span.logits = prefix(span, work.stop)
+        for seq in step.ready:
+            assert seq.path[-1].logits == tuple(seq.request.tokens.tolist()), "logits of another prompt"
+        return [*drawing, *step.ready]
+
+    def _end(self, seq: Sequence, what: list[Any]) -> None:
+        at = (seq.request.row, seq.leaf.choice)
+        assert at not in self.done
+        self.done[at] = what
+
     def _check_budgets(self, step: Step) -> None:
-        assert len(self.scheduler.running) <= self.limits.batch_size
-        assert step.num_tokens <= self.limits.max_batch_tokens
+        limits = self.scheduler.limits
+        assert len(self.scheduler.running) <= limits.batch_size
+        assert step.num_tokens <= limits.max_batch_tokens
         decoding = [w for w in step.works if isinstance(w.span, Sequence) and w.span.state is State.DECODING]
         assert all(w.stop - w.start == 1 for w in decoding)
-        assert step.num_tokens - len(decoding) <= self.limits.max_prefill_tokens
+        assert step.num_tokens - len(decoding) <= limits.max_prefill_tokens
+        scoring = [w for w in step.works if w.span.scoring]
+        assert sum(w.stop - w.logits for w in scoring) <= limits.max_scored_tokens
+        if limits.max_kv_read is not None and len(step.works) > 1:
+            nodes = {b for w in step.works for b in w.span.path}
+            own = sum(w.stop - w.span.start for w in step.works)
+            assert own + sum(b.end - b.start for b in nodes) <= limits.max_kv_read
         places = [w.span.place for w in step.works]
         assert places == sorted(places)
         slots = [s.slot for s in self.scheduler.running]
         assert len(set(slots)) == len(slots)
-        assert all(0 <= s < self.limits.batch_size for s in slots)
+        assert all(0 <= s < limits.batch_size for s in slots)
 
     def _write(self, step: Step, plan: AttentionPlan) -> None:
         at = 0
@@ -153,20 +240,14 @@ class Simulation:
         reads = reads_of(plan)
         at = 0
         for work in step.works:
-            for position in range(work.stop):
+            for position in range(work.span.dropped * self.page_size, work.stop):
                 assert self.held[slot(work.span, position, self.page_size)] == prefix(work.span, position + 1)
             for position in range(work.start, work.stop):
-                want = [(p, slot(work.span, p, self.page_size)) for p in range(position + 1)]
-                assert sorted(reads[at]) == want, "a query does not read each of its keys once"
+                first = 0 if self.sliding is None else max(0, position + 1 - self.sliding)
+                want = [(p, slot(work.span, p, self.page_size)) for p in range(first, position + 1)]
+                seen = sorted(read for read in reads[at] if read[0] >= first)  # the others are masked
+                assert seen == want, "a query does not read each of its keys once"
                 at += 1
-
-    def _count(self, span: Span, start: int, stop: int) -> None:
-        if isinstance(span, Branch):
-            self.prefilled += stop - start
-        elif isinstance(span, Sequence) and span.state is State.PREFILLING:
-            prompt = len(span.request.tokens)
-            self.prefilled += max(0, min(stop, prompt) - start)
-            self.recomputed += max(0, min(stop, span.end - 1) - max(start, prompt))
 
 
 def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
@@ -192,5 +273,5 @@ def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
 
 @pytest.fixture(scope="session")
 def sim() -> Any:
-    """`Simulation`, `make_requests`, `reads_of`, `Length`."""
-    return SimpleNamespace(Simulation=Simulation, make_requests=make_requests, reads_of=reads_of, Length=Length)
+    """`Simulation`, `make_leaves`, `reads_of`, `Length`."""
+    return SimpleNamespace(Simulation=Simulation, make_leaves=make_leaves, reads_of=reads_of, Length=Length)

@@ -269,8 +269,8 @@ def test_a_step_writes_its_kv_before_it_attends(sim):
     seen = []
 
     def check(step, plan):
-        cache = KVCache({0: LayerShape(1, 4, 4)}, 400, 4, torch.float32, CPU)
-        attention = StepAttention(plan, Cascade(plan, CPU), cache, CPU)
+        cache = KVCache({0: LayerShape(1, 4, 4)}, 400, 4, torch.float32)
+        attention = StepAttention(plan, {CPU: Cascade(plan, CPU)}, cache)
         q, kv = torch.randn(2, plan.num_tokens, 4), torch.randn(1, plan.num_tokens, 4)
         out = attention(0, q, kv, kv, LayerOptions(0.5))
         assert out.shape == (plan.num_tokens, 2, 4)

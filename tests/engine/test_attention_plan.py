@@ -3,7 +3,7 @@ import pytest
 
 from batchgen.engine.attention import plan as module
 from batchgen.engine.attention.plan import PADDING, SharedPart, plan_attention
-from batchgen.engine.scheduler import Work
+from batchgen.engine.steps import Work
 from batchgen.engine.spans import AFTER_NODES, Branch, Sequence
 from batchgen.prefix import PrefixNode
 
@@ -12,26 +12,26 @@ def branch(table, start, end, parent=None):
     node = PrefixNode(0, -1, start, end, 0, 9, 0)
     path = (*parent.path, parent) if parent else ()
     return Branch(
-        place=(0, len(path)), parent=parent, start=start, table=table, computed=end, claims_tail=False, path=path,
+        window=None, place=(0, len(path)), parent=parent, start=start, table=table, computed=end, claims_tail=False, path=path,
         node=node, prompt=np.arange(end, dtype=np.int32),
     )  # fmt: skip
 
 
 def sequence(sim, table, parent, at=0, prompt=50):
-    (request,) = sim.make_requests([range(prompt)], [9])
+    (leaf,) = sim.make_leaves([range(prompt)], [9])
     start = parent.end if parent else 0
     return Sequence(
-        place=(at, AFTER_NODES), parent=parent, start=start, table=table, computed=start, claims_tail=False,
-        path=(*parent.path, parent) if parent else (), request=request, stops=sim.Length(9),
+        window=None, index=at, place=(at, AFTER_NODES), parent=parent, start=start, table=table, computed=start, claims_tail=False,
+        path=(*parent.path, parent) if parent else (), leaf=leaf, stops=sim.Length(9),
     )  # fmt: skip
 
 
 def decode(sim, table, parent, position, at=0):
-    return Work(sequence(sim, table, parent, at), position, position + 1, True)
+    return Work(sequence(sim, table, parent, at), position, position + 1, position)
 
 
 def test_tokens_go_to_their_places_in_the_block_table(sim):
-    works = [Work(sequence(sim, [7, 3, 5], None), 3, 9, False), decode(sim, [1, 2], None, 5)]
+    works = [Work(sequence(sim, [7, 3, 5], None), 3, 9, 9), decode(sim, [1, 2], None, 5)]
     plan = plan_attention(works, 4)
     assert (plan.num_tokens, plan.page_size) == (7, 4)
     assert plan.positions.tolist() == [3, 4, 5, 6, 7, 8, 5]
@@ -98,7 +98,7 @@ def test_pages_that_do_not_follow_one_another_are_parts_of_their_own(sim):
 
 def test_a_node_read_by_one_work_is_no_shared_part(sim):
     root = branch([0, 1], 0, 8)
-    plan = plan_attention([Work(sequence(sim, [0, 1, 9], root), 8, 11, True)], 4, shared_reads=1)
+    plan = plan_attention([Work(sequence(sim, [0, 1, 9], root), 8, 11, 10)], 4, shared_reads=1)
     assert plan.shared == ()
     (causal,) = plan.causal
     assert causal.keys.tolist() == [[*range(8), 36, 37, 38, 39]]
@@ -118,7 +118,7 @@ def test_two_branches_of_one_node_are_not_taken_for_one(sim):
 
 def test_what_a_long_slice_has_behind_it_is_a_shared_part(sim, monkeypatch):
     monkeypatch.setattr(module, "CAUSAL_BLOCK", 4)
-    plan = plan_attention([Work(sequence(sim, list(range(10, 15)), None), 4, 17, True)], 4, shared_reads=8)
+    plan = plan_attention([Work(sequence(sim, list(range(10, 15)), None), 4, 17, 16)], 4, shared_reads=8)
     # blocks of 4, 4, 4 and 1 queries behind 1, 2, 3 and 4 pages
     assert plan.shared == (SharedPart(10, 2, 4, 8, 0), SharedPart(10, 3, 8, 12, 0))
     assert plan.paged.queries.tolist() == [12]
@@ -129,13 +129,13 @@ def test_what_a_long_slice_has_behind_it_is_a_shared_part(sim, monkeypatch):
 
 def test_a_causal_batch_is_bounded_in_its_scores(sim, monkeypatch):
     monkeypatch.setattr(module, "CAUSAL_SCORES", 64)
-    works = [Work(sequence(sim, [i], None, i), 0, 4, True) for i in range(10)]
+    works = [Work(sequence(sim, [i], None, i), 0, 4, 3) for i in range(10)]
     plan = plan_attention(works, 4)
     assert [part.queries.shape for part in plan.causal] == [(4, 4), (4, 4), (2, 4)]
 
 
 def test_padding_is_never_attended_to(sim):
-    works = [Work(sequence(sim, [0, 1], None, 0), 0, 8, True), Work(sequence(sim, [2, 3], None, 1), 0, 5, True)]
+    works = [Work(sequence(sim, [0, 1], None, 0), 0, 8, 7), Work(sequence(sim, [2, 3], None, 1), 0, 5, 4)]
     (causal,) = plan_attention(works, 4).causal
     assert causal.queries.tolist() == [list(range(8)), [8, 9, 10, 11, 12, 13, 13, 13]]
     assert causal.q_positions[1].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
@@ -148,10 +148,10 @@ def test_every_query_reads_each_of_its_keys_once(sim, shared_reads, monkeypatch)
     root = branch([4, 5, 0], 0, 10)
     inner = branch([4, 5, 1, 7, 8], 10, 20, root)
     works = [
-        Work(branch([4, 5, 2], 10, 12, root), 10, 12, True),
+        Work(branch([4, 5, 2], 10, 12, root), 10, 12, 11),
         decode(sim, [4, 5, 1, 7, 8, 30], inner, 21),
-        Work(sequence(sim, [4, 5, 1, 7, 8, 31], inner), 20, 24, True),
-        Work(sequence(sim, [4, 5, 33, 34], root), 13, 14, False),
+        Work(sequence(sim, [4, 5, 1, 7, 8, 31], inner), 20, 24, 23),
+        Work(sequence(sim, [4, 5, 33, 34], root), 13, 14, 14),
     ]
     plan = plan_attention(works, 4, shared_reads)
     reads = sim.reads_of(plan)

@@ -1,83 +1,11 @@
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from batchgen.config import EngineConfig
-from batchgen.engine.engine import Engine
-from batchgen.engine.loading import prepare_model
-from batchgen.prefix import plan_prefixes
-from batchgen.prompts import LoadedTokenizer
-from batchgen.request import Request, SamplingParams, row_digest, row_key
-
-VOCAB = 97
-PAGE = 32
-TOKEN = 256  # bytes of KV
-
-
-class Numbers:
-    """A tokenizer whose text is the token ids."""
-
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
-
-    def convert_tokens_to_ids(self, tokens):
-        return [None for _ in tokens]
-
-    def convert_ids_to_tokens(self, token):
-        return str(token)
-
-
-def build(poison=None, layers=2):
-    """A random Llama; the token `poison` is embedded as NaN."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    module = LlamaForCausalLM(config).float().eval()
-    if poison is not None:
-        module.model.embed_tokens.weight.data[poison] = float("nan")
-    return prepare_model(module)
+from tiny import PAGE, TOKEN, VOCAB, build, engine_of, planned, requests_of, run
 
 
 @pytest.fixture(scope="module")
 def model():
     return build()
-
-
-def engine_of(model, eos=(), pages=None, **config):
-    text = LoadedTokenizer(
-        tokenizer=Numbers(), hf_config=None, context_length=2048, eos_token_ids=eos, vocab_size=VOCAB
-    )
-    options = {"kv_memory": f"{pages * PAGE * TOKEN}B" if pages else "64MiB", "debug": True} | config
-    return Engine(model, text, EngineConfig(**options))
-
-
-def requests_of(prompts, lengths, **params):
-    requests, seen = [], {}
-    for row, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
-        sampling = SamplingParams(max_tokens=most, **params)
-        tokens = np.array(list(prompt), dtype=np.int32)
-        digest = row_digest(tokens, sampling)
-        seen[digest] = seen.get(digest, -1) + 1
-        key = row_key(digest, seen[digest])
-        requests.append(Request(row=row, tokens=tokens, params=sampling, max_tokens=most, key=key))
-    return requests
-
-
-def run(engine, requests, stop=None):
-    """Results by row; each row once."""
-    results = {}
-
-    def on_result(result):
-        assert result.row not in results
-        results[result.row] = result
-
-    plan = plan_prefixes([r.tokens for r in requests], engine.config.chunk_size)
-    engine.generate(requests, plan, on_result=on_result, stop=stop)
-    return results
 
 
 def texts(results):
@@ -104,7 +32,7 @@ def test_results_come_as_rows_finish(model):
     engine = engine_of(model)
     requests = requests_of([[1], [2], [3]], [9, 2, 5])
     order = []
-    engine.generate(requests, plan_prefixes([r.tokens for r in requests], 16), on_result=lambda r: order.append(r.row))
+    engine.generate(*planned(requests), on_result=lambda r: order.append(r.row))
     assert order == [1, 2, 0]
 
 
@@ -135,7 +63,7 @@ def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
     assert (bad.finish_reason, bad.error_type, bad.text, bad.prompt_tokens) == ("error", "does_not_fit", None, 8000)
     assert bad.error_message == (
         "prompt (8000 tokens) and completion (up to 9) need 2.0 MiB of KV memory, there are 1.0 MiB; "
-        "give more with --kv-memory or lower max_tokens"
+        "give --kv-memory 2008KiB or lower max_tokens"
     )
     assert results[2].error_type == "does_not_fit"  # by a single token
 
@@ -148,7 +76,7 @@ def test_a_model_without_numbers_fails_every_row_and_the_loop_ends():
     assert sorted(results) == list(range(len(PROMPTS)))
     assert {r.error_type for r in results.values()} == {"numerical_error"}
     assert {r.error_message for r in results.values()} == {"the model's logits after 0 tokens are not numbers"}
-    engine.memory.evict_all([])
+    engine.memory.evict_all()
     assert engine.memory.pool.num_used == 0
 
 
@@ -204,26 +132,24 @@ def test_after_a_stop_the_engine_can_go_on(model, wish):
 def test_a_failing_callback_leaves_an_engine_that_can_go_on(model):
     engine = engine_of(model)
     requests = requests_of([[1], [2] * 3], [2, 2])
-    plan = plan_prefixes([r.tokens for r in requests], 16)
 
     def broken(result):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        engine.generate(requests, plan, on_result=broken)
+        engine.generate(*planned(requests), on_result=broken)
     assert len(run(engine, requests)) == 2
 
 
 def test_a_callback_that_fails_on_a_request_that_does_not_fit_leaves_an_engine_that_can_go_on(model):
     engine = engine_of(model, pages=1)
     requests = requests_of([[1], [2] * 40], [2, 2])
-    plan = plan_prefixes([r.tokens for r in requests], 16)
 
     def broken(result):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        engine.generate(requests, plan, on_result=broken)
+        engine.generate(*planned(requests), on_result=broken)
     assert len(run(engine, requests)) == 2
 
 

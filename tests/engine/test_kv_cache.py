@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from batchgen.engine.kv_cache import KVCache, LayerShape, bytes_per_token
+from batchgen.engine.kv_cache import KVCache, LayerShape, bytes_per_token, devices_of
 
 CPU = torch.device("cpu")
 
 
 def cache_of(num_pages=6, page_size=2, layers=None, dtype=torch.float32):
-    return KVCache(layers or {0: LayerShape(1, 1, 1)}, num_pages, page_size, dtype, CPU)
+    return KVCache(layers or {0: LayerShape(1, 1, 1)}, num_pages, page_size, dtype)
 
 
 def numbered(cache):
@@ -82,3 +82,27 @@ def test_a_token_that_is_no_number_spoils_only_those_that_attend_to_it(bad):
     assert cache.keys[0][0, 0].isnan().all()
     assert cache.keys[0][0, 1].tolist() == [3, 4]
     assert cache.values[0][0, 1].tolist() == [7, 8]
+
+
+META = torch.device("meta")
+SPREAD = {0: LayerShape(1, 1, 1), 1: LayerShape(2, 4, 2, META), 2: LayerShape(1, 1, 1)}
+
+
+def test_each_layer_s_kv_lies_on_its_layer_s_device():
+    cache = cache_of(4, 2, SPREAD)
+    assert cache.devices == devices_of(SPREAD) == (CPU, META)
+    assert {i: k.device for i, k in cache.keys.items()} == {0: CPU, 1: META, 2: CPU}
+    assert {i: v.device for i, v in cache.values.items()} == {0: CPU, 1: META, 2: CPU}
+
+
+def test_pages_are_copied_on_every_device():
+    cache = cache_of(4, 2, SPREAD)
+    cache.keys[2].copy_(torch.arange(8.0).view(1, 8, 1))
+    cache.copy([(1, 3)])
+    assert cache.keys[2][0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
+
+
+def test_bytes_of_a_token_are_those_on_one_device_where_that_is_asked():
+    assert bytes_per_token(SPREAD, torch.float32) == (2 + 12 + 2) * 4
+    assert bytes_per_token(SPREAD, torch.float32, CPU) == 4 * 4
+    assert bytes_per_token(SPREAD, torch.float32, META) == 12 * 4

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchgen.config import ModelConfig
-from batchgen.engine.architectures import VERIFIED, check_architecture
+from batchgen.engine import loading
+from batchgen.engine.architectures import REFUSED, check_architecture
 from batchgen.engine.attention.base import attention_forward
 from batchgen.engine.kv_cache import LayerShape
 from batchgen.engine.loading import load_model, pick_device, prepare_model
@@ -62,25 +63,25 @@ def test_loading_prints_nothing(tiny_model_dir, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_unknown_architecture_is_refused_by_name_and_the_known_are_listed(folder):
+def test_an_architecture_that_cannot_be_exact_is_refused_by_name_with_the_reason(folder):
     change_config(folder, model_type="mamba", architectures=["MambaForCausalLM"])
-    error = refused(folder)
-    assert error.message == (
-        "models of type 'mamba' are not supported: their output has not been verified against transformers"
-    )
-    assert error.hint == f"verified are {', '.join(sorted(VERIFIED))}"
+    assert str(refused(folder)) == f"models of type 'mamba' are not supported: {REFUSED['mamba']}"
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_batch_are_refused(kind):
-    config = AutoConfig.for_model("llama")
-    config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(ModelError) as e:
-        check_architecture(config)
-    assert e.value.message == (
-        f"models with {kind!r} rotary embeddings are not supported: "
-        "their positions depend on the longest sequence of a batch"
+def test_what_is_verified_is_not_checked_again(tiny_model_dir, monkeypatch):
+    monkeypatch.setattr(loading, "self_check", None)
+    assert load(tiny_model_dir).notes == ()
+
+
+def test_what_is_not_verified_is_checked_and_the_user_told(tiny_model_dir, monkeypatch):
+    seen = []
+    monkeypatch.setattr(loading, "is_verified", lambda config: False)
+    monkeypatch.setattr(loading, "self_check", lambda config, **options: seen.append((config.model_type, options)))
+    assert load(tiny_model_dir).notes == (
+        "models of type 'llama' are not on the verified list; "
+        "a small one of the kind was checked against transformers and agreed",
     )
+    assert seen == [("llama", {"trust_remote_code": False, "revision": None})]
 
 
 def test_fixed_scaling_of_positions_is_not_refused():

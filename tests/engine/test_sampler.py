@@ -15,9 +15,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from batchgen.engine import filters
 from batchgen.engine import sampler as module
 from batchgen.engine.sampler import Sampler
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
 
 V = 64
 CPU = torch.device("cpu")
@@ -197,7 +198,7 @@ def test_the_head_of_a_row_is_the_same_by_numpy_and_by_torch():
     x[1, 7:40] = 1.0
     x[2, 3] = -torch.inf
     for k in (1, 10, V):
-        assert torch.equal(module._largest(x, k), x.sort(dim=-1, descending=True).values[:, :k])
+        assert torch.equal(filters.largest(x, k), x.sort(dim=-1, descending=True).values[:, :k])
 
 
 # Draws
@@ -261,7 +262,7 @@ def test_a_token_is_the_first_at_which_the_cumulative_probability_passes_the_uni
 
 def test_a_uniform_that_rounds_to_one_does_not_draw_a_token_without_probability():
     weights = torch.tensor([[0.3, 0.7, 0.0], [0.0, 0.2, 0.9]])
-    tokens = module._inverse_cdf(weights, torch.ones(2), torch.tensor([1, 2]))
+    tokens = filters.inverse_cdf(weights, torch.ones(2), torch.tensor([1, 2]))
     assert tokens.tolist() == [1, 2]
 
 
@@ -470,8 +471,8 @@ def test_a_greedy_step_is_one_pass_over_the_logits(monkeypatch):
 
 def test_only_top_p_sorts_the_vocabulary(monkeypatch):
     lengths = []
-    largest = module._largest
-    monkeypatch.setattr(module, "_largest", lambda x, k: (lengths.append((len(x), k)), largest(x, k))[1])
+    largest = filters.largest
+    monkeypatch.setattr(module, "largest", lambda x, k: (lengths.append((len(x), k)), largest(x, k))[1])
     warm = {"temperature": 1.0}
     params = [SamplingParams(**warm), SamplingParams(**warm, min_p=0.1), SamplingParams(**warm, top_k=5)]
     logits = random_logits(5)

@@ -6,13 +6,16 @@ import torch
 from batchgen.config import EngineConfig
 from batchgen.engine import sizing
 from batchgen.engine.kv_cache import LayerShape
-from batchgen.engine.scheduler import Limits
+from batchgen.engine.steps import Limits
 from batchgen.engine.sizing import page_size_of, size_engine
 from batchgen.errors import UsageError
 
 # 4 KiB of KV a token, 128 KiB a page of 32.
 MODEL = SimpleNamespace(
-    layers={i: LayerShape(4, 64, 64) for i in range(2)}, dtype=torch.float32, device=torch.device("cpu")
+    vocab_size=2**15,
+    layers={i: LayerShape(4, 64, 64) for i in range(2)},
+    dtype=torch.float32,
+    device=torch.device("cpu"),
 )
 
 
@@ -37,6 +40,20 @@ def test_a_share_is_of_what_is_free(monkeypatch):
     assert sizes(kv_memory="auto").num_pages == 50
 
 
+def test_a_share_is_of_the_device_with_the_least_room_for_its_layers(monkeypatch):
+    """Two of three layers lie on one device; a page there is twice as large as on the other."""
+    other = torch.device("meta")
+    layers = {0: LayerShape(4, 64, 64), 1: LayerShape(4, 64, 64), 2: LayerShape(4, 64, 64, other)}
+    model = SimpleNamespace(vocab_size=2**15, layers=layers, dtype=torch.float32, device=torch.device("cpu"))
+    free = {"cpu": 100 * 128 * 1024, "meta": 49 * 64 * 1024}
+    monkeypatch.setattr(sizing, "free_memory", lambda device: free[device.type])
+    got = size_engine(model, EngineConfig(kv_memory="100%"), 1024)
+    assert (got.num_pages, got.bytes_per_token) == (49, 6144)
+    free["meta"] *= 10
+    assert size_engine(model, EngineConfig(kv_memory="100%"), 1024).num_pages == 100
+    assert size_engine(model, EngineConfig(kv_memory="192KiB"), 1024).num_pages == 1
+
+
 def test_auto_takes_no_more_than_two_full_batches_can_use(monkeypatch):
     monkeypatch.setattr(sizing, "free_memory", lambda device: 2**50)
     assert sizes(batch_size=10, context=100).num_pages == 2 * 10 * 4
@@ -50,15 +67,24 @@ def test_memory_without_room_for_a_page_is_refused():
 
 
 def test_budgets_have_defaults_for_the_device():
-    assert sizes(kv_memory="1MiB").limits == Limits(256, 2048, 2048)
+    assert sizes(kv_memory="1MiB").limits == Limits(256, 2048, 2048, 1024)
 
 
 def test_budgets_are_what_the_user_says_as_far_as_they_fit_into_one_another():
-    assert sizes(kv_memory="1MiB", batch_size=7, max_batch_tokens=50, max_prefill_tokens=20).limits == Limits(7, 50, 20)
+    assert sizes(kv_memory="1MiB", batch_size=7, max_batch_tokens=50, max_prefill_tokens=20).limits == Limits(
+        7, 50, 20, 1024
+    )
     assert sizes(kv_memory="1MiB", batch_size=70, max_batch_tokens=50, max_prefill_tokens=90).limits == Limits(
-        50, 50, 50
+        50, 50, 50, 1024
     )
 
 
 def test_free_memory_of_this_machine_is_a_sensible_number():
     assert 2**24 < sizing.free_memory(torch.device("cpu")) < 2**50
+
+
+def test_host_memory_for_kv_is_for_cuda_alone():
+    with pytest.raises(
+        UsageError, match="^--host-kv-memory is for CUDA devices, not for cpu; raise --kv-memory instead$"
+    ):
+        sizes(host_kv_memory="1GiB")

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchgen.engine import stopping
 from batchgen.engine.stopping import Detokenizer, Stopper
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog. END of the story, the END.",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from shapes import COMMON, SHAPES, VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchgen.config import EngineConfig
@@ -14,70 +20,9 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.loading import prepare_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
-from batchgen.request import Request, Result, SamplingParams, row_digest, row_key
-
-VOCAB = 199
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.1,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-WINDOW = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
-GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
-# By `model_type`; what follows a slash is another shape of the same. Every kind of layer must be among the two.
-SHAPES: dict[str, dict[str, Any]] = {
-    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "arcee": {},
-    "biogpt": {},
-    "cohere": {},
-    "cohere2": WINDOW,
-    "ernie4_5": {},
-    "exaone4": WINDOW,
-    "gemma": {},
-    "gemma2": WINDOW,
-    "gemma3_text": WINDOW,
-    "glm": {},
-    "glm4": {},
-    "gpt2": GPT2,
-    "gpt_bigcode": GPT2,
-    "gpt_neox": {"num_key_value_heads": 4},
-    "gpt_oss": EXPERTS | WINDOW | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "granite": {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
-    "granitemoe": EXPERTS,
-    "helium": {},
-    "hunyuan_v1_dense": {},
-    "llama": {},
-    "llama/mha": {"num_key_value_heads": 4},
-    "llama/mqa": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "llama/llama3-rope": {
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-        },
-    },
-    "ministral": WINDOW,
-    "mistral": {"sliding_window": None},
-    "mistral/window": {"sliding_window": 24},
-    "mixtral": EXPERTS | {"sliding_window": None},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": WINDOW,
-    "olmoe": EXPERTS,
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "persimmon": {},
-    "phi": {},
-    "phi3": {"sliding_window": None},
-    "phi3/window": {"sliding_window": 24},
-    "qwen2": {},
-    "qwen2/window": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
-    "qwen2_moe": EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    "qwen3": {},
-    "qwen3_moe": EXPERTS | {"moe_intermediate_size": 32},
-    "seed_oss": {},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "starcoder2": {"sliding_window": 24},
-}  # fmt: skip
+from batchgen.request import Request, leaves_of, row_digest, row_key
+from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
 
 
 class Numbers:
@@ -97,7 +42,21 @@ def build(model_type: str, **changes: Any) -> Any:
     """A random float32 model; the same for the same arguments."""
     config = AutoConfig.for_model(model_type.split("/")[0], **(COMMON | SHAPES[model_type] | changes))
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    return _randomize(model)
+
+
+@torch.no_grad()
+def _randomize(model: Any) -> Any:
+    """Random numbers wherever training would leave its mark: a bias, norm or sink that stays neutral proves nothing."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.1
+        parameter.copy_(noise if parameter.dim() > 1 and "norm" not in name else parameter.nan_to_num() + noise)
+    for name, buffer in model.named_buffers():
+        if "bias" in name and buffer.is_floating_point():
+            buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.1)
+    return model
 
 
 @cache
@@ -107,7 +66,7 @@ def reference_model(model_type: str) -> Any:
 
 @cache
 def packed_model(model_type: str) -> Any:
-    return prepare_model(build(model_type))
+    return prepare_model(copy.deepcopy(reference_model(model_type)))
 
 
 def text(context_length: int = 512, eos: tuple[int, ...] = ()) -> LoadedTokenizer:
@@ -136,18 +95,75 @@ def engine_for(model: Any, eos: tuple[int, ...] = (), **config: Any) -> Engine:
 
 def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Result]:
     """Results in the order of the requests."""
-    plan = plan_prefixes([r.tokens for r in requests], engine.config.chunk_size, share=share)
+    leaves = leaves_of(requests)
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], engine.config.chunk_size, share=share)
     results: dict[int, Result] = {}
-    engine.generate(requests, plan, on_result=lambda r: results.__setitem__(r.row, r))
+    engine.generate(leaves, plan, on_result=lambda r: results.__setitem__(r.row, r))
     return [results[r.row] for r in requests]
 
 
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What transformers generates for a prompt by itself, and the logits that it chose from."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: torch.Tensor
+    """[len(tokens), vocabulary]"""
+
+
 @torch.inference_mode()
-def generate(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> list[int]:
+def expect(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> Expected:
     """transformers' greedy `generate` on one prompt, the mask given so that no token passes for padding."""
     ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = list(eos) or None
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
-        eos_token_id=list(eos) or None, pad_token_id=0,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
+    return Expected(prompt, out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits))
+
+
+def generate(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> list[int]:
+    return expect(model, prompt, max_tokens, eos).tokens
+
+
+class Seen:
+    """The logits that a packed model gave, with the position and the token that each stands behind."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int]] = []
+        self.logits: list[torch.Tensor] = []
+
+    def note(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        keep = kwargs["logits_to_keep"]
+        positions, tokens = (kwargs[name][0, keep].tolist() for name in ("position_ids", "input_ids"))
+        self.places += zip(positions, tokens, strict=True)
+        self.logits += output.logits[0]
+
+    def furthest(self, expected: list[Expected]) -> float:
+        """The largest difference of a logit from the nearest of those expected behind the same token at the same position.
+
+        Infinite where none is expected there.
+        """
+        rows: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for e in expected:
+            text = e.prompt + e.tokens
+            for i, logits in enumerate(e.logits, len(e.prompt) - 1):
+                rows.setdefault((i, text[i]), []).append(logits)
+        differences = [
+            float((torch.stack(rows[place]) - logits).abs().amax(1).min()) if place in rows else math.inf
+            for place, logits in zip(self.places, self.logits, strict=True)
+        ]
+        return max(differences)
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[Seen]:
+    """Notes the logits of a loaded model in the block."""
+    seen = Seen()
+    handle = model.module.register_forward_hook(seen.note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()

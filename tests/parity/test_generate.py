@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import SHAPES, VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
+from models import engine_for, generate, make_requests, packed_model, reference_model, run
+from shapes import SHAPES, VOCAB
 
-from batchgen.engine.architectures import VERIFIED
 from batchgen.prefix import plan_prefixes
 
 CHUNK = 16  # and a page of 32
@@ -35,8 +35,13 @@ def nested_prompts() -> list[list[int]]:
     return prompts
 
 
+def lengths_of(count: int) -> list[int]:
+    rng = random.Random(2)
+    return [rng.randint(1, 12) for _ in range(count)]
+
+
 PROMPTS = nested_prompts()
-LENGTHS = [random.Random(2).randint(1, 12) for _ in PROMPTS]
+LENGTHS = lengths_of(len(PROMPTS))
 
 ENGINES = {
     "all at once": {},
@@ -46,6 +51,11 @@ ENGINES = {
     "prefill in slices of one page": {"max_prefill_tokens": 32, "batch_size": 7},
     "other pages": {"chunk_size": 5, "batch_size": 9},
 }
+# Every engine for these; for the others test_every_architecture.py has the two that differ most, and the slow set the rest.
+CORE = {
+    "deepseek_v3", "gemma2", "gemma3n_text", "gpt2", "gpt_oss", "granite_swa", "llama", "llama/mqa", "mimo_v2_flash",
+    "mixtral", "qwen2/window", "starcoder2",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +68,12 @@ def _tokens(results: Iterable[object]) -> list[list[int]]:
     return [list(r.token_ids) for r in results]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("expected", sorted(SHAPES), indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "expected",
+    [pytest.param(name, marks=[] if name in CORE else pytest.mark.slow) for name in sorted(SHAPES)],
+    indirect=True,
+    ids=str,
+)
 def test_output_is_that_of_generate(expected: list[list[int]], request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["expected"]
     requests = make_requests(PROMPTS, LENGTHS)
@@ -146,7 +161,3 @@ def test_output_is_that_of_generate_on_random_trees(
     assert _tokens(run(engine, requests)) == want
     if pages is None:
         assert engine.stats.prefill_tokens == plan_prefixes([r.tokens for r in requests], chunk).prefill_tokens_min
-
-
-def test_every_verified_architecture_is_tested_here() -> None:
-    assert {name.split("/")[0] for name in SHAPES} == VERIFIED

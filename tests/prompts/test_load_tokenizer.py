@@ -272,7 +272,7 @@ def test_the_libraries_advice_is_kept_off_standard_error(tools, tmp_path):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizer"}))
     code = (
-        "import sys; from batchgen.config import *; from batchgen.request import SamplingParams\n"
+        "import sys; from batchgen.config import *; from batchgen.sampling_params import SamplingParams\n"
         "from batchgen.prompts import *; from batchgen.records.row import Row\n"
         f"text = load_tokenizer(ModelConfig(model={folder!r}))\n"
         "out = PromptBuilder(text, PromptConfig(), SamplingParams()).build([Row(0, {'prompt': 'abcdef'}, None, '')])\n"
@@ -293,7 +293,7 @@ def test_a_pattern_that_transformers_knows_to_be_wrong_is_told(tools, tmp_path):
     """Only of large Mistral vocabularies saved by old versions: its mark is set here by hand."""
     from batchgen.config import PromptConfig
     from batchgen.prompts import PromptBuilder
-    from batchgen.request import SamplingParams
+    from batchgen.sampling_params import SamplingParams
 
     text = load(tools.save_model(tmp_path))
     assert PromptBuilder(text, PromptConfig(), SamplingParams()).notes == []

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import UsageError
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
 
 
 def build(tools, length, *, context=8, max_tokens=3, bos=False, **options):

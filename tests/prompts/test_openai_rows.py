@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
 
 USER = {"role": "user", "content": "a"}
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,8 @@ from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.prompts import Draft, PromptBuilder
 from batchgen.records.row import Row
-from batchgen.request import SamplingParams, row_digest
+from batchgen.request import row_digest
+from batchgen.sampling_params import SamplingParams
 
 
 def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchgen.errors import UsageError
-from batchgen.request import SamplingParams
+from batchgen.sampling_params import SamplingParams
 
 
 def params(tools, *columns, sampling=None, **options):

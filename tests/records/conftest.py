@@ -11,7 +11,7 @@ import pytest
 
 from batchgen.errors import RowError
 from batchgen.records import open_input, open_job
-from batchgen.request import Result
+from batchgen.result import Result
 
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchgen.records.index import Index
 from batchgen.records.journal import Journal, decode, encode
-from batchgen.request import Result
+from batchgen.result import Result
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 RESULTS = [

@@ -7,7 +7,7 @@ import pytest
 from batchgen.errors import RowError, UsageError
 from batchgen.records import Row, default_output, output_row
 from batchgen.records.output import output_format
-from batchgen.request import Result
+from batchgen.result import Result
 
 DONE = Result(row=4, text="Yes.", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(5, 6, 7))
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3}

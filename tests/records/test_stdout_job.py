@@ -13,7 +13,7 @@ import pytest
 
 from batchgen.errors import OutputError
 from batchgen.records import Row, StdoutJob, open_input, open_job
-from batchgen.request import Result
+from batchgen.result import Result
 
 
 def job(order="input"):

@@ -5,6 +5,7 @@ Shapes: T packed tokens, H query heads, K key/value heads, G = H/K query heads a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,9 +48,10 @@ class Backend(Protocol):
 class StepAttention:
     """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
 
-    def __init__(self, plan: AttentionPlan, backend: Backend, cache: KVCache, device: torch.device) -> None:
-        self._slots = torch.from_numpy(plan.slots).to(device)
-        self._backend = backend
+    def __init__(self, plan: AttentionPlan, backends: Mapping[torch.device, Backend], cache: KVCache) -> None:
+        """`backends` has one for each of the cache's devices: a layer's attention runs where its KV lies."""
+        self._slots = {device: torch.from_numpy(plan.slots).to(device) for device in backends}
+        self._backends = backends
         self._cache = cache
         self.layers_run = 0
 
@@ -57,10 +59,11 @@ class StepAttention:
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
         """[T, H, V]"""
-        self._cache.write(layer, self._slots, k_KTD, v_KTV)
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        self._cache.write(layer, self._slots[keys.device], k_KTD, v_KTV)
         kv_heads, size = k_KTD.shape[0], q_HTD.shape[1]
         q_KTGD = q_HTD.view(kv_heads, -1, size, q_HTD.shape[2]).transpose(1, 2)
-        out = self._backend.attend(q_KTGD, self._cache.keys[layer], self._cache.values[layer], options)
+        out = self._backends[keys.device].attend(q_KTGD, keys, values, options)
         self.layers_run += 1
         return out.reshape(size, q_HTD.shape[0], -1)
 
@@ -101,12 +104,21 @@ def attention_forward(
 
     Raises `ModelError` for anything that the plan does not cover: better no answer than a wrong one.
     """
-    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
     if step_attention is None:
         raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to attention")
-    if attention_mask is not None or unknown or kwargs.get("is_causal") is False or dropout:
-        what = ", ".join(unknown) or ("a mask" if attention_mask is not None else "no causal mask")
-        raise ModelError(f"{type(module).__name__} asks attention for {what}, which is not supported")
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+    asks = {
+        ", ".join(unknown): bool(unknown),
+        "a mask": attention_mask is not None,
+        "no causal mask": kwargs.get("is_causal") is False or getattr(module, "is_causal", None) is False,
+        "dropout": bool(dropout),
+        # What a module has but leaves to a mask, or to code of its own.
+        "a sliding window in its mask": sliding_window is None and _slides(module),
+        "sinks of its own": s_aux is None and getattr(module, "sinks", None) is not None,
+    }
+    for what, asked in asks.items():
+        if asked:
+            raise ModelError(f"{type(module).__name__} asks attention for {what}, which is not supported")
     options = LayerOptions(
         scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window,
@@ -117,4 +129,12 @@ def attention_forward(
     if not isinstance(layer, int):
         raise ModelError(f"{type(module).__name__} has no layer index")
     out = step_attention(layer, query[0], key[0], value[0], options)
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0).contiguous(), None  # some models ask for a view of it
+
+
+def _slides(module: torch.nn.Module) -> bool:
+    """Whether the configuration has a sliding window in this module's layer."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    slides = isinstance(layer, int) and layer < len(kinds) and kinds[layer] == "sliding_attention"
+    return slides and getattr(config, "sliding_window", None) is not None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.engine.scheduler import Work
+from batchgen.engine.steps import Work
 from batchgen.engine.spans import Branch
 
 CAUSAL_BLOCK = 256
@@ -138,11 +138,12 @@ def _node_parts(
             if first == last:
                 continue
             if work - first_work > 1 and (query - q_start) * (last - first) >= shared_reads:
-                table = works[first_work].span.table
-                parts.extend(_runs(table, first, last, q_start, query, page_size))
+                # Of the spans below, that which has given back least: what others see no more is masked for them.
+                span = min((w.span for w in works[first_work:work]), key=lambda span: span.dropped)
+                parts.extend(_runs(span.table, max(first, span.dropped), last, q_start, query, page_size))
             else:
                 for w in range(first_work, work):
-                    flat[w].append((first, last))
+                    flat[w].append((max(first, works[w].span.dropped), last))
 
     at = 0
     for i, (work, size) in enumerate(zip(works, sizes, strict=True)):
@@ -163,7 +164,7 @@ def _runs(table: list[int], first: int, last: int, q_start: int, q_end: int, pag
     """Table entries [first, last) as parts of pages that follow one another in the pool."""
     parts: list[SharedPart] = []
     begin = first
-    for i in range(first + 1, last + 1):
+    for i in range(first + 1, last + 1):  # none where first >= last: all of it was given back
         if i == last or table[i] != table[i - 1] + 1:
             parts.append(SharedPart(table[begin], i - begin, q_start, q_end, begin * page_size))
             begin = i
@@ -182,7 +183,7 @@ def _blocks(
     blocks: list[_Block] = []
     at = 0
     for work, size, ranges in zip(works, sizes, flat, strict=True):
-        table, own = work.span.table, work.span.start // page_size
+        table, own = work.span.table, max(work.span.start // page_size, work.span.dropped)
         for offset in range(0, size, CAUSAL_BLOCK):
             start = work.start + offset
             q_start, q_end = at + offset, at + min(offset + CAUSAL_BLOCK, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from batchgen.engine.attention.base import LayerOptions
-from batchgen.engine.scheduler import Work
+from batchgen.engine.steps import Work
 
 
 class Reference:

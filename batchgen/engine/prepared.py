@@ -1,0 +1,95 @@
+"""A transformers model with our attention in it, and the shape of its KV, learned by running two tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchgen.engine.attention.base import NAME, LayerOptions, register
+from batchgen.engine.kv_cache import LayerShape
+from batchgen.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run packed steps."""
+
+    module: Any
+    """The transformers model."""
+    device: torch.device
+    """Where token ids go in and logits come out; each layer says where its KV lies."""
+    dtype: torch.dtype
+    """Of keys and values: what the model computes in, also where its weights are quantized."""
+    layers: dict[int, LayerShape]
+    """KV of each attention layer, by layer index."""
+    vocab_size: int
+    """Width of the logits."""
+    sliding_window: int | None = None
+    """The widest sliding window where every layer has one: no position behind it is ever read again."""
+    spread: bool = False
+    """Whether the parameters lie on several devices."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of how the model was loaded, a sentence each."""
+
+
+def prepare(module: Any, notes: tuple[str, ...] = ()) -> LoadedModel:
+    """Switches a model's attention to ours. Raises `ModelError` where that cannot be."""
+    register()
+    if module.config._attn_implementation != NAME:
+        module.set_attn_implementation(NAME)
+    module.eval()
+    device = module.get_input_embeddings().weight.device
+    spread = len({parameter.device for parameter in module.parameters()}) > 1
+    probe, vocab_size = _probe(module, device, spread)
+    windows = [window for window in probe.windows if window is not None]
+    sliding = max(windows) if len(windows) == len(probe.windows) else None
+    return LoadedModel(module, device, probe.dtype, probe.layers, vocab_size, sliding, spread, notes)
+
+
+def logits_at(places: NDArray[np.int64], device: torch.device, spread: bool) -> torch.Tensor | list[int]:
+    """The argument `logits_to_keep` for the logits after these tokens of the packed batch.
+
+    A list where the model is spread: hooks move tensors to the first device, and the head may be on the last.
+    """
+    return places.tolist() if spread else torch.from_numpy(places).to(device)
+
+
+class _Probe:
+    """Stands in for a step's attention: notes each layer's shapes, and attends plainly."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.windows: list[int | None] = []
+        self.dtype = torch.float32
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        if layer in self.layers:
+            raise ModelError(f"the model runs attention twice in layer {layer}, which is not supported")
+        self.layers[layer] = LayerShape(k_KTD.shape[0], k_KTD.shape[2], v_KTV.shape[2], v_KTV.device)
+        self.windows.append(options.window)
+        self.dtype = v_KTV.dtype
+        group = q_HTD.shape[0] // k_KTD.shape[0]
+        k, v = k_KTD.repeat_interleave(group, 0), v_KTV.repeat_interleave(group, 0)
+        out = torch.nn.functional.scaled_dot_product_attention(q_HTD, k, v, is_causal=True, scale=options.scale)
+        return out.transpose(0, 1)
+
+
+@torch.inference_mode()
+def _probe(module: Any, device: torch.device, spread: bool) -> tuple[_Probe, int]:
+    probe = _Probe()
+    tokens = torch.tensor([[0, 1]], device=device)
+    output = module(
+        input_ids=tokens, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, step_attention=probe,
+        logits_to_keep=logits_at(np.array([1]), device, spread),
+    )  # fmt: skip
+    if not probe.layers:
+        raise ModelError(f"{type(module).__name__} never calls attention")
+    if output.logits.shape[:2] != (1, 1):
+        raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")
+    return probe, output.logits.shape[-1]

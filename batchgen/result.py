@@ -1,0 +1,79 @@
+"""What became of a row: its completions, its label, its score, or why it failed. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchgen.errors import RowError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability, as the model gave it: before penalties, temperature and filters."""
+
+    token: str
+    """Its text; U+FFFD where it is no whole character."""
+    token_id: int
+    logprob: float
+    """Natural logarithm."""
+    top: tuple[TokenLogprob, ...] = ()
+    """The likeliest tokens in its place, falling; their own `top` is empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One of the completions of a prompt."""
+
+    text: str
+    finish_reason: str
+    """stop, length, timeout or cancelled"""
+    token_ids: tuple[int, ...] = ()
+    """As drawn, an end token included."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per token id; None where they were not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely the model finds a given text after its prompt."""
+
+    logprob: float
+    """Sum over the text's tokens, natural logarithm."""
+    tokens: int
+    greedy: bool
+    """Whether greedy decoding would have written just that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of one row."""
+
+    row: int
+    text: str | None
+    """The (first) completion, or the chosen label; None for a row that failed or was only scored."""
+    finish_reason: str | None
+    """stop, length, timeout, cancelled or error; None for a row that was only scored"""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """Of all its completions."""
+    token_ids: tuple[int, ...] = ()
+    """The (first) completion's tokens as drawn, an end token included."""
+    truncated: bool = False
+    completions: tuple[Completion, ...] = ()
+    """All of them, where there are several or log-probabilities were asked for; else empty."""
+    choice_probs: dict[str, float] | None = None
+    """The probability of each label, in the order they were given; they add up to 1."""
+    score: Score | None = None
+    error_type: str | None = None
+    error_message: str | None = None
+
+    @classmethod
+    def failed(cls, row: int, error: RowError, prompt_tokens: int = 0) -> Result:
+        return cls(
+            row=row,
+            text=None,
+            finish_reason="error",
+            prompt_tokens=prompt_tokens,
+            error_type=error.type,
+            error_message=error.message,
+        )

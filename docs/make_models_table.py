@@ -1,0 +1,64 @@
+"""Writes docs/models.md: the architectures that are verified, what their tests cover, and those that are refused.
+
+Run it after a change to batchgen/engine/architectures.py or tests/parity/shapes.py: python docs/make_models_table.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE / "models.md"
+TEXT = """# Models
+
+{verified} architectures of transformers are verified: for random models of each, with every kind of layer the architecture has, the greedy tokens are those of `generate` one prompt at a time, and every logit agrees to float32 noise; with all
+prompts side by side, and with prefill in slices, little memory and preemption. Shown on transformers {versions} (`tests/parity/test_every_architecture.py`).
+Of the {decoders} decoder-only text architectures of transformers {newest} that declare support for attention backends, {exact} are among them. {refused} are refused by name, with the reason, before any weights are loaded. What is in neither table is tried in small when it is loaded, and refused if a single logit differs.
+
+Positions: plain, partial, linear, proportional, Llama 3 and YaRN rotary embeddings and absolute positions are exact. LongRoPE and dynamic NTK change for a whole batch with its longest sequence, in transformers too; below a certain length they do not, so the
+context ends there: at `original_max_position_embeddings` for LongRoPE, at `max_position_embeddings` for dynamic NTK. Other kinds are refused.
+
+A verified architecture is refused, too, where its configuration asks for what is not: layers other than full and sliding attention (`granitemoehybrid` with Mamba layers), or attention in both directions (`use_bidirectional_attention`).
+
+This page is written by `docs/make_models_table.py`; a test compares the two.
+
+## Verified: {verified}
+
+| `model_type` | tested with |
+| --- | --- |
+{verified_rows}
+
+## Refused: {refused}
+
+| `model_type` | because |
+| --- | --- |
+{refused_rows}
+"""
+
+
+def page() -> str:
+    """The whole of docs/models.md."""
+    sys.path.insert(0, str(HERE.parent / "tests" / "parity"))
+    from features import candidates, features_of_all
+
+    from batchgen.engine.architectures import REFUSED, VERIFIED, VERIFIED_ON
+
+    features = features_of_all()
+    decoders = {name for name in candidates() if "encoders" not in REFUSED.get(name, "")}
+    return TEXT.format(
+        verified=len(VERIFIED),
+        refused=len(REFUSED),
+        decoders=len(decoders),
+        exact=len(decoders & VERIFIED),
+        newest=VERIFIED_ON[-1],
+        versions=" and ".join(VERIFIED_ON),
+        verified_rows="\n".join(
+            f"| `{name}` | {', '.join(features[name]) or 'plain attention'} |" for name in sorted(VERIFIED)
+        ),
+        refused_rows="\n".join(f"| `{name}` | {REFUSED[name]} |" for name in sorted(REFUSED)),
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,207 @@
+"""The configurations that parity is shown for: tiny, random, and with every kind of layer that their architecture has.
+
+By `model_type`; what follows a slash is another shape of the same. Windows are shorter than the prompts of the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB = 199
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.1,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "tie_word_embeddings": False,  # tied, such a model repeats its last token whatever its attention gives
+}  # fmt: skip
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # where None is not allowed; `generate` gets its own
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOW = {"sliding_window": 24, "layer_types": LAYERS}
+FOUR = {"num_hidden_layers": 4}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPS = {"n_group": 2, "topk_group": 1}
+MIXED = {"mlp_layer_types": ["dense", "sparse"]}
+FIRST_DENSE = {"first_k_dense_replace": 1}
+MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "head_dim": 8,
+}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+TWO_ROPES = {
+    "rope_parameters": {
+        "sliding_attention": PLAIN_ROPE,
+        "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+    }
+}
+SCALED_ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "dynamic": {"factor": 4.0},
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 192,
+}  # fmt: skip
+GEMMA4 = WINDOW | {"num_hidden_layers": 6, "layer_types": LAYERS * 3, "global_head_dim": 32}
+
+
+def _rope(kind: str) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | SCALED_ROPES[kind]}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "afmoe": EXPERTS | WINDOW | {"num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
+    "apertus": {"rope_parameters": PLAIN_ROPE},
+    "arcee": {},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "axk1": MLA | ROUTED | GROUPS | MIXED,
+    "beam": EXPERTS | WINDOW | MIXED | GROUPS,
+    "biogpt": {},
+    "bitnet": {},
+    "cohere": {"logit_scale": 1.0},
+    "cohere/qk-norm": {"logit_scale": 1.0, "use_qk_norm": True},
+    "cohere2": WINDOW | {"logit_scale": 1.0},
+    "cohere2_moe": EXPERTS | WINDOW | MIXED | {"num_shared_experts": 1, "logit_scale": 1.0},
+    "cohere_compass_text": WINDOW | {"rope_parameters": dict.fromkeys(LAYERS, PLAIN_ROPE | {"mrope_section": [3, 3, 2]})},
+    "ctrl": GPT2 | {"dff": 96},
+    "cwm": WINDOW | TOKENS | _rope("llama3"),
+    "dbrx": {
+        "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": MLA | ROUTED | FIRST_DENSE,
+    "deepseek_v2/groups": MLA | ROUTED | GROUPS | {"topk_method": "group_limited_greedy", "q_lora_rank": None},
+    "deepseek_v2/yarn": MLA | ROUTED | _rope("yarn"),
+    "deepseek_v3": MLA | ROUTED | GROUPS | FIRST_DENSE,
+    "deepseek_v3/yarn": MLA | ROUTED | GROUPS | FIRST_DENSE | {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.8}
+        | SCALED_ROPES["yarn"],
+    },
+    "dots1": ROUTED | FIRST_DENSE | WINDOW | {"n_group": 1, "topk_group": 1},
+    "ernie4_5": {},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+    },
+    "exaone4": WINDOW,
+    "exaone_moe": EXPERTS | WINDOW | MIXED | {"num_shared_experts": 1},
+    "flex_olmo": EXPERTS,
+    "flint": EXPERTS | WINDOW | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    "gemma": {},
+    "gemma2": WINDOW | {"attn_logit_softcapping": 1.0},
+    "gemma3_text": WINDOW,
+    "gemma3_text/ropes": WINDOW | TWO_ROPES,
+    "gemma3n_text": WINDOW | {
+        "num_hidden_layers": 6, "layer_types": LAYERS * 3, "num_kv_shared_layers": 2, "laurel_rank": 8,
+        "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16,
+        "activation_sparsity_pattern": [0.5, 0.0] * 3,
+    },
+    "gemma4_text": GEMMA4 | {
+        "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+    },
+    "gemma4_text/experts": GEMMA4 | EXPERTS | {
+        "enable_moe_block": True, "top_k_experts": 2, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 0,
+    },
+    "gemma4_unified_text": GEMMA4 | {"num_kv_shared_layers": 2},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": ROUTED | FIRST_DENSE | GROUPS | {"use_qk_norm": True},
+    "glm4_moe_lite": MLA | ROUTED | GROUPS | MIXED,
+    "gpt-sw3": GPT2,
+    "gpt2": GPT2,
+    "gpt2/scaled": GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+    "gpt_bigcode": GPT2,
+    "gpt_bigcode/mha": GPT2 | {"multi_query": False},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "gpt_neox/plain": {"num_key_value_heads": 4, "use_parallel_residual": False},
+    "gpt_oss": EXPERTS | WINDOW | {"rope_parameters": PLAIN_ROPE},
+    "gpt_oss/yarn": EXPERTS | WINDOW | _rope("yarn"),
+    "granite": {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
+    "granite_swa": WINDOW | {"attention_multiplier": 0.3, "layer_rope_theta": [10000.0, 0]},
+    "granitemoe": EXPERTS,
+    "granitemoe_swa": EXPERTS | WINDOW | {"shared_intermediate_size": 32, "layer_rope_theta": [10000.0, 0]},
+    "granitemoehybrid": EXPERTS | {
+        "layer_types": ["attention"] * 2, "shared_intermediate_size": 32, "position_embedding_type": "rope",
+        "mamba_n_heads": 8, "attention_multiplier": 0.3,
+    },
+    "granitemoeshared": EXPERTS | {"shared_intermediate_size": 32},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_dense/dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+    },
+    "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
+    "hy_v3": EXPERTS | MIXED,
+    "hyperclovax": {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
+    "internlm3": {"qkv_bias": True, "bias": True},
+    "iquestcoder": {},
+    "jais2": {},
+    "jetmoe": EXPERTS | {"kv_channels": 16, "num_key_value_heads": 2},
+    "kolibri1": EXPERTS | WINDOW | {"shared_expert_intermediate_size": 32},
+    "laguna": EXPERTS | WINDOW | MIXED | {
+        "shared_expert_intermediate_size": 32, "num_attention_heads_per_layer": [4, 8],
+        "moe_router_logit_softcapping": 5.0,
+    },
+    "llama": {},
+    "llama/dynamic": _rope("dynamic"),
+    "llama/linear": _rope("linear"),
+    "llama/llama3": _rope("llama3"),
+    "llama/longrope": {"rope_parameters": LONGROPE},
+    "llama/mha": {"num_key_value_heads": 4},
+    "llama/mqa": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama/yarn": _rope("yarn"),
+    "longcat_flash": MLA | {
+        "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "moe_topk": 2, "n_routed_experts": 4,
+        "zero_expert_num": 2, "expert_ffn_hidden_size": 32,
+    },
+    "mellum": EXPERTS | WINDOW | MIXED | TWO_ROPES,
+    "mimo_v2_flash": ROUTED | WINDOW | MIXED | GROUPS | {"v_head_dim": 12},
+    "minicpm3": MLA,
+    "minimax_m2": EXPERTS | {"rotary_dim": 8},
+    "ministral": WINDOW,
+    "ministral3": {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5}
+        | SCALED_ROPES["yarn"] | {"original_max_position_embeddings": 32},
+    },
+    "mistral": {"sliding_window": None},
+    "mistral/window": {"sliding_window": 24},
+    "mixtral": EXPERTS | {"sliding_window": None},
+    "mixtral/window": EXPERTS | {"sliding_window": 24},
+    "modernbert-decoder": WINDOW | TOKENS | {"local_attention": 48},
+    "nanochat": {},
+    "olmo": {"clip_qkv": 1.0},
+    "olmo2": {},
+    "olmo3": WINDOW,
+    "olmoe": EXPERTS,
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "opt/projected": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "persimmon": {},
+    "phi": {},
+    "phi/qk-norm": {"qk_layernorm": True},
+    "phi3": {"sliding_window": None},
+    "phi3/longrope": {
+        "sliding_window": None, "original_max_position_embeddings": 192, "rope_parameters": LONGROPE,
+    },
+    "phi3/window": {"sliding_window": 24},
+    "phimoe": EXPERTS,
+    "phimoe/longrope": EXPERTS | {"rope_parameters": LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.5}},
+    "qwen2": {},
+    "qwen2/window": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS | {"mlp_only_layers": [0]},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "solar_open": ROUTED | GROUPS,
+    "starcoder2": {"sliding_window": 24},
+    "vaultgemma": WINDOW | {"attn_logit_softcapping": 1.0},
+    "youtu": MLA,
+}  # fmt: skip

@@ -1,0 +1,144 @@
+"""Every architecture of the installed transformers is exact, logits included, or refused by name with the reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from features import candidates
+from models import Expected, engine_for, expect, make_requests, packed_model, reference_model, run, watched
+from shapes import SHAPES, VOCAB
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from batchgen.engine.architectures import REFUSED, VERIFIED, VERIFIED_ON, check_architecture, is_verified, refusal
+from batchgen.engine.attention.base import LayerOptions, StepAttention
+from batchgen.errors import ModelError
+
+# transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+INSTALLED = ".".join(transformers.__version__.split(".")[:2])
+PAGES = 8  # of 32 tokens; the longest completion needs 6
+ALL_SLIDE = {"mistral/window", "mixtral/window", "phi3/window", "starcoder2"}  # their pages are given back as they go
+TOLERANCE = 5e-5
+"""Largest difference of a logit, relative to the largest logit. Float noise is below a fifth of it (a tenth but for Gemma 4);
+2% of attention's scale, a window, a soft cap or sinks left out make ten times as much and more."""
+
+
+def _prompts() -> tuple[list[list[int]], list[int]]:
+    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two pages."""
+    rng = random.Random(3)
+
+    def text(count: int) -> list[int]:
+        return [rng.randrange(VOCAB) for _ in range(count)]
+
+    root = text(40)
+    groups = [root + text(n) for n in (50, 24)]
+    document = groups[0] + text(38)
+    prompts = [g + text(rng.randint(1, 12)) for g in groups for _ in range(3)]
+    prompts += [document, document + text(5), groups[1], root[:39], [5], text(70)]
+    lengths = [rng.randint(2, 9) for _ in prompts]
+    lengths[1] = lengths[4] = lengths[-1] = 36
+    return prompts, lengths
+
+
+PROMPTS, LENGTHS = _prompts()
+# The first decodes all side by side; the second mixes prefill in slices with decoding, and runs out of pages.
+TELLING = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8}}
+
+
+@cache
+def expected_of(name: str) -> list[Expected]:
+    model = reference_model(name)
+    return [expect(model, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+def _params(shapes: list[str]) -> list[object]:
+    missing = pytest.mark.skip(f"transformers {INSTALLED} does not have it")
+    return [pytest.param(s, marks=[] if s.split("/")[0] in CONFIG_MAPPING else missing) for s in shapes]
+
+
+@pytest.mark.parametrize("name", _params(sorted(SHAPES)))
+def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
+    model, expected = packed_model(name), expected_of(name)
+    largest = max(float(e.logits.abs().max()) for e in expected)
+    requests = make_requests(PROMPTS, LENGTHS)
+    for how, options in TELLING.items():
+        engine = engine_for(model, **options)
+        if how != "all at once":
+            memory = PAGES * engine.sizes.page_size * engine.sizes.bytes_per_token
+            engine = engine_for(model, kv_memory=f"{memory}B", **options)
+        with watched(model) as seen:
+            results = run(engine, requests)
+        assert [r.error_message for r in results] == [None] * len(requests), how
+        assert [list(r.token_ids) for r in results] == [e.tokens for e in expected], how
+        assert seen.furthest(expected) < TOLERANCE * largest, how
+        if how == "all at once":
+            assert engine.stats.preemptions == 0
+        elif name not in ALL_SLIDE:
+            assert engine.stats.preemptions > 0
+
+
+# What a backend might get wrong, or a module not pass on.
+SPOILT: dict[str, Callable[[LayerOptions], LayerOptions]] = {
+    "scale": lambda o: replace(o, scale=o.scale * 1.02),
+    "window": lambda o: replace(o, window=None),
+    "softcap": lambda o: replace(o, softcap=None),
+    "sinks": lambda o: replace(o, sinks=None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _params(sorted(SHAPES)))
+def test_all_that_a_layer_asks_of_attention_shows_in_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, expected = packed_model(name), expected_of(name)
+    largest = max(float(e.logits.abs().max()) for e in expected)
+    attend = StepAttention.__call__
+    for what, spoil in SPOILT.items():
+        asked: list[bool] = []
+
+        def spoilt(step, layer, q, k, v, options, *, what=what, spoil=spoil, asked=asked):
+            asked.append(getattr(options, what) is not None)
+            return attend(step, layer, q, k, v, spoil(options))
+
+        monkeypatch.setattr(StepAttention, "__call__", spoilt)
+        with watched(model) as seen:
+            run(engine_for(model), make_requests(PROMPTS, LENGTHS))
+        if any(asked):
+            assert seen.furthest(expected) > 10 * TOLERANCE * largest, what
+
+
+@pytest.mark.parametrize("name", _params(sorted(VERIFIED - {"granitemoehybrid"})))  # with Mamba layers by default
+def test_no_verified_architecture_is_refused_as_it_comes(name: str) -> None:
+    assert refusal(AutoConfig.for_model(name)) is None
+
+
+def test_what_is_verified_is_what_is_tested_here() -> None:
+    assert {name.split("/")[0] for name in SHAPES} == VERIFIED
+    assert len(VERIFIED) >= 80
+    assert not VERIFIED & set(REFUSED)
+
+
+@pytest.mark.parametrize("name", _params(sorted(REFUSED)))
+def test_what_cannot_be_exact_is_refused_with_the_reason(name: str) -> None:
+    config = SimpleNamespace(model_type=name)
+    assert not is_verified(config)
+    with pytest.raises(ModelError) as e:
+        check_architecture(config)
+    assert e.value.message == f"models of type {name!r} are not supported: {REFUSED[name]}"
+
+
+def test_no_text_architecture_of_the_installed_transformers_is_forgotten() -> None:
+    unknown = candidates() - VERIFIED - set(REFUSED)
+    if _number(INSTALLED) > _number(VERIFIED_ON[-1]):
+        return  # those that came since check themselves when they are loaded
+    assert unknown == set()
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))

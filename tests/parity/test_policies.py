@@ -1,0 +1,99 @@
+"""Under every policy, with forks, short memory and small steps, greedy output is that of `generate`, and nothing is run twice."""
+
+import random
+
+import pytest
+from models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
+
+from batchgen.engine.policy import POLICIES
+
+
+def numbers(rng, count):
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def deep_tree(rng, depth, path=()):
+    """Prompts under a tree of nodes `depth` deep; two ways on from each, and a prompt that ends at some."""
+    path = [*path, *numbers(rng, rng.randint(3, 20))]
+    ends = [path] if rng.random() < 0.4 else []
+    if depth == 0:
+        return [path + numbers(rng, rng.randint(1, 9)) for _ in range(2)] + ends
+    return ends + deep_tree(rng, depth - 1, path) + deep_tree(rng, depth - 1, path)
+
+
+PROMPTS = deep_tree(random.Random(1), 4)
+_lengths = random.Random(2)
+LENGTHS = [_lengths.randint(1, 30) for _ in PROMPTS]
+TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return [generate(reference_model("llama"), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size": 4}, {"max_batch_tokens": 16, "batch_size": 9}, {"max_kv_read": 300}]
+)
+def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy, options):
+    engine = engine_for(packed_model("llama"), policy=policy, **options)
+    results = run(engine, make_requests(PROMPTS, LENGTHS))
+    assert [list(r.token_ids) for r in results] == expected
+    assert engine.stats.prefill_tokens == TRIE
+    assert engine.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_quarter_of_the_memory_changes_no_token(expected, policy):
+    whole = engine_for(packed_model("llama"), policy=policy)
+    run(whole, make_requests(PROMPTS, LENGTHS))
+    pages = whole.memory.pool.peak_used // 4
+    engine = engine_for(packed_model("llama"), policy=policy, kv_memory=f"{pages * 32 * whole.sizes.bytes_per_token}B")
+    results = run(engine, make_requests(PROMPTS, LENGTHS))
+    assert [list(r.token_ids) for r in results] == expected
+    assert engine.memory.pool.peak_used <= pages
+    assert TRIE / engine.stats.prefill_tokens > 0.5
+    engine.memory.evict_all()
+    assert engine.memory.pool.num_used == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mistral/window"])
+def test_every_fork_writes_what_the_prompt_alone_does(name):
+    rng = random.Random(7)
+    root = numbers(rng, 45)
+    prompts = [root, root + numbers(rng, 5), root + numbers(rng, 20), numbers(rng, 3)]
+    want = [generate(reference_model(name), p, 9) for p in prompts]
+    for options in ({}, {"batch_size": 3}, {"max_batch_tokens": 8, "batch_size": 5}, {"policy": "fifo"}):
+        engine = engine_for(packed_model(name), **options)
+        results = run(engine, make_requests(prompts, [9] * 4, n=3))
+        for result, tokens in zip(results, want, strict=True):
+            assert [list(c.token_ids) for c in result.completions] == [tokens] * 3
+            assert (result.token_ids, result.completion_tokens) == (tuple(tokens), 27)
+        assert engine.stats.prefill_tokens == 45 + 5 + 20 + 3
+
+
+def test_pages_behind_every_sliding_window_are_given_back():
+    rng = random.Random(8)
+    root = numbers(rng, 200)
+    prompts = [root + numbers(rng, n) for n in (9, 60, 3)]
+    name = "mistral/window"  # 24 tokens in every layer
+    want = [generate(reference_model(name), p, 100) for p in prompts]
+    engine = engine_for(packed_model(name))
+    assert engine.memory.sliding == 24
+    held = []
+    counted = engine._count
+
+    def count():
+        counted()
+        held.append(engine.memory.pool.num_used)
+
+    engine._count = count
+    results = run(engine, make_requests(prompts, [100] * 3))
+    assert [list(r.token_ids) for r in results] == want
+    assert max(held) <= 7 + 3 * 4
+    assert held[-10] <= 1 + 3 * 2  # of 200 to 300 tokens each the last 24, and what a page holds beside them
+    later = [[*root, 1, 2], [*root[:90], 3]]
+    again = run(engine, make_requests(later, [20, 20]))
+    assert [list(r.token_ids) for r in again] == [generate(reference_model(name), p, 20) for p in later]
+    assert engine_for(packed_model("gemma3_text")).memory.sliding is None  # some layers see everything

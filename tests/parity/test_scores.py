@@ -1,0 +1,140 @@
+"""Scores of texts and of labels are those of transformers' own forward, whatever the batch, the memory and the tree."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
+
+from batchgen.request import Request, row_digest, row_key
+from batchgen.sampling_params import SamplingParams
+
+
+def numbers(rng, count):
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+@torch.inference_mode()
+def teacher(model, prompt, text):
+    """Log-probability of the text's tokens after the prompt, and whether each is the likeliest."""
+    logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].float()
+    targets = torch.tensor(text)
+    logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return float(logprobs.double().sum()), bool((logits.argmax(-1) == targets).all())
+
+
+def scored(prompts, texts, choices=()):
+    requests, seen = [], {}
+    for row, (prompt, of) in enumerate(zip(prompts, texts, strict=True)):
+        params = SamplingParams(choices=tuple(choices))
+        tokens, arrays = np.array(prompt, dtype=np.int32), tuple(np.array(t, dtype=np.int32) for t in of)
+        digest = row_digest(tokens, params, arrays)
+        seen[digest] = seen.get(digest, -1) + 1
+        key = row_key(digest, seen[digest])
+        requests.append(Request(row=row, tokens=tokens, params=params, max_tokens=0, key=key, texts=arrays))
+    return requests
+
+
+def cases():
+    rng = random.Random(3)
+    root = numbers(rng, 40)
+    groups = [root + numbers(rng, n) for n in (30, 24, 7)]
+    prompts = [g + numbers(rng, rng.randint(1, 20)) for g in groups for _ in range(3)]
+    prompts += [groups[0], groups[0], root, root[:16], [5], [5]]
+    texts = [numbers(rng, rng.choice([1, 2, 9, 40])) for _ in prompts]
+    texts[0] = generate(reference_model("llama"), prompts[0], 6)  # what greedy decoding writes
+    texts[10] = texts[9]  # an equal row
+    prompts.append(prompts[0] + texts[0][:3])  # a prompt that begins with another and its text
+    texts.append(texts[0][3:])
+    return prompts, texts
+
+
+PROMPTS, TEXTS = cases()
+ENGINES = {
+    "all at once": {},
+    "one at a time": {"batch_size": 1},
+    "in slices": {"max_batch_tokens": 7, "batch_size": 3},
+    "other pages": {"chunk_size": 5},
+    "prompts first": {"policy": "prefill-first", "max_batch_tokens": 50},
+    "in order": {"policy": "fifo"},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral/window"])
+def test_a_score_is_that_of_a_forward_of_prompt_and_text(name):
+    want = [teacher(reference_model(name), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]
+    assert name != "llama" or want[0][1]
+    tokens = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+    for how, options in ENGINES.items():
+        engine = engine_for(packed_model(name), **options)
+        results = run(engine, scored(PROMPTS, [[t] for t in TEXTS]))
+        for result, text, (logprob, greedy) in zip(results, TEXTS, want, strict=True):
+            assert result.score.logprob == pytest.approx(logprob, abs=2e-3), how
+            assert (result.score.tokens, result.score.greedy) == (len(text), greedy), how
+            assert (result.text, result.finish_reason, result.completion_tokens) == (None, None, 0)
+        assert engine.stats.prefill_tokens == tokens, how
+        assert engine.stats.completion_tokens == 0
+
+
+def test_scores_do_not_change_when_memory_is_short():
+    want = [teacher(reference_model("llama"), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]
+    token = engine_for(packed_model("llama")).sizes.bytes_per_token
+    for pages in (4, 5, 9):
+        engine = engine_for(packed_model("llama"), kv_memory=f"{pages * 32 * token}B")
+        results = run(engine, scored(PROMPTS, [[t] for t in TEXTS]))
+        assert [r.score.logprob for r in results] == pytest.approx([w[0] for w in want], abs=2e-3)
+        assert [r.score.greedy for r in results] == [w[1] for w in want]
+
+
+@pytest.mark.parametrize("choices", [[[3], [4], [5]], [[3, 1], [3, 2], [4], [3, 1, 7]], [[9] * 30, [9] * 29 + [8]]])
+def test_choices_have_the_probabilities_of_their_tokens(choices):
+    labels = [f"label {i}" for i in range(len(choices))]
+    model = reference_model("llama")
+    results = run(engine_for(packed_model("llama")), scored(PROMPTS, [choices] * len(PROMPTS), labels))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        logprobs = np.array([teacher(model, prompt, choice)[0] for choice in choices])
+        want = np.exp(logprobs - logprobs.max())
+        want /= want.sum()
+        assert list(result.choice_probs) == labels
+        assert list(result.choice_probs.values()) == pytest.approx(want.tolist(), abs=1e-4)
+        assert sum(result.choice_probs.values()) == pytest.approx(1, abs=1e-12)
+        assert result.text == labels[int(want.argmax())]
+        assert (result.finish_reason, result.score) == ("stop", None)
+
+
+def test_rows_that_score_and_rows_that_generate_share_their_prefixes():
+    rng = random.Random(4)
+    root = numbers(rng, 50)
+    prompts = [root + numbers(rng, n) for n in (5, 9, 0, 3)]
+    generated = make_requests(prompts, [6] * 4)
+    later = scored(prompts, [[[1, 2], [3]]] * 4, ["a", "b"])
+    requests = [
+        *generated,
+        *(Request(**{f: getattr(r, f) for f in Request.__slots__} | {"row": 4 + r.row}) for r in later),
+    ]
+    engine = engine_for(packed_model("llama"))
+    results = run(engine, requests)
+    assert [list(r.token_ids) for r in results[:4]] == [generate(reference_model("llama"), p, 6) for p in prompts]
+    alone = run(engine_for(packed_model("llama")), later)
+    for one, other in zip(results[4:], alone, strict=True):
+        assert one.choice_probs == pytest.approx(other.choice_probs, abs=1e-5)
+    assert engine.stats.prefill_tokens == 50 + 5 + 9 + 3
+
+
+def test_a_label_above_temperature_0_is_a_draw_by_its_probability():
+    rng = random.Random(5)
+    prompt = numbers(rng, 20)
+    params = SamplingParams(choices=("a", "b", "c"), temperature=1.0)
+    texts = tuple(np.array(t, dtype=np.int32) for t in ([1, 2], [3], [4]))
+    requests = [
+        Request(row=row, tokens=np.array(prompt, dtype=np.int32), params=params, max_tokens=0, key=key, texts=texts)
+        for row, key in enumerate(row_key(b"0" * 16, n) for n in range(600))
+    ]
+    results = run(engine_for(packed_model("llama"), debug=False), requests)
+    probs = results[0].choice_probs
+    counts = {label: sum(r.text == label for r in results) for label in probs}
+    spread = sum((counts[label] - 600 * p) ** 2 / (600 * p) for label, p in probs.items())
+    assert spread < 18.4  # chi-squared, 2 degrees of freedom, 1e-4
+    again = run(engine_for(packed_model("llama"), batch_size=3, debug=False), requests[:50])
+    assert [r.text for r in again] == [r.text for r in results[:50]]

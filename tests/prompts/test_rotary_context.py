@@ -1,0 +1,26 @@
+"""The context ends where rotary embeddings would begin to depend on the rows beside a row."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchgen.config import ModelConfig
+from batchgen.prompts import load_tokenizer
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+PHI3 = {"model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48}}, 48),
+        (PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40}, 40),
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}}, 64),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, 64),
+    ],
+)
+def test_the_context_ends_before_positions_depend_on_the_batch(tools, tmp_path, config, length):
+    folder = tools.save_model(tmp_path, config=config)
+    assert load_tokenizer(ModelConfig(model=str(folder))).context_length == length
