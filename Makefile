@@ -1,5 +1,5 @@
 ## make demo    the sample job, whole, with the accuracy of its answers
-## make test    the test suite (make test-slow: what takes longer)
+## make test    the test suite (make test-slow, make test-nightly: what takes longer)
 ## make lint    ruff, mypy, import-linter
 ## make clean   away with .venv and everything made here
 PYTHON ?= python3
@@ -17,7 +17,7 @@ for line in itertools.islice(open(sys.argv[1], encoding="utf-8"), 6):
 endef
 export SHOW_ROWS
 
-.PHONY: help install dev demo test test-slow lint format dist clean
+.PHONY: help install dev demo test test-slow test-nightly lint format dist clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -47,6 +47,9 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-nightly: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "slow or nightly" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

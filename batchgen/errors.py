@@ -98,6 +98,7 @@ ROW_ERROR_TYPES = (
     "numerical_error",  # the model's logits are not numbers
     "constraint_error",  # the row's grammar is not valid, or went wrong
     "timeout",  # a text was not scored within --row-timeout
+    "cancelled",  # a text was not scored before the program cancelled it (Python API)
 )
 
 

@@ -21,6 +21,7 @@ _DIGEST_CHARACTERS = 16
 def job_settings(config: JobConfig, text: LoadedTokenizer, *, chat: bool) -> dict[str, Any]:
     """Everything that changes results. Device, batch, memory, limits and what is carried to the output are free."""
     sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
+    sampling |= {"regex": _text(config.sampling.regex), "json_schema": _text(config.sampling.json_schema)}
     return {
         "model": model_identity(config.model),
         "dtype": dtype_name(config.model, text.hf_config),
@@ -41,6 +42,8 @@ def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
         "chat_template_kwargs": json.dumps(prompts.chat_template_kwargs, sort_keys=True),
         "on_long_prompt": prompts.on_long_prompt,
         "row_params": list(prompts.row_params),
+        "score": prompts.score,
+        "completion_column": prompts.completion_column,
     }
 
 

@@ -81,6 +81,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             overwrite=config.overwrite,
             flush_every=config.flush_every,
             order=config.order,
+            optional=prompts.optional_results({} if source.schema is None else {f.name: f.type for f in source.schema}),
         ) as job:
             for note in (*source.notes, *job.notes):
                 progress.note(note)

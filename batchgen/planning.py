@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.config import JobConfig
@@ -23,7 +23,7 @@ from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.reading import CHECKED_ROWS, read_windows
 from batchgen.records import open_input
-from batchgen.request import TokenArray
+from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
 from batchgen.signals import Signals
 
@@ -142,26 +142,40 @@ class Planner:
         """One more window."""
         drafts = [draft for draft in built if isinstance(draft, Draft)]
         self.rows += len(built)
-        self.failed += len(built) - len(drafts)
+        self.failed += sum(1 for result in built if isinstance(result, Result) and result.error_type is not None)
         self.windows += 1
         if not drafts:
             return
         prompts = [draft.tokens for draft in drafts]
-        plan = plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
-        window = plan_figures(
-            plan,
-            prompts,
-            [draft.max_tokens for draft in drafts],
-            page_size=self.page_size,
-            bytes_per_token=self.bytes_per_token,
-            carried=self._kept.carried(plan, prompts),
-        )
+        plan = self._planned(prompts)
+        window = self._figures(plan, prompts, [draft.max_tokens for draft in drafts], self._kept.carried(plan, prompts))
+        leaves = leaves_of(_request(draft) for draft in drafts)
+        if len(leaves) > len(drafts) or any(draft.texts for draft in drafts):
+            # What is stored is that of the leaves; what is said of rows and prompts stays theirs.
+            tokens = [leaf.tokens for leaf in leaves]
+            stored = self._figures(self._planned(tokens), tokens, [leaf.request.max_tokens for leaf in leaves])
+            window = replace(window, **{f.name: getattr(stored, f.name) for f in fields(stored) if f.name[:3] == "kv_"})
         self.figures = merge_figures([self.figures, window])
         if self.windows == 1:
             self.tree = tuple(self._tree(plan, prompts))
             self.groups = tuple(
                 GroupLine(group.hash.hex(), group.prefix_tokens, group.rows) for group in largest_groups(plan, GROUPS)
             )
+
+    def _planned(self, prompts: Sequence[TokenArray]) -> PrefixPlan:
+        return plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
+
+    def _figures(
+        self, plan: PrefixPlan, prompts: Sequence[TokenArray], max_tokens: Sequence[int], carried: int = 0
+    ) -> PlanFigures:
+        return plan_figures(
+            plan,
+            prompts,
+            max_tokens,
+            page_size=self.page_size,
+            bytes_per_token=self.bytes_per_token,
+            carried=carried,
+        )
 
     def report(self, *, chat: bool) -> PlanReport:
         return PlanReport(
@@ -184,6 +198,17 @@ class Planner:
             text = self.text.tokenizer.decode(tokens.tolist())
             lines.append(TreeLine(line.level, line.tokens, line.requests, line.saved_tokens, text))
         return lines
+
+
+def _request(draft: Draft) -> Request:
+    return Request(
+        row=draft.row,
+        tokens=draft.tokens,
+        params=draft.params,
+        max_tokens=draft.max_tokens,
+        key=draft.digest,
+        texts=draft.texts,
+    )
 
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:

@@ -154,3 +154,16 @@ class SamplingParams:
 @lru_cache(maxsize=1024)  # most rows of a job have the same parameters
 def _params_digest(params: SamplingParams) -> bytes:
     return hashlib.blake2b(json.dumps(asdict(params), sort_keys=True).encode(), digest_size=16).digest()
+
+
+def choices_of(text: str) -> tuple[str, ...]:
+    """The choices of a text: separated by commas, blanks around them left out; or a JSON list, taken to the letter.
+
+    Raises `ValueError` for a list that is not JSON.
+    """
+    if not text.lstrip().startswith("["):
+        return tuple(choice.strip() for choice in text.split(","))
+    try:
+        return tuple(json.loads(text))
+    except ValueError as e:
+        raise ValueError(f"choices must be separated by commas, or a JSON list: {e}") from None

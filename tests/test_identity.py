@@ -4,8 +4,9 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-from batchgen.config import JobConfig, ModelConfig, PromptConfig
+from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
 from batchgen.identity import dtype_name, job_settings, model_identity
 from batchgen.sampling_params import SamplingParams
 
@@ -77,21 +78,32 @@ def test_auto_is_the_dtype_of_the_checkpoint() -> None:
 def test_prompt_and_sampling_options_are_settings(tiny_model_dir: Path) -> None:
     base = settings_of(tiny_model_dir)
     assert base == settings_of(tiny_model_dir)
+    new: dict[str, Any] = {"n": 2, "logprobs": 0, "choices": ("a", "b"), "regex": "a", "json_schema": "{}"}
     others = [
         settings_of(tiny_model_dir, sampling=SamplingParams(max_tokens=3)),
         settings_of(tiny_model_dir, sampling=SamplingParams(stop=("x",))),
         settings_of(tiny_model_dir, prompts=PromptConfig(prefix="p")),
         settings_of(tiny_model_dir, prompts=PromptConfig(template="{{ a }}")),
         settings_of(tiny_model_dir, prompts=PromptConfig(on_long_prompt="truncate-left")),
+        settings_of(tiny_model_dir, prompts=PromptConfig(score=True)),
+        settings_of(tiny_model_dir, prompts=PromptConfig(completion_column="answer")),
+        *(settings_of(tiny_model_dir, sampling=SamplingParams(**{name: value})) for name, value in new.items()),
     ]
     differing = [{name for name in base if base[name] != other[name]} for other in others]
-    assert differing == [{"max_tokens"}, {"stop"}, {"prefix"}, {"template"}, {"on_long_prompt"}]
+    options = ["max_tokens", "stop", "prefix", "template", "on_long_prompt", "score", "completion_column", *new]
+    assert differing == [{option} for option in options]
     assert json.loads(json.dumps(base)) == base
 
 
 def test_what_does_not_change_results_is_no_setting(tiny_model_dir: Path) -> None:
     free = settings_of(tiny_model_dir, window=3, limit=2, order="done", keep=(), flush_every=0.0, token_ids=True)
     assert free == settings_of(tiny_model_dir)
+    engine = EngineConfig(policy="fifo", row_timeout=1.0, host_kv_memory="1GiB", max_kv_read=9, batch_size=2)
+    assert settings_of(tiny_model_dir, engine=engine) == free
+    assert settings_of(tiny_model_dir, prompts=PromptConfig(priority_column="p")) == free
+    text = SimpleNamespace(hf_config=SimpleNamespace(dtype="float32"))
+    spread = JobConfig(inputs=("x.jsonl",), model=ModelConfig(model=str(tiny_model_dir), device_map="auto"))
+    assert job_settings(spread, text, chat=False) == free  # type: ignore[arg-type]
 
 
 def test_a_long_text_is_told_by_its_digest(tiny_model_dir: Path) -> None:
@@ -100,3 +112,13 @@ def test_a_long_text_is_told_by_its_digest(tiny_model_dir: Path) -> None:
     assert isinstance(one, str)
     assert one.startswith("a" * 40 + "… (1000 characters, digest ")
     assert one != two
+
+
+def test_a_long_regex_or_schema_is_told_by_its_digest(tiny_model_dir: Path) -> None:
+    for name in ("regex", "json_schema"):
+        one, two = (
+            settings_of(tiny_model_dir, sampling=SamplingParams(**{name: "a" * 999 + end}))[name] for end in "ab"
+        )
+        assert isinstance(one, str)
+        assert one.startswith("a" * 40 + "… (1000 characters, digest ")
+        assert one != two

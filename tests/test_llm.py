@@ -1,5 +1,7 @@
 """A model in a Python program."""
 
+import json
+import re
 import threading
 from pathlib import Path
 
@@ -160,7 +162,8 @@ def test_a_score_adds_up_the_log_probabilities_of_the_text(tiny_model_dir: Path)
         assert first.score.greedy
         logprobs = written.completions[0].logprobs
         assert first.score.logprob == pytest.approx(sum(t.logprob for t in logprobs or ()), abs=1e-3)
-    assert second.score.logprob < first.score.logprob
+    assert second.score.tokens == 3
+    assert -200 < second.score.logprob < 0
     assert (second.score.greedy, second.text, second.finish_reason) == (False, None, None)
 
 
@@ -171,3 +174,45 @@ def test_labels_have_probabilities(tiny_model_dir: Path) -> None:
         assert result.choice_probs is not None
         assert sum(result.choice_probs.values()) == pytest.approx(1)
         assert result.choice_probs[str(result.text)] == max(result.choice_probs.values())
+
+
+def test_completions_under_a_grammar_match_it_beside_others_that_are_free(tiny_model_dir: Path) -> None:
+    pytest.importorskip("llguidance")
+    llm = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
+    drawn = {"temperature": 1.0, "max_tokens": 40}
+    free = llm.generate([SHARED], SamplingParams(**drawn))
+    dates = llm.generate([f"{SHARED}{i}" for i in range(6)], SamplingParams(regex="[0-9]{4}-[0-9]{2}", n=2, **drawn))
+    for result in dates:
+        for completion in result.completions:
+            assert (completion.finish_reason, bool(re.fullmatch("[0-9]{4}-[0-9]{2}", completion.text))) == ("stop", True)
+    schema = '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
+    (found,) = llm.generate(["x"], SamplingParams(json_schema=schema, **drawn))
+    if found.finish_reason == "stop":
+        assert isinstance(json.loads(str(found.text))["a"], bool)
+    results: dict[int, Result] = {}
+    llm.add([SHARED], SamplingParams(**drawn), on_result=lambda r: results.__setitem__(0, r))
+    llm.add(["x"], SamplingParams(regex="ab|cd", **drawn), on_result=lambda r: results.__setitem__(1, r))
+    llm.run()
+    assert results[0].text == free[0].text
+    assert results[1].text in ("ab", "cd")
+
+
+def test_a_completion_under_a_grammar_is_the_same_after_preemption(tiny_model_dir: Path) -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(regex="([a-z]{3} ){20}", temperature=1.0, max_tokens=90)
+    prompts = [f"{i}" * 30 for i in range(4)]
+    want = LLM(str(tiny_model_dir)).generate(prompts, params)
+    small = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
+    page = small.engine.sizes.bytes_per_token * small.engine.sizes.page_size
+    small = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True, kv_memory=f"{page * 6}B"))
+    got = small.generate(prompts, params)
+    assert small.stats.preemptions > 0
+    assert [r.text for r in got] == [r.text for r in want]
+    assert all(r.finish_reason == "stop" for r in got)
+
+
+def test_a_grammar_that_cannot_be_used_fails_its_row_alone(tiny_model_dir: Path) -> None:
+    pytest.importorskip("llguidance")
+    (result,) = LLM(str(tiny_model_dir)).generate(["x"], SamplingParams(regex="(a"))
+    assert (result.error_type, result.text) == ("constraint_error", None)
+    assert str(result.error_message).startswith("regex cannot be used: ")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
+from batchgen.config import PromptConfig
 from batchgen.errors import UsageError
 from batchgen.planning import kv_bytes_per_token
 
@@ -66,6 +67,33 @@ def test_a_plan_touches_no_output_and_loads_no_weights(
 def test_rows_that_cannot_be_run_are_counted(tiny_model_dir: Path, write_jsonl: Write) -> None:
     plan = plan_job(config_of(tiny_model_dir, write_jsonl([*rows(), "junk", {"prompt": "x" * 600}])))
     assert (plan.rows, plan.rows_failed) == (10, 2)
+
+
+def test_completions_and_labels_need_memory_and_are_no_prompts(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl({"prompt": "x" * 31, "completion": "y" * 16} for _ in range(2))  # two pages of 16, with <s>
+
+    def figures(**options: Any) -> dict[str, Any]:
+        plan = plan_job(config_of(tiny_model_dir, source, **options)).as_dict()
+        assert (plan["rows"], plan["rows_failed"], plan["prompt_tokens"], plan["prefill_tokens_min"]) == (2, 0, 64, 32)
+        assert [(line["tokens"], line["rows"]) for line in plan["tree"]] == [(32, 2)]
+        assert (plan["groups"], plan["grouped_rows"], plan["prefix_nodes"]) == (1, 2, 1)
+        page = plan["kv_bytes_per_token"] * 16
+        return {name: plan[f"kv_bytes_{name}"] // page for name in ("unshared", "shared", "least")}
+
+    def drawn(n: int) -> SamplingParams:
+        return SamplingParams(max_tokens=16, n=n)
+
+    assert figures(sampling=drawn(1)) == {"unshared": 6, "shared": 4, "least": 3}
+    assert figures(sampling=drawn(3)) == {"unshared": 18, "shared": 8, "least": 3}
+    labels = SamplingParams(choices=("a" * 17, "b" * 2))  # 16 and 1 tokens to run
+    assert figures(sampling=labels) == {"unshared": 12, "shared": 6, "least": 3}
+    assert figures(sampling=drawn(1), prompts=PromptConfig(score=True)) == {"unshared": 6, "shared": 3, "least": 3}
+
+
+def test_rows_with_nothing_to_score_need_nothing(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl([{"prompt": "a", "completion": ""}, {"prompt": "a"}, {"prompt": "a", "completion": "b"}])
+    plan = plan_job(config_of(tiny_model_dir, source, prompts=PromptConfig(score=True)))
+    assert (plan.rows, plan.rows_failed, plan.figures.prompt_tokens) == (3, 1, 2)
 
 
 def test_an_empty_input_has_an_empty_plan(tiny_model_dir: Path, write_jsonl: Write) -> None:

@@ -49,6 +49,13 @@ class Columns:
             )
             if name != usual
         ]
+        self._needed = list(self._named)
+        if prompts.score:
+            usual = prompts.completion_column == _DEFAULT.completion_column
+            self._needed.append(("--score" if usual else "--completion-column", prompts.completion_column))
+        if prompts.priority_column is not None:
+            self._needed.append(("--priority-column", prompts.priority_column))
+        self._read = {self._prompt, self._messages, *(name for _, name in self._needed)}
         # A column that the user named goes before one that is only called as usual; else messages go first.
         self._prompt_first = not chat or [option for option, _ in self._named] == ["--prompt-column"]
         self.why_raw = "--no-chat turns it off" if prompts.chat is False else "the model has none"
@@ -81,7 +88,7 @@ class Columns:
 
     def only_carried(self, columns: Mapping[str, Any]) -> set[str]:
         """Columns that look like sampling parameters and are not."""
-        return self._params.unnamed(columns) - {self._prompt, self._messages}
+        return self._params.unnamed(columns) - self._read
 
     def check(self, first: Sequence[Row]) -> None:
         """Raises `UsageError` when none of these rows has a prompt, or one of the columns that the user named."""
@@ -91,7 +98,7 @@ class Columns:
         there = list(dict.fromkeys(name for columns in rows for name in columns))
         no_row = f"none of the first {len(first)} rows has" if len(first) >= _MANY else "no row has"
         hint = f"the input has {quoted(there)}" if there else "the input has no columns at all"
-        for option, name in [*self._named, *(("--row-params", name) for name in self._params.missing(there))]:
+        for option, name in [*self._needed, *(("--row-params", name) for name in self._params.missing(there))]:
             if name not in there:
                 raise UsageError(f"{no_row} the column {name!r} of {option}", hint)
         if self._template is not None:

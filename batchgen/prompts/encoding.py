@@ -26,8 +26,8 @@ class Encoder:
         self._bos: str | None = tokenizer.bos_token if adds_bos else None
         """The beginning-of-text token, where the tokenizer puts it by itself."""
 
-    def encode(self, texts: Sequence[str], *, special: bool) -> list[TokenArray | RowError]:
-        """The tokens of every text, int32 [length], in order, or why a text has none.
+    def encode(self, texts: Sequence[str], *, special: bool, what: str = "the prompt") -> list[TokenArray | RowError]:
+        """The tokens of every text, int32 [length], in order, or why a text, called `what`, has none.
 
         `special`: with the special tokens that the tokenizer puts around a text; a text that begins with the
         beginning-of-text token, written out, is not given a second one.
@@ -39,7 +39,7 @@ class Encoder:
             except BaseException as e:
                 if not _of_a_text(e):
                     raise
-                out += [self._alone(text, special) for text in batch]
+                out += [self._alone(text, special, what) for text in batch]
         return out
 
     def _arrays(self, texts: Sequence[str], special: bool) -> list[TokenArray]:
@@ -50,13 +50,13 @@ class Encoder:
                     arrays[i] = arrays[i][1:].copy()
         return arrays
 
-    def _alone(self, text: str, special: bool) -> TokenArray | RowError:
+    def _alone(self, text: str, special: bool, what: str) -> TokenArray | RowError:
         try:
             return self._arrays([text], special)[0]
         except BaseException as e:
             if not _of_a_text(e):
                 raise
-            return RowError("invalid_row", f"the prompt cannot be tokenized: {_reason(text, e)}")
+            return RowError("invalid_row", f"{what} cannot be tokenized: {_reason(text, e)}")
 
 
 def _rust(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] | None:

@@ -21,6 +21,11 @@ _IGNORED = frozenset({
 })  # fmt: skip
 
 
+_TRANSLATED = frozenset({"logprobs", "top_logprobs", "response_format", "structured_outputs"})
+_GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choices"}
+"""vLLM's names for constraints, in `structured_outputs`; alone they are `guided_json` and so on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """One request of the OpenAI API."""
@@ -95,6 +100,42 @@ def _object(body: Any) -> Mapping[str, Any]:
 
 
 def _params(body: Mapping[str, Any]) -> dict[str, Any]:
-    params = supported({name: value for name, value in body.items() if name not in _IGNORED})
+    own = {name: value for name, value in body.items() if name not in _IGNORED and name not in _TRANSLATED}
+    params = supported(own)
     most = params.pop("max_completion_tokens", None)  # the newer name for max_tokens, which it replaces
-    return params if most is None else {**params, "max_tokens": most}
+    if most is not None:
+        params["max_tokens"] = most
+    params |= _logprobs(body) | _response_format(body.get("response_format"))
+    outputs = body.get("structured_outputs") or {}
+    for theirs, ours in _GUIDED.items():
+        value = params.pop(f"guided_{theirs}", None)
+        if isinstance(outputs, Mapping) and outputs.get(theirs) is not None:
+            value = outputs[theirs]
+        if value is not None:
+            params[ours] = value
+    return params
+
+
+def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A number in completions; in chat completions a switch, and the number beside it."""
+    wanted, top = body.get("logprobs"), body.get("top_logprobs")
+    if isinstance(wanted, bool) or wanted is None:
+        if top and not wanted:
+            raise RowError("unsupported_parameter", "top_logprobs needs logprobs: true")
+        return {"logprobs": top or 0} if wanted else {}
+    return {"logprobs": wanted}
+
+
+def _response_format(wanted: Any) -> dict[str, Any]:
+    if wanted is None:
+        return {}
+    kind_of = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind_of == "text":
+        return {}
+    if kind_of == "json_object":
+        return {"json_schema": {"type": "object"}}
+    given = wanted.get("json_schema") if kind_of == "json_schema" else None
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if isinstance(schema, Mapping):
+        return {"json_schema": schema}
+    raise RowError("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")

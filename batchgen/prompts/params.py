@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from batchgen.errors import RowError, UsageError
 from batchgen.prompts.messages import kind
-from batchgen.sampling_params import SamplingParams
+from batchgen.sampling_params import SamplingParams, choices_of
 
 OBJECT_COLUMN = "sampling_params"
 NAMES = {f.name for f in fields(SamplingParams)} | {"stop_token_id"}
 
 # Known elsewhere and not built here: the values that ask for nothing, which are let pass. Any other value fails the row.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": ("",),
-    "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
+    "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": ("",), "top_logprobs": (0,), "logit_bias": ({},),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "stream_options": ({},),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],), "stream_options": ({},),
 }  # fmt: skip
+_ITSELF = ("stop", "regex", "json_schema")  # texts that are not to be read as JSON
 
 
 def supported(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters without those that are null or ask for nothing (`n: 1`).
+    """The parameters without those that are null or ask for nothing (`stream: false`).
 
     Raises `RowError("unsupported_parameter")` for one that asks for what is not built; unknown names are left to `SamplingParams.merged`.
     """
     kept = {}
     for name, value in params.items():
-        if value is None:
+        if value is None or (name == "logprobs" and value is False):
             continue
         if name not in _NEUTRAL:
             kept[name] = value
@@ -56,7 +55,7 @@ class RowParams:
                     f"--row-params {name!r} is not a sampling parameter", f"use {', '.join(sorted(NAMES))}"
                 )
         self._named = tuple(named)
-        self._default = default
+        self.default = default
         self._others = NAMES - set(named)
 
     def of(self, columns: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -75,9 +74,9 @@ class RowParams:
         if body:
             own |= body
         if not own:
-            return self._default
+            return self.default
         try:
-            return self._default.merged(own)
+            return self.default.merged(own)
         except OverflowError:  # JSON's whole numbers have no end
             raise RowError("unsupported_parameter", f"a number is too large: {_short(own)}") from None
 
@@ -85,10 +84,22 @@ class RowParams:
         """Columns that have the name of a parameter and were not named: they are only carried."""
         return self._others.intersection(columns)
 
+    def may_have(self, names: Collection[str], types: Mapping[str, Any]) -> bool:
+        """Whether a row of a table, by the Arrow types of its columns, may have one of these parameters of its own."""
+        if not set(names).isdisjoint(self._named):
+            return True
+        return any(_may_hold(types[column], names) for column in (OBJECT_COLUMN, "body") if column in types)
+
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Columns that were named and are not there."""
         there = set(columns)
         return [name for name in self._named if name not in there]
+
+
+def _may_hold(type: Any, names: Collection[str]) -> bool:
+    """Whether a value of an Arrow type may be an object with one of these fields: a struct without them cannot."""
+    fields = getattr(type, "fields", None)
+    return fields is None or any(field.name in names for field in fields)
 
 
 def _object(value: Any) -> Mapping[str, Any]:
@@ -107,12 +118,21 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _from_text(name: str, text: str) -> Any:
-    """The value that a CSV field stands for; None for an empty one. A stop string is itself."""
+    """The value that a CSV field stands for; None for an empty one. A stop string, a regex, a schema is itself."""
     if not text:
         return None
-    if name == "stop":
+    if name in _ITSELF:
         return text
+    if name == "choices":
+        return _choices(text)
     try:
         return json.loads(text.strip().lower() if name == "ignore_eos" else text)
     except ValueError:
         return text
+
+
+def _choices(text: str) -> tuple[str, ...]:
+    try:
+        return choices_of(text)
+    except ValueError as e:
+        raise RowError("unsupported_parameter", str(e)) from None

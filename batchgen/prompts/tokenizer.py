@@ -72,10 +72,14 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     )
 
 
+# torchao, where it is installed, is imported by transformers, and tells of its own build.
+_TALKATIVE = ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keeps the advice of transformers and the retries of the hub off standard error; errors are raised and logged as ever."""
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -20,7 +20,7 @@ The order of steps in `finish` makes every moment safe: until the manifest says 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -59,10 +59,12 @@ def open_job(
     overwrite: bool,
     flush_every: float,
     order: str,
+    optional: Collection[str] = (),
 ) -> JobFolder | StdoutJob:
     """The job of an output, begun, taken up again or already finished; held by this process until it is closed.
 
     `settings`, a flat dictionary of plain values, is what changes results: a job goes on with equal ones only. `mentions`: a difference is only noted.
+    `optional`: the parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`).
     Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
     """
     if output == "-":
@@ -85,8 +87,9 @@ def open_job(
             request=as_stored(request),
         )
         job = JobFolder(
-            output, folder, lock, input, manifest, keep=keep, id_column=id_column, token_ids=token_ids, order=order
-        )
+            output, folder, lock, input, manifest,
+            keep=keep, id_column=id_column, token_ids=token_ids, order=order, optional=optional,
+        )  # fmt: skip
         job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
         lock.release()
@@ -109,6 +112,7 @@ class JobFolder:
         id_column: str | None,
         token_ids: bool,
         order: str,
+        optional: Collection[str],
     ) -> None:
         self.notes: list[str] = []
         """What the user should hear once: a dead run's lock, other versions, damaged records."""
@@ -118,7 +122,7 @@ class JobFolder:
         """The figures that the job's last run left, where this one goes on from it."""
         self._output, self._folder, self._lock, self._input = output, folder, lock, input
         self._manifest = manifest
-        self._keep, self._id_column, self._token_ids = keep, id_column, token_ids
+        self._keep, self._id_column, self._token_ids, self._optional = keep, id_column, token_ids, optional
         self._order = DoneOrder(order)
         self._target = Path(output).resolve()  # a link stays one
         self._opened: ExitStack | None = None
@@ -208,6 +212,7 @@ class JobFolder:
             keep=self._keep,
             id_column=self._id_column,
             token_ids=self._token_ids,
+            optional=self._optional,
         )
         opened.callback(self._writer.abandon)
 

@@ -1,6 +1,7 @@
 """The results of a job as they come: an append-only file of lines that check themselves.
 
-A line is `CRC-32 KEY RESULT`, the first two in hexadecimal, the checksum over the rest, the result as JSON without its row number.
+A line is `CRC-32 KEY RESULT`, the first two in hexadecimal, the checksum over the rest, the result as JSON without its row number
+(Python's JSON, which has infinities).
 Every line is handed to the system at once, so a killed process loses none; fsync comes by time, so a power cut loses at most the last
 `flush_every` seconds. A line that a cut has torn is cut off when the journal is opened; a line whose checksum is wrong is passed over,
 and its row is simply generated again. Of lines with one key the last counts.
@@ -13,12 +14,12 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from batchgen.records.index import Index
-from batchgen.records.jsonl import to_json
+from batchgen.records.nested import choices_of, completions_of, plain_score, probs_of, score_of
 from batchgen.result import Result
 
 _FIELDS = {f.name: f.default for f in fields(Result) if f.name != "row"}
@@ -26,25 +27,39 @@ _FIELDS = {f.name: f.default for f in fields(Result) if f.name != "row"}
 
 def encode(key: bytes, result: Result) -> bytes:
     """A line of the journal; fields that have their defaults are left out."""
-    values = {n: getattr(result, n) for n in _FIELDS}
-    body = key.hex().encode() + b" " + to_json({n: v for n, v in values.items() if v != _FIELDS[n]})
+    values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
+    if result.completions:
+        values["completions"] = choices_of(result, token_ids=True)
+    if result.score is not None:
+        values["score"] = plain_score(result.score)
+    # Only lone surrogates cannot be encoded, and there Python's escape is JSON's.
+    text = json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    body = key.hex().encode() + b" " + text
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
 def decode(line: bytes) -> tuple[bytes, Result] | None:
-    """Key and result (of row -1) of a line; None where the line is damaged."""
+    """Key and result (of row -1) of a line; None where the line is damaged, or holds what this version does not know."""
     checksum, _, body = line.removesuffix(b"\n").partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         return None
     try:
         key, _, text = body.partition(b" ")
-        values: dict[str, Any] = {n: v for n, v in json.loads(text).items() if n in _FIELDS}
-        values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-        if any(default is MISSING and name not in values for name, default in _FIELDS.items()):
-            return None
-        return bytes.fromhex(key.decode("ascii")), Result(row=-1, **values)
-    except (ValueError, TypeError, AttributeError):
+        return bytes.fromhex(key.decode("ascii")), _result(json.loads(text))
+    except (ValueError, TypeError, AttributeError, KeyError):
         return None
+
+
+def _result(values: dict[str, Any]) -> Result:
+    if "token_ids" in values:
+        values["token_ids"] = tuple(values["token_ids"])
+    if "completions" in values:
+        values["completions"] = completions_of(values["completions"])
+    if "choice_probs" in values:
+        values["choice_probs"] = probs_of(values["choice_probs"])
+    if "score" in values:
+        values["score"] = score_of(values["score"])
+    return Result(row=-1, **values)
 
 
 class Journal:

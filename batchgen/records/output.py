@@ -8,6 +8,7 @@ from typing import Any
 
 from batchgen.errors import UsageError
 from batchgen.records.files import is_url, split_name
+from batchgen.records.nested import choices_of, ids_known, plain_score
 from batchgen.records.row import Row
 from batchgen.result import Result
 
@@ -23,7 +24,7 @@ def output_row(
     """The output row of an input row: id, carried columns as they came, result.
 
     `keep`: the columns carried (None: all; those that a row lacks are left out). `token_ids` is null where they are not known (a failed row,
-    a row kept from an output that had none). `truncated` is there only where true.
+    a row kept from an output that had none). `truncated` is there only where true; `choices`, `choice_probs` and `score` where the result has them.
     """
     out: dict[str, Any] = {"id": row_id(row, id_column)}
     names = carried_names(row.columns, keep, id_column)
@@ -33,9 +34,14 @@ def output_row(
     out["usage"] = {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.completion_tokens}
     if result.truncated:
         out["truncated"] = True
+    if result.completions:
+        out["choices"] = choices_of(result, token_ids=token_ids)
+    if result.choice_probs is not None:
+        out["choice_probs"] = dict(result.choice_probs)
+    if result.score is not None:
+        out["score"] = plain_score(result.score)
     if token_ids:
-        known = result.text is not None and (result.token_ids or not result.completion_tokens)
-        out["token_ids"] = list(result.token_ids) if known else None
+        out["token_ids"] = list(result.token_ids) if ids_known(result) else None
     failed = result.error_type is not None
     out["error"] = {"type": result.error_type, "message": result.error_message} if failed else None
     return out

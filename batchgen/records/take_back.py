@@ -10,6 +10,7 @@ from batchgen.records.disk import sync_folder
 from batchgen.records.files import InputFile
 from batchgen.records.inputs import Input
 from batchgen.records.journal import encode
+from batchgen.records.nested import completions_of, probs_of, score_of
 from batchgen.records.output import output_format
 from batchgen.result import Result
 
@@ -21,7 +22,8 @@ NO_KEY = bytes(KEY_BYTES)
 def take_back(output: str, keys: Path, journal: Path) -> int:
     """Write the journal that `output` came from, as far as the output tells; row i has the i-th key of `keys`. Returns the number of results.
 
-    Rows that failed keep their errors; token ids are there where the output has them.
+    Rows that failed keep their errors; token ids are there where the output has them, alone or in log-probabilities. A row that the output
+    does not hold whole (an infinity that JSON has no word for, in a log-probability or score) is left out: it is generated again.
     """
     rows = Input((InputFile(output, *output_format(output)),), []).rows()
     new = journal.with_name(journal.name + ".new")
@@ -30,8 +32,10 @@ def take_back(output: str, keys: Path, journal: Path) -> int:
         for row in rows:
             key = key_file.read(KEY_BYTES)
             if len(key) == KEY_BYTES and key != NO_KEY and row.error is None:
-                file.write(encode(key, _result(row.columns)))
-                taken += 1
+                result = _result(row.columns)
+                if result is not None:
+                    file.write(encode(key, result))
+                    taken += 1
         file.flush()
         os.fsync(file.fileno())
     new.replace(journal)
@@ -39,16 +43,29 @@ def take_back(output: str, keys: Path, journal: Path) -> int:
     return taken
 
 
-def _result(columns: dict[str, Any]) -> Result:
+def _result(columns: dict[str, Any]) -> Result | None:
+    """The result of an output row; None where it is not whole."""
     usage, error = columns["usage"], columns["error"]
-    return Result(
-        row=-1,
-        text=columns["text"],
-        finish_reason=columns["finish_reason"],
-        prompt_tokens=usage["prompt_tokens"],
-        completion_tokens=usage["completion_tokens"],
-        token_ids=tuple(columns.get("token_ids") or ()),
-        truncated=bool(columns.get("truncated")),
-        error_type=error["type"] if error else None,
-        error_message=error["message"] if error else None,
-    )
+    probs, score, token_ids = columns.get("choice_probs"), columns.get("score"), columns.get("token_ids")
+    if columns["text"] is None and not error and not score:
+        return None
+    try:
+        completions = completions_of(columns.get("choices") or ())
+        if token_ids is None:
+            token_ids = completions[0].token_ids if completions else ()
+        return Result(
+            row=-1,
+            text=columns["text"],
+            finish_reason=columns["finish_reason"],
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
+            token_ids=tuple(token_ids),
+            truncated=bool(columns.get("truncated")),
+            completions=completions,
+            choice_probs=None if probs is None else probs_of(probs),
+            score=None if score is None else score_of(score),
+            error_type=error["type"] if error else None,
+            error_message=error["message"] if error else None,
+        )
+    except (ValueError, TypeError, KeyError):
+        return None

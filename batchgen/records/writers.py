@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -26,15 +26,29 @@ from batchgen.records.output import carried_names, output_format
 GROUP_ROWS = 5_000
 GROUP_BYTES = 1 << 25
 """A row group is at most so many rows, or the rows that pass so many bytes of JSON."""
+GROUP_LOGPROBS = 1 << 18
+"""Where rows are not spooled as JSON: or the rows that pass so many log-probabilities."""
 
+_TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float64())]
+_CHOICE = [
+    ("index", pa.int32()),
+    ("text", pa.string()),
+    ("finish_reason", pa.string()),
+    ("logprobs", pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))),
+]
 RESULT_FIELDS = {
     "text": pa.string(),
     "finish_reason": pa.string(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
     "truncated": pa.bool_(),
+    "choices": pa.list_(pa.struct([*_CHOICE, ("token_ids", pa.list_(pa.int32()))])),
+    "choice_probs": pa.map_(pa.string(), pa.float64()),
+    "score": pa.struct([("logprob", pa.float64()), ("tokens", pa.int64()), ("greedy", pa.bool_())]),
     "token_ids": pa.list_(pa.int32()),
     "error": pa.struct([("type", pa.string()), ("message", pa.string())]),
 }
+OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score"))
+"""Fields that only some results have."""
 
 
 class Writer(Protocol):
@@ -92,14 +106,22 @@ def open_writer(
     keep: tuple[str, ...] | None,
     id_column: str | None,
     token_ids: bool,
+    optional: Collection[str] = (),
 ) -> Writer:
-    """The writer for the suffix of `output`, which writes to `file`. `schema`: `Input.schema`."""
+    """The writer for the suffix of `output`, which writes to `file`. `schema`: `Input.schema`.
+
+    `optional`: those of `OPTIONAL_RESULTS` that Parquet has a column for whether a row has them or not. Beyond these there is one for
+    what any row has, except where the schema was known from the start.
+    """
     kind, compression = output_format(output)
     if kind == "jsonl":
         return JsonlWriter(file, compression)
     results = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or token_ids}
+    if not token_ids:
+        results["choices"] = pa.list_(pa.struct(_CHOICE))
     if schema is None:
-        return SpoolingWriter(file, spool, results)
+        return SpoolingWriter(file, spool, results, optional)
+    results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}
     carried = carried_names(schema.names, keep, id_column)
     fields = [pa.field(carried[f.name], f.type) for f in schema if f.name in carried]
     id_type = _id_type([schema.field(n).type for n in (id_column, "id", "custom_id") if n in schema.names])
@@ -143,11 +165,13 @@ class ParquetWriter:
         self._schema = schema
         self._parquet = pq.ParquetWriter(file, schema, compression="zstd")
         self._rows: list[dict[str, Any]] = []
+        self._logprobs = 0
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
         for row in rows:
             self._rows.append(row)
-            if len(self._rows) >= GROUP_ROWS:
+            self._logprobs += _logprobs(row)
+            if len(self._rows) >= GROUP_ROWS or self._logprobs >= GROUP_LOGPROBS:
                 self.end_group()
 
     def close(self) -> None:
@@ -163,12 +187,15 @@ class ParquetWriter:
     def end_group(self) -> None:
         """Write the rows that are held as a row group."""
         rows, self._rows = self._rows, []
+        self._logprobs = 0
         if not rows:
             return
         columns: dict[str, list[Any]] = {f.name: [row.get(f.name) for row in rows] for f in self._schema}
         columns["truncated"] = [bool(v) for v in columns["truncated"]]
         if pa.types.is_string(self._schema.field("id").type):
             columns["id"] = [id_text(v) for v in columns["id"]]
+        if "choice_probs" in columns:  # a map is made of pairs
+            columns["choice_probs"] = [v and [(clean(k), p) for k, p in v.items()] for v in columns["choice_probs"]]
         arrays = [_array(columns[f.name], f.type) for f in self._schema]
         self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
 
@@ -179,11 +206,14 @@ class SpoolingWriter:
     The types are those of `columns.ColumnType`. `id` is a whole number where all are, else text.
     """
 
-    def __init__(self, file: DigestFile, spool: Path, results: dict[str, pa.DataType]) -> None:
+    def __init__(
+        self, file: DigestFile, spool: Path, results: dict[str, pa.DataType], optional: Collection[str]
+    ) -> None:
         self._file = file
         self._path = spool
         self._spool = spool.open("w+b")
         self._results = results
+        self._there = (results.keys() - OPTIONAL_RESULTS) | set(optional)
         self._types: dict[str, ColumnType] = {}
         self._ids = ColumnType()
 
@@ -198,7 +228,9 @@ class SpoolingWriter:
             for name, value in row.items():
                 if name == "id":
                     self._ids.see(value)
-                elif name not in self._results:
+                elif name in self._results:
+                    self._there.add(name)
+                else:
                     if name not in self._types:
                         self._types[name] = ColumnType()
                     self._types[name].see(value)
@@ -207,7 +239,7 @@ class SpoolingWriter:
         whole = self._ids.name in ("null", "int")
         fields = [pa.field("id", pa.int64() if whole else pa.string())]
         fields += [pa.field(clean(n), t.arrow()) for n, t in self._types.items()]
-        fields += [pa.field(n, t) for n, t in self._results.items()]
+        fields += [pa.field(n, t) for n, t in self._results.items() if n in self._there]
         parquet = ParquetWriter(self._file, pa.schema(fields))
         self._spool.seek(0)
         size = 0
@@ -227,6 +259,11 @@ class SpoolingWriter:
     def abandon(self) -> None:
         _quietly(self._spool.close)
         self._file.abandon()
+
+
+def _logprobs(row: dict[str, Any]) -> int:
+    """How many a row has: with many likeliest tokens they are most of its memory."""
+    return sum(1 + len(token["top"]) for choice in row.get("choices") or () for token in choice["logprobs"] or ())
 
 
 def _id_type(types: Sequence[pa.DataType]) -> pa.DataType:

@@ -1,4 +1,4 @@
-"""The options of the commands, each declared once, in the groups that `--help` shows."""
+"""The options, each declared once, in the groups that `--help` shows. Which command takes which: `arguments`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 _model = partial(typer.Option, rich_help_panel="Model")
 _prompts = partial(typer.Option, rich_help_panel="Prompts")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
+_constraints = partial(typer.Option, rich_help_panel="Constraints")
 _engine = partial(typer.Option, rich_help_panel="Engine")
 _job = partial(typer.Option, rich_help_panel="Job")
 
@@ -30,6 +31,10 @@ DtypeOption = Annotated[
     str, _model("--dtype", metavar="auto|float32|bfloat16|float16", help="auto is the checkpoint's own.")
 ]
 Device = Annotated[str, _model("--device", metavar="auto|cpu|mps|cuda[:N]", help="Where the model runs.")]
+DeviceMap = Annotated[
+    str | None,
+    _model("--device-map", metavar="auto", help="Spread the layers over all devices.", show_default="one device"),
+]
 TrustRemoteCode = Annotated[bool, _model("--trust-remote-code", help="Run code that the model's files bring along.")]
 
 # prompts
@@ -93,7 +98,29 @@ StopTokenId = Annotated[
 ]
 IgnoreEos = Annotated[bool, _sampling("--ignore-eos", help="Go on at the model's end tokens.")]
 Seed = Annotated[int, _sampling("--seed", metavar="N", help="Of the random numbers.")]
+N = Annotated[int, _sampling("--n", "-n", metavar="N", help="Completions of each prompt.")]
+Logprobs = Annotated[
+    int | None,
+    _sampling(
+        "--logprobs",
+        metavar="K",
+        help="Add the log-probabilities of the tokens drawn, and of the K likeliest.",
+        show_default="none",
+    ),
+]
 TokenIds = Annotated[bool, _sampling("--token-ids", help="Add the completions' token ids to the rows.")]
+
+# constraints
+Choices = Annotated[
+    str | None,
+    _constraints("--choices", metavar="A,B,C", help="Labels, or a JSON list of them: the likeliest is the text."),
+]
+Regex = Annotated[str | None, _constraints("--regex", metavar="TEXT", help="A completion matches it as a whole.")]
+JsonSchema = Annotated[
+    Path | None, _constraints("--json-schema", metavar="FILE", help="A completion is JSON that is valid under it.")
+]
+ScoreOption = Annotated[bool, _constraints("--score", help="Generate nothing: score the completion that each row has.")]
+CompletionColumn = Annotated[str, _constraints("--completion-column", help="Column of what --score scores.")]
 
 # engine
 ChunkSize = Annotated[int, _engine("--chunk-size", metavar="N", help="Tokens per chunk of the prefix hash.")]
@@ -101,6 +128,23 @@ BatchSize = Annotated[str, _engine("--batch-size", metavar="auto|N", help="Most 
 MaxBatchTokens = Annotated[str, _engine("--max-batch-tokens", metavar="auto|N", help="Most tokens in one forward.")]
 MaxPrefillTokens = Annotated[str, _engine("--max-prefill-tokens", metavar="auto|N", help="Of those, prompt tokens.")]
 KvMemory = Annotated[str, _engine("--kv-memory", metavar="auto|SIZE", help="Memory for keys and values: 8GiB, 80%, …")]
+MaxKvRead = Annotated[
+    int | None,
+    _engine("--max-kv-read", metavar="N", help="Most tokens of KV that a step reads.", show_default="no limit"),
+]
+HostKvMemory = Annotated[
+    str | None,
+    _engine(
+        "--host-kv-memory", metavar="SIZE", help="Host memory for KV of idle prefixes (CUDA).", show_default="none"
+    ),
+]
+Policy = Annotated[
+    str,
+    _engine("--policy", metavar="prefix|prefill-first|fifo", help="What is started first, and goes first in a step."),
+]
+PriorityColumn = Annotated[
+    str | None, _engine("--priority-column", help="Column of numbers: rows with lower ones are started first.")
+]
 Window = Annotated[
     int | None, _engine("--window", metavar="ROWS", help="Rows planned at a time.", show_default="50000; 4096 for -")
 ]
@@ -125,6 +169,12 @@ Limit = Annotated[int | None, _job("--limit", metavar="N", help="Only the first 
 OrderOption = Annotated[str, _job("--order", metavar="input|done", help="Rows as in the input, or as they are done.")]
 Overwrite = Annotated[bool, _job("--overwrite", help="Start anew, whatever the output holds.")]
 MaxErrors = Annotated[str | None, _job("--max-errors", metavar="N|P%", help="Give up when more rows fail.")]
+RowTimeout = Annotated[
+    float | None,
+    _job(
+        "--row-timeout", metavar="SECONDS", help="Ends a row that runs longer, with what it has.", show_default="none"
+    ),
+]
 Keep = Annotated[str, _job("--keep", metavar="all|none|COL,…", help="Input columns carried to the output.")]
 FlushEvery = Annotated[float, _job("--flush-every", metavar="SECONDS", help="How often results are synced to disk.")]
 Grace = Annotated[float, _job("--grace", metavar="SECONDS", help="For running rows to finish after SIGTERM.")]
@@ -132,6 +182,7 @@ WorkDir = Annotated[
     str | None, _job("--work-dir", metavar="DIR", help="Place of the job's folder.", show_default="beside the output")
 ]
 Stats = Annotated[str | None, _job("--stats", metavar="FILE", help="Write the figures there too.")]
+AsJson = Annotated[bool, _job("--json", help="One JSON object on standard output.")]
 ShowProgress = Annotated[
     bool | None,
     _job(

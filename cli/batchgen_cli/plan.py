@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from batchgen_cli import options as o
 from batchgen_cli import values as v
+from batchgen_cli.arguments import PlanOptions, takes
 from batchgen_cli.failures import printable, reported
 from batchgen_cli.progress import calm_libraries, progress_for
 from batchgen_cli.report import size
@@ -19,62 +19,26 @@ if TYPE_CHECKING:
 EXCERPT_CHARACTERS = 48
 
 
-def plan(
-    inputs: o.Inputs,
-    model: o.Model,
-    revision: o.Revision = None,
-    dtype: o.DtypeOption = "auto",
-    trust_remote_code: o.TrustRemoteCode = False,
-    prompt_column: o.PromptColumn = "prompt",
-    messages_column: o.MessagesColumn = "messages",
-    template: o.Template = None,
-    prefix: o.Prefix = None,
-    chat: o.Chat = None,
-    system: o.System = None,
-    chat_template: o.ChatTemplate = None,
-    chat_template_kwargs: o.ChatTemplateKwargs = None,
-    on_long_prompt: o.OnLongPrompt = "error",
-    row_params: o.RowParams = None,
-    max_tokens: o.MaxTokens = 256,
-    chunk_size: o.ChunkSize = 16,
-    window: o.Window = None,
-    input_format: o.InputFormat = None,
-    limit: o.Limit = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on standard output.", rich_help_panel="Job")
-    ] = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
-) -> None:
+@takes(PlanOptions)
+def plan(given: PlanOptions) -> None:
     """Show what a run over INPUT would share and the memory it needs, without loading the model's weights."""
-    with reported(verbose=verbose):
+    with reported(verbose=given.verbose):
         from batchgen.config import EngineConfig, JobConfig
         from batchgen.planning import plan_job
 
         config = JobConfig(
-            inputs=tuple(inputs),
-            input_format=input_format,
-            model=v.model_config(model, revision, dtype, "auto", trust_remote_code),
-            prompts=v.prompt_config(
-                prompt_column=prompt_column,
-                messages_column=messages_column,
-                template=template,
-                prefix=prefix,
-                chat=chat,
-                system=system,
-                chat_template=chat_template,
-                chat_template_kwargs=chat_template_kwargs,
-                on_long_prompt=on_long_prompt,
-                row_params=row_params,
-            ),
-            sampling=v.sampling_params(max_tokens=max_tokens),
-            engine=EngineConfig(chunk_size=chunk_size),
-            window=window,
-            limit=limit,
+            inputs=tuple(given.inputs),
+            input_format=given.input_format,
+            model=v.model_config(given),
+            prompts=v.prompt_config(given),
+            sampling=v.sampling_params(**v.shared_sampling(given)),
+            engine=EngineConfig(chunk_size=given.chunk_size),
+            window=given.window,
+            limit=given.limit,
         )
-        with calm_libraries(verbose=verbose), progress_for(None, quiet=quiet) as shown:
+        with calm_libraries(verbose=given.verbose), progress_for(None, quiet=given.quiet) as shown:
             report = plan_job(config, shown)
-        if as_json:
+        if given.as_json:
             typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))
         else:
             for line in plan_lines(report):

@@ -74,18 +74,23 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
 
 def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
     preempted = f", {s['preemptions']:,} preemptions" if s["preemptions"] else ""
+    rows = f"{s['rows_per_s']:,.1f} rows/s"
+    # Labels and scores are no completions, and what they are paid for is rows.
+    tokens, speed = [], f"{rows}, {s['total_tokens_per_s']:,.0f} prompt tokens/s"
+    if s["completion_tokens"]:
+        tokens.append(("completion tokens", f"{s['completion_tokens']:,}"))
+        whole = f"{s['total_tokens_per_s']:,.0f} with the prompts'"
+        speed = f"{s['completion_tokens_per_s']:,.0f} completion tokens/s, {whole}, {rows}"
+    if s["scored_tokens"]:
+        tokens.append(("scored tokens", f"{s['scored_tokens']:,} of choices or completions were run"))
     return [
         (
             "prompt tokens",
             f"{s['prompt_tokens']:,}, of which {s['prefill_tokens']:,} were run (the least possible: "
             f"{s['prefill_tokens_min']:,}): {s['shared_fraction']:.1%} shared",
         ),
-        ("completion tokens", f"{s['completion_tokens']:,}"),
-        (
-            "speed",
-            f"{s['completion_tokens_per_s']:,.0f} completion tokens/s, {s['total_tokens_per_s']:,.0f} with the prompts', "
-            f"{s['rows_per_s']:,.1f} rows/s",
-        ),
+        *tokens,
+        ("speed", speed),
         (
             "steps",
             f"{s['steps']:,}, on average {s['mean_decode_batch']:,.1f} sequences and "

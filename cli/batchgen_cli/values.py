@@ -11,6 +11,7 @@ from batchgen.errors import UsageError
 if TYPE_CHECKING:
     from batchgen.config import EngineConfig, ModelConfig, PromptConfig
     from batchgen.sampling_params import SamplingParams
+    from batchgen_cli.arguments import RunOptions, Shared
 
 
 def number_or_auto(option: str, text: str) -> int | None:
@@ -61,39 +62,77 @@ def json_object(option: str, text: str | None) -> dict[str, object]:
     return value
 
 
-def model_config(model: str, revision: str | None, dtype: str, device: str, trust_remote_code: bool) -> ModelConfig:
+def json_schema(path: Path | None) -> str | None:
+    """The schema of a file, in the order it has there, blanks apart."""
+    text = file_text("--json-schema", path)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise UsageError(f"--json-schema {path} is not JSON: {e}", "mend the file") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"--json-schema {path} must hold a JSON object", """such as {"type": "object"}""")
+    return json.dumps(value)
+
+
+def model_config(given: Shared) -> ModelConfig:
     from batchgen.config import ModelConfig
 
-    return ModelConfig(model=model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    return ModelConfig(
+        model=given.model, revision=given.revision, dtype=given.dtype, trust_remote_code=given.trust_remote_code
+    )
 
 
-def prompt_config(
-    *,
-    prompt_column: str,
-    messages_column: str,
-    template: Path | None,
-    prefix: str | None,
-    chat: bool | None,
-    system: str | None,
-    chat_template: Path | None,
-    chat_template_kwargs: str | None,
-    on_long_prompt: str,
-    row_params: str | None,
-) -> PromptConfig:
+def prompt_config(given: Shared) -> PromptConfig:
     from batchgen.config import PromptConfig
 
     return PromptConfig(
-        prompt_column=prompt_column,
-        messages_column=messages_column,
-        template=file_text("--template", template),
-        prefix=text_or_file("--prefix", prefix),
-        chat=chat,
-        system=text_or_file("--system", system),
-        chat_template=file_text("--chat-template", chat_template),
-        chat_template_kwargs=json_object("--chat-template-kwargs", chat_template_kwargs),
-        on_long_prompt=on_long_prompt,
-        row_params=columns(row_params),
+        prompt_column=given.prompt_column,
+        messages_column=given.messages_column,
+        template=file_text("--template", given.template),
+        prefix=text_or_file("--prefix", given.prefix),
+        chat=given.chat,
+        system=text_or_file("--system", given.system),
+        chat_template=file_text("--chat-template", given.chat_template),
+        chat_template_kwargs=json_object("--chat-template-kwargs", given.chat_template_kwargs),
+        on_long_prompt=given.on_long_prompt,
+        row_params=columns(given.row_params),
+        score=given.score,
+        completion_column=given.completion_column,
     )
+
+
+def shared_sampling(given: Shared) -> dict[str, object]:
+    return {"max_tokens": given.max_tokens, "n": given.n, "choices": choices(given.choices)}
+
+
+def run_sampling(given: RunOptions) -> dict[str, object]:
+    return {
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "top_k": given.top_k,
+        "min_p": given.min_p,
+        "repetition_penalty": given.repetition_penalty,
+        "presence_penalty": given.presence_penalty,
+        "frequency_penalty": given.frequency_penalty,
+        "stop": tuple(given.stop or ()),
+        "stop_token_ids": tuple(given.stop_token_id or ()),
+        "ignore_eos": given.ignore_eos,
+        "seed": given.seed,
+        "logprobs": given.logprobs,
+        "regex": given.regex,
+        "json_schema": json_schema(given.json_schema),
+    }
+
+
+def choices(text: str | None) -> tuple[str, ...]:
+    from batchgen.sampling_params import choices_of
+
+    try:
+        return () if text is None else choices_of(text)
+    except ValueError as e:
+        raise UsageError(f"--{e}") from None
 
 
 def sampling_params(**values: object) -> SamplingParams:
@@ -104,28 +143,29 @@ def sampling_params(**values: object) -> SamplingParams:
         return SamplingParams(**values)  # type: ignore[arg-type]
     except ValueError as e:
         name, _, rest = str(e).partition(" ")
-        option = {"stop_token_ids": "stop-token-id"}.get(name, name.replace("_", "-"))
-        raise UsageError(f"--{option} {rest}") from None
+        before, together, other = rest.rpartition("combined with ")
+        if together:
+            rest = f"{before}{together}{_option(other)}"
+        raise UsageError(f"{_option(name)} {rest}") from None
 
 
-def engine_config(
-    *,
-    chunk_size: int,
-    batch_size: str,
-    max_batch_tokens: str,
-    max_prefill_tokens: str,
-    kv_memory: str,
-    share: bool,
-    debug: bool,
-) -> EngineConfig:
+def _option(name: str) -> str:
+    return "--" + {"stop_token_ids": "stop-token-id"}.get(name, name.replace("_", "-"))
+
+
+def engine_config(given: RunOptions) -> EngineConfig:
     from batchgen.config import EngineConfig
 
     return EngineConfig(
-        chunk_size=chunk_size,
-        batch_size=number_or_auto("--batch-size", batch_size),
-        max_batch_tokens=number_or_auto("--max-batch-tokens", max_batch_tokens),
-        max_prefill_tokens=number_or_auto("--max-prefill-tokens", max_prefill_tokens),
-        kv_memory=kv_memory,
-        share=share,
-        debug=debug,
+        chunk_size=given.chunk_size,
+        batch_size=number_or_auto("--batch-size", given.batch_size),
+        max_batch_tokens=number_or_auto("--max-batch-tokens", given.max_batch_tokens),
+        max_prefill_tokens=number_or_auto("--max-prefill-tokens", given.max_prefill_tokens),
+        max_kv_read=given.max_kv_read,
+        kv_memory=given.kv_memory,
+        host_kv_memory=given.host_kv_memory,
+        policy=given.policy,
+        row_timeout=given.row_timeout,
+        share=given.share,
+        debug=given.debug,
     )

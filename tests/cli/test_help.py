@@ -17,13 +17,15 @@ from batchgen_cli.plan import plan
 from batchgen_cli.run import run
 
 CONTRACT = """
-    --model -m --revision --dtype --device --trust-remote-code
+    --model -m --revision --dtype --device --device-map --trust-remote-code
     --prompt-column --messages-column --id-column --template --prefix --chat --no-chat --system --chat-template
     --chat-template-kwargs --on-long-prompt
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty
-    --stop --stop-token-id --ignore-eos --seed --token-ids --row-params
-    --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --kv-memory --window --share --no-share --debug
-    --output -o --input-format --limit --order --overwrite --max-errors --keep --flush-every --grace --work-dir --stats
+    --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
+    --choices --regex --json-schema --score --completion-column
+    --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
+    --policy --priority-column --window --share --no-share --debug
+    --output -o --input-format --limit --order --overwrite --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
     --progress --no-progress --quiet -q --verbose -v --help -h
 """
 
@@ -59,7 +61,9 @@ def test_run_has_exactly_the_options_of_the_contract(cli: Callable[..., Any], mo
         CONTRACT.split()
     )
     panels = re.findall(r"╭─ (\w+) ─", shown)
-    assert [p for p in panels if p not in ("Arguments", "Options")] == ["Model", "Prompts", "Sampling", "Engine", "Job"]
+    assert [p for p in panels if p not in ("Arguments", "Options")] == [
+        "Model", "Prompts", "Sampling", "Constraints", "Engine", "Job",
+    ]  # fmt: skip
     assert "Example: batchgen run prompts.jsonl --model ./model" in shown
 
 
@@ -74,7 +78,7 @@ def test_the_defaults_shown_are_those_of_the_configuration() -> None:
     shown = {name: p.default for name, p in inspect.signature(run).parameters.items()}
     renamed = {"stop_token_ids": "stop_token_id"}
     words = {"keep": "all", "batch_size": "auto", "max_batch_tokens": "auto", "max_prefill_tokens": "auto"}
-    empty = {"stop": None, "stop_token_ids": None, "row_params": None, "chat_template_kwargs": None}
+    empty = {"stop": None, "stop_token_ids": None, "row_params": None, "chat_template_kwargs": None, "choices": None}
     for config in (
         SamplingParams(),
         EngineConfig(),

@@ -79,6 +79,15 @@ def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
     ]
 
 
+def test_a_run_of_labels_tells_rows_per_second_and_no_completions() -> None:
+    report = report_of()
+    report.stats.update(completion_tokens=0, completion_tokens_per_s=0.0, total_tokens_per_s=20.0, scored_tokens=1200)
+    lines = dict(summary(report))
+    assert "completion tokens" not in lines
+    assert lines["scored tokens"] == "1,200 of choices or completions were run"
+    assert lines["speed"] == "1.5 rows/s, 20 prompt tokens/s"
+
+
 def test_a_run_that_generated_nothing_shows_no_speed() -> None:
     names = [name for name, _ in summary(report_of(rows=0))]
     assert names == ["output", "rows", "prompts", "time", "memory", "model"]

@@ -16,8 +16,8 @@ from batchgen.engine.memory import Memory
 from batchgen.engine.pages import PagePool
 from batchgen.engine.policy import POLICIES
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.steps import Copy, Limits, Save, Step
 from batchgen.engine.spans import Branch, Sequence, Span, State
+from batchgen.engine.steps import Copy, Limits, Save, Step
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
 from batchgen.sampling_params import SamplingParams

@@ -3,8 +3,8 @@ import pytest
 
 from batchgen.engine.attention import plan as module
 from batchgen.engine.attention.plan import PADDING, SharedPart, plan_attention
-from batchgen.engine.steps import Work
 from batchgen.engine.spans import AFTER_NODES, Branch, Sequence
+from batchgen.engine.steps import Work
 from batchgen.prefix import PrefixNode
 
 

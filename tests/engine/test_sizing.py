@@ -6,8 +6,8 @@ import torch
 from batchgen.config import EngineConfig
 from batchgen.engine import sizing
 from batchgen.engine.kv_cache import LayerShape
-from batchgen.engine.steps import Limits
 from batchgen.engine.sizing import page_size_of, size_engine
+from batchgen.engine.steps import Limits
 from batchgen.errors import UsageError
 
 # 4 KiB of KV a token, 128 KiB a page of 32.
@@ -85,6 +85,6 @@ def test_free_memory_of_this_machine_is_a_sensible_number():
 
 def test_host_memory_for_kv_is_for_cuda_alone():
     with pytest.raises(
-        UsageError, match="^--host-kv-memory is for CUDA devices, not for cpu; raise --kv-memory instead$"
+        UsageError, match=r"^--host-kv-memory is for CUDA devices, not for cpu; raise --kv-memory instead$"
     ):
         sizes(host_kv_memory="1GiB")

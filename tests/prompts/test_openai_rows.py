@@ -48,6 +48,27 @@ def test_what_the_body_leaves_out_takes_the_commands_defaults(tools):
     assert tools.text_of(draft).startswith("<|im_start|>system\nS<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("url", "asked", "params"),
+    [
+        (CHAT, {"n": 3}, {"n": 3}),
+        (CHAT, {"logprobs": True}, {"logprobs": 0}),
+        (CHAT, {"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
+        (CHAT, {"logprobs": False, "top_logprobs": 0}, {}),
+        (RAW, {"logprobs": 2}, {"logprobs": 2}),
+        (CHAT, {"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"b": 1, "a": 2}}}},
+            {"json_schema": '{"b": 1, "a": 2}'},
+        ),
+    ],
+)
+def test_several_completions_log_probabilities_and_formats_have_their_names_there(tools, url, asked, params):
+    content = {"messages": [USER]} if url == CHAT else {"prompt": "a"}
+    assert one(tools, row(url, **content, **asked), chat_template=tools.CHATML).params == SamplingParams(**params)
+
+
 def test_the_newer_name_of_max_tokens_goes_before_the_older(tools):
     draft = one(tools, row(RAW, prompt="a", max_tokens=5, max_completion_tokens=6))
     assert draft.params.max_tokens == 6
@@ -104,11 +125,11 @@ def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
 @pytest.mark.parametrize(
     ("columns", "error"),
     [
-        (row(CHAT, messages=[USER], n=2), ("unsupported_parameter", "n is not supported: 2")),
-        (row(CHAT, messages=[USER], logprobs=True), ("unsupported_parameter", "logprobs is not supported: true")),
+        (row(CHAT, messages=[USER], top_logprobs=3), ("unsupported_parameter", "top_logprobs needs logprobs: true")),
         (row(CHAT, messages=[USER], stream=True), ("unsupported_parameter", "stream is not supported: true")),
         (row(CHAT, messages=[USER], tools=[{"type": "function"}]), ("unsupported_parameter", 'tools is not supported: [{"type": "function"}]')),
-        (row(CHAT, messages=[USER], response_format={"type": "json_object"}), ("unsupported_parameter", 'response_format is not supported: {"type": "json_object"}')),
+        (row(CHAT, messages=[USER], response_format={"type": "yaml"}), ("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")),
+        (row(CHAT, messages=[USER], response_format="json"), ("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")),
         (row(CHAT, messages=[USER], reasoning_effort="low"), ("unsupported_parameter", "unknown parameter 'reasoning_effort'")),
         (row(CHAT, messages=[USER], max_tokens=0), ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
         (row(CHAT, messages=[USER], chat_template_kwargs=5), ("invalid_row", "body.chat_template_kwargs must be an object, not a number")),

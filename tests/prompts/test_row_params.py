@@ -45,10 +45,15 @@ def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
         ({"max_tokens": -3}, ("unsupported_parameter", "max_tokens must be at least 1, not -3")),
         ({"temperature": "hot"}, ("unsupported_parameter", "temperature must be a number, not 'hot'")),
         ({"temprature": 1}, ("unsupported_parameter", "unknown parameter 'temprature'")),
-        ({"n": 2}, ("unsupported_parameter", "n is not supported: 2")),
+        ({"n": 0}, ("unsupported_parameter", "n must be between 1 and 1024, not 0")),
+        ({"logprobs": 2000}, ("unsupported_parameter", "logprobs must be between 0 and 1000, not 2000")),
+        ({"choices": ["a"]}, ("unsupported_parameter", "choices must be two or more different texts, not ('a',)")),
+        ({"choices": ["a", "b"], "n": 2}, ("unsupported_parameter", "choices cannot be combined with n")),
+        ({"regex": "a", "json_schema": {}}, ("unsupported_parameter", "regex cannot be combined with json_schema")),
+        ({"regex": "a", "stop": "b"}, ("unsupported_parameter", "regex cannot be combined with stop")),
         ({"top_p": 10**400}, ("unsupported_parameter", f'a number is too large: {{"top_p": 1{"0" * 69}…')),
-        ({"n": True}, ("unsupported_parameter", "n is not supported: true")),
-        ({"logprobs": 0}, ("unsupported_parameter", "logprobs is not supported: 0")),
+        ({"n": True}, ("unsupported_parameter", "n must be a whole number, not True")),
+        ({"top_logprobs": 3}, ("unsupported_parameter", "top_logprobs is not supported: 3")),
         ({"logit_bias": {"5": 1}}, ("unsupported_parameter", 'logit_bias is not supported: {"5": 1}')),
     ],
 )
@@ -108,8 +113,9 @@ def test_a_name_that_is_no_parameter_is_refused(tools):
     with pytest.raises(UsageError) as e:
         tools.builder(row_params=("temprature",))
     assert str(e.value) == (
-        "--row-params 'temprature' is not a sampling parameter; use frequency_penalty, ignore_eos, max_tokens, min_p, "
-        "presence_penalty, repetition_penalty, seed, stop, stop_token_id, stop_token_ids, temperature, top_k, top_p"
+        "--row-params 'temprature' is not a sampling parameter; use choices, frequency_penalty, ignore_eos, json_schema, "
+        "logprobs, max_tokens, min_p, n, presence_penalty, regex, repetition_penalty, seed, stop, stop_token_id, "
+        "stop_token_ids, temperature, top_k, top_p"
     )
 
 
@@ -121,7 +127,7 @@ def test_columns_called_like_parameters_are_only_carried_and_that_is_said_once(t
         )
         assert [d.params for d in drafts] == [SamplingParams(seed=1), SamplingParams()]
     assert b.notes == [
-        "columns 'temperature', 'top_p' are carried to the output and not used as sampling parameters; "
+        "columns 'n', 'temperature', 'top_p' are carried to the output and not used as sampling parameters; "
         "name them in --row-params to use them"
     ]
     b = tools.builder(prompt_column="stop")

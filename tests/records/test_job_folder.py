@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ import pytest
 
 from batchgen.errors import OutputLocked
 from batchgen.records import open_input
+from batchgen.result import Completion, Result, Score, TokenLogprob
 
 
 def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
@@ -115,6 +117,39 @@ def test_rows_are_kept_over_formats_of_the_output_alike(run, write_input):
         assert [r.columns["token_ids"] for r in rows] == [[1, 2], None, [1, 2], [1, 2]]
         assert [bool(r.columns.get("truncated")) for r in rows] == [False, False, True, False]
         assert rows[1].columns["error"] == {"type": "does_not_fit", "message": "too big"}
+
+
+SEVERAL = (
+    Completion(text="x", finish_reason="stop", token_ids=(3,), logprobs=(TokenLogprob("x", 3, -0.5),)),
+    Completion(text="y", finish_reason="length", token_ids=(4,), logprobs=(TokenLogprob("y", 4, -1.5),)),
+)
+
+
+def any_kind(row):
+    base = Result(row=row.number, text="x", finish_reason="stop", prompt_tokens=1)
+    return {
+        "several": replace(base, completion_tokens=2, token_ids=(3,), completions=SEVERAL),
+        "label": replace(base, choice_probs={"x": 0.75, "y": 0.25}),
+        "score": replace(base, text=None, finish_reason=None, score=Score(-1.25, 2, True)),
+    }.get(row.columns["prompt"], base)
+
+
+@pytest.mark.parametrize("output", ["o.jsonl", "o.parquet"])
+@pytest.mark.parametrize("token_ids", [False, True])
+def test_completions_probabilities_and_scores_outlive_kills_and_changed_inputs(run, write_input, output, token_ids):
+    options = {"answer": any_kind, "token_ids": token_ids, "optional": ("choices", "choice_probs", "score")}
+    write_input(["several", "label", "score"])
+    run(output, stop_after=2, **options)
+    assert run(output, **options)[1] == ["several"]
+    write_input(["new", "score", "label", "several"])
+    assert run(output, **options)[1] == ["new"]
+    new, score, label, several = (r.columns for r in open_input([output], format=None, output=None).rows())
+    assert (new.get("choices"), new.get("choice_probs"), new.get("score")) == (None, None, None)
+    assert score["score"] == {"logprob": -1.25, "tokens": 2, "greedy": True}
+    assert (score["text"], score["finish_reason"], score["error"]) == (None, None, None)
+    assert dict(label["choice_probs"]) == {"x": 0.75, "y": 0.25}
+    assert [c["logprobs"][0]["logprob"] for c in several["choices"]] == [-0.5, -1.5]
+    assert [c.get("token_ids") for c in several["choices"]] == ([[3], [4]] if token_ids else [None, None])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.engine.steps import Work
 from batchgen.engine.spans import Branch
+from batchgen.engine.steps import Work
 
 CAUSAL_BLOCK = 256
 """Most queries of one causal part: what lies before them in their span is unmasked and read as a shared part."""

@@ -1,0 +1,202 @@
+"""From rows to texts: which column is the prompt, through which template, with which parameters. Knows nothing of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from batchgen.config import PromptConfig
+from batchgen.errors import RowError
+from batchgen.prompts.columns import Columns, Source, quoted
+from batchgen.prompts.messages import Message, chosen_template, conversation, kind, with_prefix, with_system
+from batchgen.prompts.openai import Body, read_body
+from batchgen.prompts.params import RowParams
+from batchgen.prompts.scores import completion_of, priority_of
+from batchgen.prompts.template import RowTemplate
+from batchgen.prompts.tokenizer import LoadedTokenizer
+from batchgen.records.row import Row
+from batchgen.request import TokenArray
+from batchgen.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt's text, still to be tokenized."""
+
+    text: str
+    raw: bool
+    """The tokenizer puts its special tokens around it; a chat template has written them out already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A row's prompt, and what is to be done with it."""
+
+    prompt: Text | TokenArray
+    params: SamplingParams
+    completion: str | None
+    """To be scored; None where the row is to be generated, or labelled."""
+    priority: float
+
+
+class Renderer:
+    """Renders rows, one by one, and says once what the user should hear."""
+
+    chat: bool
+    """Whether prompts go through a chat template; otherwise they are sent raw."""
+    notes: list[str]
+    """What the user should hear, each said once; grows while rows are rendered."""
+
+    def __init__(self, text: LoadedTokenizer, prompts: PromptConfig, params: RowParams) -> None:
+        """Raises `UsageError` for options that cannot be met: a system message without a chat template, invalid Jinja."""
+        self.notes = []
+        self._text = text
+        self._prompts = prompts
+        self._params = params
+        self._chat = chosen_template(text.tokenizer, prompts)
+        self.chat = self._chat is not None
+        self._template = None if prompts.template is None else RowTemplate(prompts.template)
+        self.columns = Columns(prompts, self._template, params, chat=self.chat)
+        self._said: set[str] = set()
+        self._render_from: Mapping[Source, Callable[[Mapping[str, Any]], Text | TokenArray]] = {
+            Source.TEMPLATE: self._from_template,
+            Source.MESSAGES: self._from_messages,
+            Source.PROMPT: self._from_prompt,
+        }
+
+    def render(self, row: Row) -> Rendered | RowError:
+        """What a row asks for, or why it cannot be had."""
+        if row.error is not None:
+            return row.error
+        try:
+            source = self.columns.source(row.columns)
+            if source is Source.BODY:
+                body = read_body(row.columns)
+                prompt, params = self._from_body(body), self._params.of(row.columns, body.params)
+            else:
+                both = self.columns.both_note(row.columns)
+                if both is not None:
+                    self.note(both)
+                prompt, params = self._render_from[source](row.columns), self._params.of(row.columns)
+            completion = completion_of(row.columns, self._prompts, params) if self._prompts.score else None
+            return Rendered(prompt, params, completion, priority_of(row.columns, self._prompts.priority_column))
+        except RowError as e:
+            return e
+
+    def _from_template(self, columns: Mapping[str, Any]) -> Text:
+        assert self._template is not None
+        return self._prompt_text(self._template.render(columns))
+
+    def _from_prompt(self, columns: Mapping[str, Any]) -> Text | TokenArray:
+        name = self._prompts.prompt_column
+        value = columns[name]
+        if isinstance(value, str):
+            return self._prompt_text(value)
+        where = f"column {name!r}"
+        if isinstance(value, list) and value and isinstance(value[0], int):
+            if self._chat is not None:
+                raise RowError("invalid_row", f"{where} is a list of token ids, which only --no-chat sends as they are")
+            return self._token_ids(value, where)
+        hint = ""
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            hint = f" (--messages-column {name} takes a list of messages)"
+        raise RowError("invalid_row", f"{where} must be text, not {kind(value)}{hint}")
+
+    def _from_messages(self, columns: Mapping[str, Any]) -> Text:
+        name = self._prompts.messages_column
+        where = f"column {name!r}"
+        if self._chat is None:
+            raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
+        return self._chat_text(conversation(columns[name], where, name), where, {})
+
+    def _from_body(self, body: Body) -> Text | TokenArray:
+        if body.model is not None and not _same_model(body.model, str(self._text.tokenizer.name_or_path)):
+            self.note(
+                f"rows ask for model {body.model!r}; all rows are run on {self._text.tokenizer.name_or_path!r}", "model"
+            )
+        if body.chat:
+            if self._chat is None:
+                raise RowError("invalid_row", f"/v1/chat/completions needs a chat template: {self.columns.why_raw}")
+            variables = self._chat.check_variables(body.variables, "body.chat_template_kwargs")
+            return self._chat_text(
+                conversation(body.prompt, "body.messages", "body.messages"), "body.messages", variables
+            )
+        if self._prompts.system is not None:
+            self.note("the prompts of /v1/completions are raw: --system is not put before them")
+        prompt = body.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]  # a list of prompts, which are one here
+        if isinstance(prompt, str):
+            return Text((self._prompts.prefix or "") + prompt, raw=True)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            raise RowError("unsupported_parameter", f"body.prompt holds {len(prompt)} prompts; a row can have one")
+        if isinstance(prompt, list):
+            return self._token_ids(prompt, "body.prompt")
+        raise RowError("invalid_row", f"body.prompt must be text or token ids, not {kind(prompt)}")
+
+    def _prompt_text(self, prompt: str) -> Text:
+        """A prompt as it is sent: as the one message of the user, or raw."""
+        prompt = (self._prompts.prefix or "") + prompt
+        if self._chat is None:
+            return Text(prompt, raw=True)
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+        if self._prompts.system is not None:
+            messages.insert(0, {"role": "system", "content": self._prompts.system})
+        return Text(self._chat.render(messages), raw=False)
+
+    def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any]) -> Text:
+        assert self._chat is not None
+        if self._prompts.prefix:
+            messages = with_prefix(messages, self._prompts.prefix, where)
+        if self._prompts.system is not None:
+            messages = with_system(messages, self._prompts.system)
+        return Text(self._chat.render(messages, variables), raw=False)
+
+    def _token_ids(self, ids: list[Any], where: str) -> TokenArray:
+        """A prompt of token ids, sent as it is: no special tokens are added."""
+        if self._prompts.prefix:
+            raise RowError("invalid_row", f"{where} is a list of token ids, which --prefix cannot be put before")
+        for i in ids:
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self._text.vocab_size:
+                shown = i if isinstance(i, int) and not isinstance(i, bool) else kind(i)
+                size = self._text.vocab_size
+                raise RowError("invalid_row", f"{where} must be token ids from 0 to {size - 1}; one is {shown}")
+        return np.array(ids, dtype=np.int32)
+
+    # What the user hears once.
+
+    def note(self, text: str, about: str | None = None) -> None:
+        """Say it, if nothing was said about that yet."""
+        about = about or text
+        if about not in self._said:
+            self._said.add(about)
+            self.notes.append(text)
+
+    def note_columns(self, rows: Sequence[Row]) -> None:
+        """Name the columns of the first rows that look like sampling parameters and are not."""
+        if "columns" in self._said:
+            return
+        found = sorted({name for row in rows for name in self.columns.only_carried(row.columns)})
+        if found:
+            one = len(found) == 1
+            self.note(
+                f"column{'' if one else 's'} {quoted(found)} {'is' if one else 'are'} carried to the output and not used as "
+                f"sampling parameter{'' if one else 's'}; name {'it' if one else 'them'} in --row-params to use {'it' if one else 'them'}",
+                "columns",
+            )
+
+
+def not_scored(params: SamplingParams) -> str:
+    """The name of a parameter that asks for a completion, which a row that is scored has not; empty for none."""
+    asked = {
+        "choices": bool(params.choices), "regex": params.regex is not None,
+        "json_schema": params.json_schema is not None, "n": params.n > 1, "logprobs": params.logprobs is not None,
+    }  # fmt: skip
+    return next((name for name, is_asked in asked.items() if is_asked), "")
+
+
+def _same_model(asked: str, loaded: str) -> bool:
+    return asked == loaded or asked == loaded.rstrip("/").rsplit("/", 1)[-1]

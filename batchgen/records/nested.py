@@ -1,0 +1,84 @@
+"""The nested parts of a result (completions, log-probabilities, a score) as plain values and back: what output rows and the journal hold.
+
+The way back raises `ValueError`, `TypeError` or `KeyError` for values that are not whole, as where JSON has null for an infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from batchgen.result import Completion, Result, Score, TokenLogprob
+
+
+def choices_of(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
+    """All completions of a result, in order; `token_ids` are null where they are not known."""
+    known = ids_known(result)
+    choices = []
+    for index, c in enumerate(result.completions):
+        choice: dict[str, Any] = {"index": index, "text": c.text, "finish_reason": c.finish_reason}
+        choice["logprobs"] = None if c.logprobs is None else [_entry(t) | {"top": _top(t)} for t in c.logprobs]
+        if token_ids:
+            choice["token_ids"] = list(c.token_ids) if known else None
+        choices.append(choice)
+    return choices
+
+
+def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ...]:
+    """The completions that `choices_of` was made of; token ids where they are there, or the log-probabilities tell them."""
+    completions = []
+    for choice in choices:
+        entries, ids = choice["logprobs"], choice.get("token_ids")
+        logprobs = None if entries is None else tuple(_token(e, _tokens(e["top"])) for e in entries)
+        if ids is None:
+            ids = [t.token_id for t in logprobs or ()]
+        text, reason = _text(choice["text"]), _text(choice["finish_reason"])
+        completions.append(Completion(text=text, finish_reason=reason, token_ids=tuple(ids), logprobs=logprobs))
+    return tuple(completions)
+
+
+def ids_known(result: Result) -> bool:
+    """Whether a result has its token ids. One that was taken back from an output may have none."""
+    drawn = result.token_ids or any(c.token_ids for c in result.completions)
+    return result.text is not None and (bool(drawn) or not result.completion_tokens)
+
+
+def plain_score(score: Score) -> dict[str, Any]:
+    return {"logprob": score.logprob, "tokens": score.tokens, "greedy": score.greedy}
+
+
+def score_of(value: Mapping[str, Any]) -> Score:
+    return Score(_number(value["logprob"]), int(value["tokens"]), bool(value["greedy"]))
+
+
+def probs_of(value: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:
+    """The probabilities of choices; a map of Parquet comes as pairs."""
+    return {_text(choice): _number(p) for choice, p in dict(value).items()}
+
+
+def _entry(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.token, "token_id": token.token_id, "logprob": token.logprob}
+
+
+def _top(token: TokenLogprob) -> list[dict[str, Any]]:
+    return [_entry(t) for t in token.top]
+
+
+def _token(entry: Mapping[str, Any], top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    return TokenLogprob(_text(entry["token"]), int(entry["token_id"]), _number(entry["logprob"]), top)
+
+
+def _tokens(entries: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprob, ...]:
+    return tuple(_token(entry) for entry in entries)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"not text: {value!r}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"not a number: {value!r}")
+    return float(value)

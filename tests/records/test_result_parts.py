@@ -1,0 +1,315 @@
+"""Completions, log-probabilities, probabilities of choices and scores: into the journal and the output, and back."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.records import Row, open_input, output_row
+from batchgen.records import writers as writers_module
+from batchgen.records.journal import decode, encode
+from batchgen.records.take_back import take_back
+from batchgen.records.writers import DigestFile, open_writer
+from batchgen.result import Completion, Result, Score, TokenLogprob
+
+KEY = bytes(range(16))
+LOGPROBS = (
+    TokenLogprob("é", 7, -0.1, (TokenLogprob("é", 7, -0.1), TokenLogprob("\ufffd", 8, -2.5))),
+    TokenLogprob("", 2, -1e-300),
+)
+SEVERAL = Result(
+    row=-1,
+    text="é",
+    finish_reason="stop",
+    prompt_tokens=9,
+    completion_tokens=3,
+    token_ids=(7, 2),
+    completions=(
+        Completion(text="é", finish_reason="stop", token_ids=(7, 2), logprobs=LOGPROBS),
+        Completion(text="b", finish_reason="length", token_ids=(5,)),
+    ),
+)
+LABEL = Result(row=-1, text="no", finish_reason="stop", prompt_tokens=4, choice_probs={"yes": 0.1, "no": 0.7, "-": 0.2})
+SCORED = Result(row=-1, text=None, finish_reason=None, prompt_tokens=4, score=Score(-12.25, 5, False))
+CHOICES = [
+    {
+        "index": 0,
+        "text": "é",
+        "finish_reason": "stop",
+        "logprobs": [
+            {
+                "token": "é",
+                "token_id": 7,
+                "logprob": -0.1,
+                "top": [
+                    {"token": "é", "token_id": 7, "logprob": -0.1},
+                    {"token": "\ufffd", "token_id": 8, "logprob": -2.5},
+                ],
+            },
+            {"token": "", "token_id": 2, "logprob": -1e-300, "top": []},
+        ],
+    },
+    {"index": 1, "text": "b", "finish_reason": "length", "logprobs": None},
+]
+
+
+def row_of(result, *, token_ids=False, columns=None):
+    row = Row(4, columns or {}, None, "x.jsonl:5")
+    return output_row(row, result, keep=None, id_column=None, token_ids=token_ids)
+
+
+def written(folder, name, rows, *, schema=None, token_ids=False, optional=()):
+    options = {"keep": None, "id_column": None, "token_ids": token_ids, "optional": optional}
+    writer = open_writer(DigestFile(folder / name), name, schema=schema, spool=folder / "spool", **options)
+    writer.write(rows)
+    writer.close()
+    return folder / name
+
+
+def taken_back(folder, name, results, *, token_ids=True):
+    """The results that come back from an output of `results`, by their places in it."""
+    path = written(folder, name, [row_of(r, token_ids=token_ids) for r in results], token_ids=token_ids)
+    keys = [bytes([i + 1]) * 16 for i in range(len(results))]
+    (folder / "keys").write_bytes(b"".join(keys))
+    taken = take_back(str(path), folder / "keys", folder / "journal")
+    back = dict(decode(line) for line in (folder / "journal").read_bytes().splitlines(keepends=True))
+    assert len(back) == taken
+    return {keys.index(key): result for key, result in back.items()}
+
+
+def test_completions_are_choices_in_order():
+    out = row_of(SEVERAL)
+    assert out["choices"] == CHOICES
+    assert list(out) == ["id", "text", "finish_reason", "usage", "choices", "error"]
+    assert out["text"] == "é"
+    with_ids = row_of(SEVERAL, token_ids=True)
+    assert [c["token_ids"] for c in with_ids["choices"]] == [[7, 2], [5]]
+    assert with_ids["token_ids"] == [7, 2]
+
+
+def test_a_chosen_label_has_the_probabilities_in_the_order_of_the_choices():
+    assert row_of(LABEL, token_ids=True) == {
+        "id": 4,
+        "text": "no",
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 4, "completion_tokens": 0},
+        "choice_probs": {"yes": 0.1, "no": 0.7, "-": 0.2},
+        "token_ids": [],
+        "error": None,
+    }
+    assert list(row_of(LABEL)["choice_probs"]) == ["yes", "no", "-"]
+
+
+def test_a_row_that_was_only_scored_has_neither_text_nor_finish_reason():
+    assert row_of(SCORED, token_ids=True) == {
+        "id": 4,
+        "text": None,
+        "finish_reason": None,
+        "usage": {"prompt_tokens": 4, "completion_tokens": 0},
+        "score": {"logprob": -12.25, "tokens": 5, "greedy": False},
+        "token_ids": None,
+        "error": None,
+    }
+
+
+def test_token_ids_of_completions_are_null_where_an_earlier_output_had_none():
+    without = replace(
+        SEVERAL, token_ids=(), completions=tuple(replace(c, token_ids=(), logprobs=None) for c in SEVERAL.completions)
+    )
+    out = row_of(without, token_ids=True)
+    assert ([c["token_ids"] for c in out["choices"]], out["token_ids"]) == ([None, None], None)
+
+
+def test_parquet_has_nested_types_for_the_parts_of_results(tmp_path):
+    rows = [row_of(r, token_ids=True) for r in (SEVERAL, LABEL, SCORED)]
+    options = {"token_ids": True, "optional": ("choices", "choice_probs", "score")}
+    token = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float64())]
+    choice = [
+        ("index", pa.int32()),
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("logprobs", pa.list_(pa.struct([*token, ("top", pa.list_(pa.struct(token)))]))),
+        ("token_ids", pa.list_(pa.int32())),
+    ]
+    for name, schema in (("a.parquet", None), ("b.parquet", pa.schema([("id", pa.int64())]))):
+        table = pq.read_table(written(tmp_path, name, rows, schema=schema, **options))
+        assert table.schema.field("choices").type.equals(pa.list_(pa.struct(choice)))
+        assert table.schema.field("choice_probs").type.equals(pa.map_(pa.string(), pa.float64()))
+        assert table.schema.field("score").type.equals(
+            pa.struct([("logprob", pa.float64()), ("tokens", pa.int64()), ("greedy", pa.bool_())])
+        )
+        ids = [[7, 2], [5]]
+        expected = [c | {"token_ids": i} for c, i in zip(CHOICES, ids, strict=True)]
+        assert table["choices"].to_pylist() == [expected, None, None]
+        assert table["choice_probs"].to_pylist() == [None, [("yes", 0.1), ("no", 0.7), ("-", 0.2)], None]
+        assert table["score"].to_pylist() == [None, None, {"logprob": -12.25, "tokens": 5, "greedy": False}]
+        assert table["text"].to_pylist() == ["é", "no", None]
+        assert table["finish_reason"].to_pylist() == ["stop", "stop", None]
+
+
+def test_parquet_has_the_columns_that_were_asked_for_and_those_that_rows_turned_out_to_have(tmp_path):
+    plain = row_of(Result(row=-1, text="t", finish_reason="stop"))
+    usual = ["id", "text", "finish_reason", "usage", "truncated", "error"]
+    assert pq.read_table(written(tmp_path, "a.parquet", [plain])).column_names == usual
+    asked = pq.read_table(written(tmp_path, "b.parquet", [plain], optional=("score",)))
+    assert asked.column_names == [*usual[:-1], "score", "error"]
+    had = pq.read_table(written(tmp_path, "c.parquet", [plain, row_of(LABEL)]))
+    assert had.column_names == [*usual[:-1], "choice_probs", "error"]
+    known = pq.read_table(written(tmp_path, "d.parquet", [plain], schema=pa.schema([]), optional=("choices",)))
+    assert known.column_names == [*usual[:-1], "choices", "error"]
+    assert [f.name for f in known.schema.field("choices").type.value_type] == [
+        "index",
+        "text",
+        "finish_reason",
+        "logprobs",
+    ]
+
+
+def test_labels_that_utf8_cannot_hold_keep_their_probabilities_in_parquet(tmp_path):
+    row = row_of(replace(LABEL, choice_probs={"\ud800": 0.25, "b": 0.75}))
+    for name, schema in (("a.parquet", None), ("b.parquet", pa.schema([]))):
+        table = pq.read_table(written(tmp_path, name, [row], schema=schema, optional=("choice_probs",)))
+        assert table["choice_probs"].to_pylist() == [[("\\ud800", 0.25), ("b", 0.75)]]
+
+
+def test_rows_with_many_logprobs_make_small_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers_module, "GROUP_LOGPROBS", 8)
+    rows = [row_of(SEVERAL)] * 5  # four log-probabilities each
+    metadata = pq.read_metadata(written(tmp_path, "o.parquet", rows, schema=pa.schema([]), optional=("choices",)))
+    assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [2, 2, 1]
+
+
+def test_a_line_of_the_journal_with_all_parts_is_what_it_says():
+    scored = encode(KEY, SCORED)
+    body = (
+        b"000102030405060708090a0b0c0d0e0f "
+        b'{"text": null, "finish_reason": null, "prompt_tokens": 4, '
+        b'"score": {"logprob": -12.25, "tokens": 5, "greedy": false}}'
+    )
+    assert scored == b"%08x %b\n" % (zlib.crc32(body), body)
+    assert decode(scored) == (KEY, SCORED)
+
+
+def line_of(values):
+    body = KEY.hex().encode() + b" " + json.dumps(values).encode()
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"later": 1},
+        {"score": {"logprob": None, "tokens": 1, "greedy": True}},
+        {"score": {"logprob": -1.0}},
+        {"score": 3},
+        {"choice_probs": {"a": "b"}},
+        {"choice_probs": 1},
+        {"completions": [{"index": 0, "text": None, "finish_reason": "stop", "logprobs": None}]},
+        {"completions": [{"index": 0, "text": "a"}]},
+        {"completions": [{"text": "a", "finish_reason": "stop", "logprobs": [{"token": "a"}]}]},
+        {"completions": 1},
+    ],
+)
+def test_a_line_with_content_that_is_unknown_or_not_whole_is_damaged(change):
+    good = {"text": "a", "finish_reason": "stop"}
+    assert decode(line_of(good)) == (KEY, Result(row=-1, text="a", finish_reason="stop"))
+    assert decode(line_of(good | change)) is None
+
+
+def test_infinities_and_nan_survive_in_the_journal():
+    odd = replace(SCORED, score=Score(-math.inf, 5, False))
+    assert decode(encode(KEY, odd)) == (KEY, odd)
+    nan = Completion(text="a", finish_reason="stop", token_ids=(1,), logprobs=(TokenLogprob("a", 1, math.nan),))
+    back = decode(encode(KEY, Result(row=-1, text="a", finish_reason="stop", completions=(nan,))))
+    assert back is not None
+    logprobs = back[1].completions[0].logprobs
+    assert logprobs is not None
+    assert math.isnan(logprobs[0].logprob)
+
+
+def test_a_row_whose_infinity_json_could_not_hold_is_not_taken_back_but_parquet_holds_it(tmp_path):
+    odd = replace(SCORED, score=Score(-math.inf, 5, False))
+    assert taken_back(tmp_path, "o.jsonl", [odd, SCORED]) == {1: SCORED}
+    assert taken_back(tmp_path, "o.parquet", [odd, SCORED]) == {0: odd, 1: SCORED}
+
+
+def test_without_token_ids_those_that_logprobs_tell_are_taken_back(tmp_path):
+    for name in ("o.jsonl", "o.parquet"):
+        (back,) = taken_back(tmp_path, name, [SEVERAL], token_ids=False).values()
+        assert back.token_ids == (7, 2)
+        assert [c.token_ids for c in back.completions] == [(7, 2), ()]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+ids = st.integers(0, 2**31 - 1)
+numbers = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
+entries = st.builds(TokenLogprob, texts, ids, numbers)
+tokens = st.builds(TokenLogprob, texts, ids, numbers, st.lists(entries, max_size=2).map(tuple))
+
+
+@st.composite
+def completions(draw):
+    logprobs = draw(st.none() | st.lists(tokens, min_size=1, max_size=3).map(tuple))
+    drawn = draw(st.lists(ids, min_size=1, max_size=3)) if logprobs is None else [t.token_id for t in logprobs]
+    reason = draw(st.sampled_from(["stop", "length", "timeout"]))
+    return Completion(text=draw(texts), finish_reason=reason, token_ids=tuple(drawn), logprobs=logprobs)
+
+
+@st.composite
+def results(draw):
+    common = {"row": -1, "prompt_tokens": draw(st.integers(1, 9)), "truncated": draw(st.booleans())}
+    kind = draw(st.sampled_from(["completions", "choices", "score"]))
+    if kind == "score":
+        score = Score(draw(numbers), draw(st.integers(1, 9)), draw(st.booleans()))
+        return Result(text=None, finish_reason=None, score=score, **common)
+    if kind == "choices":
+        probs = draw(st.dictionaries(texts, st.floats(0, 1), min_size=2, max_size=3))
+        return Result(text=next(iter(probs)), finish_reason="stop", choice_probs=probs, **common)
+    several = tuple(draw(st.lists(completions(), min_size=1, max_size=3)))
+    first = several[0]
+    return Result(
+        text=first.text,
+        finish_reason=first.finish_reason,
+        completion_tokens=sum(len(c.token_ids) for c in several),
+        token_ids=first.token_ids,
+        completions=several,
+        **common,
+    )
+
+
+def exact(result):
+    """What equality does not tell: signed zeros, the order of choices, types."""
+    return repr(result)
+
+
+@settings(max_examples=60, deadline=None)
+@given(results())
+def test_any_result_comes_back_from_the_journal(result):
+    back = decode(encode(KEY, replace(result, row=3)))
+    assert back is not None
+    assert (back[0], exact(back[1])) == (KEY, exact(result))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(results(), min_size=1, max_size=4))
+def test_any_results_come_back_from_a_finished_output(tmp_path_factory, made):
+    folder = tmp_path_factory.mktemp("o")
+    for name in ("o.jsonl", "o.parquet"):
+        back = taken_back(folder, name, made)
+        assert {i: exact(r) for i, r in back.items()} == {i: exact(r) for i, r in enumerate(made)}
+
+
+def test_an_output_can_be_an_input_again(tmp_path):
+    path = written(tmp_path, "o.parquet", [row_of(LABEL)])
+    (row,) = open_input([str(path)], format=None, output=None).rows()
+    out = output_row(row, SEVERAL, keep=None, id_column=None, token_ids=False)
+    assert out["input_choice_probs"] == [("yes", 0.1), ("no", 0.7), ("-", 0.2)]
+    assert out["choices"] == CHOICES

@@ -1,0 +1,163 @@
+"""The parameters of a row: checked, merged, digested."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from batchgen.errors import RowError
+from batchgen.sampling_params import MOST_LOGPROBS, SamplingParams
+
+OTHERS: dict[str, Any] = {
+    "max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1,
+    "presence_penalty": 0.1, "frequency_penalty": 0.1, "stop": ("x",), "stop_token_ids": (3,), "ignore_eos": True,
+    "seed": 1, "n": 2, "logprobs": 0, "choices": ("a", "b"), "regex": "a+", "json_schema": "{}",
+}  # fmt: skip
+
+
+def refused(values: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 1}, {"temperature": 0}, {"temperature": 5.0}, {"top_p": 1}, {"top_k": 0}, {"min_p": 1.0},
+        {"presence_penalty": -2.0}, {"frequency_penalty": 2.0}, {"seed": -(2**63)}, {"seed": 2**63 - 1},
+        {"n": 1024}, {"logprobs": 0}, {"logprobs": MOST_LOGPROBS}, {"choices": ("a", "b")}, {"regex": "a"},
+        {"json_schema": "{}"}, {"n": 2, "logprobs": 3}, {"regex": "a", "n": 2, "logprobs": 0},
+        {"json_schema": "{}", "stop_token_ids": (1,)}, {"choices": ("a", "b"), "temperature": 1.0},
+    ],
+)  # fmt: skip
+def test_values_at_their_limits_and_what_goes_together_is_taken(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
+        ({"max_tokens": True}, "max_tokens must be a whole number, not True"),
+        ({"max_tokens": None}, "max_tokens must be a whole number, not None"),
+        ({"temperature": -0.1}, "temperature must be at least 0, not -0.1"),
+        ({"temperature": math.nan}, "temperature must be a number, not nan"),
+        ({"temperature": math.inf}, "temperature must be a number, not inf"),
+        ({"temperature": "1"}, "temperature must be a number, not '1'"),
+        ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1, not 1.1"),
+        ({"top_k": -1}, "top_k must be at least 0, not -1"),
+        ({"min_p": 1.5}, "min_p must be between 0 and 1, not 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, not 0.0"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be between -2 and 2, not 2.5"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty must be between -2 and 2, not -2.5"),
+        ({"stop": ("",)}, "stop must be non-empty strings, not ('',)"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids must be token ids, not (-1,)"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false, not 1"),
+        ({"seed": 2**63}, "seed must be a 64-bit number, not 9223372036854775808"),
+        ({"n": 0}, "n must be between 1 and 1024, not 0"),
+        ({"n": 1025}, "n must be between 1 and 1024, not 1025"),
+        ({"n": True}, "n must be a whole number, not True"),
+        ({"logprobs": -1}, "logprobs must be between 0 and 1000, not -1"),
+        ({"logprobs": 1001}, "logprobs must be between 0 and 1000, not 1001"),
+        ({"logprobs": True}, "logprobs must be a whole number, not True"),
+        ({"choices": ("a",)}, "choices must be two or more different texts, not ('a',)"),
+        ({"choices": ("a", "a")}, "choices must be two or more different texts, not ('a', 'a')"),
+        ({"choices": ("a", "")}, "choices must be non-empty strings, not ('a', '')"),
+        ({"choices": ("a", 1)}, "choices must be non-empty strings, not ('a', 1)"),
+        ({"regex": ""}, "regex must be text that is not empty, not ''"),
+        ({"regex": 5}, "regex must be text that is not empty, not 5"),
+        ({"json_schema": {}}, "json_schema must be text that is not empty, not {}"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    assert refused(values) == message
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("choices", "regex"), "choices cannot be combined with regex"),
+        (("choices", "json_schema"), "choices cannot be combined with json_schema"),
+        (("regex", "json_schema"), "regex cannot be combined with json_schema"),
+        (("choices", "n"), "choices cannot be combined with n"),
+        (("choices", "logprobs"), "choices cannot be combined with logprobs"),
+        (("regex", "stop"), "regex cannot be combined with stop"),
+        (("json_schema", "stop"), "json_schema cannot be combined with stop"),
+        (("regex", "ignore_eos"), "regex cannot be combined with ignore_eos"),
+        (("json_schema", "ignore_eos"), "json_schema cannot be combined with ignore_eos"),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(names: tuple[str, ...], message: str) -> None:
+    assert refused({name: OTHERS[name] for name in names}) == message
+
+
+def test_constrained_is_what_a_grammar_says_not_what_is_scored() -> None:
+    constrained = {name for name, value in OTHERS.items() if SamplingParams(**{name: value}).constrained}
+    assert constrained == {"regex", "json_schema"}
+
+
+def test_the_row_wins_and_its_nulls_are_the_defaults() -> None:
+    command = SamplingParams(max_tokens=9, temperature=0.5, n=2, logprobs=1)
+    merged = command.merged({"max_tokens": 3, "temperature": None, "n": 4.0, "logprobs": 0, "top_p": 1, "stop": "x"})
+    assert merged == SamplingParams(max_tokens=3, temperature=0.5, n=4, logprobs=0, top_p=1.0, stop=("x",))
+    assert isinstance(merged.n, int)
+    assert isinstance(merged.top_p, float)
+    assert command.merged({}) == command
+
+
+def test_a_list_may_be_a_single_value_and_stop_token_id_is_known() -> None:
+    merged = SamplingParams().merged({"stop_token_id": 5, "stop": ["a", "b"]})
+    assert (merged.stop_token_ids, merged.stop) == ((5,), ("a", "b"))
+
+
+@pytest.mark.parametrize("command", [{"choices": ("a", "b")}, {"regex": "a+"}, {"json_schema": "{}"}])
+@pytest.mark.parametrize("row", [{"choices": ["x", "y"]}, {"regex": "x"}, {"json_schema": '{"type": "null"}'}])
+def test_a_rows_constraint_replaces_the_commands(command: dict[str, Any], row: dict[str, Any]) -> None:
+    expected = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    assert SamplingParams(**command).merged(row) == SamplingParams(**expected)
+
+
+def test_a_row_without_a_constraint_keeps_the_commands() -> None:
+    command = SamplingParams(regex="a+")
+    assert command.merged({"max_tokens": 3, "choices": None}) == SamplingParams(regex="a+", max_tokens=3)
+
+
+def test_a_schema_given_as_an_object_keeps_its_order() -> None:
+    schema = {"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}}
+    merged = SamplingParams().merged({"json_schema": schema})
+    assert merged.json_schema == '{"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}}'
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "message"),
+    [
+        ({}, {"top_q": 1}, "unknown parameter 'top_q'"),
+        ({}, {"n": 0}, "n must be between 1 and 1024, not 0"),
+        ({}, {"n": 1.5}, "n must be a whole number, not 1.5"),
+        ({}, {"logprobs": True}, "logprobs must be a whole number, not True"),
+        ({}, {"choices": "yes"}, "choices must be two or more different texts, not ('yes',)"),
+        ({}, {"regex": "a", "choices": ["a", "b"]}, "choices cannot be combined with regex"),
+        ({"n": 2}, {"choices": ["a", "b"]}, "choices cannot be combined with n"),
+        ({"stop": ("x",)}, {"regex": "a"}, "regex cannot be combined with stop"),
+    ],
+)
+def test_what_a_row_may_not_ask_for_fails_the_row(command: dict[str, Any], row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError) as caught:
+        SamplingParams(**command).merged(row)
+    assert (caught.value.type, caught.value.message) == ("unsupported_parameter", message)
+
+
+def test_the_digest_differs_with_every_parameter_and_with_nothing_else() -> None:
+    assert OTHERS.keys() == {f.name for f in fields(SamplingParams)}
+    digests = {SamplingParams(**{name: value}).digest() for name, value in OTHERS.items()}
+    assert len(digests | {SamplingParams().digest()}) == len(OTHERS) + 1
+    assert SamplingParams(n=2, stop=("a",)).digest() == SamplingParams(stop=("a",), n=2).digest()
+    assert SamplingParams(choices=("a", "b")).digest() != SamplingParams(choices=("b", "a")).digest()
+    assert len(SamplingParams().digest()) == 16
