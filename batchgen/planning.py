@@ -21,6 +21,7 @@ from batchgen.prefix import (
 )
 from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts.tokenizer import quiet
 from batchgen.reading import CHECKED_ROWS, read_windows
 from batchgen.records import open_input
 from batchgen.request import Request, TokenArray, leaves_of
@@ -131,7 +132,8 @@ class Planner:
     _kept: KeptPrefixes = field(default_factory=KeptPrefixes)
 
     def __post_init__(self) -> None:
-        from batchgen.engine.sizing import page_size_of  # imports torch, which transformers has imported by now
+        with quiet():  # torchao, where it is installed, has much to say
+            from batchgen.engine.sizing import page_size_of  # imports torch, which transformers has imported by now
 
         self.page_size = page_size_of(self.config.engine.chunk_size)
         self.bytes_per_token = kv_bytes_per_token(

@@ -70,24 +70,25 @@ def test_rows_that_cannot_be_run_are_counted(tiny_model_dir: Path, write_jsonl: 
 
 
 def test_completions_and_labels_need_memory_and_are_no_prompts(tiny_model_dir: Path, write_jsonl: Write) -> None:
-    source = write_jsonl({"prompt": "x" * 31, "completion": "y" * 16} for _ in range(2))  # two pages of 16, with <s>
+    source = write_jsonl({"prompt": "x" * 31, "completion": "y" * 16} for _ in range(2))  # with <s> a page of 32
 
     def figures(**options: Any) -> dict[str, Any]:
-        plan = plan_job(config_of(tiny_model_dir, source, **options)).as_dict()
+        report = plan_job(config_of(tiny_model_dir, source, **options))
+        plan = report.as_dict()
         assert (plan["rows"], plan["rows_failed"], plan["prompt_tokens"], plan["prefill_tokens_min"]) == (2, 0, 64, 32)
         assert [(line["tokens"], line["rows"]) for line in plan["tree"]] == [(32, 2)]
         assert (plan["groups"], plan["grouped_rows"], plan["prefix_nodes"]) == (1, 2, 1)
-        page = plan["kv_bytes_per_token"] * 16
+        page = report.bytes_per_token * report.page_size
         return {name: plan[f"kv_bytes_{name}"] // page for name in ("unshared", "shared", "least")}
 
     def drawn(n: int) -> SamplingParams:
         return SamplingParams(max_tokens=16, n=n)
 
-    assert figures(sampling=drawn(1)) == {"unshared": 6, "shared": 4, "least": 3}
-    assert figures(sampling=drawn(3)) == {"unshared": 18, "shared": 8, "least": 3}
+    assert figures(sampling=drawn(1)) == {"unshared": 4, "shared": 3, "least": 2}
+    assert figures(sampling=drawn(3)) == {"unshared": 12, "shared": 7, "least": 2}
     labels = SamplingParams(choices=("a" * 17, "b" * 2))  # 16 and 1 tokens to run
-    assert figures(sampling=labels) == {"unshared": 12, "shared": 6, "least": 3}
-    assert figures(sampling=drawn(1), prompts=PromptConfig(score=True)) == {"unshared": 6, "shared": 3, "least": 3}
+    assert figures(sampling=labels) == {"unshared": 8, "shared": 5, "least": 2}
+    assert figures(sampling=drawn(1), prompts=PromptConfig(score=True)) == {"unshared": 4, "shared": 3, "least": 2}
 
 
 def test_rows_with_nothing_to_score_need_nothing(tiny_model_dir: Path, write_jsonl: Write) -> None:

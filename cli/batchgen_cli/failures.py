@@ -31,9 +31,9 @@ def reported(*, verbose: bool) -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except ClosedPipe as e:
+    except (ClosedPipe, BrokenPipeError):  # no other pipe is written to but standard output
         _detach_stdout()
-        raise typer.Exit(e.exit_code) from None
+        raise typer.Exit(ClosedPipe.exit_code) from None
     except BatchgenError as e:
         if verbose:
             traceback.print_exc()

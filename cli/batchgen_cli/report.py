@@ -74,6 +74,8 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
 
 def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
     preempted = f", {s['preemptions']:,} preemptions" if s["preemptions"] else ""
+    sequences = f"{s['mean_decode_batch']:,.1f} sequences and " if s["mean_decode_batch"] else ""
+    unshared = f" (unshared: {size(s['kv_bytes_unshared'])})" if s["kv_bytes_unshared"] else ""
     rows = f"{s['rows_per_s']:,.1f} rows/s"
     # Labels and scores are no completions, and what they are paid for is rows.
     tokens, speed = [], f"{rows}, {s['total_tokens_per_s']:,.0f} prompt tokens/s"
@@ -93,11 +95,10 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("speed", speed),
         (
             "steps",
-            f"{s['steps']:,}, on average {s['mean_decode_batch']:,.1f} sequences and "
-            f"{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
+            f"{s['steps']:,}, on average {sequences}{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
         ),
         ("prefix tree", f"{s['prefix_nodes']:,} nodes, {s['groups']:,} groups"),
-        ("KV memory", f"{size(s['kv_bytes_peak'])} at the most (unshared: {size(s['kv_bytes_unshared'])})"),
+        ("KV memory", f"{size(s['kv_bytes_peak'])} at the most{unshared}"),
     ]
 
 

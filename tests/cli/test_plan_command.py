@@ -1,6 +1,7 @@
 """`batchgen plan` as its users see it."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,17 @@ def test_notes_go_to_standard_error(cli: Cli, write_jsonl: Callable[..., Path], 
     outcome = cli("plan", write_jsonl([{"prompt": "x", "top_k": 3}]), "-m", tiny_model_dir, "--json")
     assert outcome.err.startswith("batchgen: column 'top_k' is carried")
     assert json.loads(outcome.out)["rows"] == 1
+
+
+def test_a_reader_that_leaves_ends_the_plan_quietly(
+    command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
+) -> None:
+    arguments = [*command, "plan", str(source), "-m", str(tiny_model_dir)]
+    with subprocess.Popen(
+        arguments, env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 141

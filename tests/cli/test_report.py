@@ -85,7 +85,7 @@ def test_a_run_of_labels_tells_rows_per_second_and_no_completions() -> None:
     lines = dict(summary(report))
     assert "completion tokens" not in lines
     assert lines["scored tokens"] == "1,200 of choices or completions were run"
-    assert lines["speed"] == "1.5 rows/s, 20 prompt tokens/s"
+    assert lines["speed"] == "1.0 rows/s, 20 prompt tokens/s"
 
 
 def test_a_run_that_generated_nothing_shows_no_speed() -> None:

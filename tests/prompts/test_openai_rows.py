@@ -62,6 +62,10 @@ def test_what_the_body_leaves_out_takes_the_commands_defaults(tools):
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"b": 1, "a": 2}}}},
             {"json_schema": '{"b": 1, "a": 2}'},
         ),
+        (CHAT, {"guided_json": {"type": "null"}}, {"json_schema": '{"type": "null"}'}),
+        (RAW, {"guided_regex": "a+", "guided_choice": None}, {"regex": "a+"}),
+        (RAW, {"guided_choice": ["a", "b"]}, {"choices": ("a", "b")}),
+        (RAW, {"structured_outputs": {"choice": ["a", "b"], "json": None}}, {"choices": ("a", "b")}),
     ],
 )
 def test_several_completions_log_probabilities_and_formats_have_their_names_there(tools, url, asked, params):

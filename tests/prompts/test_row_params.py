@@ -101,6 +101,28 @@ def test_text_of_a_csv_file_stands_for_the_value_but_a_stop_string_for_itself(to
     ) == [SamplingParams(stop=("5",), stop_token_ids=(1, 2), ignore_eos=True), SamplingParams()]
 
 
+def test_text_of_a_csv_file_may_be_labels_a_regex_or_a_schema(tools):
+    names = ("choices", "regex", "json_schema", "n", "logprobs")
+    assert params(
+        tools,
+        {"choices": "yes, no"},
+        {"choices": '["yes, sure", "no"]'},
+        {"regex": "[1]", "n": "2", "logprobs": "0"},
+        {"json_schema": '{"type":  "null"}'},
+        {"choices": "[yes"},
+        row_params=names,
+    ) == [
+        SamplingParams(choices=("yes", "no")),
+        SamplingParams(choices=("yes, sure", "no")),
+        SamplingParams(regex="[1]", n=2, logprobs=0),
+        SamplingParams(json_schema='{"type":  "null"}'),
+        (
+            "unsupported_parameter",
+            "choices must be separated by commas, or a JSON list: Expecting value: line 1 column 2 (char 1)",
+        ),
+    ]
+
+
 def test_sampling_params_go_before_plain_columns(tools):
     assert params(
         tools,

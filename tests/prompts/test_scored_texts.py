@@ -1,8 +1,15 @@
 """Texts that are scored after a prompt: labels, completions, and how urgent a row is."""
 
-import pytest
+from dataclasses import replace
 
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchgen.config import PromptConfig
 from batchgen.errors import UsageError
+from batchgen.prompts import PromptBuilder
 from batchgen.request import row_digest
 from batchgen.result import Score
 from batchgen.sampling_params import SamplingParams
@@ -147,3 +154,90 @@ def test_a_priority_is_a_number_and_0_where_there_is_none(tools, value, priority
 def test_a_priority_that_is_no_number_fails_its_row(tools, value):
     result = one(tools, {"prompt": "a", "p": value}, priority_column="p")
     assert (result.error_type, result.error_message) == ("invalid_row", "column 'p' must be a number")
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (("hi", " hi"), "the choices 'hi' and ' hi' have the same tokens"),
+        (
+            ("a", "\ud800"),
+            "the choice '\\ud800': it cannot be tokenized: character 0 is half of a surrogate pair (U+D800)",
+        ),
+    ],
+)
+def test_labels_that_cannot_be_told_apart_or_tokenized_are_wrong_use_or_fail_their_row(tools, choices, message):
+    def stripping():
+        from tokenizers import normalizers
+
+        tokenizer = tools.byte_tokenizer()
+        tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+        return tools.loaded(tokenizer)
+
+    row = {"prompt": "p", "sampling_params": {"choices": list(choices)}}
+    (failed,) = PromptBuilder(stripping(), PromptConfig(), SamplingParams()).build(tools.rows(row))
+    assert (failed.error_type, failed.error_message) == ("unsupported_parameter", message)
+    with pytest.raises(UsageError) as e:
+        PromptBuilder(stripping(), PromptConfig(), SamplingParams(choices=choices))
+    assert str(e.value) == f"--choices: {message}"
+    (blank,) = PromptBuilder(stripping(), PromptConfig(), SamplingParams()).build(
+        tools.rows({"prompt": "p", "sampling_params": {"choices": ["a", " "]}})
+    )
+    assert tools.error_of(blank) == ("unsupported_parameter", "the choice ' ' has no tokens")
+
+
+def test_labels_that_only_an_end_token_tells_apart_need_one(tools):
+    text = replace(tools.loaded(tools.byte_tokenizer()), eos_token_ids=())
+    sampling = SamplingParams(choices=("no", "none", "yes"))
+    with pytest.raises(UsageError) as e:
+        PromptBuilder(text, PromptConfig(), sampling)
+    assert str(e.value) == (
+        "--choices: the tokens of the choice 'no' begin those of 'none', and the model has no end token to tell them apart"
+    )
+    assert len(PromptBuilder(text, PromptConfig(), SamplingParams(choices=("no", "yes"))).build([])) == 0
+
+
+def test_the_end_token_of_labels_is_the_tokenizers_where_the_model_has_several(tools):
+    tokenizer = tools.byte_tokenizer()
+    for ends, end in (((2, 1), 1), ((2, 3), 2)):
+        text = replace(tools.loaded(tokenizer), eos_token_ids=ends)
+        builder = PromptBuilder(text, PromptConfig(), SamplingParams(choices=("a", "ab")))
+        (draft,) = builder.build(tools.rows({"prompt": "p"}))
+        assert [t.tolist() for t in draft.texts] == [[*tools.byte_ids("a"), end], [*tools.byte_ids("ab"), end]]
+
+
+def test_a_text_with_a_token_that_the_model_has_not_fails_its_row(tools):
+    text = tools.loaded(tools.byte_tokenizer(), vocab_size=100)
+    row = {"prompt": "P", "completion": "z"}
+    (failed,) = PromptBuilder(text, PromptConfig(score=True), SamplingParams()).build(tools.rows(row))
+    assert tools.error_of(failed) == (
+        "invalid_row", "column 'completion': it has token 126, and the model knows 100 tokens",
+    )  # fmt: skip
+
+
+letters = st.text("ab", min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(letters, min_size=2, max_size=5, unique=True))
+def test_no_labels_tokens_begin_anothers(tools, choices):
+    (draft,) = tools.builder(sampling=SamplingParams(choices=tuple(choices))).build(tools.rows({"prompt": "p"}))
+    begins = any(a != b and b.startswith(a) for a in choices for b in choices)
+    assert [t.tolist() for t in draft.texts] == [tools.byte_ids(c) + [1] * begins for c in choices]
+
+
+def test_the_parts_of_a_result_that_rows_may_have_are_known_from_the_columns(tools):
+    def parts(types=None, sampling=None, **options):
+        return set(tools.builder(sampling=sampling, **options).optional_results(types or {}))
+
+    assert parts() == set()
+    assert parts(score=True) == {"score"}
+    assert parts(sampling=SamplingParams(n=2)) == parts(sampling=SamplingParams(logprobs=0)) == {"choices"}
+    assert parts(sampling=SamplingParams(choices=("a", "b"))) == {"choice_probs"}
+    assert parts(row_params=("n",)) == parts(row_params=("logprobs", "seed")) == {"choices"}
+    assert parts(row_params=("choices",)) == {"choice_probs"}
+    assert parts({"sampling_params": pa.string()}) == {"choices", "choice_probs"}
+    assert parts({"sampling_params": pa.struct([("seed", pa.int64())]), "other": pa.string()}) == set()
+    assert parts({"body": pa.struct([("n", pa.int64()), ("guided_choice", pa.list_(pa.string()))])}) == {
+        "choices", "choice_probs",
+    }  # fmt: skip

@@ -1,0 +1,240 @@
+"""Several completions, log-probabilities, labels, scores and grammars by `batchgen run`: the rows that come out."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+Cli = Callable[..., Any]
+Write = Callable[..., Path]
+Read = Callable[[Path], list[dict[str, Any]]]
+
+DRAWN = ("--temperature", "1", "--max-tokens", "4", "--ignore-eos")
+
+
+def test_several_completions_are_choices_and_the_text_is_the_first(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    source, output = write_jsonl([{"prompt": "one"}, {"prompt": 2}]), tmp_path / "o.jsonl"
+    assert cli("run", source, "-m", tiny_model_dir, "-o", output, "-n", "3", *DRAWN).code == 3
+    row, failed = read_jsonl(output)
+    assert list(row) == ["id", "prompt", "text", "finish_reason", "usage", "choices", "error"]
+    assert [list(choice) for choice in row["choices"]] == [["index", "text", "finish_reason", "logprobs"]] * 3
+    assert [(c["index"], c["finish_reason"], c["logprobs"]) for c in row["choices"]] == [
+        (i, "length", None) for i in range(3)
+    ]
+    assert row["text"] == row["choices"][0]["text"]
+    assert row["usage"] == {"prompt_tokens": 4, "completion_tokens": 12}
+    assert len({c["text"] for c in row["choices"]}) > 1
+    assert ("choices" in failed, failed["error"]["type"]) == (False, "invalid_row")
+
+
+def test_log_probabilities_are_those_of_every_token(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    source, output = write_jsonl([{"prompt": "one"}]), tmp_path / "o.jsonl"
+    options = ("--logprobs", "2", "--max-tokens", "3", "--ignore-eos", "--token-ids")
+    assert cli("run", source, "-m", tiny_model_dir, "-o", output, *options).code == 0
+    (row,) = read_jsonl(output)
+    (choice,) = row["choices"]
+    assert choice["token_ids"] == row["token_ids"] == [token["token_id"] for token in choice["logprobs"]]
+    for token in choice["logprobs"]:
+        assert list(token) == ["token", "token_id", "logprob", "top"]
+        assert len(token["top"]) == 2
+        assert token["top"][0] == {name: token[name] for name in ("token", "token_id", "logprob")}  # greedy
+        assert token["top"][1]["logprob"] <= token["logprob"] < 0
+
+
+def test_labels_have_probabilities_in_jsonl_and_parquet(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    own = {"prompt": "b", "sampling_params": {"choices": ["x", "yz"]}}
+    source = write_jsonl([{"prompt": "a"}, own])
+    for output in (tmp_path / "o.jsonl", tmp_path / "o.parquet"):
+        outcome = cli("run", source, "-m", tiny_model_dir, "-o", output, "--choices", '["yes, sure", "no"]')
+        assert outcome.code == 0
+        assert "completion tokens" not in outcome.err
+        is_table = output.suffix == ".parquet"
+        rows = pq.read_table(output).to_pylist() if is_table else read_jsonl(output)
+        found = [dict(row["choice_probs"]) for row in rows]
+        assert [list(probs) for probs in found] == [["yes, sure", "no"], ["x", "yz"]]
+        for row, probs in zip(rows, found, strict=True):
+            assert math.isclose(sum(probs.values()), 1)
+            assert row["text"] == max(probs, key=lambda label: probs[label])
+            assert (row["finish_reason"], row["usage"]["completion_tokens"], row["error"]) == ("stop", 0, None)
+    assert pq.read_schema(tmp_path / "o.parquet").field("choice_probs").type == pa.map_(pa.string(), pa.float64())
+
+
+def test_a_score_is_that_of_the_completion_column(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    written = tmp_path / "w.jsonl"
+    source = write_jsonl([{"prompt": "abc"}])
+    greedy = ("--max-tokens", "5", "--logprobs", "0", "--ignore-eos")
+    assert cli("run", source, "-m", tiny_model_dir, "-o", written, *greedy).code == 0
+    (row,) = read_jsonl(written)
+    likely = sum(token["logprob"] for token in row["choices"][0]["logprobs"])
+    prompts = [
+        {"prompt": "abc", "answer": row["text"]},
+        {"prompt": "abc", "answer": "zzzzz"},
+        {"prompt": "abc", "answer": ""},
+        {"prompt": "abc"},
+    ]
+    output = tmp_path / "o.jsonl"
+    source = write_jsonl(prompts, "answers.jsonl")
+    score = ("--score", "--completion-column", "answer")
+    assert cli("run", source, "-m", tiny_model_dir, "-o", output, *score).code == 3
+    first, second, empty, without = read_jsonl(output)
+    assert list(first) == ["id", "prompt", "answer", "text", "finish_reason", "usage", "score", "error"]
+    assert (first["text"], first["finish_reason"], first["error"]) == (None, None, None)
+    if "\ufffd" not in row["text"]:  # else its tokens are others
+        assert first["score"] == {"logprob": pytest.approx(likely, abs=1e-3), "tokens": 5, "greedy": True}
+    assert second["score"]["greedy"] is False
+    assert empty["score"] == {"logprob": 0.0, "tokens": 0, "greedy": True}
+    assert without["error"] == {"type": "invalid_row", "message": "column 'answer' is missing"}
+    assert "score" not in without
+
+
+def test_completions_match_a_regex_or_a_schema(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],\n'
+                      '"additionalProperties": false, "x-guidance": {"whitespace_flexible": false}}')  # fmt: skip
+    source = write_jsonl([{"prompt": f"{i}"} for i in range(3)])
+    for option, value, matches in (
+        ("--regex", "[0-9]{2}-[a-z]", lambda text: re.fullmatch("[0-9]{2}-[a-z]", text)),
+        ("--json-schema", schema, lambda text: json.loads(text)["a"] in ("x", "y")),
+    ):
+        output = tmp_path / f"{option[2:]}.jsonl"
+        outcome = cli("run", source, "-m", tiny_model_dir, "-o", output, option, value, "--temperature", "1")
+        assert outcome.code == 0
+        for row in read_jsonl(output):
+            assert row["finish_reason"] == "stop"
+            assert matches(row["text"])
+
+
+def test_a_grammar_that_cannot_be_used_is_wrong_use_or_fails_its_row(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("llguidance")
+    source, output = write_jsonl([{"prompt": "a", "sampling_params": {"regex": "(a"}}]), tmp_path / "o.jsonl"
+    assert cli("run", source, "-m", tiny_model_dir, "-o", output).code == 3
+    assert [row["error"]["type"] for row in read_jsonl(output)] == ["constraint_error"]
+    outcome = cli("run", source, "-m", tiny_model_dir, "-o", tmp_path / "p.jsonl", "--regex", "(a")
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1].startswith("batchgen: error: --regex cannot be used: ")
+
+
+def test_parquet_to_parquet_has_a_column_for_what_rows_may_ask_for(
+    cli: Cli, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    prompts = {"prompt": ["a", "b"]}
+    cases: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
+        (prompts, (), []),
+        (prompts, ("-n", "2"), ["choices"]),
+        (prompts, ("--choices", "x,y"), ["choice_probs"]),
+        (prompts | {"sampling_params": [{"n": 2}, {"n": None}]}, (), ["choices"]),
+        (prompts | {"sampling_params": [{"seed": 2}, None]}, (), []),
+        (prompts | {"n": [None, 2]}, ("--row-params", "n"), ["choices"]),
+        (prompts | {"completion": ["c", "d"]}, ("--score",), ["score"]),
+    ]
+    usual = ["text", "finish_reason", "usage", "truncated", "error"]
+    for number, (columns, options, extra) in enumerate(cases):
+        source = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table(columns), source)
+        outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "2", *options)
+        assert (outcome.code, outcome.err.count("error")) == (0, 0)
+        table = pq.read_table(tmp_path / f"{number}.out.parquet")
+        assert table.column_names == ["id", *columns, *usual[:-1], *extra, usual[-1]]
+        for name in extra:
+            assert any(value is not None for value in table[name].to_pylist())
+
+
+def test_a_command_again_goes_on_and_other_labels_are_refused(
+    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    source, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "o.jsonl"
+    run = ("run", source, "-m", tiny_model_dir, "-o", output)
+    assert cli(*run, "--choices", "x,y").code == 0
+    whole = output.read_bytes()
+    assert "nothing to do" in cli(*run, "--choices", "x,y", "--policy", "fifo", "--row-timeout", "9").err
+    outcome = cli(*run, "--choices", "x,z")
+    assert (outcome.code, output.read_bytes()) == (2, whole)
+    assert 'was made with other settings: choices was ["x", "y"], is ["x", "z"]' in outcome.err
+    write_jsonl([{"prompt": "b"}, {"prompt": "c"}, {"prompt": "a"}])
+    outcome = cli(*run, "--choices", "x,y")
+    assert (outcome.code, "1 done, 2 kept from an earlier run" in outcome.err) == (0, True)
+    kept = {json.loads(line)["prompt"]: json.loads(line)["choice_probs"] for line in output.read_bytes().splitlines()}
+    for line in whole.splitlines():
+        row = json.loads(line)
+        assert kept[row["prompt"]] == row["choice_probs"]
+
+
+def test_rows_with_a_lower_priority_number_come_first(
+    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    prompts = [{"prompt": name, "urgency": urgency} for name, urgency in (("a", 2), ("b", None), ("c", -1), ("d", 1))]
+    options = ("--priority-column", "urgency", "--batch-size", "1", "--order", "done", "--max-tokens", "2")
+    outcome = cli("run", write_jsonl(prompts), "-m", tiny_model_dir, "-o", "-", *options)
+    assert [row["prompt"] for row in outcome.rows] == ["c", "b", "d", "a"]
+
+
+def test_a_row_that_runs_out_of_time_keeps_what_it_has_and_is_done(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    source, output = write_jsonl([{"prompt": "a"}]), tmp_path / "o.jsonl"
+    options = ("--row-timeout", "0.000001", "--max-tokens", "400", "--ignore-eos")
+    outcome = cli("run", source, "-m", tiny_model_dir, "-o", output, *options)
+    assert (outcome.code, "1 done" in outcome.err) == (0, True)
+    (row,) = read_jsonl(output)
+    assert (row["finish_reason"], row["error"]) == ("timeout", None)
+    assert row["usage"]["completion_tokens"] < 400
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--score",), "no row has the column 'completion' of --score; the input has 'prompt'"),
+        (("--score", "--choices", "a,b"), "--score cannot be combined with --choices; leave one of them out"),
+        (("--score", "-n", "2"), "--score cannot be combined with --n; leave one of them out"),
+        (("--choices", "a,b", "--regex", "a"), "--choices cannot be combined with --regex"),
+        (("--choices", "a"), "--choices must be two or more different texts, not ('a',)"),
+        (("--choices", '["a"'), "--choices must be separated by commas, or a JSON list: "),
+        (("--json-schema", "nowhere.json"), "--json-schema nowhere.json cannot be read: "),
+        (("--logprobs", "1001"), "--logprobs must be between 0 and 1000, not 1001"),
+        (("--policy", "lifo"), "--policy 'lifo' is unknown; use prefix, prefill-first or fifo"),
+        (("--row-timeout", "0"), "--row-timeout must be above 0, not 0.0"),
+        (("--priority-column", "p"), "no row has the column 'p' of --priority-column; the input has 'prompt'"),
+        (("--host-kv-memory", "50%"), "--host-kv-memory '50%' is not a size; use a size such as 8GiB"),
+        (("--device-map", "balanced"), "--device-map 'balanced' is unknown; use auto"),
+        (("--device-map", "auto", "--device", "cpu"), "--device-map chooses the devices itself; leave --device out"),
+        (("--max-kv-read", "0"), "--max-kv-read must be at least 1, not 0"),
+    ],
+)
+def test_options_that_cannot_be_met_are_wrong_use(
+    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, options: tuple[str, ...], message: str
+) -> None:
+    source = write_jsonl([{"prompt": "x"}])
+    outcome = cli("run", source, "-m", tiny_model_dir, *options)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"batchgen: error: {message}")
+    assert not source.with_name("prompts.out.jsonl").exists()
+
+
+def test_a_plan_tells_what_labels_and_completions_need(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+    source = write_jsonl([{"prompt": "a" * 40, "completion": "b"}])
+    plans = [
+        json.loads(cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "40", "--json", *options).out)
+        for options in ((), ("-n", "4"), ("--choices", "x,y"), ("--score",))
+    ]
+    assert [plan["prompt_tokens"] for plan in plans] == [41] * 4
+    alone, several, labels, score = (plan["kv_bytes_unshared"] for plan in plans)
+    assert (several, labels, score < alone) == (4 * alone, 2 * score, True)
