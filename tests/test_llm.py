@@ -184,8 +184,13 @@ def test_completions_under_a_grammar_match_it_beside_others_that_are_free(tiny_m
     dates = llm.generate([f"{SHARED}{i}" for i in range(6)], SamplingParams(regex="[0-9]{4}-[0-9]{2}", n=2, **drawn))
     for result in dates:
         for completion in result.completions:
-            assert (completion.finish_reason, bool(re.fullmatch("[0-9]{4}-[0-9]{2}", completion.text))) == ("stop", True)
-    schema = '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
+            assert (completion.finish_reason, bool(re.fullmatch("[0-9]{4}-[0-9]{2}", completion.text))) == (
+                "stop",
+                True,
+            )
+    schema = (
+        '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
+    )
     (found,) = llm.generate(["x"], SamplingParams(json_schema=schema, **drawn))
     if found.finish_reason == "stop":
         assert isinstance(json.loads(str(found.text))["a"], bool)

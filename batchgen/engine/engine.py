@@ -17,7 +17,7 @@ from batchgen.engine.memory import Memory
 from batchgen.engine.pages import PagePool
 from batchgen.engine.policy import POLICIES
 from batchgen.engine.prepared import LoadedModel
-from batchgen.engine.rows import Row, token_logprobs
+from batchgen.engine.rows import OnResult, OnToken, Rows
 from batchgen.engine.runner import Runner
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Scheduler
@@ -31,11 +31,8 @@ from batchgen.errors import RowError
 from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Leaf, Request
-from batchgen.result import Completion, Result
+from batchgen.result import Result
 from batchgen.stats import EngineStats
-
-OnResult = Callable[[Result], None]
-OnToken = Callable[[int, int, int], None]
 
 
 class Engine:
@@ -59,9 +56,7 @@ class Engine:
         self.constraints = Constraints(text.tokenizer, model.vocab_size, text.eos_token_ids)
         self._eos = frozenset(text.eos_token_ids)
         self._detokenizer = Detokenizer(text.tokenizer)
-        self._rows: dict[Request, Row] = {}
-        self._deadlines: deque[tuple[float, Request]] = deque()  # in order: all rows have as much time
-        self._cancelled: deque[Request] = deque()
+        self.rows = Rows(self.scheduler, self._unseat, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 
     def generate(
@@ -86,17 +81,12 @@ class Engine:
         """
         ordered = [leaves[i] for i in plan.order]
         unfit: dict[Request, Leaf] = {
-            leaf.request: leaf for leaf in ordered if self._pages(leaf) > self.sizes.num_pages
+            leaf.request: leaf for leaf in ordered if self.sizes.pages_for(leaf) > self.sizes.num_pages
         }
         window = self.scheduler.load(ordered, plan, [i for i, leaf in enumerate(ordered) if leaf.request in unfit])
-        for i, leaf in enumerate(ordered):
-            if leaf.request not in unfit:
-                row = self._rows.get(leaf.request)
-                if row is None:
-                    row = self._rows[leaf.request] = Row(leaf.request, on_result, on_token, window)
-                row.places[leaf.choice] = i
+        self.rows.add(window, on_result, on_token)
         for request, leaf in unfit.items():
-            result = Result.failed(request.row, self._does_not_fit(leaf), len(request.tokens))
+            result = Result.failed(request.row, self.sizes.does_not_fit(leaf), len(request.tokens))
             self._unfit.append((on_result, result))
 
     def run(self, stop: Callable[[], str | None] | None = None) -> None:
@@ -121,7 +111,7 @@ class Engine:
 
     def step(self, admit: bool = True) -> None:
         """One forward pass and what follows from it."""
-        self._end_rows()
+        self.rows.end_due()
         step = self.scheduler.schedule(admit)
         self._seat(step)
         began = time.perf_counter()
@@ -136,9 +126,9 @@ class Engine:
         self._shrink()
         count_step(self.stats, step, len(drawing))
         for seq in (*step.scored, *self.scheduler.ran(step)):
-            self._scored(seq)
+            self.rows.scored(seq)
         for seq, token, valid, logprobs in sampled:
-            if seq.request in self._rows:  # else another of its completions has failed
+            if seq.request in self.rows:  # else another of its completions has failed
                 self._drew(seq, token, valid, logprobs)
         self._count()
         if self.config.debug:
@@ -146,8 +136,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, if it is not done by then: what it has is its result. Any thread may call this."""
-        if request in self._rows:
-            self._cancelled.append(request)
+        self.rows.cancel(request)
 
     def check(self) -> None:
         """Raises `AssertionError` unless pages, tables and running sequences add up."""
@@ -164,10 +153,7 @@ class Engine:
             self._unseat(seq)
         for seq in step.started:
             request = seq.request
-            row = self._rows[request]
-            if self.config.row_timeout is not None and not row.began:
-                row.began = True
-                self._deadlines.append((time.monotonic() + self.config.row_timeout, request))
+            self.rows.begun(request)
             if not request.texts:
                 self.sampler.add(seq.slot, request.params, request.key, request.tokens, seq.generated, seq.leaf.choice)
                 if request.params.constrained:
@@ -221,19 +207,18 @@ class Engine:
 
     def _drew(self, seq: Running, token: int, valid: bool, logprobs: object) -> None:
         """A token was drawn for a sequence."""
-        row, slot = self._rows[seq.request], seq.slot
         if not valid:
             what = f"the model's logits after {len(seq.generated)} tokens are not numbers"
-            self._fail(row, RowError("numerical_error", what), seq)
+            self.rows.fail(seq, RowError("numerical_error", what))
             return
         if logprobs is not None:
             seq.logprobs.append(logprobs)
         whole = False
         if seq.request.params.constrained:
             try:
-                whole = self.constraints.accept(slot, token)
+                whole = self.constraints.accept(seq.slot, token)
             except RowError as e:
-                self._fail(row, e, seq)
+                self.rows.fail(seq, e)
                 return
         reason = self.scheduler.drew(seq, token)
         self.stats.completion_tokens += 1
@@ -241,82 +226,14 @@ class Engine:
             if reason is None:
                 self.scheduler.finish(seq)
             reason = "stop"
-        if row.on_token is not None:
-            row.on_token(row.request.row, seq.leaf.choice, token)
-        if reason is not None:
-            self._unseat(seq)
-            row.completions[seq.leaf.choice] = self._completion(seq, reason)
-            self._finish(row)
-
-    def _scored(self, seq: Running) -> None:
-        """A text has been scored to its end."""
-        row = self._rows.get(seq.request)
-        seq.slot = -1
-        if row is not None:
-            row.scores[seq.leaf.choice] = seq.text_scores
-            self._finish(row)
-
-    # -- rows
-
-    def _finish(self, row: Row) -> None:
-        """Gives the row's result, if it is whole."""
-        if row.whole:
-            del self._rows[row.request]
-            row.on_result(row.result())
-
-    def _fail(self, row: Row, error: RowError, seq: Running | None = None) -> None:
-        """The row fails, because of `seq` where one is given; what else of it runs or waits is dropped."""
-        if seq is not None:
-            self.scheduler.fail(seq)
-            self._unseat(seq)
-        for choice, place in row.places.items():
-            if choice not in row.completions and choice not in row.scores:
-                self._cut(row, place, "error")
-        del self._rows[row.request]
-        row.on_result(row.failed(error))
-
-    def _cut(self, row: Row, place: int, reason: str) -> Completion:
-        """Ends a leaf where it stands."""
-        seq = self.scheduler.cancel(row.window, place)
-        if seq is None:
-            return Completion(text="", finish_reason=reason)
-        if seq.slot >= 0:
-            self._unseat(seq)
-        return self._completion(seq, reason)
-
-    def _completion(self, seq: Running, reason: str) -> Completion:
-        logprobs = None
-        if seq.request.params.logprobs is not None:
-            logprobs = token_logprobs(self._detokenizer.piece, seq.logprobs, seq.generated)
-        text = seq.stops.text if seq.stops else ""
-        return Completion(text=text, finish_reason=reason, token_ids=tuple(seq.generated), logprobs=logprobs)
-
-    def _end_rows(self) -> None:
-        """Ends the rows that were cancelled, and those whose time is up."""
-        while self._cancelled:
-            self._end(self._rows.get(self._cancelled.popleft()), "cancelled")
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
-
-    def _end(self, row: Row | None, reason: str) -> None:
-        if row is None:
-            return  # done already
-        if row.request.texts:
-            self._fail(row, RowError(reason, f"the row was ended ({reason}) before it was scored"))
-            return
-        for choice, place in row.places.items():
-            if choice not in row.completions:
-                row.completions[choice] = self._cut(row, place, reason)
-        self._finish(row)
+        self.rows.drew(seq, token, reason)
 
     def _abandon(self) -> None:
         running = list(self.scheduler.running)
         self.scheduler.abandon()
         for seq in running:
             self._unseat(seq)
-        self._rows.clear()
-        self._deadlines.clear()
-        self._cancelled.clear()
+        self.rows.clear()
         self._unfit.clear()
         self._count()
 
@@ -335,33 +252,9 @@ class Engine:
             )
             self.scheduler.shrink(most)
 
-    def _pages(self, leaf: Leaf) -> int:
-        return self.memory.pages_for(leaf.most_tokens)
-
-    def _does_not_fit(self, leaf: Leaf) -> RowError:
-        page = self.sizes.bytes_per_token * self.sizes.page_size
-        prompt, rest = len(leaf.request.tokens), leaf.most_tokens - len(leaf.request.tokens)
-        what = "the text to score" if leaf.request.texts else "completion"
-        return RowError(
-            "does_not_fit",
-            f"prompt ({prompt} tokens) and {what} (up to {rest + 1}) need {_size(self._pages(leaf) * page)} of KV memory, "
-            f"there are {_size(self.sizes.num_pages * page)}; "
-            f"give --kv-memory {_option(self._pages(leaf) * page)}{'' if leaf.request.texts else ' or lower max_tokens'}",
-        )
-
     def _count(self) -> None:
         token = self.sizes.bytes_per_token
         self.stats.attention_parts = self.runner.attention_parts
         self.stats.preemptions = self.scheduler.preemptions
         self.stats.kv_bytes_peak = self.memory.pool.peak_used * self.sizes.page_size * token
         self.stats.kv_bytes_unshared = self.scheduler.peak_held_tokens * token
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _option(count: int) -> str:
-    """The least size, in whole units, that `--kv-memory` takes for so many bytes."""
-    unit, name = (2**30, "GiB") if count >= 2**32 else (2**20, "MiB") if count >= 2**22 else (2**10, "KiB")
-    return f"{-(-count // unit)}{name}"

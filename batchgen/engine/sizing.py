@@ -11,7 +11,8 @@ from batchgen.config import EngineConfig, parse_memory
 from batchgen.engine.kv_cache import bytes_per_token, devices_of
 from batchgen.engine.prepared import LoadedModel
 from batchgen.engine.steps import Limits
-from batchgen.errors import UsageError
+from batchgen.errors import RowError, UsageError
+from batchgen.request import Leaf
 
 PAGE_TOKENS = 32
 """A page is the smallest multiple of the chunk that has so many tokens (CPU: benchmarks/NOTES.md)."""
@@ -35,6 +36,23 @@ class Sizes:
     limits: Limits
     host_pages: int = 0
     """Pages of idle nodes kept in host memory."""
+
+    def pages_for(self, leaf: Leaf) -> int:
+        """Pages that the leaf can need."""
+        return -(-leaf.most_tokens // self.page_size)
+
+    def does_not_fit(self, leaf: Leaf) -> RowError:
+        """Says how much it needs, and what would make it fit."""
+        page = self.bytes_per_token * self.page_size
+        needed = self.pages_for(leaf) * page
+        prompt = len(leaf.request.tokens)
+        what = "the text to score" if leaf.request.texts else "completion"
+        return RowError(
+            "does_not_fit",
+            f"prompt ({prompt} tokens) and {what} (up to {leaf.most_tokens - prompt + 1}) need {_size(needed)} of KV memory, "
+            f"there are {_size(self.num_pages * page)}; "
+            f"give --kv-memory {_option(needed)}{'' if leaf.request.texts else ' or lower max_tokens'}",
+        )
 
 
 def page_size_of(chunk_size: int) -> int:
@@ -89,3 +107,13 @@ def free_memory(device: torch.device) -> int:
     except OSError:
         pass  # not Linux
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _option(count: int) -> str:
+    """The least size, in whole units, that `--kv-memory` takes for so many bytes."""
+    unit, name = (2**30, "GiB") if count >= 2**32 else (2**20, "MiB") if count >= 2**22 else (2**10, "KiB")
+    return f"{-(-count // unit)}{name}"

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from batchgen.engine import engine as module
+from batchgen.engine import rows as module
 from batchgen.engine.runner import _halves
 from batchgen.engine.steps import Work
 from batchgen.errors import OutOfMemory

@@ -86,7 +86,12 @@ def check(seed, policy):
     rng = random.Random(seed)
     requests = random_requests(rng)
     tokens = rng.choice([3, 16, 2048])
-    options = {"policy": policy, "chunk_size": 4, "batch_size": min(tokens, rng.choice([3, 20])), "max_batch_tokens": tokens}
+    options = {
+        "policy": policy,
+        "chunk_size": 4,
+        "batch_size": min(tokens, rng.choice([3, 20])),
+        "max_batch_tokens": tokens,
+    }
     model = packed_model("llama")
     whole = engine_for(model, kv_memory="4MiB", debug=False, **options)
     run(whole, requests, [], 0)
