@@ -13,6 +13,7 @@ from batchgen.grammar_check import GrammarCheck
 from batchgen.job import request_of
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts.tokenizer import quiet
 from batchgen.records import Row
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.result import Result
@@ -53,8 +54,9 @@ class LLM:
         trust_remote_code: bool = False,
         engine: EngineConfig | None = None,
     ) -> None:
-        from batchgen.engine.engine import Engine  # imports torch
-        from batchgen.engine.loading import load_model
+        with quiet():  # torchao, where it is installed, has much to say
+            from batchgen.engine.engine import Engine  # imports torch
+            from batchgen.engine.loading import load_model
 
         config = ModelConfig(
             model=str(model),

@@ -5,8 +5,8 @@ llguidance is the extra `batchgen[structured]`, imported with the first grammar.
 - `regex` has the syntax of Rust's crate `regex`: no look-around, no back-references; `\\d` is any digit of Unicode (`[0-9]` those
   of ASCII), likewise `\\w` and `\\s`. The whole text matches; `^` and `$` at its ends change nothing.
 - `json_schema` is JSON Schema 2020-12, the properties in the schema's order; a keyword that cannot be kept to is an error, and a
-  `format` is kept to by its shape (any year has a 29 February). White space may stand between the tokens of JSON, not around
-  the text; `"x-guidance": {"whitespace_flexible": false}` at the top of the schema makes the text compact.
+  `format` is kept to by its shape (any year has a 29 February). Up to 20 blanks and line ends may stand between the tokens of
+  JSON, none around the text; `"x-guidance": {"whitespace_flexible": false}` at the top of the schema makes the text compact.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _KEPT = 256  # grammars kept compiled: each row may bring its own
 # llguidance would otherwise spell what a grammar leaves no choice in as the tokenizer does: normalized, and with a special token
 # where the text has the name of one.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
+_WHITE_SPACE = r"[ \n\t]{0,20}"  # without a bound, a weak model may write nothing else
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
 _MAPS = ("properties", "$defs", "definitions", "dependentSchemas")  # those that hold schemas by name
 
@@ -213,7 +214,10 @@ def _of_schema(text: str) -> str:
         schema = json.loads(text, parse_constant=_not_json)
     except ValueError as e:
         raise ValueError(f"it is not JSON ({e})") from None
-    grammars = [{"lark_grammar": f"{_OPTIONS}start: @schema"}, {"name": "schema", "json_schema": _kept_to(schema)}]
+    schema = _kept_to(schema)
+    if isinstance(schema, dict):  # a user's own goes before ours
+        schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}} | schema
+    grammars = [{"lark_grammar": f"{_OPTIONS}start: @schema"}, {"name": "schema", "json_schema": schema}]
     return json.dumps({"grammars": grammars})
 
 

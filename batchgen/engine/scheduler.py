@@ -255,11 +255,11 @@ class Scheduler:
             if cursor.node >= 0 and (parent is None or not parent.complete):
                 queue.wait()
                 continue
-            if item < 0 and self._is_scored(w, ~item, parent):
+            if item < 0 and w.is_scored(~item, parent):
                 queue.advance()
                 scored.append(self._score(w, ~item, parent))
                 continue
-            if budget.prefill <= 0 and not (item < 0 and self._draws_at_node(w, ~item, parent)):
+            if budget.prefill <= 0 and not (item < 0 and w.draws_without_a_forward(~item, parent)):
                 return  # it would only hold pages
             span = self._start_node(w, item) if item >= 0 else self._start_leaf(w, ~item, parent)
             if span is None:
@@ -274,11 +274,6 @@ class Scheduler:
                 self.prefilling[span] = None
                 budget.slice(span)
 
-    def _is_scored(self, w: Window, i: int, parent: Branch | None) -> bool:
-        """Whether leaf i is a text all of whose tokens the nodes above it have scored."""
-        leaf = w.leaves[i]
-        return parent is not None and bool(leaf.request.texts) and parent.end == len(leaf.tokens)
-
     def _score(self, w: Window, i: int, parent: Branch | None) -> Sequence:
         seq = self._sequence(w, i)
         assert parent is not None
@@ -287,10 +282,6 @@ class Scheduler:
         seq.become(State.FINISHED)
         self._leave(w, i)
         return seq
-
-    def _draws_at_node(self, w: Window, i: int, parent: Branch | None) -> bool:
-        """Whether leaf i starts without a forward: its prompt ends at the node, and it has drawn nothing yet."""
-        return parent is not None and parent.end == len(w.leaves[i].tokens) and i not in w.returning
 
     def _clear(self, path: bool) -> None:
         """Gives up all nodes but the parent of what comes next and, with `path`, those above it."""
@@ -339,9 +330,7 @@ class Scheduler:
 
     def _branch_complete(self, branch: Branch) -> None:
         w, n = branch.window, branch.node.index
-        for cursor in (*w.waiters.pop(n, ()), w.cursors[n]):
-            if cursor.next < len(cursor.items):
-                self._queue.push(cursor)
+        self._queue.complete(w, n)
         if w.unfinished[n] == 0:
             self.memory.retire(branch)
             w.branches[n] = None
@@ -352,6 +341,4 @@ class Scheduler:
         self.memory.evict(branch)
         w, n = branch.window, branch.node.index
         w.branches[n] = None
-        waiting = [c for c in (*w.waiters.get(n, ()), w.cursors[n]) if c.next < len(c.items)]
-        if waiting:
-            self._queue.restart(w, n, min(c.turn for c in waiting))
+        self._queue.lost(w, n)

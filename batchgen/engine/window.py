@@ -135,6 +135,19 @@ class Window:
         """Whether there is nothing to start there any more."""
         return ~item in self.ended if item < 0 else self.unfinished[item] == 0 or self.is_resident(item)
 
+    def is_scored(self, i: int, parent: Branch | None) -> bool:
+        """Whether leaf i is a text all of whose tokens the nodes above it have scored."""
+        leaf = self.leaves[i]
+        return parent is not None and bool(leaf.request.texts) and parent.end == len(leaf.tokens)
+
+    def draws_without_a_forward(self, i: int, parent: Branch | None) -> bool:
+        """Whether leaf i has nothing to run to start: its prompt ends at the node, and it has drawn nothing yet."""
+        return parent is not None and parent.end == len(self.leaves[i].tokens) and i not in self.returning
+
+    def waiting(self, n: int) -> list[Cursor]:
+        """The cursors that have something to start under node n."""
+        return [c for c in (*self.waiters.get(n, ()), self.cursors[n]) if c.next < len(c.items)]
+
 
 class Queue:
     """What may start next: a heap of cursors, one for each resident node that still has children to start."""
@@ -177,6 +190,18 @@ class Queue:
         if cursor is not w.cursors[n]:
             w.waiters.setdefault(n, []).append(cursor)
         self.restart(w, n, cursor.turn)
+
+    def complete(self, w: Window, n: int) -> None:
+        """Node n is computed: what waits for it may start."""
+        for cursor in w.waiting(n):
+            self.push(cursor)
+        w.waiters.pop(n, None)
+
+    def lost(self, w: Window, n: int) -> None:
+        """Node n was given up while it was computed: it starts again for what waits for it."""
+        waiting = w.waiting(n)
+        if waiting:
+            self.restart(w, n, min(c.turn for c in waiting))
 
     def restart(self, w: Window, n: int, since: Turn) -> None:
         """Has node n started again for a leaf with this turn, unless it is resident or on its way for an earlier one."""

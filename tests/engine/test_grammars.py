@@ -214,3 +214,15 @@ def test_a_metaspace_tokenizer_is_read_as_its_decoder_does(tokenizer: Any) -> No
     fast = PreTrainedTokenizerFast(tokenizer_object=words)
     assert token_bytes(fast, 5) == [b"a", b" b", b"c  d", b"", b""]
     assert fast.decode([0, 1, 2]) == "a bc  d"
+
+
+def test_white_space_in_json_comes_to_an_end(tokenizer: Any) -> None:
+    """Else a weak model writes nothing else until its tokens are used up."""
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+    params = SamplingParams(json_schema=schema)
+    assert takes(tokenizer, params, '{\n    "a": 1\n}')
+    assert takes(tokenizer, params, "{" + " " * 20 + '"a":1}')
+    assert not takes(tokenizer, params, "{" + " " * 21 + '"a":1}')
+    own = '{"x-guidance": {"whitespace_flexible": false}, ' + schema[1:]
+    assert takes(tokenizer, SamplingParams(json_schema=own), '{"a":1}')
+    assert not takes(tokenizer, SamplingParams(json_schema=own), '{"a": 1}')

@@ -1,0 +1,63 @@
+"""What became of a row, and the digest by which it is known again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from batchgen.errors import ROW_ERROR_TYPES, RowError
+from batchgen.request import Request, leaves_of, row_digest, row_key
+from batchgen.result import Completion, Result
+from batchgen.sampling_params import SamplingParams
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def request(params: SamplingParams, *texts: np.ndarray, max_tokens: int = 5) -> Request:
+    return Request(row=3, tokens=ids(1, 2), params=params, max_tokens=max_tokens, key=b"k" * 16, texts=texts)
+
+
+def test_a_failed_row_has_an_error_and_nothing_else() -> None:
+    for kind in ROW_ERROR_TYPES:
+        result = Result.failed(3, RowError(kind, "why"), prompt_tokens=7)
+        assert result == Result(
+            row=3, text=None, finish_reason="error", prompt_tokens=7, error_type=kind, error_message="why"
+        )
+    with pytest.raises(ValueError, match="unknown row error type 'oops'"):
+        RowError("oops", "why")
+
+
+def test_a_result_is_of_one_completion_unless_it_says_otherwise() -> None:
+    result = Result(row=0, text="a", finish_reason="stop")
+    assert (result.completions, result.choice_probs, result.score, result.error_type) == ((), None, None, None)
+    assert Completion(text="a", finish_reason="stop").logprobs is None
+
+
+def test_the_leaves_of_a_request_are_its_completions_or_its_texts_but_for_their_last_token() -> None:
+    several = leaves_of([request(SamplingParams(n=3))])
+    assert [(leaf.choice, leaf.tokens.tolist(), leaf.scored.tolist(), leaf.most_tokens) for leaf in several] == [
+        (i, [1, 2], [], 6) for i in range(3)
+    ]
+    labels = leaves_of([request(SamplingParams(choices=("a", "b")), ids(7), ids(8, 9), max_tokens=0)])
+    assert [(leaf.choice, leaf.tokens.tolist(), leaf.scored.tolist(), leaf.most_tokens) for leaf in labels] == [
+        (0, [1, 2], [7], 2),
+        (1, [1, 2, 8], [8, 9], 3),
+    ]
+
+
+def test_a_digest_tells_prompts_parameters_and_texts_apart() -> None:
+    params = SamplingParams()
+    digests = [
+        row_digest(ids(1, 2), params),
+        row_digest(ids(1, 2, 3), params),
+        row_digest(ids(1, 2), SamplingParams(n=2)),
+        row_digest(ids(1, 2), params, [ids(3)]),
+        row_digest(ids(1, 2), params, [ids()]),
+        row_digest(ids(1), params, [ids(2)]),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert row_digest(ids(1, 2), params) == digests[0]
+    assert [len({row_key(digest, n) for n in range(3)}) for digest in digests] == [3] * len(digests)
+    assert row_key(digests[0], 0) == digests[0]
