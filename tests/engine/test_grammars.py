@@ -218,7 +218,9 @@ def test_a_metaspace_tokenizer_is_read_as_its_decoder_does(tokenizer: Any) -> No
 
 def test_white_space_in_json_comes_to_an_end(tokenizer: Any) -> None:
     """Else a weak model writes nothing else until its tokens are used up."""
-    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+    schema = (
+        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+    )
     params = SamplingParams(json_schema=schema)
     assert takes(tokenizer, params, '{\n    "a": 1\n}')
     assert takes(tokenizer, params, "{" + " " * 20 + '"a":1}')
