@@ -126,7 +126,8 @@ class Scheduler:
             self._decode(decoding, budget)
         works = sorted(budget.works, key=lambda w: w.span.place)
         ready = tuple(s for s in started if s.state is State.DECODING)
-        self.peak_held_tokens = max(self.peak_held_tokens, self.held_tokens)
+        held = self.held_tokens + sum(seq.end for seq in scored)
+        self.peak_held_tokens = max(self.peak_held_tokens, held)
         return Step(tuple(works), self.memory.take_moves(), preempted, tuple(started), ready, tuple(scored))
 
     def ran(self, step: Step) -> list[Sequence]:

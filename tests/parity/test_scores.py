@@ -122,6 +122,22 @@ def test_rows_that_score_and_rows_that_generate_share_their_prefixes():
     assert engine.stats.prefill_tokens == 50 + 5 + 9 + 3
 
 
+def test_without_sharing_the_probabilities_are_the_same():
+    choices = [[[3], [4, 1]]] * len(PROMPTS)
+    shared, alone = (
+        run(engine_for(packed_model("llama")), scored(PROMPTS, choices, ["a", "b"]), share=share)
+        for share in (True, False)
+    )
+    for one, other in zip(shared, alone, strict=True):
+        assert one.choice_probs == pytest.approx(other.choice_probs, abs=1e-5)
+
+
+def test_what_labels_would_hold_without_sharing_is_counted():
+    engine = engine_for(packed_model("llama"))
+    run(engine, scored([PROMPTS[0]], [[[3], [4], [5]]], ["a", "b", "c"]))
+    assert engine.stats.kv_bytes_unshared == 3 * len(PROMPTS[0]) * engine.sizes.bytes_per_token
+
+
 def test_a_label_above_temperature_0_is_a_draw_by_its_probability():
     rng = random.Random(5)
     prompt = numbers(rng, 20)
