@@ -9,6 +9,8 @@ import torch
 
 BLOCK = 1 << 24
 """Most logits turned to float32 at once."""
+CACHED = 1 << 19
+"""The same on the CPU, where it is three times as fast on what stays in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class TokenLogprobs:
 
     logprob: float
     top_ids: tuple[int, ...]
-    """The likeliest tokens in its place, falling."""
+    """The likeliest tokens in its place, falling; of equal logits the first in the vocabulary, as greedy decoding takes them."""
     top_logprobs: tuple[float, ...]
 
 
@@ -27,14 +29,29 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> torch.Tensor:
     In float64 (float32 on MPS), which holds token ids exactly: so that all of it goes to the host at once.
     """
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
-    size = max(1, BLOCK // logits.shape[1])
+    size = max(1, (CACHED if logits.device.type == "cpu" else BLOCK) // logits.shape[1])
     blocks = []
     for start in range(0, len(logits), size):
-        logprobs = logits[start : start + size].float().log_softmax(-1)
-        drawn = logprobs.gather(1, tokens[start : start + size, None])
-        top = logprobs.topk(k, dim=-1)
-        blocks.append(torch.cat([drawn.to(wide), top.indices.to(wide), top.values.to(wide)], dim=1))
+        block = logits[start : start + size].float()
+        ids = _likeliest(block, k)
+        logprobs = block.log_softmax(-1).gather(1, torch.cat([tokens[start : start + size, None], ids], dim=1)).to(wide)
+        blocks.append(torch.cat([logprobs[:, :1], ids.to(wide), logprobs[:, 1:]], dim=1))
     return torch.cat(blocks)
+
+
+def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
+    """The `k` largest of each row of `x`, float32 [n, V]: their places [n, k], of equal ones the first.
+
+    What `topk` takes of equal ones depends on k, the largest that any row of the batch asks for; bfloat16 logits are often equal.
+    So a place is in the key: the float's bits, as an integer in the order of the floats, above those of the place.
+    """
+    if not k:
+        return torch.empty((len(x), 0), dtype=torch.int64, device=x.device)
+    last = x.shape[1] - 1
+    bits = (x + 0.0).view(torch.int32)  # -0 becomes 0
+    keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long().bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(last, -1, -1, device=x.device))
+    return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
 def read(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[TokenLogprobs]:

@@ -13,7 +13,7 @@ Shapes: N rows, V vocabulary, n rows of a subset, k tokens of a sorted head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchgen.engine.filters import forbid, inverse_cdf, largest, nucleus
+from batchgen.engine.filters import forbid, head_tokens, inverse_cdf, largest, nucleus, nucleus_head
 from batchgen.engine.logprobs import TokenLogprobs, measure, read
 from batchgen.engine.randoms import uniforms
 from batchgen.engine.vocabulary_rows import VocabularyRows
@@ -177,11 +177,10 @@ class Sampler:
         scores = self._masked(self._penalised(logits, records), mask)
         best, tokens = scores.max(dim=-1)
         result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)
-        warm = np.flatnonzero(records["temperature"] > 0)
-        if warm.size:
-            at = self._put(warm)
-            weights = self._weights(scores[at], best[at], records[warm])
-            result[at] = weights / weights.sum(dim=-1, keepdim=True)
+        for rows, ids, weights in self._choices(scores, best, records):
+            if ids is not None:
+                weights = torch.zeros((len(rows), self._vocab_size)).scatter_add_(1, ids, weights)
+            result[self._put(rows)] = weights / weights.sum(dim=-1, keepdim=True)
         return result
 
     def _draw(
@@ -190,12 +189,11 @@ class Sampler:
         """Tokens [n] and whether the logits are numbers [n]."""
         scores = self._masked(self._penalised(logits, records), mask)
         best, tokens = scores.max(dim=-1)  # a NaN is the largest
-        warm = np.flatnonzero(records["temperature"] > 0)
-        if warm.size:
-            at = self._put(warm)
-            everything = warm.size == len(records)
-            weights = self._weights(scores if everything else scores[at], best[at], records[warm])
-            tokens[at] = inverse_cdf(weights.to(self._wide), self._put(u[warm]), tokens[at])
+        for rows, ids, weights in self._choices(scores, best, records):
+            at = self._put(rows)
+            likeliest = tokens[at] if ids is None else weights.argmax(dim=-1)
+            drawn = inverse_cdf(weights.to(self._wide), self._put(u[rows]), likeliest)
+            tokens[at] = drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
         return tokens, torch.isfinite(best)
 
     def _blocks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
@@ -244,6 +242,38 @@ class Sampler:
         scores[rows] = forbid(scores[rows], words)
         return scores
 
+    def _choices(
+        self, scores: torch.Tensor, best: torch.Tensor, records: NDArray[Any]
+    ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor | None, torch.Tensor]]:
+        """Of the rows that are not greedy, by groups: which, and the unnormalised probabilities of all tokens [n, V], or of a few [n, k]
+
+        with their ids [n, k], in the vocabulary's order. A few are enough on the CPU where a small top-k leaves no more.
+        """
+        warm = records["temperature"] > 0
+        few = warm & (records["top_k"] > 0) & (records["top_k"] <= self._vocab_size // 8) & (self._device.type == "cpu")
+        for rows in (np.flatnonzero(few), np.flatnonzero(warm & ~few)):
+            if not rows.size:
+                continue
+            at = self._put(rows)
+            some = scores if rows.size == len(records) else scores[at]
+            if few[rows[0]]:
+                yield rows, *self._head_weights(some, best[at], records[rows])
+            else:
+                yield rows, None, self._weights(some, best[at], records[rows])
+
+    def _head_weights(
+        self, scores: torch.Tensor, best: torch.Tensor, records: NDArray[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, values = head_tokens(scores, records["top_k"])
+        x = values.sub_(best.float()[:, None]).div_(self._column(records["temperature"]))
+        weights = x.exp()
+        if (records["top_p"] < 1).any():
+            top_p = self._column(np.where(records["top_p"] < 1, records["top_p"], np.inf))
+            nucleus(weights, x, largest(x, x.shape[1]), top_p)
+        if (records["min_p"] > 0).any():
+            weights.masked_fill_(weights < self._column(records["min_p"]), 0)
+        return ids, weights
+
     def _weights(self, scores: torch.Tensor, best: torch.Tensor, records: NDArray[Any]) -> torch.Tensor:
         """Unnormalised probabilities [n, V] of rows that are not greedy, float32, 1 for the likeliest token."""
         x = scores.float().sub(best.float()[:, None]).div_(self._column(records["temperature"]))
@@ -267,14 +297,14 @@ class Sampler:
 
         Either all rows have a top-k or none has. Tokens are compared by `x`: more of them are equal as weights.
         """
+        top_p = self._column(np.where(records["top_p"] < 1, records["top_p"], np.inf))
         if records["top_k"][0]:
             head = largest(x, int(records["top_k"].max()))
             least = head.gather(1, self._column(records["top_k"] - 1))
             weights.masked_fill_(x < least, 0)  # tokens equal to the k-th stay, as in transformers
         else:
-            head = largest(x, self._vocab_size)
+            head = nucleus_head(x, weights, top_p)
         if (records["top_p"] < 1).any():
-            top_p = self._column(np.where(records["top_p"] < 1, records["top_p"], np.inf))
             nucleus(weights, x, head, top_p)
 
     def _record(self, tokens: torch.Tensor, records: NDArray[Any]) -> None:

@@ -26,8 +26,9 @@ def score_targets(logits: torch.Tensor, rows: Sequence[int], targets: Sequence[i
         block = logits[start : start + size].float()
         total[start : start + size] = block.logsumexp(-1)
         best[start : start + size] = block.argmax(-1)
-    row = torch.tensor(rows, dtype=torch.int64).to(device)
-    target = torch.tensor(targets, dtype=torch.int64).to(device)
+    # CUDA stages a small copy from the host by itself, so nothing has to wait for it.
+    pairs = torch.tensor([list(rows), list(targets)], dtype=torch.int64).to(device, non_blocking=device.type == "cuda")
+    row, target = pairs
     known = target < vocabulary  # a text may hold ids that the model has no logits for
     logprob = logits[row, target.where(known, 0)].float() - total[row]
     logprob = logprob.where(known & total[row].isfinite(), torch.nan)

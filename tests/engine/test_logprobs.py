@@ -68,8 +68,41 @@ def test_more_than_the_vocabulary_are_all_of_it():
 def test_blocks_change_nothing(monkeypatch):
     logits, tokens = random_logits(7), torch.arange(7)
     whole = measure(logits, tokens, 4)
-    monkeypatch.setattr(module, "BLOCK", 2 * V)
+    monkeypatch.setattr(module, "CACHED", 2 * V)
     assert torch.equal(measure(logits, tokens, 4), whole)
+
+
+def test_of_equal_logits_the_first_are_the_likeliest_whatever_the_others_ask_for():
+    logits = random_logits(40).bfloat16()
+    logits[0] = 0.0
+    logits[1, ::2] = -0.0
+    logits[1, 1::2] = 0.0
+    logits[2, 5:] = -torch.inf
+    tokens = logits.argmax(-1)
+    want = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    for k in (1, 4, 20, V):
+        ids = measure(logits, tokens, k)[:, 1 : 1 + k].long()
+        assert torch.equal(ids, want[:, :k])
+        assert torch.equal(ids[:, 0], tokens)  # what greedy decoding takes
+
+
+def test_a_greedy_row_reports_the_same_logprobs_beside_one_that_asks_for_more():
+    few, many = SamplingParams(logprobs=3), SamplingParams(logprobs=40)
+    logits = random_logits(40).bfloat16()
+    for i in range(0, 40, 2):
+        alone = sampler_of(few).sample(logits[i : i + 1], [0], [0])
+        beside = sampler_of(few, many).sample(logits[i : i + 2], [0, 1], [0, 0])
+        assert beside.logprobs[0] == alone.logprobs[0]
+        assert beside.logprobs[0].top_ids[0] == alone.tokens[0]
+
+
+def test_a_mask_changes_the_draw_and_not_the_logprobs():
+    logits = random_logits(1)
+    drawn = sampler_of(SamplingParams(logprobs=2)).sample(logits, [0], [0], words([{7, 66}]))
+    want = logits[0].log_softmax(-1)
+    assert drawn.tokens[0] in (7, 66)
+    assert drawn.logprobs[0].logprob == pytest.approx(float(want[drawn.tokens[0]]), abs=1e-6)
+    assert list(drawn.logprobs[0].top_ids) == want.topk(2).indices.tolist()
 
 
 def test_what_was_measured_is_read_row_by_row():
@@ -83,8 +116,11 @@ def test_all_goes_to_the_host_at_once(monkeypatch):
     real = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (calls.append(1), real(self))[1])
     params = [SamplingParams(logprobs=2), SamplingParams(), SamplingParams(logprobs=9, temperature=1.0)]
-    sampler_of(*params).sample(random_logits(3), range(3), [0] * 3)
+    sampler = sampler_of(*params)
+    sampler.sample(random_logits(3), range(3), [0] * 3)
     assert calls == [1]
+    sampler.sample(random_logits(3), range(3), [1] * 3, words([{3}, {4, 5}, None]))
+    assert calls == [1, 1]
 
 
 def test_a_masked_row_draws_only_what_it_may_and_the_others_as_without_a_mask():

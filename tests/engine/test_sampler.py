@@ -472,7 +472,8 @@ def test_a_greedy_step_is_one_pass_over_the_logits(monkeypatch):
 def test_only_top_p_sorts_the_vocabulary(monkeypatch):
     lengths = []
     largest = filters.largest
-    monkeypatch.setattr(module, "largest", lambda x, k: (lengths.append((len(x), k)), largest(x, k))[1])
+    for where in (module, filters):
+        monkeypatch.setattr(where, "largest", lambda x, k: (lengths.append((len(x), k)), largest(x, k))[1])
     warm = {"temperature": 1.0}
     params = [SamplingParams(**warm), SamplingParams(**warm, min_p=0.1), SamplingParams(**warm, top_k=5)]
     logits = random_logits(5)
@@ -480,4 +481,52 @@ def test_only_top_p_sorts_the_vocabulary(monkeypatch):
     assert lengths == []
     params += [SamplingParams(**warm, top_k=9, top_p=0.5), SamplingParams(**warm, top_p=0.5)]
     sampler_of(*params).sample(logits, range(5), [0] * 5)
-    assert lengths == [(2, 9), (1, V)]
+    assert lengths == [(1, 9), (1, V)]  # a small top-k without top-p sorts only what it keeps
+
+
+@pytest.mark.parametrize("combination", [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.5, "min_p": 0.05}])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_small_top_k_gives_the_probabilities_of_the_whole_vocabulary(combination, ties):
+    logits = random_logits(8, seed=4)
+    if ties:
+        logits = logits.round()
+    params = [SamplingParams(temperature=0.6 + 0.1 * k, top_k=k, **combination) for k in range(1, 9)]
+    sampler = sampler_of(*params)
+    records = sampler._records(logits, range(8))
+    weights = sampler._weights(logits, logits.max(dim=-1).values, records)
+    want = weights / weights.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(sampler.probabilities(logits, range(8)), want, atol=1e-6, rtol=1e-5)
+    assert (want > 0).sum(dim=-1).tolist() != [V] * 8
+
+
+def test_a_small_top_k_leaves_out_what_a_mask_forbids_and_rows_without_numbers_are_flagged():
+    params = [SamplingParams(temperature=1.0, top_k=5)] * 4
+    logits = random_logits(4)
+    logits[1, 3] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 2:] = -torch.inf
+    drawn = sampler_of(*params).sample(logits, range(4), [0] * 4)
+    assert drawn.valid == [True, False, False, True]
+    assert drawn.tokens[3] in (0, 1)
+    probabilities = sampler_of(*params).probabilities(logits[3:], [0])
+    assert (probabilities > 0).sum() == 2
+
+
+def test_top_p_over_a_large_vocabulary_is_the_same_from_its_head_and_from_all_of_it(monkeypatch):
+    """Sharp rows end in the first eighth, flat ones do not."""
+    size = 2048
+    params = [SamplingParams(temperature=1.0, top_p=p) for p in (0.3, 0.9, 0.99)] * 2
+    sampler = Sampler(size, CPU)
+    for slot, p in enumerate(params):
+        sampler.add(slot, p, key(slot), PROMPT)
+    lengths = []
+    largest = filters.largest
+    monkeypatch.setattr(filters, "largest", lambda x, k: (lengths.append(k), largest(x, k))[1])
+    for scale, want in ((4.0, [256]), (0.1, [256, 2048])):
+        lengths.clear()
+        logits = random_logits(6, size, seed=2) * scale
+        got = sampler.probabilities(logits, range(6))
+        assert lengths == want
+        for row, p in enumerate(params):
+            warped = TopPLogitsWarper(p.top_p)(None, logits[row : row + 1].clone()).softmax(-1)
+            torch.testing.assert_close(got[row : row + 1], warped, atol=1e-5, rtol=1e-4)

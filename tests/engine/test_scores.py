@@ -1,10 +1,14 @@
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.engine import scores as module
+from batchgen.engine.sampler import Sampler
 from batchgen.engine.scores import score_targets
+from batchgen.sampling_params import SamplingParams
 
 
 def test_a_score_is_the_log_softmax_and_whether_the_token_is_the_likeliest():
@@ -31,6 +35,54 @@ def test_blocks_change_nothing(monkeypatch):
     whole = score_targets(logits, *pairs)
     monkeypatch.setattr(module, "BLOCK", 14)
     assert score_targets(logits, *pairs) == whole
+
+
+def test_all_goes_to_the_host_at_once(monkeypatch):
+    calls = []
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, f=real, n=name: (calls.append(n), f(self, *a))[1])
+    score_targets(torch.zeros(6, 9), range(6), [1] * 6)
+    monkeypatch.undo()
+    assert calls == ["tolist"]
+
+
+class Widths(TorchDispatchMode):
+    """The sizes of all float32 tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_no_more_than_a_block_is_in_float32(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 40)
+    with Widths() as widths:
+        score_targets(torch.zeros(50, 13, dtype=torch.bfloat16), [0, 49], [1, 2])
+    assert max(widths.sizes) == 50  # one sum a row; blocks are of three rows, 39 numbers
+
+
+def test_a_token_is_the_likeliest_where_greedy_decoding_draws_it():
+    torch.manual_seed(0)
+    logits = (torch.randn(60, 500) * 2).round().bfloat16()  # the largest are often equal
+    sampler = Sampler(500, torch.device("cpu"))
+    for slot in range(60):
+        sampler.add(slot, SamplingParams(), bytes(16), np.array([1], dtype=np.int32))
+    drawn = sampler.sample(logits, range(60), [0] * 60).tokens
+    assert (logits == logits.amax(-1, keepdim=True)).sum() > 60
+    assert score_targets(logits, range(60), drawn)[1] == [True] * 60
+    pairs = [(row, token) for row in range(60) for token in range(500) if token != drawn[row]]
+    assert not any(score_targets(logits, *zip(*pairs, strict=True))[1])
+
+
+def test_nothing_to_score_gives_nothing():
+    assert score_targets(torch.zeros(3, 5), [], []) == ([], [])
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 1.0, 0.0], [math.inf, 1.0, 0.0], [-math.inf] * 3])
