@@ -106,14 +106,26 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     if most is not None:
         params["max_tokens"] = most
     params |= _logprobs(body) | _response_format(body.get("response_format"))
-    outputs = body.get("structured_outputs") or {}
+    outputs = _structured_outputs(body.get("structured_outputs"))
     for theirs, ours in _GUIDED.items():
         value = params.pop(f"guided_{theirs}", None)
-        if isinstance(outputs, Mapping) and outputs.get(theirs) is not None:
-            value = outputs[theirs]
+        value = outputs.get(theirs, value)
         if value is not None:
             params[ours] = value
     return params
+
+
+def _structured_outputs(wanted: Any) -> Mapping[str, Any]:
+    """What is asked for, under their names: others than ours are refused, for without them the text would not be what was meant."""
+    if wanted is None:
+        return {}
+    if not isinstance(wanted, Mapping):
+        raise RowError("unsupported_parameter", f"structured_outputs must be an object, not {kind(wanted)}")
+    asked = {name: value for name, value in wanted.items() if value is not None}
+    other = next((name for name, value in asked.items() if name not in _GUIDED and value is not False), None)
+    if other is not None:
+        raise RowError("unsupported_parameter", f"structured_outputs.{other} is not supported")
+    return asked
 
 
 def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,6 +75,8 @@ class RowParams:
             own |= body
         if not own:
             return self.default
+        if isinstance(own.get("json_schema"), Mapping):
+            own["json_schema"] = _schema(own["json_schema"])
         try:
             return self.default.merged(own)
         except OverflowError:  # JSON's whole numbers have no end
@@ -129,6 +131,14 @@ def _from_text(name: str, text: str) -> Any:
         return json.loads(text.strip().lower() if name == "ignore_eos" else text)
     except ValueError:
         return text
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    """As JSON, in its own order: that of the properties is the order they are written in."""
+    try:
+        return json.dumps(schema)
+    except TypeError as e:  # a table's dates and bytes
+        raise RowError("unsupported_parameter", f"json_schema is not JSON: {e}") from None
 
 
 def _choices(text: str) -> tuple[str, ...]:

@@ -85,6 +85,8 @@ class Renderer:
             return Rendered(prompt, params, completion, priority_of(row.columns, self._prompts.priority_column))
         except RowError as e:
             return e
+        except RecursionError:  # JSON in a field of text, which no reader has measured
+            return RowError("invalid_row", "the row has a value that is nested too deeply")
 
     def _from_template(self, columns: Mapping[str, Any]) -> Text:
         assert self._template is not None
@@ -187,15 +189,6 @@ class Renderer:
                 f"sampling parameter{'' if one else 's'}; name {'it' if one else 'them'} in --row-params to use {'it' if one else 'them'}",
                 "columns",
             )
-
-
-def not_scored(params: SamplingParams) -> str:
-    """The name of a parameter that asks for a completion, which a row that is scored has not; empty for none."""
-    asked = {
-        "choices": bool(params.choices), "regex": params.regex is not None,
-        "json_schema": params.json_schema is not None, "n": params.n > 1, "logprobs": params.logprobs is not None,
-    }  # fmt: skip
-    return next((name for name, is_asked in asked.items() if is_asked), "")
 
 
 def _same_model(asked: str, loaded: str) -> bool:

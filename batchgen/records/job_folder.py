@@ -137,10 +137,16 @@ class JobFolder:
             if old is None:
                 self._start_anew()
             else:
-                self._compare(old, named_by_output)
+                if not self._holds_nothing(old):
+                    self._compare(old, named_by_output)
                 self._take_up(old)
             if self.finished is None:
                 self._start(flush_every)
+
+    def _holds_nothing(self, old: Manifest) -> bool:
+        """Whether the run before ended before its first result, on an option that the model does not take, say: it binds nobody."""
+        journal = self._folder / "journal"
+        return old.state == "running" and not old.outputs and not (journal.exists() and journal.stat().st_size)
 
     def _compare(self, old: Manifest, named_by_output: bool) -> None:
         if not named_by_output and old.output != self._manifest.output:

@@ -214,3 +214,15 @@ def test_kv_memory_for_not_one_page(refused: Callable[..., str], write_jsonl: Wr
 def test_plan_refuses_as_run_does(command: str, refused: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     assert refused(path, command=command) == f"no such file: {path}; check the path"
+
+
+def test_a_run_that_ended_before_its_first_result_binds_no_other(
+    cli: Cli, refused: Callable[..., str], write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    rows, output = write_jsonl([{"prompt": "a"}]), tmp_path / "out.jsonl"
+    first = cli("run", "-m", tiny_model_dir, rows, "-o", output, "--kv-memory", "1B")
+    assert (first.code, first.err.splitlines()[-1]) == (
+        2, "batchgen: error: --kv-memory 1B holds no page of 32 tokens (16384 bytes); give more, or lower --chunk-size",
+    )  # fmt: skip
+    assert cli("run", "-m", tiny_model_dir, rows, "-o", output, "--max-tokens", "2").code == 0
+    assert "was made with other settings: max_tokens was 2, is 3" in refused(rows, "-o", output, "--max-tokens", "3")

@@ -66,6 +66,8 @@ def test_what_the_body_leaves_out_takes_the_commands_defaults(tools):
         (RAW, {"guided_regex": "a+", "guided_choice": None}, {"regex": "a+"}),
         (RAW, {"guided_choice": ["a", "b"]}, {"choices": ("a", "b")}),
         (RAW, {"structured_outputs": {"choice": ["a", "b"], "json": None}}, {"choices": ("a", "b")}),
+        (RAW, {"structured_outputs": {"json": {}, "json_object": False}}, {"json_schema": "{}"}),
+        (RAW, {"structured_outputs": None}, {}),
     ],
 )
 def test_several_completions_log_probabilities_and_formats_have_their_names_there(tools, url, asked, params):
@@ -134,6 +136,9 @@ def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
         (row(CHAT, messages=[USER], tools=[{"type": "function"}]), ("unsupported_parameter", 'tools is not supported: [{"type": "function"}]')),
         (row(CHAT, messages=[USER], response_format={"type": "yaml"}), ("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")),
         (row(CHAT, messages=[USER], response_format="json"), ("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")),
+        (row(CHAT, messages=[USER], structured_outputs={"grammar": "root ::= 'a'"}), ("unsupported_parameter", "structured_outputs.grammar is not supported")),
+        (row(CHAT, messages=[USER], structured_outputs={"json": {}, "whitespace_pattern": " "}), ("unsupported_parameter", "structured_outputs.whitespace_pattern is not supported")),
+        (row(CHAT, messages=[USER], structured_outputs="json"), ("unsupported_parameter", "structured_outputs must be an object, not text")),
         (row(CHAT, messages=[USER], reasoning_effort="low"), ("unsupported_parameter", "unknown parameter 'reasoning_effort'")),
         (row(CHAT, messages=[USER], max_tokens=0), ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
         (row(CHAT, messages=[USER], chat_template_kwargs=5), ("invalid_row", "body.chat_template_kwargs must be an object, not a number")),

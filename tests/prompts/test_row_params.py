@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 
 from batchgen.errors import UsageError
@@ -52,6 +54,10 @@ def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
         ({"regex": "a", "json_schema": {}}, ("unsupported_parameter", "regex cannot be combined with json_schema")),
         ({"regex": "a", "stop": "b"}, ("unsupported_parameter", "regex cannot be combined with stop")),
         ({"top_p": 10**400}, ("unsupported_parameter", f'a number is too large: {{"top_p": 1{"0" * 69}…')),
+        (
+            {"json_schema": {"const": date(2026, 1, 2)}},
+            ("unsupported_parameter", "json_schema is not JSON: Object of type date is not JSON serializable"),
+        ),
         ({"n": True}, ("unsupported_parameter", "n must be a whole number, not True")),
         ({"top_logprobs": 3}, ("unsupported_parameter", "top_logprobs is not supported: 3")),
         ({"logit_bias": {"5": 1}}, ("unsupported_parameter", 'logit_bias is not supported: {"5": 1}')),
@@ -59,6 +65,27 @@ def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
 )
 def test_a_row_with_parameters_that_cannot_be_met_fails_alone(tools, value, error):
     assert params(tools, {"sampling_params": value}, {}) == [error, SamplingParams()]
+
+
+DEEP = "[" * 100_000  # where a JSON reader gives up, rather than at its end
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"sampling_params": DEEP},
+        {"seed": DEEP},
+        {"choices": DEEP},
+        {"messages": DEEP},
+        {"url": "/v1/completions", "body": DEEP},
+    ],
+)
+def test_json_text_that_is_nested_too_deeply_fails_its_row_alone(tools, columns):
+    options = {"row_params": ("seed", "choices"), "chat_template": tools.CHATML}
+    rows = tools.rows({"prompt": "a"} | columns if "messages" not in columns else columns, {"prompt": "a"})
+    failed, other = tools.builder(**options).build(rows)
+    assert tools.error_of(failed) == ("invalid_row", "the row has a value that is nested too deeply")
+    assert other.params == SamplingParams()
 
 
 def test_parameters_that_ask_for_nothing_are_let_pass(tools):
