@@ -187,6 +187,21 @@ def test_rows_with_a_lower_priority_number_come_first(
     assert [row["prompt"] for row in outcome.rows] == ["c", "b", "d", "a"]
 
 
+def test_a_policy_changes_the_order_of_the_work_and_not_its_rows(
+    cli: Cli, write_jsonl: Write, tiny_model_dir: Path
+) -> None:
+    source = write_jsonl({"prompt": f"{'ab'[i % 2] * 40}{i}"} for i in range(6))
+    options = ("--batch-size", "1", "--order", "done", "--max-tokens", "3", "--temperature", "1")
+    done = {
+        policy: cli("run", source, "-m", tiny_model_dir, "-o", "-", "--policy", policy, *options).rows
+        for policy in ("prefix", "prefill-first", "fifo")
+    }
+    assert [row["id"] for row in done["fifo"]] == [0, 1, 2, 3, 4, 5]
+    assert [row["prompt"][0] for row in done["prefix"]] in (list("aaabbb"), list("bbbaaa"))
+    in_order = [sorted(rows, key=lambda row: row["id"]) for rows in done.values()]
+    assert in_order[0] == in_order[1] == in_order[2]
+
+
 def test_a_row_that_runs_out_of_time_keeps_what_it_has_and_is_done(
     cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
