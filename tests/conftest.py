@@ -13,6 +13,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import io
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be in every run that a test starts
 
 BYTE_COUNT = 256
 """Ids 0..255 of the tiny tokenizer are the bytes of UTF-8 in the order of its alphabet; the special tokens follow."""
