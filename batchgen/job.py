@@ -18,7 +18,7 @@ from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.reading import CHECKED_ROWS, read_windows, window_rows
-from batchgen.records import JobFolder, Row, StdoutJob, default_output, open_input, open_job
+from batchgen.records import JobFolder, Row, RowForm, StdoutJob, default_output, open_input, open_job
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.result import Result
 from batchgen.signals import Signals
@@ -74,9 +74,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             mentions=versions(),
             input=source,
             limit=config.limit,
-            keep=config.keep,
-            id_column=config.id_column,
-            token_ids=config.token_ids,
+            form=RowForm(keep=config.keep, id_column=config.id_column, token_ids=config.token_ids),
             work_dir=config.work_dir,
             overwrite=config.overwrite,
             flush_every=config.flush_every,

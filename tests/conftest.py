@@ -22,7 +22,9 @@ from typing import Any
 
 import pytest
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so it would be in every run that a test starts
+signal.signal(
+    signal.SIGHUP, signal.SIG_DFL
+)  # under nohup it is ignored, and so it would be in every run that a test starts
 
 BYTE_COUNT = 256
 """Ids 0..255 of the tiny tokenizer are the bytes of UTF-8 in the order of its alphabet; the special tokens follow."""

@@ -2,7 +2,7 @@
 
 from batchgen.records.inputs import Input, open_input
 from batchgen.records.job_folder import JobFolder, open_job
-from batchgen.records.output import RESULT_NAMES, default_output, output_row
+from batchgen.records.output import RESULT_NAMES, RowForm, default_output, output_row
 from batchgen.records.place import job_path
 from batchgen.records.row import Row, windows
 from batchgen.records.stdout_job import StdoutJob
@@ -12,6 +12,7 @@ __all__ = [
     "Input",
     "JobFolder",
     "Row",
+    "RowForm",
     "StdoutJob",
     "default_output",
     "job_path",

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,7 +34,7 @@ from batchgen.records.inputs import Input
 from batchgen.records.journal import Journal
 from batchgen.records.lock import Lock
 from batchgen.records.manifest import Manifest, as_stored, differences, file_digest, identity, known_as, load_manifest
-from batchgen.records.output import output_format, output_row
+from batchgen.records.output import RowForm, output_format, output_row
 from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, job_path
 from batchgen.records.row import Row
 from batchgen.records.stdout_job import DoneOrder, StdoutJob
@@ -52,9 +52,7 @@ def open_job(
     mentions: dict[str, Any],
     input: Input,
     limit: int | None,
-    keep: tuple[str, ...] | None,
-    id_column: str | None,
-    token_ids: bool,
+    form: RowForm,
     work_dir: str | None,
     overwrite: bool,
     flush_every: float,
@@ -68,7 +66,7 @@ def open_job(
     Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
     """
     if output == "-":
-        return StdoutJob(keep=keep, id_column=id_column, token_ids=token_ids, order=order)
+        return StdoutJob(form, order=order)
     folder = job_path(output, work_dir)
     check_place(output, folder, overwrite)
     with writing(folder):
@@ -77,8 +75,8 @@ def open_job(
         lock = Lock(folder / "lock", output)
     try:
         formats = [f.format for f in input.files]
-        request = {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "keep": keep, "order": order}
-        request |= {"id_column": id_column, "token_ids": token_ids}
+        request = {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
+        request |= asdict(form)
         manifest = Manifest(
             state="running",
             output=str(Path(output).absolute()),
@@ -86,10 +84,7 @@ def open_job(
             mentions=as_stored(mentions),
             request=as_stored(request),
         )
-        job = JobFolder(
-            output, folder, lock, input, manifest,
-            keep=keep, id_column=id_column, token_ids=token_ids, order=order, optional=optional,
-        )  # fmt: skip
+        job = JobFolder(output, folder, lock, input, manifest, form=form, order=order, optional=optional)
         job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
         lock.release()
@@ -108,9 +103,7 @@ class JobFolder:
         input: Input,
         manifest: Manifest,
         *,
-        keep: tuple[str, ...] | None,
-        id_column: str | None,
-        token_ids: bool,
+        form: RowForm,
         order: str,
         optional: Collection[str],
     ) -> None:
@@ -122,7 +115,7 @@ class JobFolder:
         """The figures that the job's last run left, where this one goes on from it."""
         self._output, self._folder, self._lock, self._input = output, folder, lock, input
         self._manifest = manifest
-        self._keep, self._id_column, self._token_ids, self._optional = keep, id_column, token_ids, optional
+        self._form, self._optional = form, optional
         self._order = DoneOrder(order)
         self._target = Path(output).resolve()  # a link stays one
         self._opened: ExitStack | None = None
@@ -215,9 +208,7 @@ class JobFolder:
             self._output,
             schema=self._input.schema if output_format(self._output)[0] == "parquet" else None,
             spool=self._folder / "spool.jsonl",
-            keep=self._keep,
-            id_column=self._id_column,
-            token_ids=self._token_ids,
+            form=self._form,
             optional=self._optional,
         )
         opened.callback(self._writer.abandon)
@@ -264,9 +255,8 @@ class JobFolder:
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         """Add the output rows of a window. `results` and `keys` by row number; rows that never became requests have no key."""
         ordered = self._order.sort(rows)
-        options: dict[str, Any] = {"keep": self._keep, "id_column": self._id_column, "token_ids": self._token_ids}
         with writing(self._folder):
-            self._writer.write(output_row(row, results[row.number], **options) for row in ordered)
+            self._writer.write(output_row(row, results[row.number], self._form) for row in ordered)
             self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in ordered))
 
     def flush(self) -> None:

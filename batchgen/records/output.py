@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,25 @@ RESULT_NAMES = frozenset(
 """Names of a result. An input column of the same name is carried as `input_…`."""
 
 
-def output_row(
-    row: Row, result: Result, *, keep: tuple[str, ...] | None, id_column: str | None, token_ids: bool
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowForm:
+    """What an output row holds beside its result."""
+
+    keep: tuple[str, ...] | None = None
+    """Input columns that are carried (those that a row lacks are left out); None: all."""
+    id_column: str | None = None
+    token_ids: bool = False
+    """Whether it has the completion's token ids."""
+
+
+def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     """The output row of an input row: id, carried columns as they came, result.
 
-    `keep`: the columns carried (None: all; those that a row lacks are left out). `token_ids` is null where they are not known (a failed row,
-    a row kept from an output that had none). `truncated` is there only where true; `choices`, `choice_probs` and `score` where the result has them.
+    `token_ids` is null where they are not known (a failed row, a row kept from an output that had none). `truncated` is there only
+    where true; `choices`, `choice_probs` and `score` where the result has them.
     """
-    out: dict[str, Any] = {"id": row_id(row, id_column)}
-    names = carried_names(row.columns, keep, id_column)
+    out: dict[str, Any] = {"id": row_id(row, form.id_column)}
+    names = carried_names(row.columns, form)
     out.update((name, row.columns[column]) for column, name in names.items())
     out["text"] = result.text
     out["finish_reason"] = result.finish_reason
@@ -35,12 +45,12 @@ def output_row(
     if result.truncated:
         out["truncated"] = True
     if result.completions:
-        out["choices"] = choices_of(result, token_ids=token_ids)
+        out["choices"] = choices_of(result, token_ids=form.token_ids)
     if result.choice_probs is not None:
         out["choice_probs"] = dict(result.choice_probs)
     if result.score is not None:
         out["score"] = plain_score(result.score)
-    if token_ids:
+    if form.token_ids:
         out["token_ids"] = list(result.token_ids) if ids_known(result) else None
     failed = result.error_type is not None
     out["error"] = {"type": result.error_type, "message": result.error_message} if failed else None
@@ -55,20 +65,18 @@ def row_id(row: Row, id_column: str | None) -> Any:
     return row.number
 
 
-def carried_names(
-    columns: Sequence[str] | dict[str, Any], keep: tuple[str, ...] | None, id_column: str | None
-) -> dict[str, str]:
+def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dict[str, str]:
     """The names in the output of the columns that are carried.
 
     `id` is the output's own `id`, unless another column was named for that: then it is carried as `input_id`, so that nothing is lost.
     """
     names: dict[str, str] = {}
     for column in columns:
-        if keep is not None and column not in keep:
+        if form.keep is not None and column not in form.keep:
             continue
         name = column
         if column == "id":
-            if id_column in (None, "id"):
+            if form.id_column in (None, "id"):
                 continue
             name = "input_id"
         elif column in RESULT_NAMES:

@@ -12,7 +12,7 @@ from batchgen.errors import ClosedPipe, OutputError
 from batchgen.records.disk import writing
 from batchgen.records.index import Index
 from batchgen.records.jsonl import to_json
-from batchgen.records.output import output_row
+from batchgen.records.output import RowForm, output_row
 from batchgen.records.row import Row
 from batchgen.result import Result
 
@@ -41,11 +41,11 @@ class DoneOrder:
 class StdoutJob:
     """The methods of `JobFolder`, for `-o -`. Raises `ClosedPipe` once nobody reads any more."""
 
-    def __init__(self, *, keep: tuple[str, ...] | None, id_column: str | None, token_ids: bool, order: str) -> None:
+    def __init__(self, form: RowForm, *, order: str) -> None:
         self.notes: list[str] = []
         self.finished: dict[str, Any] | None = None
         self.previous: dict[str, Any] | None = None
-        self._keep, self._id_column, self._token_ids = keep, id_column, token_ids
+        self._form = form
         self._order = DoneOrder(order)
         with writing("the temporary file of the index"):
             self._index = Index(None)
@@ -69,9 +69,8 @@ class StdoutJob:
         self._order.done(result.row)
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
-        options = {"keep": self._keep, "id_column": self._id_column, "token_ids": self._token_ids}
         for row in self._order.sort(rows):
-            write_stdout(to_json(output_row(row, results[row.number], **options)) + b"\n")  # type: ignore[arg-type]
+            write_stdout(to_json(output_row(row, results[row.number], self._form)) + b"\n")
         self.flush()
 
     def flush(self) -> None:

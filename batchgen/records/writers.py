@@ -21,7 +21,7 @@ import zstandard
 
 from batchgen.records.columns import ColumnType, clean, id_text
 from batchgen.records.jsonl import plain, to_json
-from batchgen.records.output import carried_names, output_format
+from batchgen.records.output import RowForm, carried_names, output_format
 
 GROUP_ROWS = 5_000
 GROUP_BYTES = 1 << 25
@@ -103,9 +103,7 @@ def open_writer(
     *,
     schema: pa.Schema | None,
     spool: Path,
-    keep: tuple[str, ...] | None,
-    id_column: str | None,
-    token_ids: bool,
+    form: RowForm,
     optional: Collection[str] = (),
 ) -> Writer:
     """The writer for the suffix of `output`, which writes to `file`. `schema`: `Input.schema`.
@@ -116,15 +114,15 @@ def open_writer(
     kind, compression = output_format(output)
     if kind == "jsonl":
         return JsonlWriter(file, compression)
-    results = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or token_ids}
-    if not token_ids:
+    results = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or form.token_ids}
+    if not form.token_ids:
         results["choices"] = pa.list_(pa.struct(_CHOICE))
     if schema is None:
         return SpoolingWriter(file, spool, results, optional)
     results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}
-    carried = carried_names(schema.names, keep, id_column)
+    carried = carried_names(schema.names, form)
     fields = [pa.field(carried[f.name], f.type) for f in schema if f.name in carried]
-    id_type = _id_type([schema.field(n).type for n in (id_column, "id", "custom_id") if n in schema.names])
+    id_type = _id_type([schema.field(n).type for n in (form.id_column, "id", "custom_id") if n in schema.names])
     fields = [pa.field("id", id_type), *fields, *(pa.field(n, t) for n, t in results.items())]
     return ParquetWriter(file, pa.schema(fields))
 

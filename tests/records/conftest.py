@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.records import open_input, open_job
+from batchgen.records import RowForm, open_input, open_job
 from batchgen.result import Result
 
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
@@ -21,10 +21,13 @@ def write_input_rows(prompts, name="in.jsonl"):
 
 
 def job_open(output="o.jsonl", inputs=("in.jsonl",), settings=SETTINGS, mentions=None, **options):
-    defaults = {"limit": None, "keep": None, "id_column": None, "token_ids": False, "work_dir": None}
+    defaults = {"limit": None, "work_dir": None}
     defaults |= {"overwrite": False, "flush_every": 0.0, "order": "input"}
     source = open_input(list(inputs), format=None, output=output)
-    return open_job(output, settings=settings, mentions=mentions or {}, input=source, **(defaults | options)), source
+    form = RowForm(**{name: options.pop(name) for name in ("keep", "id_column", "token_ids") if name in options})
+    return open_job(
+        output, settings=settings, mentions=mentions or {}, input=source, form=form, **(defaults | options)
+    ), source
 
 
 def key_of(row) -> bytes:

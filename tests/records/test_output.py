@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchgen.errors import RowError, UsageError
-from batchgen.records import Row, default_output, output_row
+from batchgen.records import Row, RowForm, default_output, output_row
 from batchgen.records.output import output_format
 from batchgen.result import Result
 
@@ -16,7 +16,7 @@ TAIL = {"text": "Yes.", "finish_reason": "stop", "usage": USAGE, "error": None}
 
 def made(columns, result=DONE, *, keep=None, id_column=None, token_ids=False):
     row = Row(4, columns, None, "x.jsonl:5")
-    return output_row(row, result, keep=keep, id_column=id_column, token_ids=token_ids)
+    return output_row(row, result, RowForm(keep=keep, id_column=id_column, token_ids=token_ids))
 
 
 def test_an_output_row_is_id_carried_columns_and_result_in_this_order():
@@ -83,7 +83,7 @@ def test_truncated_is_there_only_where_true():
 def test_a_malformed_row_has_its_number_its_error_and_nothing_else():
     error = RowError("invalid_row", "x.jsonl:5: not JSON: Expecting value at column 1")
     row = Row(4, {}, error, "x.jsonl:5")
-    assert output_row(row, Result.failed(4, error), keep=None, id_column="name", token_ids=False) == {
+    assert output_row(row, Result.failed(4, error), RowForm(id_column="name")) == {
         "id": 4,
         "text": None,
         "finish_reason": "error",

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.records import Row, open_input, output_row
+from batchgen.records import Row, RowForm, open_input, output_row
 from batchgen.records import writers as writers_module
 from batchgen.records.journal import decode, encode
 from batchgen.records.take_back import take_back
@@ -63,11 +63,11 @@ CHOICES = [
 
 def row_of(result, *, token_ids=False, columns=None):
     row = Row(4, columns or {}, None, "x.jsonl:5")
-    return output_row(row, result, keep=None, id_column=None, token_ids=token_ids)
+    return output_row(row, result, RowForm(token_ids=token_ids))
 
 
 def written(folder, name, rows, *, schema=None, token_ids=False, optional=()):
-    options = {"keep": None, "id_column": None, "token_ids": token_ids, "optional": optional}
+    options = {"form": RowForm(token_ids=token_ids), "optional": optional}
     writer = open_writer(DigestFile(folder / name), name, schema=schema, spool=folder / "spool", **options)
     writer.write(rows)
     writer.close()
@@ -310,6 +310,6 @@ def test_any_results_come_back_from_a_finished_output(tmp_path_factory, made):
 def test_an_output_can_be_an_input_again(tmp_path):
     path = written(tmp_path, "o.parquet", [row_of(LABEL)])
     (row,) = open_input([str(path)], format=None, output=None).rows()
-    out = output_row(row, SEVERAL, keep=None, id_column=None, token_ids=False)
+    out = output_row(row, SEVERAL, RowForm())
     assert out["input_choice_probs"] == [("yes", 0.1), ("no", 0.7), ("-", 0.2)]
     assert out["choices"] == CHOICES

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from batchgen.errors import OutputError
-from batchgen.records import Row, StdoutJob, open_input, open_job
+from batchgen.records import Row, RowForm, StdoutJob, open_input, open_job
 from batchgen.result import Result
 
 
 def job(order="input"):
-    return StdoutJob(keep=None, id_column=None, token_ids=False, order=order)
+    return StdoutJob(RowForm(), order=order)
 
 
 def window(n):
@@ -61,7 +61,7 @@ def test_a_dash_is_a_job_on_standard_output(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text("")
     source = open_input(["in.jsonl"], format=None, output="-")
-    settings = {"keep": None, "id_column": None, "token_ids": False, "work_dir": None, "overwrite": False}
+    settings = {"form": RowForm(), "work_dir": None, "overwrite": False}
     with open_job(
         "-", settings={}, mentions={}, input=source, limit=None, flush_every=5.0, order="input", **settings
     ) as out:

@@ -17,7 +17,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.records import open_input
+from batchgen.records import RowForm, open_input
 from batchgen.records.columns import MAX_FIELDS, ColumnType
 from batchgen.records.writers import DigestFile, open_writer
 
@@ -35,7 +35,7 @@ RESULT_TYPES = [
 def write(folder: Path, name: str, rows, *, schema=None, keep=None, id_column=None, token_ids=False) -> Path:
     file = DigestFile(folder / name)
     spool = folder / "spool.jsonl"
-    options = {"keep": keep, "id_column": id_column, "token_ids": token_ids}
+    options = {"form": RowForm(keep=keep, id_column=id_column, token_ids=token_ids)}
     writer = open_writer(file, name, schema=schema, spool=spool, **options)
     writer.write(rows[:1])
     writer.write(rows[1:])
