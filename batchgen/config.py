@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from batchgen.errors import UsageError
 from batchgen.sampling_params import SamplingParams
@@ -130,19 +131,24 @@ class JobConfig:
     prompts: PromptConfig = field(default_factory=PromptConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    window: int | None = None
-    """Rows planned at a time; None: 50,000, and 4,096 for standard input."""
+    window: int | Literal["all"] | None = None
+    """Rows planned at a time, in input order; all: the whole input is put in prefix order. None: all for files, 4,096 rows where input or output
+    is a pipe, 50,000 for `order` done."""
     limit: int | None = None
     """Only the first rows of the input."""
     order: str = "input"
     """input or done"""
     overwrite: bool = False
+    retry_errors: bool = False
+    """Run the rows again that failed in an earlier run."""
     max_errors: str | None = None
     """N rows, or P% of the rows done (after the first 100)."""
     keep: tuple[str, ...] | None = None
     """Input columns carried to the output; None: all."""
     token_ids: bool = False
     """Add the completion's token ids to the rows."""
+    output_format: str = "rows"
+    """rows, or openai: records of OpenAI's Batch output"""
     flush_every: float = 5.0
     """Seconds between syncs of the journal to disk."""
     grace: float = 5.0
@@ -155,18 +161,27 @@ class JobConfig:
     def __post_init__(self) -> None:
         if not self.inputs:
             raise UsageError("no input", "name a file, a folder, a glob or - for standard input")
-        if self.window is not None and self.window < 1:
+        if isinstance(self.window, int) and self.window < 1:
             raise UsageError(f"--window must be at least 1, not {self.window}")
         if self.limit is not None and self.limit < 0:
             raise UsageError(f"--limit must be at least 0, not {self.limit}")
         if self.order not in ("input", "done"):
             raise UsageError(f"--order {self.order!r} is unknown", "use input or done")
+        self._check_output_format()
         if self.flush_every < 0:
             raise UsageError(f"--flush-every must be at least 0, not {self.flush_every}")
         if self.grace < 0:
             raise UsageError(f"--grace must be at least 0, not {self.grace}")
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)
+
+    def _check_output_format(self) -> None:
+        if self.output_format not in ("rows", "openai"):
+            raise UsageError(f"--output-format {self.output_format!r} is unknown", "use rows or openai")
+        if self.output_format == "openai" and self.prompts.score:
+            raise UsageError("--output-format openai has no place for scores", "leave it out, or --score")
+        if self.output_format == "openai" and self.keep:
+            raise UsageError("--output-format openai carries no columns", "leave it out, or --keep")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {

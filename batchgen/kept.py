@@ -19,10 +19,19 @@ class KeptPrefixes:
 
     def __init__(self) -> None:
         self._paths: dict[bytes, TokenArray] = {}
+        self._last: TokenArray | None = None
 
-    def carried(self, plan: PrefixPlan, prompts: Sequence[TokenArray]) -> int:
-        """How many tokens of the window's tree are known from earlier windows; remembers this one's prefixes."""
-        carried = carried_tokens(plan, prompts, list(self._paths.values()))
+    def carried(self, plan: PrefixPlan, prompts: Sequence[TokenArray], *, and_last: bool = False) -> int:
+        """How many tokens of the window's tree are known from earlier windows; remembers this one's prefixes.
+
+        `and_last`: also those of the last prompt of the window before. Where windows follow each other in depth-first order, that is all
+        they share.
+        """
+        paths = list(self._paths.values())
+        if and_last and self._last is not None:
+            paths.append(self._last)
+        carried = carried_tokens(plan, prompts, paths)
+        self._last = prompts[plan.order[-1]].copy()
         for node in heapq.nlargest(OF_A_WINDOW, plan.nodes, key=_saved):
             path = prompts[plan.order[node.first]][: node.end].copy()
             key = path.tobytes()

@@ -9,8 +9,8 @@ from itertools import count
 from typing import Any
 
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
+from batchgen.generation import request_of
 from batchgen.grammar_check import GrammarCheck
-from batchgen.job import request_of
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from batchgen.config import JobConfig
+from batchgen.generation import request_of
 from batchgen.guards import memory_errors
 from batchgen.identity import dtype_name
 from batchgen.kept import KeptPrefixes
@@ -22,11 +25,12 @@ from batchgen.prefix import (
 from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet
-from batchgen.reading import CHECKED_ROWS, read_windows
+from batchgen.reading import BLOCK_ROWS, CHECKED_ROWS, read_windows, window_rows
 from batchgen.records import open_input
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
 from batchgen.signals import Signals
+from batchgen.spool import Spool
 
 TREE_NODES = 20
 GROUPS = 10
@@ -104,12 +108,23 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
         prompts = PromptBuilder(text, config.prompts, config.sampling)
         planner = Planner(config, text)
         progress.phase("planning")
-        for rows in read_windows(source, config):
-            if planner.windows == 0:
-                prompts.check_columns(rows[:CHECKED_ROWS])
-            planner.window(prompts.build(rows))
-            rows.clear()  # freed before the next ones are read
-            progress.rows(planner.rows, planner.failed, None)
+        size = window_rows(config, source)
+        with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+            spool = Spool(Path(folder))
+            for rows in read_windows(source, config, size or BLOCK_ROWS):
+                if planner.rows == 0:
+                    prompts.check_columns(rows[:CHECKED_ROWS])
+                requests = planner.requests(prompts.build(rows))
+                rows.clear()  # freed before the next ones are read
+                progress.passed(planner.rows)
+                if size is not None:
+                    planner.window(requests)
+                else:
+                    for request in requests:
+                        spool.add(request)
+            spool.close()
+            for requests in spool.windows():
+                planner.window(requests, follow_on=config.prompts.priority_column is None)
         for note in (*source.notes, *prompts.notes):
             progress.note(note)
     return planner.report(chat=prompts.chat)
@@ -140,19 +155,23 @@ class Planner:
             self.text.hf_config, dtype_name(self.config.model, self.text.hf_config)
         )
 
-    def window(self, built: Sequence[Draft | Result]) -> None:
-        """One more window."""
-        drafts = [draft for draft in built if isinstance(draft, Draft)]
+    def requests(self, built: Sequence[Draft | Result]) -> list[Request]:
+        """Those of some more rows."""
         self.rows += len(built)
         self.failed += sum(1 for result in built if isinstance(result, Result) and result.error_type is not None)
+        return [request_of(draft, draft.digest) for draft in built if isinstance(draft, Draft)]
+
+    def window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
+        """One more window. `follow_on`: windows come in depth-first order."""
         self.windows += 1
-        if not drafts:
+        if not requests:
             return
-        prompts = [draft.tokens for draft in drafts]
+        prompts = [r.tokens for r in requests]
         plan = self._planned(prompts)
-        window = self._figures(plan, prompts, [draft.max_tokens for draft in drafts], self._kept.carried(plan, prompts))
-        leaves = leaves_of(_request(draft) for draft in drafts)
-        if len(leaves) > len(drafts) or any(draft.texts for draft in drafts):
+        carried = self._kept.carried(plan, prompts, and_last=follow_on)
+        window = self._figures(plan, prompts, [r.max_tokens for r in requests], carried)
+        leaves = leaves_of(requests)
+        if len(leaves) > len(requests) or any(r.texts for r in requests):
             # What is stored is that of the leaves; what is said of rows and prompts stays theirs.
             tokens = [leaf.tokens for leaf in leaves]
             stored = self._figures(self._planned(tokens), tokens, [leaf.request.max_tokens for leaf in leaves])
@@ -200,17 +219,6 @@ class Planner:
             text = self.text.tokenizer.decode(tokens.tolist())
             lines.append(TreeLine(line.level, line.tokens, line.requests, line.saved_tokens, text))
         return lines
-
-
-def _request(draft: Draft) -> Request:
-    return Request(
-        row=draft.row,
-        tokens=draft.tokens,
-        params=draft.params,
-        max_tokens=draft.max_tokens,
-        key=draft.digest,
-        texts=draft.texts,
-    )
 
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:

@@ -44,6 +44,9 @@ class EngineStats:
     """Time inside the model."""
 
 
+_RESUMED = ("rows_resumed", "resumed_failed", "resumed_prompt_tokens", "resumed_completion_tokens")
+
+
 @dataclass(slots=True)
 class RunFigures:
     """What the job counts of one run, beside the engine."""
@@ -91,6 +94,16 @@ class RunFigures:
         self.rows_ok += not failed
         self.prompt_tokens += 0 if failed else prompt_tokens
         self.completion_tokens += completion_tokens
+
+    @property
+    def resumed(self) -> dict[str, int]:
+        """What was counted of the rows that came from earlier runs."""
+        return {name: getattr(self, name) for name in _RESUMED}
+
+    @resumed.setter
+    def resumed(self, counts: Mapping[str, int]) -> None:
+        for name in _RESUMED:
+            setattr(self, name, counts[name])
 
     def count_resumed(self, *, failed: bool, prompt_tokens: int, completion_tokens: int) -> None:
         """One more row was taken from an earlier run."""

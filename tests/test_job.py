@@ -96,7 +96,7 @@ def test_figures_count_what_was_run(tiny_model_dir: Path, write_jsonl: Write) ->
     assert progress.phases == [
         "loading tokenizer",
         "reading",
-        "planning rows 1–6",
+        "planning",
         "loading model",
         "generating",
         "writing",

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
 from batchgen.config import JobConfig, ModelConfig
-from batchgen.errors import InputCorrupt
+from batchgen.errors import InputCorrupt, UsageError
 from batchgen.reading import read_windows, window_rows
 
 
@@ -18,18 +19,39 @@ class Source(SimpleNamespace):
         raise InputCorrupt("it breaks off")
 
 
-def config_of(window: int | None) -> JobConfig:
-    return JobConfig(inputs=("x.jsonl",), model=ModelConfig(model="m"), window=window)
+def config_of(window: int | Literal["all"] | None, order: str = "input") -> JobConfig:
+    return JobConfig(inputs=("x.jsonl",), model=ModelConfig(model="m"), window=window, order=order)
 
 
 def test_rows_before_a_break_come_first_and_then_the_break() -> None:
-    windows = read_windows(Source(), config_of(2))  # type: ignore[arg-type]
+    windows = read_windows(Source(), config_of(2), 2)  # type: ignore[arg-type]
     assert [next(windows), next(windows), next(windows)] == [[0, 1], [2, 3], [4]]
     with pytest.raises(InputCorrupt, match="it breaks off"):
         next(windows)
 
 
-def test_standard_input_is_planned_in_smaller_windows() -> None:
-    assert window_rows(config_of(None), SimpleNamespace(is_stdin=False)) == 50_000  # type: ignore[arg-type]
-    assert window_rows(config_of(None), SimpleNamespace(is_stdin=True)) == 4_096  # type: ignore[arg-type]
-    assert window_rows(config_of(7), SimpleNamespace(is_stdin=True)) == 7  # type: ignore[arg-type]
+def rows_of(window: int | Literal["all"] | None, output: str = "o.jsonl", *, once: bool = False, order: str = "input") -> int | None:
+    source = SimpleNamespace(fingerprint=lambda: [] if once else [{}], files=[SimpleNamespace(shown="<stdin>")])
+    return window_rows(config_of(window, order), source, output)  # type: ignore[arg-type]
+
+
+def test_files_are_put_in_prefix_order_whole_and_what_is_read_once_window_by_window() -> None:
+    assert rows_of(None) is None
+    assert rows_of("all") is None
+    assert rows_of(7) == rows_of(7, once=True) == rows_of(7, "-") == 7
+    assert rows_of(None, once=True) == rows_of(None, "-") == 4_096
+    assert rows_of(None, order="done") == 50_000
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"once": True}, "--window all reads the input twice, which <stdin> does not allow; use --window ROWS, or a file"),
+        ({"output": "-"}, "--window all has no row to write before all are done; name an output with -o"),
+        ({"order": "done"}, "--window all cannot be combined with --order done; use --window ROWS"),
+    ],
+)
+def test_the_whole_input_where_that_cannot_be_is_wrong_use(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        rows_of("all", **given)
+    assert str(error.value) == message

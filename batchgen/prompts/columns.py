@@ -8,9 +8,10 @@ from typing import Any, NoReturn
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts.openai import is_batch_row, is_chat
+from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
+from batchgen.records.openai_row import is_batch_row
 from batchgen.records.row import Row
 
 _DEFAULT = PromptConfig()

@@ -10,14 +10,13 @@ from typing import Any
 from batchgen.errors import RowError
 from batchgen.prompts.messages import kind
 from batchgen.prompts.params import supported
-
-_CHAT = "/v1/chat/completions"
-_RAW = "/v1/completions"
+from batchgen.records.openai_row import CHAT, RAW, endpoint
 
 # Of a body, and neither a prompt nor a parameter that changes its completion.
 _IGNORED = frozenset({
     "model", "messages", "prompt", "chat_template_kwargs",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "priority", "request_id", "cache_salt",
 })  # fmt: skip
 
 
@@ -41,30 +40,14 @@ class Body:
     """Its sampling parameters, under our names."""
 
 
-def is_batch_row(columns: Mapping[str, Any]) -> bool:
-    """Whether a row is in the Batch form. A mere column called `body` (of an e-mail, say) is not enough."""
-    body = columns.get("body")
-    if isinstance(body, Mapping):
-        return "url" in columns or "custom_id" in columns or "method" in columns
-    url = columns.get("url")
-    return isinstance(body, str) and isinstance(url, str) and _endpoint(url) is not None
-
-
 def is_chat(columns: Mapping[str, Any]) -> bool:
     """Whether a row in the Batch form has messages. Raises `RowError` for an endpoint that is not served here."""
-    url = columns.get("url")
-    if url is None:
-        body = columns["body"]
-        return isinstance(body, Mapping) and "messages" in body
-    endpoint = _endpoint(url) if isinstance(url, str) else None
-    if endpoint is None:
+    known = endpoint(columns)
+    if known is None:
+        url = columns["url"]
         shown = repr(url) if isinstance(url, str) else kind(url)
-        raise RowError("invalid_row", f"url is {shown}; {_RAW} and {_CHAT} can be served")
-    return endpoint == _CHAT
-
-
-def _endpoint(url: str) -> str | None:
-    return next((known for known in (_CHAT, _RAW) if url.rstrip("/").endswith(known)), None)
+        raise RowError("invalid_row", f"url is {shown}; {RAW} and {CHAT} can be served")
+    return known == CHAT
 
 
 def read_body(columns: Mapping[str, Any]) -> Body:
@@ -76,7 +59,7 @@ def read_body(columns: Mapping[str, Any]) -> Body:
     body = _object(columns["body"])
     column, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if body.get(column) is None:
-        hint = f"; it has {other}, which {_RAW if chat else _CHAT} takes" if body.get(other) is not None else ""
+        hint = f"; it has {other}, which {RAW if chat else CHAT} takes" if body.get(other) is not None else ""
         raise RowError("invalid_row", f"body has no {column}{hint}")
     model = body.get("model")
     return Body(
@@ -105,6 +88,8 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     most = params.pop("max_completion_tokens", None)  # the newer name for max_tokens, which it replaces
     if most is not None:
         params["max_tokens"] = most
+    if params.get("top_k") == -1:  # vLLM's word for off
+        params["top_k"] = 0
     params |= _logprobs(body) | _response_format(body.get("response_format"))
     outputs = _structured_outputs(body.get("structured_outputs"))
     for theirs, ours in _GUIDED.items():

@@ -19,6 +19,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": ("",), "top_logprobs": (0,), "logit_bias": ({},),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False), "modalities": (["text"],), "stream_options": ({},),
+    "min_tokens": (0,), "length_penalty": (1, 1.0), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
 }  # fmt: skip
 _ITSELF = ("stop", "regex", "json_schema")  # texts that are not to be read as JSON
 

@@ -2,7 +2,7 @@
 
 from batchgen.records.inputs import Input, open_input
 from batchgen.records.job_folder import JobFolder, open_job
-from batchgen.records.output import RESULT_NAMES, RowForm, default_output, output_row
+from batchgen.records.output import RESULT_NAMES, RowForm, default_output, output_row, row_form
 from batchgen.records.place import job_path
 from batchgen.records.row import Row, windows
 from batchgen.records.stdout_job import StdoutJob
@@ -19,5 +19,6 @@ __all__ = [
     "open_input",
     "open_job",
     "output_row",
+    "row_form",
     "windows",
 ]

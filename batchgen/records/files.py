@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from batchgen.errors import UsageError
+from batchgen.records.remote import is_url, open_remote, reaching, remote, version_of
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -27,6 +27,8 @@ _PIECE = 1 << 14  # small, because what one piece decompresses to is in memory a
 
 def split_name(name: str) -> tuple[str, str | None, str | None]:
     """Stem, format and compression by the suffixes of a file's name: `a.csv.gz` is (`a`, `csv`, `gzip`)."""
+    if name.startswith(("http://", "https://")):
+        name = name.partition("?")[0]  # a signed address
     base = name.replace("\\", "/").rsplit("/", 1)[-1]
     stem, compression = base, None
     for suffix, kind in COMPRESSIONS.items():
@@ -36,25 +38,6 @@ def split_name(name: str) -> tuple[str, str | None, str | None]:
         if stem.lower().endswith(suffix):
             return stem[: -len(suffix)], kind, compression
     return stem, None, compression
-
-
-def is_url(name: str) -> bool:
-    return "://" in name
-
-
-def remote(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL and the path in it. Raises `UsageError` where what it needs is not installed."""
-    try:
-        from fsspec.core import url_to_fs
-
-        fs, path = url_to_fs(url)
-    except ImportError as e:
-        raise UsageError(
-            f"{url} cannot be read: {e}", "pip install 'batchgen[remote]' (fsspec and the store's package)"
-        ) from e
-    except ValueError as e:
-        raise UsageError(f"{url} cannot be read: {e}", "use a path, or a URL such as s3://bucket/rows.jsonl") from e
-    return fs, path
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +60,30 @@ class InputFile:
         """Its bytes, decompressed and buffered; seekable where the format needs that (Parquet)."""
         if self.name == "-":
             yield sys.stdin.buffer
-        elif self.format == "parquet" and self.compression:
-            with self._raw() as raw, tempfile.TemporaryFile() as unpacked:  # Parquet is read from its end
-                shutil.copyfileobj(decompressed(raw, self.compression), unpacked, 1 << 20)
-                unpacked.seek(0)
-                yield unpacked
-        else:
-            with self._raw() as raw:
-                yield raw if self.compression is None else decompressed(raw, self.compression)
+            return
+        with self._raw() as raw:
+            stream = raw if self.compression is None else decompressed(raw, self.compression)
+            if self.format != "parquet" or (self.compression is None and raw.seekable()):
+                yield stream
+                return
+            with tempfile.TemporaryFile() as whole:  # Parquet is read from its end
+                shutil.copyfileobj(stream, whole, 1 << 20)
+                whole.seek(0)
+                yield whole
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """What tells whether the file has changed; None for a pipe, of which nothing can be said."""
+        """What tells whether the file has changed; None where nothing can be said: a pipe, a store without versions.
+
+        Nothing is downloaded for it. Raises `UsageError` where a store cannot be reached.
+        """
         if is_url(self.name):
             fs, path = remote(self.name)
-            return {"path": self.name, "version": fs.ukey(path)}
+            with reaching(self.name):
+                info = fs.info(path)
+            version = version_of(info)
+            if version is None:
+                return None
+            return {"path": self.name, "size": info.get("size"), "version": version}
         path_ = Path(self.name)
         if not path_.is_file():
             return None
@@ -99,9 +92,7 @@ class InputFile:
 
     def _raw(self) -> BinaryIO:
         if is_url(self.name):
-            fs, path = remote(self.name)
-            opened: BinaryIO = fs.open(path, "rb")
-            return opened
+            return open_remote(self.name)
         return Path(self.name).open("rb")
 
 

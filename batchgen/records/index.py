@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _ASKED_AT_ONCE = 500  # below the least limit of parameters that SQLite is built with
+_CACHE_KIB = 1 << 16
 
 
 class Index:
@@ -20,6 +21,7 @@ class Index:
         self._db.execute("PRAGMA journal_mode = OFF")
         self._db.execute("PRAGMA synchronous = OFF")
         self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         self._db.execute("CREATE TABLE places (key BLOB PRIMARY KEY, place INTEGER) WITHOUT ROWID")
         self._db.execute("CREATE TABLE counts (digest BLOB PRIMARY KEY, seen INTEGER) WITHOUT ROWID")
         self._db.execute("BEGIN")  # one for the whole run: nothing here outlives it
@@ -28,16 +30,17 @@ class Index:
         self._db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", places)
 
     def places(self, keys: Sequence[bytes]) -> dict[bytes, int]:
-        return dict(self._get("SELECT key, place FROM places WHERE key IN", keys))
+        return dict(self._get("SELECT key, place FROM places WHERE key IN", sorted(keys)))
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
         """How often each digest has come before, in this call and all earlier ones."""
-        seen = dict(self._get("SELECT digest, seen FROM counts WHERE digest IN", list(dict.fromkeys(digests))))
+        # Sorted: neighbours are on one page of the table.
+        seen = dict(self._get("SELECT digest, seen FROM counts WHERE digest IN", sorted(set(digests))))
         numbers: list[int] = []
         for digest in digests:
             numbers.append(seen.get(digest, 0))
             seen[digest] = numbers[-1] + 1
-        self._db.executemany("INSERT OR REPLACE INTO counts VALUES (?, ?)", seen.items())
+        self._db.executemany("INSERT OR REPLACE INTO counts VALUES (?, ?)", sorted(seen.items()))
         return numbers
 
     def close(self) -> None:

@@ -7,6 +7,7 @@
     journal          results as they come (`journal`)
     keys             of a finished job: 16 bytes for every row of the output, by which it is known again (`take_back`)
     stats.json       the figures of the last run
+    passes/          while it is under way: the input as it was read first, where all of it is put in prefix order (`passes`)
 
 and, while a process is at it, made anew from the journal at every start
 
@@ -20,6 +21,7 @@ The order of steps in `finish` makes every moment safe: until the manifest says 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -35,6 +37,7 @@ from batchgen.records.journal import Journal
 from batchgen.records.lock import Lock
 from batchgen.records.manifest import Manifest, as_stored, differences, file_digest, identity, known_as, load_manifest
 from batchgen.records.output import RowForm, output_format, output_row
+from batchgen.records.passes import Passes
 from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, job_path
 from batchgen.records.row import Row
 from batchgen.records.stdout_job import DoneOrder, StdoutJob
@@ -57,11 +60,13 @@ def open_job(
     overwrite: bool,
     flush_every: float,
     order: str,
+    retry_errors: bool = False,
     optional: Collection[str] = (),
 ) -> JobFolder | StdoutJob:
     """The job of an output, begun, taken up again or already finished; held by this process until it is closed.
 
     `settings`, a flat dictionary of plain values, is what changes results: a job goes on with equal ones only. `mentions`: a difference is only noted.
+    `retry_errors`: the results of rows that failed are forgotten, so that these run again.
     `optional`: the parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`).
     Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
     """
@@ -84,7 +89,9 @@ def open_job(
             mentions=as_stored(mentions),
             request=as_stored(request),
         )
-        job = JobFolder(output, folder, lock, input, manifest, form=form, order=order, optional=optional)
+        job = JobFolder(
+            output, folder, lock, input, manifest, form=form, order=order, retry_errors=retry_errors, optional=optional
+        )
         job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
         lock.release()
@@ -105,6 +112,7 @@ class JobFolder:
         *,
         form: RowForm,
         order: str,
+        retry_errors: bool,
         optional: Collection[str],
     ) -> None:
         self.notes: list[str] = []
@@ -113,10 +121,12 @@ class JobFolder:
         """The figures of the finished job where there is nothing to do; no other method may be called then."""
         self.previous: dict[str, Any] | None = None
         """The figures that the job's last run left, where this one goes on from it."""
-        self._output, self._folder, self._lock, self._input = output, folder, lock, input
+        self.output = output
+        self._folder, self._lock, self._input = folder, lock, input
         self._manifest = manifest
         self._form, self._optional = form, optional
         self._order = DoneOrder(order)
+        self._retry_errors = retry_errors
         self._target = Path(output).resolve()  # a link stays one
         self._opened: ExitStack | None = None
 
@@ -147,35 +157,41 @@ class JobFolder:
                 f"{self._folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
             )
         if said := differences(old.settings, self._manifest.settings):
-            raise UsageError(f"{self._output} was made with other settings: {said}", _WAY_OUT)
+            raise UsageError(f"{self.output} was made with other settings: {said}", _WAY_OUT)
         if said := differences(old.mentions, self._manifest.mentions):
-            self.notes.append(f"{self._output} was begun with other versions: {said}")
+            self.notes.append(f"{self.output} was begun with other versions: {said}")
 
     def _take_up(self, old: Manifest) -> None:
         there = self._target.exists()
         standing = known_as(self._target, old.outputs) if there else None
         if there and standing is None:
             raise UsageError(
-                f"{self._output} was changed since batchgen wrote it", "move it away, or use --overwrite to start anew"
+                f"{self.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start anew"
             )
         self.previous = self._stats()
         self._manifest = replace(self._manifest, outputs=[standing] if standing else [])
         if old.state != "finished":
             return
         if not there:
-            self.notes.append(f"{self._output} is gone: starting anew")
+            self.notes.append(f"{self.output} is gone: starting anew")
             self._start_anew()
-        elif self.previous is not None and old.request == self._manifest.request and old.request["inputs"]:
+        elif self._is_complete(old):
             self.finished, self.previous = self.previous, None
             self._remove(WORK_FILES)
         elif (self._folder / "keys").exists() and file_digest(self._folder / "keys") == old.keys:
             taken = take_back(str(self._target), self._folder / "keys", self._folder / "journal")
-            self.notes.append(f"{self._output} was finished: {taken} of its results are at hand")
+            self.notes.append(f"{self.output} was finished: {taken} of its results are at hand")
         else:
             self.notes.append(
-                f"{self._folder / 'keys'} is damaged, so the rows of {self._output} are not known: starting anew"
+                f"{self._folder / 'keys'} is damaged, so the rows of {self.output} are not known: starting anew"
             )
             self._start_anew()
+
+    def _is_complete(self, old: Manifest) -> bool:
+        """Whether there is nothing to do."""
+        if self.previous is None or old.request != self._manifest.request or not old.request["inputs"]:
+            return False
+        return not (self._retry_errors and self.previous["job"]["rows_failed"])
 
     def _start_anew(self) -> None:
         """Forget all results; the output that is there stays until the new one replaces it."""
@@ -194,7 +210,12 @@ class JobFolder:
 
     def _open_files(self, opened: ExitStack, flush_every: float) -> None:
         self._index = opened.enter_context(closing(Index(self._folder / "index.sqlite")))
-        self._journal = opened.enter_context(closing(Journal(self._folder / "journal", self._index, flush_every)))
+        self._journal = opened.enter_context(
+            closing(Journal(self._folder / "journal", self._index, flush_every, without_failed=self._retry_errors))
+        )
+        self.passes = opened.enter_context(
+            closing(Passes(self._folder / "passes", self._journal, trusted=not self._retry_errors))
+        )
         if self._journal.damaged:
             self.notes.append(
                 f"{self._journal.damaged} damaged records of the journal were left out: their rows are generated again"
@@ -205,8 +226,8 @@ class JobFolder:
         opened.callback(self._file.abandon)
         self._writer = open_writer(
             self._file,
-            self._output,
-            schema=self._input.schema if output_format(self._output)[0] == "parquet" else None,
+            self.output,
+            schema=self._input.schema if output_format(self.output)[0] == "parquet" else None,
             spool=self._folder / "spool.jsonl",
             form=self._form,
             optional=self._optional,
@@ -271,7 +292,7 @@ class JobFolder:
 
     def finish(self, stats: dict[str, Any]) -> None:
         """Every row is written: put the output in its place and forget the journal. The job is closed then."""
-        with writing(self._output):
+        with writing(self.output):
             self._writer.close()
             self._keys.sync()
             self._keys.close()
@@ -294,7 +315,11 @@ class JobFolder:
 
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
-            (self._folder / name).unlink(missing_ok=True)
+            path = self._folder / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def _stats(self) -> dict[str, Any] | None:
         try:

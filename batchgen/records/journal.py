@@ -50,6 +50,17 @@ def decode(line: bytes) -> tuple[bytes, Result] | None:
         return None
 
 
+def checked_key(line: bytes) -> bytes | None:
+    """The key of a line; None where it is damaged. What it holds is not looked at."""
+    checksum, _, body = line.removesuffix(b"\n").partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(body):
+        return None
+    try:
+        return bytes.fromhex(body.partition(b" ")[0].decode("ascii"))
+    except ValueError:
+        return None
+
+
 def _result(values: dict[str, Any]) -> Result:
     if "token_ids" in values:
         values["token_ids"] = tuple(values["token_ids"])
@@ -65,7 +76,9 @@ def _result(values: dict[str, Any]) -> Result:
 class Journal:
     """The journal of one job, opened for reading and appending. Only its owner may append (see `lock`)."""
 
-    def __init__(self, path: Path, index: Index, flush_every: float) -> None:
+    def __init__(self, path: Path, index: Index, flush_every: float, *, without_failed: bool = False) -> None:
+        """`without_failed`: the results of failed rows that are there already are passed over, as if they had never come."""
+        self._without_failed = without_failed
         self._file = path.open("a+b", buffering=0)
         self._index = index
         self._flush_every = flush_every
@@ -85,16 +98,21 @@ class Journal:
                 for line in lines:
                     if not line.endswith(b"\n"):
                         return
-                    record = decode(line)
-                    if record is None:
+                    key = checked_key(line)
+                    if key is None:
                         self.damaged += 1
-                    else:
-                        yield record[0], place
+                    elif not (self._without_failed and _failed(line)):
+                        yield key, place
                     place += len(line)
 
         self._index.add(good_lines())
         self._file.truncate(place)
         return place
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self._end
 
     def append(self, key: bytes, result: Result) -> None:
         """Add one result; on disk at the latest when the next one comes after `flush_every` seconds, or at `flush`."""
@@ -128,3 +146,8 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _failed(line: bytes) -> bool:
+    record = decode(line)
+    return record is not None and record[1].error_type is not None

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.records.files import is_url, split_name
+from batchgen.records.columns import id_text
+from batchgen.records.files import split_name
 from batchgen.records.nested import choices_of, ids_known, plain_score
+from batchgen.records.openai_output import OpenAIForm, batch_record
+from batchgen.records.remote import is_url
 from batchgen.records.row import Row
 from batchgen.result import Result
 
@@ -21,21 +25,39 @@ RESULT_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """What an output row holds beside its result."""
+    """How a result becomes an output row, and what that holds beside the result."""
 
     keep: tuple[str, ...] | None = None
     """Input columns that are carried (those that a row lacks are left out); None: all."""
     id_column: str | None = None
     token_ids: bool = False
     """Whether it has the completion's token ids."""
+    openai: OpenAIForm | None = None
+    """Rows are records of OpenAI's Batch output, which carry no columns; None: rows of our own."""
+
+
+def row_form(config: JobConfig, output: str, *, chat: bool) -> RowForm:
+    """The form of a job's rows. `chat`: whether its prompts go through a chat template.
+
+    Raises `UsageError` where `output` is of a kind that cannot hold them.
+    """
+    if config.output_format == "rows":
+        return RowForm(keep=config.keep, id_column=config.id_column, token_ids=config.token_ids)
+    if output != "-" and output_format(output)[0] != "jsonl":
+        raise UsageError(f"--output-format openai is JSON lines, and {output} is not", "name a .jsonl output with -o")
+    openai = OpenAIForm(model=config.model.model, chat=chat)
+    return RowForm(keep=(), id_column=config.id_column, token_ids=config.token_ids, openai=openai)
 
 
 def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
-    """The output row of an input row: id, carried columns as they came, result.
+    """The output row of an input row: id, carried columns as they came, result; or its record of OpenAI's Batch output.
 
     `token_ids` is null where they are not known (a failed row, a row kept from an output that had none). `truncated` is there only
     where true; `choices`, `choice_probs` and `score` where the result has them.
     """
+    if form.openai is not None:
+        custom_id = id_text(_first(row, (form.id_column, "custom_id", "id")))
+        return batch_record(row, result, form.openai, custom_id=custom_id, token_ids=form.token_ids)
     out: dict[str, Any] = {"id": row_id(row, form.id_column)}
     names = carried_names(row.columns, form)
     out.update((name, row.columns[column]) for column, name in names.items())
@@ -59,7 +81,11 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
 
 def row_id(row: Row, id_column: str | None) -> Any:
     """The value of the id column, else of `id` or `custom_id`, else the row's number; null counts as missing."""
-    for name in (id_column, "id", "custom_id"):
+    return _first(row, (id_column, "id", "custom_id"))
+
+
+def _first(row: Row, names: Sequence[str | None]) -> Any:
+    for name in names:
         if name is not None and (value := row.columns.get(name)) is not None:
             return value
     return row.number

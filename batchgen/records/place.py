@@ -9,7 +9,7 @@ from batchgen.records.output import output_format
 
 REMADE_FILES = ("index.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Of a run: each makes them anew, none leaves them."""
-WORK_FILES = ("journal", "journal.new", *REMADE_FILES)
+WORK_FILES = ("journal", "journal.new", "passes", *REMADE_FILES)
 """Of a job that is under way; a finished one has none of them."""
 _OURS = {*WORK_FILES, "manifest.json", "manifest.json.new", "stats.json", "stats.json.new", "keys", "lock"}
 

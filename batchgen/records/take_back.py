@@ -11,6 +11,7 @@ from batchgen.records.files import InputFile
 from batchgen.records.inputs import Input
 from batchgen.records.journal import encode
 from batchgen.records.nested import completions_of, probs_of, score_of
+from batchgen.records.openai_output import result_of
 from batchgen.records.output import output_format
 from batchgen.result import Result
 
@@ -23,7 +24,8 @@ def take_back(output: str, keys: Path, journal: Path) -> int:
     """Write the journal that `output` came from, as far as the output tells; row i has the i-th key of `keys`. Returns the number of results.
 
     Rows that failed keep their errors; token ids are there where the output has them, alone or in log-probabilities. A row that the output
-    does not hold whole (an infinity that JSON has no word for, in a log-probability or score) is left out: it is generated again.
+    does not hold whole (an infinity that JSON has no word for, in a log-probability or score; in a record of OpenAI's form any
+    log-probability) is left out: it is generated again.
     """
     rows = Input((InputFile(output, *output_format(output)),), []).rows()
     new = journal.with_name(journal.name + ".new")
@@ -45,27 +47,31 @@ def take_back(output: str, keys: Path, journal: Path) -> int:
 
 def _result(columns: dict[str, Any]) -> Result | None:
     """The result of an output row; None where it is not whole."""
+    try:
+        return _of_row(columns) if "usage" in columns else result_of(columns)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _of_row(columns: dict[str, Any]) -> Result | None:
     usage, error = columns["usage"], columns["error"]
     probs, score, token_ids = columns.get("choice_probs"), columns.get("score"), columns.get("token_ids")
     if columns["text"] is None and not error and not score:
         return None
-    try:
-        completions = completions_of(columns.get("choices") or ())
-        if token_ids is None:
-            token_ids = completions[0].token_ids if completions else ()
-        return Result(
-            row=-1,
-            text=columns["text"],
-            finish_reason=columns["finish_reason"],
-            prompt_tokens=usage["prompt_tokens"],
-            completion_tokens=usage["completion_tokens"],
-            token_ids=tuple(token_ids),
-            truncated=bool(columns.get("truncated")),
-            completions=completions,
-            choice_probs=None if probs is None else probs_of(probs),
-            score=None if score is None else score_of(score),
-            error_type=error["type"] if error else None,
-            error_message=error["message"] if error else None,
-        )
-    except (ValueError, TypeError, KeyError):
-        return None
+    completions = completions_of(columns.get("choices") or ())
+    if token_ids is None:
+        token_ids = completions[0].token_ids if completions else ()
+    return Result(
+        row=-1,
+        text=columns["text"],
+        finish_reason=columns["finish_reason"],
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        token_ids=tuple(token_ids),
+        truncated=bool(columns.get("truncated")),
+        completions=completions,
+        choice_probs=None if probs is None else probs_of(probs),
+        score=None if score is None else score_of(score),
+        error_type=error["type"] if error else None,
+        error_message=error["message"] if error else None,
+    )

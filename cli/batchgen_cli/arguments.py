@@ -75,8 +75,10 @@ class RunOptions(Shared):
     share: o.Share = True
     debug: o.Debug = False
     output: o.Output = None
+    output_format: o.OutputFormat = "rows"
     order: o.OrderOption = "input"
     overwrite: o.Overwrite = False
+    retry_errors: o.RetryErrors = False
     max_errors: o.MaxErrors = None
     row_timeout: o.RowTimeout = None
     keep: o.Keep = "all"

@@ -146,7 +146,13 @@ PriorityColumn = Annotated[
     str | None, _engine("--priority-column", help="Column of numbers: rows with lower ones are started first.")
 ]
 Window = Annotated[
-    int | None, _engine("--window", metavar="ROWS", help="Rows planned at a time.", show_default="50000; 4096 for -")
+    str | None,
+    _engine(
+        "--window",
+        metavar="all|ROWS",
+        help="Put all rows in prefix order (on disk when they are many), or so many at a time.",
+        show_default="all; 4096 for -",
+    ),
 ]
 Share = Annotated[bool, _engine("--share/--no-share", help="Run shared prefixes once.")]
 Debug = Annotated[bool, _engine("--debug", help="Check invariants after every step.")]
@@ -165,9 +171,14 @@ Output = Annotated[
 InputFormat = Annotated[
     str | None, _job("--input-format", metavar="jsonl|parquet|csv", help="In place of what the suffix says.")
 ]
+OutputFormat = Annotated[
+    str,
+    _job("--output-format", metavar="rows|openai", help="Rows as batchgen's own, or as OpenAI's Batch output (JSONL)."),
+]
 Limit = Annotated[int | None, _job("--limit", metavar="N", help="Only the first N rows.")]
 OrderOption = Annotated[str, _job("--order", metavar="input|done", help="Rows as in the input, or as they are done.")]
 Overwrite = Annotated[bool, _job("--overwrite", help="Start anew, whatever the output holds.")]
+RetryErrors = Annotated[bool, _job("--retry-errors", help="Run the rows again that failed before.")]
 MaxErrors = Annotated[str | None, _job("--max-errors", metavar="N|P%", help="Give up when more rows fail.")]
 RowTimeout = Annotated[
     float | None,

@@ -33,7 +33,7 @@ def plan(given: PlanOptions) -> None:
             prompts=v.prompt_config(given),
             sampling=v.sampling_params(**v.shared_sampling(given)),
             engine=EngineConfig(chunk_size=given.chunk_size),
-            window=given.window,
+            window=v.window(given.window),
             limit=given.limit,
         )
         with calm_libraries(verbose=given.verbose), progress_for(None, quiet=given.quiet) as shown:

@@ -39,6 +39,8 @@ class Notes:
     def tokens(self, prompt: int, completion: int) -> None:
         self.generated = completion
 
+    def passed(self, rows: int) -> None: ...
+
     def write(self, line: str) -> None:
         self.stream.write(line + "\n")
         self.stream.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from batchgen.errors import UsageError
 
@@ -22,6 +22,16 @@ def number_or_auto(option: str, text: str) -> int | None:
         return int(text)
     except ValueError:
         raise UsageError(f"{option} {text!r} is not a number", "give a whole number, or auto") from None
+
+
+def window(text: str | None) -> int | Literal["all"] | None:
+    """Rows, or all of them."""
+    if text is None or text == "all":
+        return "all" if text else None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--window {text!r} is not a number", "give a number of rows, or all") from None
 
 
 def columns(text: str | None) -> tuple[str, ...]:

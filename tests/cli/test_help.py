@@ -25,7 +25,7 @@ CONTRACT = """
     --choices --regex --json-schema --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --debug
-    --output -o --input-format --limit --order --overwrite --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
+    --output -o --output-format --input-format --limit --order --overwrite --retry-errors --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
     --progress --no-progress --quiet -q --verbose -v --help -h
 """
 

@@ -99,6 +99,27 @@ def test_token_ids_of_a_completion_request_are_sent_as_they_are(tools):
     assert tools.error_of(one(tools, row(RAW, prompt=[]))) == ("empty_prompt", "the prompt has no tokens")
 
 
+def test_what_vllms_requests_have_and_asks_for_nothing_is_let_pass(tools):
+    draft = one(
+        tools,
+        row(RAW, prompt="a", top_k=-1, min_tokens=0, skip_special_tokens=True, include_stop_str_in_output=False,
+            use_beam_search=False, length_penalty=1.0, add_generation_prompt=True, continue_final_message=False,
+            return_token_ids=None, priority=3, request_id="x"),
+        chat_template=tools.CHATML,
+        sampling=SamplingParams(top_k=5),
+    )  # fmt: skip
+    assert draft.params == SamplingParams()
+    assert tools.error_of(one(tools, row(RAW, prompt="a", min_tokens=5))) == (
+        "unsupported_parameter",
+        "min_tokens is not supported: 5",
+    )
+
+
+def test_messages_that_are_null_do_not_make_a_chat(tools):
+    columns = {"custom_id": "1", "body": {"messages": None, "prompt": "a"}}  # as a table fills them in
+    assert tools.text_of(one(tools, columns, chat_template=tools.CHATML)) == "<s>a"
+
+
 def test_template_variables_of_a_body_go_before_the_commands(tools):
     template = "{{ a }}{{ b }}"
     draft = one(

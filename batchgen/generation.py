@@ -1,0 +1,191 @@
+"""What both ways through a job share: rows to requests, requests to results, and what is counted and shown on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from batchgen.config import JobConfig
+from batchgen.grammar_check import GrammarCheck
+from batchgen.guards import ErrorLimit
+from batchgen.identity import dtype_name
+from batchgen.kept import KeptPrefixes
+from batchgen.prefix import plan_prefixes
+from batchgen.progress import Progress
+from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder
+from batchgen.prompts.tokenizer import quiet
+from batchgen.records import JobFolder, Row, StdoutJob
+from batchgen.request import Request, leaves_of, row_key
+from batchgen.result import Result
+from batchgen.signals import Signals
+from batchgen.stats import EngineStats, RunFigures, Setting, figures
+
+if TYPE_CHECKING:
+    from batchgen.engine.engine import Engine
+
+FAILURES_KEPT = 5
+
+
+class Generation:
+    """One run of a job: makes requests of rows, generates them, keeps their results and counts."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        text: LoadedTokenizer,
+        prompts: PromptBuilder,
+        grammars: GrammarCheck,
+        job: JobFolder | StdoutJob,
+        run: RunFigures,
+        signals: Signals,
+        progress: Progress,
+    ) -> None:
+        self.config, self.text, self.prompts, self.grammars, self.job = config, text, prompts, grammars, job
+        self.run, self.signals, self.progress = run, signals, progress
+        self.total: int | None = None
+        """Rows of the input, where that is known."""
+        self.engine: Engine | None = None
+        self.ready_at = self.last_token_at = 0.0
+        self.failures: list[str] = []
+        """The first few rows that failed: where, and why."""
+        self.last_failure = ""
+        self.max_errors = ErrorLimit(config.max_errors)
+        self.kept = KeptPrefixes()
+        self.notes_told = 0
+        # Of the rows that are at hand, by number; emptied by `forget`.
+        self.results: dict[int, Result] = {}
+        self.keys: dict[int, bytes] = {}
+        self.sources: dict[int, str] = {}
+
+    def forget(self) -> None:
+        """The rows at hand are dealt with."""
+        self.results, self.keys, self.sources = {}, {}, {}
+
+    def requests(self, rows: Sequence[Row]) -> list[Request]:
+        """The rows that are to be generated; the others' results are put into `results`."""
+        self.sources.update((row.number, row.source) for row in rows)
+        drafts = []
+        for built in self.prompts.build(rows):
+            checked = self.grammars.of_row(built) if isinstance(built, Draft) else built
+            if isinstance(checked, Draft):
+                drafts.append(checked)
+            else:
+                self.done(checked)
+        for note in self.prompts.notes[self.notes_told :]:
+            self.progress.note(note)
+        self.notes_told = len(self.prompts.notes)
+        occurrences = self.job.occurrences([draft.digest for draft in drafts])
+        keys = [row_key(draft.digest, n) for draft, n in zip(drafts, occurrences, strict=True)]
+        self.keys.update((draft.row, key) for draft, key in zip(drafts, keys, strict=True))
+        return self.lacking([request_of(draft, key) for draft, key in zip(drafts, keys, strict=True)])
+
+    def lacking(self, requests: list[Request]) -> list[Request]:
+        """Those that an earlier run left no result of; the others' are put into `results`."""
+        stored = self.job.stored([r.key for r in requests])
+        if not stored:
+            return requests
+        for request in requests:
+            if request.key in stored:
+                self._resumed(replace(stored[request.key], row=request.row))
+        return [r for r in requests if r.key not in stored]
+
+    def generate(self, requests: list[Request], *, follow_on: bool = False) -> None:
+        """Generates; the results go to the job as they come. `follow_on`: these come, in order, right after those of the call before."""
+        engine = self._engine()
+        with self.signals.interruptible(), self.run.timed("plan"):
+            leaves = leaves_of(requests)
+            prompts = [leaf.tokens for leaf in leaves]
+            plan = plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
+            carried = self.kept.carried(plan, prompts, and_last=follow_on)
+            least = plan.prefill_tokens_min
+            if any(request.texts for request in requests):  # whose tokens are in the plan, and are no prompt's
+                least = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False).prefill_tokens_min
+        self.run.prefill_tokens_min += max(0, least - carried)
+        self.run.groups += len(plan.groups)
+        self.run.prefix_nodes += len(plan.nodes)
+        self.progress.phase("generating")
+        self.keys.update((r.row, r.key) for r in requests)
+        try:
+            engine.generate(leaves, plan, on_result=self._generated, stop=self.signals.stop)
+        finally:
+            self.last_token_at = time.perf_counter()
+            self._tell(engine)
+
+    def _engine(self) -> Engine:
+        """The model is loaded when the first row needs it: a job that has nothing left to generate never does."""
+        if self.engine is None:
+            self.progress.phase("loading model")
+            with self.signals.interruptible(), self.run.timed("load"):
+                with quiet():  # torchao, where it is installed, has much to say
+                    from batchgen.engine.engine import Engine  # imports torch
+                    from batchgen.engine.loading import load_model
+
+                self.engine = Engine(load_model(self.config.model, self.text), self.text, self.config.engine)
+            self._tell(self.engine)
+            self.ready_at = time.perf_counter()
+        return self.engine
+
+    def _tell(self, engine: Engine) -> None:
+        """What the engine has to say, each once."""
+        while engine.notes:
+            self.progress.note(engine.notes.pop(0))
+
+    def _generated(self, result: Result) -> None:
+        self.job.append(self.keys[result.row], result)
+        self.done(result)
+
+    def done(self, result: Result) -> None:
+        """A row of this run is done, well or not."""
+        self.results[result.row] = result
+        failed = result.error_type is not None
+        self.run.count(failed=failed, prompt_tokens=result.prompt_tokens, completion_tokens=result.completion_tokens)
+        if failed:
+            where = self.sources.get(result.row, f"row {result.row}")
+            message = str(result.error_message).removeprefix(f"{where}: ")
+            self.last_failure = f"{where}: {result.error_type}: {message}"
+            if len(self.failures) < FAILURES_KEPT:
+                self.failures.append(self.last_failure)
+        self.show()
+        if failed:
+            self.max_errors.check(failed=self.run.failed, done=self.run.done, last=self.last_failure)
+
+    def _resumed(self, result: Result) -> None:
+        self.results[result.row] = result
+        self.run.count_resumed(
+            failed=result.error_type is not None,
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=result.completion_tokens,
+        )
+        self.show()
+
+    def show(self) -> None:
+        self.progress.rows(self.run.done, self.run.failed, self.total)
+        self.progress.tokens(self.run.prompt_tokens, self.run.completion_tokens)
+
+    def figures(self) -> dict[str, Any]:
+        self.run.seconds["generate"] = max(0.0, self.last_token_at - self.ready_at)
+        from batchgen.engine.attention.cascade import Cascade
+
+        engine = self.engine
+        setting = Setting(
+            model=self.config.model.model,
+            dtype=dtype_name(self.config.model, self.text.hf_config),
+            device=str(engine.runner.model.device) if engine else "",
+            attention=Cascade.__name__.lower() if engine else "",
+        )
+        return figures(self.run, engine.stats if engine else EngineStats(), setting, earlier=self.job.previous)
+
+
+def request_of(draft: Draft, key: bytes) -> Request:
+    return Request(
+        row=draft.row,
+        tokens=draft.tokens,
+        params=draft.params,
+        max_tokens=draft.max_tokens,
+        key=key,
+        truncated=draft.truncated,
+        texts=draft.texts,
+        priority=draft.priority,
+    )

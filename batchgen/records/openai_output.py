@@ -1,0 +1,173 @@
+"""A result as a record of OpenAI's Batch output, and back (docs/openai-batch.md). Nothing in it tells the time or is drawn by chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.records.nested import ids_known, probs_of
+from batchgen.records.openai_row import CHAT, endpoint, is_batch_row
+from batchgen.records.row import Row
+from batchgen.result import Completion, Result, TokenLogprob
+
+CREATED = 0
+"""The time that the form asks for: the same rows give the same bytes, so it is none."""
+_REASONS = ("stop", "length")
+_UNLIKELIEST = -9999.0
+"""Stands in the form for minus infinity, which JSON has no word for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIForm:
+    """What the records of a job have in common."""
+
+    model: str
+    """The model that all rows are run on, as the user named it."""
+    chat: bool
+    """Whether a row that is not in the Batch form is answered with a chat completion."""
+
+
+def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, token_ids: bool) -> dict[str, Any]:
+    """The record of one row: a response of status 200, or null and an error.
+
+    Beyond the form, and only where a result has it: `truncated` and `choice_probs` in the body, `stop_reason` and, with
+    `token_ids`, `token_ids` in its choices.
+    """
+    record: dict[str, Any] = {"id": f"batch_req_{row.number}", "custom_id": custom_id, "response": None, "error": None}
+    if result.error_type is not None:
+        record["error"] = {"code": result.error_type, "message": result.error_message}
+    else:
+        body = _body(row, result, form, token_ids=token_ids)
+        record["response"] = {"status_code": 200, "request_id": f"req_{row.number}", "body": body}
+    return record
+
+
+def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dict[str, Any]:
+    chat = endpoint(row.columns) == CHAT if is_batch_row(row.columns) else form.chat
+    choices = []
+    for index, completion in enumerate(_completions(result)):
+        choice = _choice(index, completion, chat=chat)
+        if token_ids:
+            choice["token_ids"] = list(completion.token_ids) if ids_known(result) else None
+        choices.append(choice)
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{row.number}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": CREATED,
+        "model": form.model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": result.prompt_tokens,
+            "completion_tokens": result.completion_tokens,
+            "total_tokens": result.prompt_tokens + result.completion_tokens,
+        },
+    }
+    if result.truncated:
+        body["truncated"] = True
+    if result.choice_probs is not None:
+        body["choice_probs"] = dict(result.choice_probs)
+    return body
+
+
+def _completions(result: Result) -> Sequence[Completion]:
+    if result.completions:
+        return result.completions
+    assert result.text is not None  # a row that was only scored has no place in this form: `--score` is refused
+    assert result.finish_reason is not None
+    return (Completion(text=result.text, finish_reason=result.finish_reason, token_ids=result.token_ids),)
+
+
+def _choice(index: int, completion: Completion, *, chat: bool) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index}
+    if chat:
+        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+    else:
+        choice["text"] = completion.text
+    tokens = completion.logprobs
+    if tokens is None:
+        choice["logprobs"] = None
+    else:
+        choice["logprobs"] = _chat_logprobs(tokens) if chat else _raw_logprobs(tokens, completion.text)
+    known = completion.finish_reason in _REASONS
+    choice["finish_reason"] = completion.finish_reason if known else "length"  # a limit, be it of time
+    if not known:
+        choice["stop_reason"] = completion.finish_reason
+    return choice
+
+
+def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"content": [_entry(t) | {"top_logprobs": [_entry(top) for top in t.top]} for t in tokens], "refusal": None}
+
+
+def _entry(token: TokenLogprob) -> dict[str, Any]:
+    whole = "\ufffd" not in token.token  # else it is a part of a character, whose bytes the text does not tell
+    return {
+        "token": token.token,
+        "logprob": _finite(token.logprob),
+        "bytes": list(token.token.encode("utf-8", "backslashreplace")) if whole else None,
+    }
+
+
+def _raw_logprobs(tokens: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
+    """Offsets count the characters of the tokens before, up to the text's end, where an end token or a stop string stands."""
+    offsets, place = [], 0
+    for token in tokens:
+        offsets.append(min(place, len(text)))
+        place += len(token.token)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [_finite(t.logprob) for t in tokens],
+        "tokens": [t.token for t in tokens],
+        "top_logprobs": [_tops(t) for t in tokens] if any(t.top for t in tokens) else None,
+    }
+
+
+def _tops(token: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens, and the one drawn where it is none of them. Of those that read alike the likeliest."""
+    tops: dict[str, float] = {}
+    for t in (*token.top, token):
+        tops.setdefault(t.token, _finite(t.logprob))
+    return tops
+
+
+def _finite(logprob: float) -> float:
+    return _UNLIKELIEST if logprob == -math.inf else logprob
+
+
+def result_of(record: Mapping[str, Any]) -> Result | None:
+    """The result of a record that `batch_record` made; None where the record does not hold it whole: log-probabilities lack token ids.
+
+    A failed row's count of prompt tokens is not in the form, and 0 then; token ids are there where the record has them.
+    Raises `ValueError`, `TypeError` or `KeyError` for what is no such record.
+    """
+    response, error = record["response"], record["error"]
+    if error:
+        return Result(
+            row=-1, text=None, finish_reason="error", error_type=error["code"], error_message=error["message"]
+        )
+    body = response["body"]
+    if any(choice["logprobs"] is not None for choice in body["choices"]):
+        return None
+    first, *others = (_completion(choice) for choice in body["choices"])
+    usage, probs = body["usage"], body.get("choice_probs")
+    return Result(
+        row=-1,
+        text=first.text,
+        finish_reason=first.finish_reason,
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        token_ids=first.token_ids,
+        truncated=bool(body.get("truncated")),
+        completions=(first, *others) if others else (),
+        choice_probs=None if probs is None else probs_of(probs),
+    )
+
+
+def _completion(choice: Mapping[str, Any]) -> Completion:
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    if not isinstance(text, str):
+        raise TypeError(f"not text: {text!r}")
+    reason = choice.get("stop_reason", choice["finish_reason"])
+    return Completion(text=text, finish_reason=reason, token_ids=tuple(choice.get("token_ids") or ()))

@@ -1,0 +1,169 @@
+"""A job in the prefix order of its whole input: read once to be planned and spooled, generated in depth-first order whatever window a
+row is in, and read a second time to be written in input order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from batchgen.errors import InputCorrupt, OutputError
+from batchgen.generation import Generation
+from batchgen.reading import BLOCK_ROWS, read_windows
+from batchgen.records import Input, JobFolder, Row
+from batchgen.records.listing import Listing
+from batchgen.records.passes import Pass
+from batchgen.records.take_back import NO_KEY
+from batchgen.request import Request
+from batchgen.result import Result
+from batchgen.spool import Spool
+from batchgen.stats import versions
+
+
+class Whole:
+    """The two readings of the input, and what is between them."""
+
+    def __init__(self, work: Generation, job: JobFolder, source: Input) -> None:
+        self._work, self._job, self._source = work, job, source
+        self._inputs = source.fingerprint()
+        self._broken: InputCorrupt | None = None
+        """Where the input breaks off."""
+
+    def run(self) -> None:
+        """Raises `InputCorrupt` when all that could be read is generated."""
+        work = self._work
+        with work.signals.interruptible(), work.run.timed("plan"):
+            work.progress.phase("planning")
+            there = self._job.passes.earlier(self._asked())
+            spool = self._first_reading() if there is None else self._take_up(there)
+        in_order = work.config.prompts.priority_column is None
+        for number, requests in enumerate(self._windows(spool)):
+            if there is not None:  # else the first reading has just looked
+                requests = work.lacking(requests)
+            if requests:
+                work.generate(requests, follow_on=in_order and number > 0)
+            work.signals.check()
+            work.forget()
+        if self._broken is not None:
+            raise self._broken
+        self._write()
+
+    def keep(self) -> None:
+        """The job ends before its end: all there is to keep is in the journal, and on disk where the first reading came to its end."""
+
+    def _asked(self) -> dict[str, Any]:
+        """What an earlier first reading must have been of, beside the job's settings, to be good for this run."""
+        prompts = self._work.config.prompts
+        return {
+            "inputs": self._inputs,
+            "limit": self._work.config.limit,
+            "priority_column": prompts.priority_column,
+            "versions": versions(),
+        }
+
+    def _first_reading(self) -> Spool:
+        """Every row becomes a request, or fails; the requests that have no result yet are spooled."""
+        work, passes = self._work, self._job.passes
+        listing = passes.begin()
+        spool = Spool(passes.folder)
+        try:
+            rows_read = self._read_rows(spool, listing)
+            digests = listing.close()
+        except BaseException:
+            listing.abandon()
+            raise
+        spool.close()
+        work.total = rows_read
+        if spool.on_disk and self._broken is None:
+            passes.end(Pass(self._asked(), rows_read, work.run.resumed, digests | spool.digests, list(spool.digests)))
+        return spool
+
+    def _read_rows(self, spool: Spool, listing: Listing) -> int:
+        work = self._work
+        count = 0
+        blocks = self._blocks()
+        while rows := self._next(blocks):
+            for request in work.requests(rows):
+                spool.add(request)
+            listing.add([row.number for row in rows], work.keys, work.results)
+            work.forget()
+            count += len(rows)
+            work.progress.passed(count)
+        return count
+
+    def _blocks(self) -> Iterator[list[Row]]:
+        return read_windows(self._source, self._work.config, BLOCK_ROWS)
+
+    def _next(self, blocks: Iterator[list[Row]]) -> list[Row] | None:
+        try:
+            return next(blocks, None)
+        except InputCorrupt as e:
+            self._broken = e
+            return None
+
+    def _take_up(self, there: Pass) -> Spool:
+        """The first reading of an earlier run serves this one."""
+        work = self._work
+        work.total = there.rows
+        work.run.resumed = there.resumed
+        for result in self._job.passes.failed():
+            work.done(result)
+        work.forget()
+        return Spool.of(self._job.passes.folder, {name: there.digests[name] for name in there.runs})
+
+    def _windows(self, spool: Spool) -> Iterator[list[Request]]:
+        windows = spool.windows()
+        while True:
+            with self._work.signals.interruptible(), self._work.run.timed("plan"):
+                window = next(windows, None)
+            if window is None:
+                return
+            yield window
+
+    def _write(self) -> None:
+        """The second reading: the rows in input order, each with its result."""
+        work, passes = self._work, self._job.passes
+        work.progress.phase("writing")
+        with work.signals.interruptible(), work.run.timed("write"):
+            self._check_input()
+            failed, keys = passes.failed(), passes.keys()
+            written = 0
+            for rows in self._blocks():
+                key_of = dict(zip((row.number for row in rows), islice(keys, len(rows)), strict=False))
+                ours = {number: key for number, key in key_of.items() if key != NO_KEY}
+                found = self._found(ours)
+                without = len(key_of) - len(ours)
+                found.update((result.row, result) for result in islice(failed, without))
+                if len(found) != len(rows):
+                    raise _changed(self._source)
+                self._job.write(rows, found, ours)
+                written += len(rows)
+                work.progress.passed(written)
+            self._check_input()
+
+    def _found(self, keys: Mapping[int, bytes]) -> dict[int, Result]:
+        """The results of the rows with these keys, by number."""
+        stored = self._job.stored(list(keys.values()))
+        lost = sum(1 for key in keys.values() if key not in stored)
+        if lost:
+            self._job.passes.forget()  # the next run is to look at every row
+            raise OutputError(
+                f"the journal of {self._job.output} is damaged: {lost:,} results cannot be read",
+                "run the same command again: they are generated again",
+            )
+        return {number: replace(stored[key], row=number) for number, key in keys.items()}
+
+    def _check_input(self) -> None:
+        """That the input is still the one that was read first."""
+        if self._source.fingerprint() != self._inputs:
+            self._job.passes.forget()
+            raise _changed(self._source)
+
+
+def _changed(source: Input) -> InputCorrupt:
+    names = ", ".join(file.shown for file in source.files[:3])
+    return InputCorrupt(
+        f"{names} changed while it was worked on",
+        "run the same command again: the results of rows that are still there are kept",
+    )

@@ -1,0 +1,297 @@
+"""Records of OpenAI's Batch output, and the results that they came from."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchgen.config import JobConfig, ModelConfig, PromptConfig
+from batchgen.errors import RowError, UsageError
+from batchgen.records import Row, output_row, row_form
+from batchgen.records.journal import decode
+from batchgen.records.jsonl import to_json
+from batchgen.records.output import RowForm
+from batchgen.records.take_back import take_back
+from batchgen.result import Completion, Result, TokenLogprob
+
+MODEL = ModelConfig(model="tiny/llama")
+CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}
+RAW = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p"}}
+DONE = Result(row=4, text="Yes.", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(5, 6, 7))
+USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
+TOP = (TokenLogprob("é", 7, -0.5), TokenLogprob("\ufffd", 8, -1.5), TokenLogprob("\ufffd", 9, -2.5))
+DRAWN = (
+    TokenLogprob("é", 7, -0.5, TOP),
+    TokenLogprob("\ufffd", 9, -math.inf, TOP[:1]),
+    TokenLogprob("</s>", 2, -1.0, TOP[2:]),
+)
+
+
+def form(*, chat=True, output="o.jsonl", **options) -> RowForm:
+    config = JobConfig(inputs=("in.jsonl",), model=MODEL, output_format="openai", **options)
+    return row_form(config, output, chat=chat)
+
+
+def made(columns, result=DONE, **options):
+    return output_row(Row(4, columns, None, "x.jsonl:5"), result, form(**options))
+
+
+def body_of(columns, result=DONE, **options):
+    return made(columns, result, **options)["response"]["body"]
+
+
+def test_a_chat_request_is_answered_with_a_chat_completion():
+    out = made(CHAT)
+    assert out == {
+        "id": "batch_req_4",
+        "custom_id": "c",
+        "response": {
+            "status_code": 200,
+            "request_id": "req_4",
+            "body": {
+                "id": "chatcmpl-4",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "tiny/llama",
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"role": "assistant", "content": "Yes.", "refusal": None},
+                        "logprobs": None,
+                        "finish_reason": "stop",
+                    }
+                ],
+                "usage": USAGE,
+            },
+        },
+        "error": None,
+    }
+    assert list(out) == ["id", "custom_id", "response", "error"]
+
+
+def test_a_completion_request_is_answered_with_a_text_completion():
+    assert body_of(RAW) == {
+        "id": "cmpl-4",
+        "object": "text_completion",
+        "created": 0,
+        "model": "tiny/llama",
+        "choices": [{"index": 0, "text": "Yes.", "logprobs": None, "finish_reason": "stop"}],
+        "usage": USAGE,
+    }
+
+
+@pytest.mark.parametrize(
+    ("columns", "chat", "kind"),
+    [
+        (CHAT, False, "chat.completion"),
+        (RAW, True, "text_completion"),
+        ({**CHAT, "url": "https://api.example.org/v1/chat/completions/"}, False, "chat.completion"),
+        ({"custom_id": "1", "body": {"messages": []}}, False, "chat.completion"),
+        ({"custom_id": "1", "body": {"prompt": "p", "messages": None}}, True, "text_completion"),
+        ({"url": "/v1/completions", "body": '{"prompt": "p"}'}, True, "text_completion"),
+        ({"prompt": "p"}, True, "chat.completion"),
+        ({"prompt": "p"}, False, "text_completion"),
+        ({"url": "http://x/y", "body": "Dear all", "prompt": "p"}, False, "text_completion"),
+    ],
+)
+def test_the_url_tells_the_kind_of_answer_else_whether_the_job_sends_chat(columns, chat, kind):
+    assert body_of(columns, chat=chat)["object"] == kind
+
+
+@pytest.mark.parametrize(
+    ("columns", "id_column", "custom_id"),
+    [
+        ({"custom_id": "c", "id": "i", "n": "n"}, None, "c"),
+        ({"custom_id": "c", "n": "n"}, "n", "n"),
+        ({"custom_id": None, "id": 7}, None, "7"),
+        ({"id": 1.5}, None, "1.5"),
+        ({"id": ["a", 1]}, None, '["a", 1]'),
+        ({}, None, "4"),
+    ],
+)
+def test_the_custom_id_is_the_requests_own_else_the_rows_id_as_text(columns, id_column, custom_id):
+    assert made(columns, id_column=id_column)["custom_id"] == custom_id
+
+
+def test_a_failed_row_has_an_error_and_no_response():
+    failed = Result.failed(4, RowError("prompt_too_long", "too long"), prompt_tokens=7)
+    assert made(CHAT, failed) == {
+        "id": "batch_req_4",
+        "custom_id": "c",
+        "response": None,
+        "error": {"code": "prompt_too_long", "message": "too long"},
+    }
+    assert (
+        made({"url": 7, "body": {}}, Result.failed(4, RowError("invalid_row", "m")))["error"]["code"] == "invalid_row"
+    )
+
+
+def test_a_row_that_ran_out_of_time_has_the_forms_word_for_a_limit_and_ours_beside_it():
+    (choice,) = body_of(RAW, replace(DONE, finish_reason="timeout"))["choices"]
+    assert choice == {"index": 0, "text": "Yes.", "logprobs": None, "finish_reason": "length", "stop_reason": "timeout"}
+
+
+def several(*completions):
+    return replace(DONE, text=completions[0].text, completions=completions, token_ids=completions[0].token_ids)
+
+
+def test_several_completions_are_choices():
+    both = several(
+        Completion(text="a", finish_reason="stop", token_ids=(5,)),
+        Completion(text="b", finish_reason="length", token_ids=(6, 7)),
+    )
+    assert body_of(RAW, both)["choices"] == [
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"},
+        {"index": 1, "text": "b", "logprobs": None, "finish_reason": "length"},
+    ]
+    assert [c["token_ids"] for c in body_of(CHAT, both, token_ids=True)["choices"]] == [[5], [6, 7]]
+
+
+def test_log_probabilities_of_a_chat_are_a_list_of_its_tokens():
+    result = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=DRAWN))
+    (choice,) = body_of(CHAT, result)["choices"]
+    e = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
+    parts = [{"token": "\ufffd", "logprob": p, "bytes": None} for p in (-1.5, -2.5)]
+    assert choice["logprobs"] == {
+        "content": [
+            {**e, "top_logprobs": [e, *parts]},
+            {"token": "\ufffd", "logprob": -9999.0, "bytes": None, "top_logprobs": [e]},
+            {"token": "</s>", "logprob": -1.0, "bytes": [60, 47, 115, 62], "top_logprobs": parts[1:]},
+        ],
+        "refusal": None,
+    }
+
+
+def test_log_probabilities_of_a_completion_are_lists_side_by_side():
+    result = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=DRAWN))
+    (choice,) = body_of(RAW, result)["choices"]
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1, 1],
+        "token_logprobs": [-0.5, -9999.0, -1.0],
+        "tokens": ["é", "\ufffd", "</s>"],
+        # Of tokens that read alike the likeliest; the token drawn is always there.
+        "top_logprobs": [{"é": -0.5, "\ufffd": -1.5}, {"é": -0.5, "\ufffd": -9999.0}, {"\ufffd": -2.5, "</s>": -1.0}],
+    }
+    alone = tuple(replace(t, top=()) for t in DRAWN)
+    result = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=alone))
+    assert body_of(RAW, result)["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+def test_what_the_form_does_not_know_is_there_only_where_a_result_has_it():
+    label = replace(DONE, text="no", truncated=True, choice_probs={"yes": 0.25, "no": 0.75}, token_ids=())
+    body = body_of(RAW, label)
+    assert list(body) == ["id", "object", "created", "model", "choices", "usage", "truncated", "choice_probs"]
+    assert (body["truncated"], body["choice_probs"]) == (True, {"yes": 0.25, "no": 0.75})
+    assert body["choices"][0]["text"] == "no"
+
+
+def test_token_ids_that_are_not_known_are_null():
+    (choice,) = body_of(RAW, replace(DONE, token_ids=()), token_ids=True)["choices"]
+    assert choice["token_ids"] is None
+
+
+# The way back.
+
+LABEL = Result(row=-1, text="no", finish_reason="stop", prompt_tokens=4, choice_probs={"yes": 0.1, "no": 0.9})
+WHOLE = [
+    replace(DONE, row=-1),
+    replace(DONE, row=-1, finish_reason="timeout", truncated=True),
+    replace(
+        several(
+            Completion(text="a", finish_reason="stop", token_ids=(5,)),
+            Completion(text="b", finish_reason="timeout", token_ids=(6, 7)),
+        ),
+        row=-1,
+    ),
+    LABEL,
+    Result(row=-1, text="", finish_reason="length"),
+    Result.failed(-1, RowError("numerical_error", "m")),
+]
+
+
+def back(folder: Path, *records) -> dict[int, Result]:
+    """The results taken back of an output of these records, by their place."""
+    (folder / "o.jsonl").write_bytes(b"".join(to_json(record) + b"\n" for record in records))
+    (folder / "keys").write_bytes(b"".join(bytes([i]) * 16 for i in range(1, len(records) + 1)))
+    taken = take_back(str(folder / "o.jsonl"), folder / "keys", folder / "journal")
+    lines = [decode(line) for line in (folder / "journal").read_bytes().splitlines(keepends=True)]
+    assert taken == len(lines)
+    return {key[0] - 1: result for key, result in lines}
+
+
+@pytest.mark.parametrize("columns", [CHAT, RAW])
+def test_results_are_taken_back_whole_where_the_record_has_token_ids(tmp_path, columns):
+    records = [made(columns, result, token_ids=True) for result in WHOLE]
+    assert list(back(tmp_path, *records).values()) == WHOLE
+
+
+@pytest.mark.parametrize("columns", [CHAT, RAW])
+def test_what_was_taken_back_gives_the_same_record_again(tmp_path, columns):
+    records = [made(columns, result) for result in WHOLE]
+    taken = back(tmp_path, *records)
+    assert [to_json(made(columns, result)) for result in taken.values()] == [to_json(r) for r in records]
+    assert taken[0] == replace(WHOLE[0], token_ids=())
+
+
+def test_a_failed_row_is_taken_back_without_its_prompt_tokens(tmp_path):
+    failed = Result.failed(-1, RowError("does_not_fit", "too big"), prompt_tokens=7)
+    assert back(tmp_path, made(CHAT, failed)) == {0: replace(failed, prompt_tokens=0)}
+
+
+def test_completions_with_log_probabilities_are_left_out(tmp_path):
+    drawn = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=DRAWN))
+    assert back(tmp_path, made(CHAT, drawn), made(RAW, drawn, token_ids=True), made(RAW)).keys() == {2}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda record: record.update(response=None),
+        lambda record: record["response"].pop("body"),
+        lambda record: record["response"]["body"].pop("usage"),
+        lambda record: record["response"]["body"].update(choices=[]),
+        lambda record: record["response"]["body"]["choices"][0]["message"].update(content=None),
+        lambda record: record.update(error={"code": "timeout"}),
+        lambda record: record.pop("error"),
+    ],
+)
+def test_what_is_no_record_of_ours_is_left_out(tmp_path, spoil):
+    record = json.loads(to_json(made(CHAT)))
+    spoil(record)
+    assert back(tmp_path, record) == {}
+
+
+# What can be asked for together.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output_format": "OpenAI"}, "--output-format 'OpenAI' is unknown; use rows or openai"),
+        ({"output_format": "openai", "keep": ("a",)}, "--output-format openai carries no columns; leave it out, or --keep"),
+        ({"output_format": "openai", "prompts": PromptConfig(score=True)}, "--output-format openai has no place for scores; leave it out, or --score"),
+    ],
+)  # fmt: skip
+def test_options_that_have_no_place_in_the_form_are_refused(options, message):
+    with pytest.raises(UsageError) as caught:
+        JobConfig(inputs=("in.jsonl",), model=MODEL, **options)
+    assert str(caught.value) == message
+
+
+def test_parquet_cannot_hold_the_form():
+    with pytest.raises(UsageError) as caught:
+        form(output="a.out.parquet")
+    assert str(caught.value) == (
+        "--output-format openai is JSON lines, and a.out.parquet is not; name a .jsonl output with -o"
+    )
+    for output in ("-", "o.jsonl.gz", "o.jsonl.zst"):
+        assert form(output=output, keep=()) == form()
+
+
+def test_rows_of_our_own_depend_on_no_model():
+    config = JobConfig(inputs=("in.jsonl",), model=MODEL, keep=("a",), id_column="n", token_ids=True)
+    assert row_form(config, "o.parquet", chat=True) == RowForm(keep=("a",), id_column="n", token_ids=True)

@@ -1,0 +1,277 @@
+"""Request files as the documentation of OpenAI's Batch API and of vLLM's run_batch has them, run as they are and answered in that form."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
+from batchgen.errors import Interrupted, UsageError
+from batchgen.progress import Silent
+
+Rows = list[dict[str, Any]]
+Write = Callable[..., Path]
+CHAT, RAW = "/v1/chat/completions", "/v1/completions"
+
+
+def ask(custom_id: str, url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "some-model-8b", **body}}
+
+
+def talk(system: str, user: str) -> Rows:
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+# As in OpenAI's guide: two chats of a system and a user message, with max_tokens.
+GUIDE = [
+    ask("request-1", CHAT, messages=talk("You are a friendly clerk.", "Good morning!"), max_tokens=1000),
+    ask("request-2", CHAT, messages=talk("You are a grumpy clerk.", "Good morning!"), max_tokens=1000),
+]
+# As in its examples: a temperature and an object as the format of the answer; and a picture, which cannot be sent here.
+EXAMPLES = [
+    ask(
+        "task-0",
+        CHAT,
+        temperature=0.1,
+        max_tokens=8,
+        response_format={"type": "json_object"},
+        messages=talk("Answer in JSON.", "A film about ships."),
+    ),
+    ask(
+        "task-1",
+        CHAT,
+        temperature=0.2,
+        max_tokens=8,
+        messages=[
+            {"role": "system", "content": "Describe it."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "chair"},
+                    {"type": "image_url", "image_url": {"url": "https://example.org/chair.jpg"}},
+                ],
+            },
+        ],
+    ),
+]
+# As in vLLM's: max_completion_tokens; embeddings and scores, which are not served here.
+VLLM = [
+    ask("request-1", CHAT, messages=talk("You are a friendly clerk.", "Good morning!"), max_completion_tokens=6),
+    ask("request-2", CHAT, messages=talk("You are a grumpy clerk.", "Good morning!"), max_completion_tokens=6),
+    ask("request-3", "/v1/embeddings", input="You are a friendly clerk."),
+    ask("request-4", "/v1/score", text_1="Where is it?", text_2=["Here.", "There."]),
+]
+
+
+class Notes(Silent):
+    def __init__(self, at: int = -1) -> None:
+        self.notes: list[str] = []
+        self._at = at
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def rows(self, done: int, failed: int, total: int | None) -> None:
+        if done == self._at:
+            self._at = -1
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def run(model: Path, source: Path, progress: Silent | None = None, **options: Any) -> JobReport:
+    options = {"output": str(source.with_name("out.jsonl")), "sampling": SamplingParams(max_tokens=4)} | options
+    options.setdefault("output_format", "openai")
+    return run_job(JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options), progress)
+
+
+def records(report: JobReport) -> Rows:
+    return [json.loads(line) for line in Path(report.output).read_text("utf-8").splitlines()]
+
+
+def bodies(report: JobReport) -> Rows:
+    return [record["response"]["body"] for record in records(report)]
+
+
+def check_form(record: dict[str, Any], request: dict[str, Any]) -> None:
+    """All that the form asks for is there, and nothing else."""
+    assert list(record) == ["id", "custom_id", "response", "error"]
+    assert record["custom_id"] == request["custom_id"]
+    if record["error"] is not None:
+        assert (record["response"], list(record["error"])) == (None, ["code", "message"])
+        return
+    response = record["response"]
+    assert (list(response), response["status_code"]) == (["status_code", "request_id", "body"], 200)
+    body = response["body"]
+    assert list(body) == ["id", "object", "created", "model", "choices", "usage"]
+    chat = request["url"] == CHAT
+    assert body["object"] == ("chat.completion" if chat else "text_completion")
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
+    for index, choice in enumerate(body["choices"]):
+        assert set(choice) == {"index", "message" if chat else "text", "logprobs", "finish_reason"}
+        assert (choice["index"], choice["finish_reason"] in ("stop", "length")) == (index, True)
+        if chat:
+            assert list(choice["message"]) == ["role", "content", "refusal"]
+
+
+def test_the_file_of_the_guide_is_answered_as_it_is(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+    progress = Notes()
+    report = run(tiny_chat_model_dir, write_jsonl(GUIDE), progress)
+    answers = records(report)
+    assert report.exit_code == 0
+    for record, request in zip(answers, GUIDE, strict=True):
+        check_form(record, request)
+    assert len({record["id"] for record in answers}) == 2
+    assert {record["response"]["body"]["model"] for record in answers} == {str(tiny_chat_model_dir)}
+    assert progress.notes == [f"rows ask for model 'some-model-8b'; all rows are run on {str(tiny_chat_model_dir)!r}"]
+
+
+def test_what_the_examples_have_and_is_not_served_fails_by_row(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+    report = run(tiny_chat_model_dir, write_jsonl([*EXAMPLES, *VLLM]))
+    answers = records(report)
+    assert report.exit_code == 3
+    for record, request in zip(answers, [*EXAMPLES, *VLLM], strict=True):
+        check_form(record, request)
+    assert [record["error"] and record["error"]["code"] for record in answers] == [
+        None, "invalid_row", None, None, "invalid_row", "invalid_row"
+    ]  # fmt: skip
+    served = "/v1/completions and /v1/chat/completions can be served"
+    assert [record["error"]["message"] for record in answers if record["error"]] == [
+        "body.messages[1].content[1] has type 'image_url'; only text can be sent",
+        f"url is '/v1/embeddings'; {served}",
+        f"url is '/v1/score'; {served}",
+    ]
+    assert answers[0]["response"]["body"]["choices"][0]["message"]["content"].startswith("{")
+
+
+def test_a_file_that_has_nothing_that_can_be_served_is_answered_without_the_model(
+    tiny_chat_model_dir: Path, write_jsonl: Write
+) -> None:
+    report = run(tiny_chat_model_dir, write_jsonl(VLLM[2:]))
+    assert (report.exit_code, report.stats["rows_failed"], report.stats["steps"]) == (3, 2, 0)
+    assert [record["response"] for record in records(report)] == [None, None]
+
+
+def test_chats_and_completions_with_parameters_of_their_own_share_a_file_and_a_custom_id(
+    tiny_chat_model_dir: Path, write_jsonl: Write
+) -> None:
+    rows = [
+        ask("same", RAW, prompt="Once upon", max_tokens=3),
+        ask("same", CHAT, messages=talk("Hm.", "Hello"), max_tokens=2, temperature=1.5, seed=3, n=2, top_k=-1),
+        ask("same", RAW, prompt="Once upon", max_tokens=3),
+        ask("own", RAW, prompt=["Once upon"], logprobs=2, stream=False),
+        ask("own", CHAT, messages=talk("Hm.", "Hello"), logprobs=True, top_logprobs=1),
+        {"custom_id": "label", "method": "POST", "url": RAW, "body": {"prompt": "Yes or no? ", "guided_choice": ["yes", "no"]}},
+    ]  # fmt: skip
+    report = run(tiny_chat_model_dir, write_jsonl(rows))
+    one, two, again, raw, chat, label = bodies(report)
+    assert report.exit_code == 0
+    assert [record["custom_id"] for record in records(report)] == ["same", "same", "same", "own", "own", "label"]
+    assert [b["object"] == "chat.completion" for b in (one, two, again, raw, chat, label)] == [0, 1, 0, 0, 1, 0]
+    assert (one["choices"], one["usage"]["completion_tokens"]) == (again["choices"], 3)
+    assert [choice["index"] for choice in two["choices"]] == [0, 1]
+    assert two["usage"]["completion_tokens"] <= 4  # of both
+    entries = raw["choices"][0]["logprobs"]
+    assert {len(entries[n]) for n in entries} == {raw["usage"]["completion_tokens"]}
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert len(content) == chat["usage"]["completion_tokens"]
+    # Greedy: what was drawn is the likeliest, and it is told alike.
+    assert all(e["top_logprobs"] == [{k: e[k] for k in ("token", "logprob", "bytes")}] for e in content)
+    assert label["choices"][0]["text"] in ("yes", "no")
+    assert sum(label["choice_probs"].values()) == pytest.approx(1.0)
+
+
+def test_answers_say_what_batchgens_own_rows_say(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+    rows = [*VLLM, ask("raw", RAW, prompt="Once", temperature=1, n=2)]
+    source = write_jsonl(rows)
+    ours = records(run(tiny_chat_model_dir, source, output_format="rows", output=str(source.with_name("rows.jsonl"))))
+    theirs = records(run(tiny_chat_model_dir, source))
+    for row, record in zip(ours, theirs, strict=True):
+        if row["error"]:
+            assert record["error"] == {"code": row["error"]["type"], "message": row["error"]["message"]}
+            continue
+        body = record["response"]["body"]
+        texts = [choice["text"] for choice in row.get("choices", [row])]
+        assert [c["message"]["content"] if "message" in c else c["text"] for c in body["choices"]] == texts
+        assert {n: body["usage"][n] for n in row["usage"]} == row["usage"]
+
+
+def test_plain_rows_are_answered_in_the_form_too(
+    tiny_model_dir: Path, tiny_chat_model_dir: Path, write_jsonl: Write
+) -> None:
+    source = write_jsonl([{"prompt": "a", "id": 7}, "{", {"prompt": "b", "n": 1}])
+    for model, kind in ((tiny_model_dir, "text_completion"), (tiny_chat_model_dir, "chat.completion")):
+        seven, broken, two = records(run(model, source, output=str(source.with_name(f"{kind}.jsonl"))))
+        assert [record["custom_id"] for record in (seven, broken, two)] == ["7", "1", "2"]
+        assert seven["response"]["body"]["object"] == two["response"]["body"]["object"] == kind
+        assert broken["error"]["code"] == "invalid_row"
+
+
+def test_an_interrupted_run_ends_in_the_same_bytes(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+    rows = [ask(f"r{i}", (CHAT, RAW)[i % 2], messages=talk("Hm.", f"{i}"), prompt=f"{i}", temperature=1, n=1 + i % 3) for i in range(12)]  # fmt: skip
+    source = write_jsonl([*rows, ask("e", "/v1/embeddings", input="x"), rows[0]])
+    whole = run(tiny_chat_model_dir, source, output=str(source.with_name("whole.jsonl")))
+    with pytest.raises(Interrupted):
+        run(tiny_chat_model_dir, source, Notes(at=6))
+    resumed = run(tiny_chat_model_dir, source)
+    assert 0 < resumed.stats["rows_resumed"] < 13
+    assert Path(resumed.output).read_bytes() == Path(whole.output).read_bytes()
+
+
+def test_a_finished_output_changes_its_form_without_the_model(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl([*VLLM, ask("raw", RAW, prompt="Once", temperature=1, n=2)])
+    first = run(tiny_chat_model_dir, source)
+    answers = Path(first.output).read_bytes()
+    assert run(tiny_chat_model_dir, source).already_finished
+    progress = Notes()
+    rows = run(tiny_chat_model_dir, source, progress, output_format="rows")
+    assert (rows.stats["rows_resumed"], rows.stats["steps"]) == (3, 0)
+    assert progress.notes[0] == f"{rows.output} was finished: 3 of its results are at hand"
+    assert [list(row)[-1] for row in records(rows)] == ["error"] * 5
+    back = run(tiny_chat_model_dir, source)
+    assert (back.stats["rows_resumed"], back.stats["steps"]) == (3, 0)
+    assert Path(back.output).read_bytes() == answers
+
+
+def test_rows_added_to_a_finished_output_are_generated_and_the_others_kept_but_for_log_probabilities(
+    tiny_chat_model_dir: Path, write_jsonl: Write
+) -> None:
+    with_logprobs = ask("l", CHAT, messages=talk("Hm.", "Hello"), logprobs=True)
+    first = run(tiny_chat_model_dir, write_jsonl([*VLLM, with_logprobs]))
+    before = records(first)
+    report = run(tiny_chat_model_dir, write_jsonl([*VLLM, with_logprobs, ask("new", RAW, prompt="Once")]))
+    assert (report.stats["rows"], report.stats["rows_resumed"]) == (4, 2)  # new, with log-probabilities, not served
+    after = records(report)
+    assert after[:4] == before[:4]
+    told, again = (rows[4]["response"]["body"]["choices"][0] for rows in (before, after))
+    assert again["message"] == told["message"]
+    assert [e["token"] for e in again["logprobs"]["content"]] == [e["token"] for e in told["logprobs"]["content"]]
+    assert after[5]["custom_id"] == "new"
+
+
+def test_parquet_by_the_inputs_suffix_is_refused_before_anything_is_there(tiny_model_dir: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
+    with pytest.raises(UsageError) as caught:
+        run(tiny_model_dir, tmp_path / "in.parquet", output=None)
+    assert str(caught.value) == (
+        f"--output-format openai is JSON lines, and {tmp_path / 'in.out.parquet'} is not; name a .jsonl output with -o"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+
+
+def test_the_option_works_on_the_command_line(
+    cli: Callable[..., Any], tiny_chat_model_dir: Path, write_jsonl: Write
+) -> None:
+    source = write_jsonl(VLLM)
+    done = cli("run", source, "-m", tiny_chat_model_dir, "-o", "-", "--output-format", "openai", "--max-tokens", "2")
+    assert done.code == 3
+    for record, request in zip(done.rows, VLLM, strict=True):
+        check_form(record, request)
+    refused = cli("run", source, "-m", tiny_chat_model_dir, "--output-format", "batch")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--output-format 'batch' is unknown; use rows or openai" in refused.err

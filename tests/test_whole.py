@@ -1,0 +1,293 @@
+"""A job in the prefix order of its whole input, with windows so small that its requests are sorted on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
+from batchgen import reading as reading_module
+from batchgen.errors import InputCorrupt, Interrupted, OutputError
+from batchgen.progress import Silent
+from batchgen.records.journal import decode
+from batchgen.spool import blocks as blocks_module
+from batchgen.spool import spool as spool_module
+
+Rows = list[dict[str, Any]]
+Write = Callable[..., Path]
+Read = Callable[[Path], Rows]
+GROUPS = 7
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool_module, "WINDOW_ROWS", 10)
+    monkeypatch.setattr(blocks_module, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(reading_module, "BLOCK_ROWS", 4)
+    monkeypatch.setattr("batchgen.whole.BLOCK_ROWS", 4)
+
+
+def shuffled(count: int) -> Rows:
+    rows = [
+        {"prompt": f"All of them begin so. Group {i % GROUPS} has a head of its own: {i}", "n": i} for i in range(count)
+    ]
+    random.Random(1).shuffle(rows)
+    return rows
+
+
+def config_of(model: Path, source: Path, name: str = "out.jsonl", **options: Any) -> JobConfig:
+    options.setdefault("sampling", SamplingParams(max_tokens=4))
+    return JobConfig(
+        inputs=(str(source),), model=ModelConfig(model=str(model)), output=str(source.with_name(name)), **options
+    )
+
+
+class StopAt(Silent):
+    """Has the process told to stop when so many rows are done."""
+
+    def __init__(self, done: int) -> None:
+        self._done = done
+        self.phases: list[str] = []
+        self.read: list[int] = []
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
+
+    def passed(self, rows: int) -> None:
+        self.read.append(rows)
+
+    def rows(self, done: int, failed: int, total: int | None) -> None:
+        if done == self._done:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def stopped(config: JobConfig, done: int) -> Path:
+    """The job's folder, after a run that was stopped when so many rows were done."""
+    with pytest.raises(Interrupted):
+        run_job(config, StopAt(done))
+    return Path(f"{config.output}.job")
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=4), SamplingParams(max_tokens=6, temperature=1.0, n=2)])
+def test_the_output_is_that_of_one_window_and_so_is_what_is_run(
+    sampling: SamplingParams, tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    source = write_jsonl(shuffled(95))
+    whole = run_job(config_of(tiny_model_dir, source, sampling=sampling)).stats
+    one = run_job(config_of(tiny_model_dir, source, "one.jsonl", sampling=sampling, window=100)).stats
+    few = run_job(config_of(tiny_model_dir, source, "few.jsonl", sampling=sampling, window=10)).stats
+    outputs = {source.with_name(name).read_bytes() for name in ("out.jsonl", "one.jsonl", "few.jsonl")}
+    assert len(outputs) == 1
+    assert whole["prefill_tokens"] == whole["prefill_tokens_min"] == one["prefill_tokens_min"] < few["prefill_tokens"]
+    assert (whole["rows"], whole["rows_ok"], whole["rows_resumed"]) == (95, 95, 0)
+
+
+def test_nothing_is_left_but_what_knows_the_rows_again(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
+    run_job(config)
+    assert sorted(os.listdir(f"{config.output}.job")) == ["keys", "lock", "manifest.json", "stats.json"]
+    assert run_job(config).already_finished
+
+
+def test_a_run_that_was_stopped_goes_on_without_reading_again(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl([*shuffled(60), {"prompt": ""}, {"other": 1}])
+    expected = config_of(tiny_model_dir, source, "expected.jsonl")
+    run_job(expected)
+    config = config_of(tiny_model_dir, source)
+    folder = stopped(config, 25)
+    assert (folder / "passes" / "done.json").exists()
+    progress = StopAt(-1)
+    stats = run_job(config, progress).stats
+    assert progress.read == [*range(4, 62, 4), 62]  # the second reading, and no other
+    assert stats["rows_resumed"] >= 20
+    assert stats["job"] | {"seconds": 0} == stats["job"] | {
+        "seconds": 0,
+        "rows": 62,
+        "rows_ok": 61,
+        "rows_failed": 1,
+        "runs": 2,
+    }
+    assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["keys", "failed", "run-00002", "done.json"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "flipped"])
+def test_a_first_reading_that_is_not_whole_is_done_again(
+    name: str, damage: str, tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    source = write_jsonl([*shuffled(40), {"other": 1}])
+    expected = config_of(tiny_model_dir, source, "expected.jsonl")
+    run_job(expected)
+    config = config_of(tiny_model_dir, source)
+    path = stopped(config, 25) / "passes" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flipped" else data[:-9])
+    progress = StopAt(-1)
+    run_job(config, progress)
+    assert progress.read.count(41) == 2
+    assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change", [{"limit": 39}, {"prompts": PromptConfig(priority_column="n")}], ids=["limit", "priority"]
+)
+def test_a_first_reading_of_something_else_is_done_again(
+    change: dict[str, Any], tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    source = write_jsonl(shuffled(40))
+    stopped(config_of(tiny_model_dir, source), 25)
+    progress = StopAt(-1)
+    rows = run_job(config_of(tiny_model_dir, source, **change), progress).stats["job"]["rows"]
+    assert rows == change.get("limit", 40)
+    assert progress.read.count(rows) == 2
+
+
+def test_rows_that_were_added_or_changed_are_generated_and_the_others_kept(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    rows = shuffled(50)
+    source = write_jsonl(rows)
+    config = config_of(tiny_model_dir, source)
+    run_job(config)
+    rows = [*rows[:20], {"prompt": "new", "n": -1}, *rows[25:], *rows[:15]]
+    stats = run_job(config_of(tiny_model_dir, write_jsonl(rows))).stats
+    assert (stats["rows"], stats["rows_resumed"]) == (16, 45)
+    expected = config_of(tiny_model_dir, source, "expected.jsonl")
+    run_job(expected)
+    assert read_jsonl(Path(str(config.output))) == read_jsonl(Path(str(expected.output)))
+
+
+def test_lower_priorities_are_done_first(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl(row | {"p": row["n"] % 2} for row in shuffled(60))
+    config = config_of(tiny_model_dir, source, prompts=PromptConfig(priority_column="p"))
+    folder = stopped(config, 28)
+    done = [decode(line) for line in (folder / "journal").read_bytes().splitlines()[:20]]
+    odd = config_of(tiny_model_dir, write_jsonl((r for r in shuffled(60) if r["n"] % 2), "odd.jsonl"), "odd.out.jsonl")
+    folder = stopped(odd, 29)
+    keys = {record[0] for line in (folder / "journal").read_bytes().splitlines() if (record := decode(line))}
+    assert len(done) == 20
+    assert not keys & {record[0] for record in done if record}
+
+
+def test_parquet_keeps_its_types_through_the_second_reading(tiny_model_dir: Path, tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "prompt": [f"Group {i % 3} and {i}" for i in range(40)],
+            "nested": [{"a": [i, None], "b": {"c": str(i)}} for i in range(40)],
+            "day": pa.array(range(40), pa.date32()),
+        }
+    )
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=7)
+    config = config_of(tiny_model_dir, tmp_path / "in.parquet", "out.parquet")
+    run_job(config)
+    out = pq.read_table(str(config.output))
+    assert out.select(table.column_names).equals(table)
+    assert out["id"].to_pylist() == list(range(40))
+
+
+def test_an_input_that_breaks_off_is_generated_so_far_and_kept(
+    tiny_model_dir: Path, tmp_path: Path, write_jsonl: Write
+) -> None:
+    import gzip
+
+    whole = gzip.compress(write_jsonl(shuffled(2000)).read_bytes())
+    source = tmp_path / "cut.jsonl.gz"
+    source.write_bytes(whole[:2500])
+    config = config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=1))
+    with pytest.raises(InputCorrupt, match="breaks off after line"):
+        run_job(config)
+    lines = len((Path(f"{config.output}.job") / "journal").read_bytes().splitlines())
+    assert lines > 20
+    source.write_bytes(whole)
+    assert (
+        run_job(config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=1), limit=lines + 5)).stats["rows"]
+        == 5
+    )
+
+
+@pytest.mark.parametrize("change", ["longer", "gone"])
+def test_an_input_that_changes_meanwhile_ends_the_job_and_loses_nothing(
+    change: str, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    source = write_jsonl(shuffled(30))
+    text = source.read_text()
+    config = config_of(tiny_model_dir, source)
+
+    class Change(Silent):
+        def rows(self, done: int, failed: int, total: int | None) -> None:
+            if done == 20 and source.exists():
+                source.write_text(
+                    text + json.dumps({"prompt": "one more"}) + "\n"
+                ) if change == "longer" else source.unlink()
+
+    with pytest.raises(InputCorrupt) as error:
+        run_job(config, Change())
+    assert str(error.value) == (
+        f"{source} changed while it was worked on; run the same command again: the results of rows that are still there are kept"
+    )
+    assert not Path(str(config.output)).exists()
+    source.write_text(text + json.dumps({"prompt": "one more"}) + "\n")
+    assert run_job(config).stats["rows"] == 1
+    assert len(read_jsonl(Path(str(config.output)))) == 31
+
+
+def test_a_result_lost_from_the_journal_is_missed_and_generated_again(
+    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
+    journal = Path(f"{config.output}.job") / "journal"
+
+    class Damage(Silent):
+        def phase(self, name: str) -> None:
+            if name == "writing":
+                data = bytearray(journal.read_bytes())
+                data[len(data) // 2] ^= 1
+                journal.write_bytes(data)
+
+    with pytest.raises(OutputError) as error:
+        run_job(config, Damage())
+    assert str(error.value) == (
+        f"the journal of {config.output} is damaged: 1 results cannot be read; "
+        "run the same command again: they are generated again"
+    )
+    stats = run_job(config).stats
+    assert (stats["rows"], stats["rows_resumed"]) == (1, 29)
+
+
+def test_failed_rows_run_again_when_that_is_asked_for(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    from batchgen import EngineConfig
+
+    source = write_jsonl([*shuffled(30), {"prompt": "x" * 400}])
+    tight = EngineConfig(kv_memory="64KB")
+    report = run_job(config_of(tiny_model_dir, source, engine=tight))
+    failed = [row.get("n", "x") for row in read_jsonl(Path(report.output)) if row["error"]]
+    assert failed == ["x"]
+    assert run_job(config_of(tiny_model_dir, source)).already_finished
+    again = run_job(config_of(tiny_model_dir, source, retry_errors=True))
+    assert (again.exit_code, again.stats["rows"], again.stats["rows_resumed"]) == (0, 1, 30)
+    assert [row["error"] for row in read_jsonl(Path(report.output))] == [None] * 31
+    assert run_job(config_of(tiny_model_dir, source, retry_errors=True)).already_finished
+
+
+def test_the_plan_is_that_of_the_whole_input(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl([*shuffled(80), {"other": 1}])
+    whole = plan_job(config_of(tiny_model_dir, source)).as_dict()
+    one = plan_job(config_of(tiny_model_dir, source, window=100)).as_dict()
+    assert whole["windows"] > 5
+    for name in ("rows", "rows_failed", "prompt_tokens", "prefill_tokens_min", "shared_fraction"):
+        assert whole[name] == one[name]
