@@ -63,16 +63,19 @@ class Generation:
         """The rows at hand are dealt with."""
         self.results, self.keys, self.sources = {}, {}, {}
 
-    def requests(self, rows: Sequence[Row]) -> list[Request]:
+    def built(self, rows: Sequence[Row]) -> list[Draft | Result]:
+        """Each row as a draft of a request, or the result of one that failed. May be done ahead, in another thread."""
+        return [self.grammars.of_row(b) if isinstance(b, Draft) else b for b in self.prompts.build(rows)]
+
+    def requests(self, rows: Sequence[Row], built: Sequence[Draft | Result]) -> list[Request]:
         """The rows that are to be generated; the others' results are put into `results`."""
         self.sources.update((row.number, row.source) for row in rows)
         drafts = []
-        for built in self.prompts.build(rows):
-            checked = self.grammars.of_row(built) if isinstance(built, Draft) else built
-            if isinstance(checked, Draft):
-                drafts.append(checked)
+        for row in built:
+            if isinstance(row, Draft):
+                drafts.append(row)
             else:
-                self.done(checked)
+                self.done(row)
         for note in self.prompts.notes[self.notes_told :]:
             self.progress.note(note)
         self.notes_told = len(self.prompts.notes)

@@ -4,12 +4,14 @@ row is in, and read a second time to be written in input order."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from batchgen.errors import InputCorrupt, OutputError
 from batchgen.generation import Generation
+from batchgen.prompts import Draft
 from batchgen.reading import BLOCK_ROWS, read_windows
 from batchgen.records import Input, JobFolder, Row
 from batchgen.records.listing import Listing
@@ -83,24 +85,31 @@ class Whole:
         work = self._work
         count = 0
         blocks = self._blocks()
-        while rows := self._next(blocks):
-            for request in work.requests(rows):
-                spool.add(request)
-            listing.add([row.number for row in rows], work.keys, work.results)
-            work.forget()
-            count += len(rows)
-            work.progress.passed(count)
-        return count
+        with ThreadPoolExecutor(1, "reading") as ahead:  # tokenizing leaves Python's lock to the rest
+            reading = ahead.submit(self._read, blocks)
+            while True:
+                rows, built = reading.result()
+                if not rows:
+                    return count
+                reading = ahead.submit(self._read, blocks)
+                for request in work.requests(rows, built):
+                    spool.add(request)
+                listing.add([row.number for row in rows], work.keys, work.results)
+                work.forget()
+                count += len(rows)
+                work.progress.passed(count)
+
+    def _read(self, blocks: Iterator[list[Row]]) -> tuple[list[Row], list[Draft | Result]]:
+        """The next rows, and what they are; none at the end, or where the input breaks off."""
+        try:
+            rows = next(blocks, [])
+        except InputCorrupt as e:
+            self._broken = e
+            rows = []
+        return rows, self._work.built(rows)
 
     def _blocks(self) -> Iterator[list[Row]]:
         return read_windows(self._source, self._work.config, BLOCK_ROWS)
-
-    def _next(self, blocks: Iterator[list[Row]]) -> list[Row] | None:
-        try:
-            return next(blocks, None)
-        except InputCorrupt as e:
-            self._broken = e
-            return None
 
     def _take_up(self, there: Pass) -> Spool:
         """The first reading of an earlier run serves this one."""

@@ -31,7 +31,7 @@ class Windowed:
         with work.signals.interruptible():
             work.progress.phase(f"planning rows {rows[0].number + 1:,}–{rows[-1].number + 1:,}")
             with work.run.timed("plan"):
-                requests = work.requests(rows)
+                requests = work.requests(rows, work.built(rows))
         if requests:
             work.generate(requests)
         work.signals.check()

@@ -80,9 +80,9 @@ class Columns:
 
     def both_note(self, columns: Mapping[str, Any]) -> str | None:
         """What to say of a row that has a prompt and messages, where the user has not named one of them."""
-        if self._template is not None or self._named or is_batch_row(columns):
+        if self._template is not None or self._named:
             return None
-        if not (self._has_prompt(columns) and self._has_messages(columns)):
+        if not (self._has_messages(columns) and self._has_prompt(columns)) or is_batch_row(columns):
             return None
         sent, carried = (self._prompt, self._messages) if self._prompt_first else (self._messages, self._prompt)
         return f"rows have both {sent!r} and {carried!r}: {sent!r} is sent, {carried!r} only carried to the output"

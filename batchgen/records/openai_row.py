@@ -12,6 +12,8 @@ RAW = "/v1/completions"
 def is_batch_row(columns: Mapping[str, Any]) -> bool:
     """Whether a row is in the Batch form. A mere column called `body` (of an e-mail, say) is not enough."""
     body = columns.get("body")
+    if body is None:
+        return False
     if isinstance(body, Mapping):
         return "url" in columns or "custom_id" in columns or "method" in columns
     url = columns.get("url")
