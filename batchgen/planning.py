@@ -14,10 +14,11 @@ from batchgen.guards import memory_errors
 from batchgen.identity import dtype_name
 from batchgen.kept import KeptPrefixes
 from batchgen.prefix import (
+    GroupLine,
+    NodeLine,
     PlanFigures,
     PrefixPlan,
-    largest_groups,
-    largest_nodes,
+    Survey,
     merge_figures,
     plan_figures,
     plan_prefixes,
@@ -52,17 +53,11 @@ class TreeLine:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLine:
-    """Rows whose longest shared prefix of whole chunks is the same."""
-
-    hash: str
-    prefix_tokens: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The plan of a job: figures of all its windows, the top of the first window's prefix tree, its largest groups."""
+    """The plan of a job: figures of all its windows, the top of the prefix tree, the largest groups.
+
+    Where windows follow each other as the rows came, tree and groups are the first window's.
+    """
 
     figures: PlanFigures
     rows: int
@@ -74,6 +69,8 @@ class PlanReport:
     tree: tuple[TreeLine, ...]
     groups: tuple[GroupLine, ...]
     chat: bool = False
+    whole: bool = True
+    """Whether the windows are those of the whole input in prefix order."""
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json` (schema `batchgen.plan/1`)."""
@@ -124,10 +121,10 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
                         spool.add(request)
             spool.close()
             for requests in spool.windows():
-                planner.window(requests, follow_on=config.prompts.priority_column is None)
+                planner.window(requests, follow_on=True)
         for note in (*source.notes, *prompts.notes):
             progress.note(note)
-    return planner.report(chat=prompts.chat)
+    return planner.report(chat=prompts.chat, whole=size is None)
 
 
 @dataclass(slots=True)
@@ -142,11 +139,11 @@ class Planner:
     failed: int = 0
     windows: int = 0
     figures: PlanFigures = field(default_factory=PlanFigures)
-    tree: tuple[TreeLine, ...] = ()
-    groups: tuple[GroupLine, ...] = ()
+    _survey: Survey = field(init=False)
     _kept: KeptPrefixes = field(default_factory=KeptPrefixes)
 
     def __post_init__(self) -> None:
+        self._survey = Survey(self.config.engine.chunk_size, TREE_NODES, GROUPS)
         with quiet():  # torchao, where it is installed, has much to say
             from batchgen.engine.sizing import page_size_of  # imports torch, which transformers has imported by now
 
@@ -177,11 +174,9 @@ class Planner:
             stored = self._figures(self._planned(tokens), tokens, [leaf.request.max_tokens for leaf in leaves])
             window = replace(window, **{f.name: getattr(stored, f.name) for f in fields(stored) if f.name[:3] == "kv_"})
         self.figures = merge_figures([self.figures, window])
-        if self.windows == 1:
-            self.tree = tuple(self._tree(plan, prompts))
-            self.groups = tuple(
-                GroupLine(group.hash.hex(), group.prefix_tokens, group.rows) for group in largest_groups(plan, GROUPS)
-            )
+        if (follow_on or self.windows == 1) and self.config.engine.share:
+            for i in plan.order.tolist():
+                self._survey.add(prompts[i])
 
     def _planned(self, prompts: Sequence[TokenArray]) -> PrefixPlan:
         return plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
@@ -198,27 +193,28 @@ class Planner:
             carried=carried,
         )
 
-    def report(self, *, chat: bool) -> PlanReport:
+    def report(self, *, chat: bool, whole: bool) -> PlanReport:
+        """`whole`: the windows came in depth-first order."""
+        survey, found = self._survey, self.figures
+        survey.end()
+        if whole:  # windows that cut a node, or a group, have each counted it
+            found = replace(found, prefix_nodes=survey.nodes, groups=survey.groups, grouped_requests=survey.grouped)
         return PlanReport(
-            figures=self.figures,
+            figures=found,
             rows=self.rows,
             rows_failed=self.failed,
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
             page_size=self.page_size,
-            tree=self.tree,
-            groups=self.groups,
+            tree=tuple(self._line(line) for line in survey.largest_nodes()),
+            groups=tuple(survey.largest_groups()),
             chat=chat,
+            whole=whole,
         )
 
-    def _tree(self, plan: PrefixPlan, prompts: Sequence[TokenArray]) -> list[TreeLine]:
-        lines = []
-        for line in largest_nodes(plan, TREE_NODES):
-            node = line.node
-            tokens = prompts[plan.order[node.first]][node.start : min(node.end, node.start + EXCERPT_TOKENS)]
-            text = self.text.tokenizer.decode(tokens.tolist())
-            lines.append(TreeLine(line.level, line.tokens, line.requests, line.saved_tokens, text))
-        return lines
+    def _line(self, line: NodeLine) -> TreeLine:
+        text = self.text.tokenizer.decode(line.tokens[:EXCERPT_TOKENS].tolist())
+        return TreeLine(line.level, len(line.tokens), line.rows, line.saved_tokens, text)
 
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:

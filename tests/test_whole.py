@@ -289,5 +289,16 @@ def test_the_plan_is_that_of_the_whole_input(tiny_model_dir: Path, write_jsonl: 
     whole = plan_job(config_of(tiny_model_dir, source)).as_dict()
     one = plan_job(config_of(tiny_model_dir, source, window=100)).as_dict()
     assert whole["windows"] > 5
-    for name in ("rows", "rows_failed", "prompt_tokens", "prefill_tokens_min", "shared_fraction"):
+    for name in (
+        "rows",
+        "rows_failed",
+        "prompt_tokens",
+        "prefill_tokens_min",
+        "shared_fraction",
+        "prefix_nodes",
+        "groups",
+        "grouped_rows",
+        "tree",
+        "largest_groups",
+    ):
         assert whole[name] == one[name]

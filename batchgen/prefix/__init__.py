@@ -4,30 +4,28 @@ Token ids only: knows nothing of rows, text, pages in memory or the model. Needs
 """
 
 from batchgen.prefix.figures import (
-    NodeFigures,
     PlanFigures,
     carried_tokens,
-    largest_groups,
-    largest_nodes,
     merge_figures,
     plan_figures,
 )
 from batchgen.prefix.groups import Group
 from batchgen.prefix.hashing import chunk_hashes
 from batchgen.prefix.overlap import Resident, node_paths, resident_lengths
+from batchgen.prefix.survey import GroupLine, NodeLine, Survey
 from batchgen.prefix.tree import PrefixNode, PrefixPlan, plan_prefixes
 
 __all__ = [
     "Group",
-    "NodeFigures",
+    "GroupLine",
+    "NodeLine",
     "PlanFigures",
     "PrefixNode",
     "PrefixPlan",
     "Resident",
+    "Survey",
     "carried_tokens",
     "chunk_hashes",
-    "largest_groups",
-    "largest_nodes",
     "merge_figures",
     "node_paths",
     "plan_figures",

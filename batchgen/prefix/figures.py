@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from batchgen.prefix.groups import Group
 from batchgen.prefix.order import depth_first_order, neighbour_lengths
 from batchgen.prefix.overlap import resident_lengths
-from batchgen.prefix.tree import PrefixNode, PrefixPlan
+from batchgen.prefix.tree import PrefixPlan
 from batchgen.request import TokenArray
 
 
@@ -51,19 +49,6 @@ class PlanFigures:
     def shared_fraction(self) -> float:
         """1 - prefill_tokens_min / prompt_tokens; 0 when there are no prompts."""
         return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NodeFigures:
-    """A node as one line of an indented tree."""
-
-    node: PrefixNode
-    level: int
-    """Nodes above it that are listed too: the line's indent."""
-    tokens: int
-    requests: int
-    saved_tokens: int
-    """Prompt tokens that need not be run because of this node."""
 
 
 def plan_figures(
@@ -136,25 +121,3 @@ def merge_figures(windows: Iterable[PlanFigures]) -> PlanFigures:
             kv_bytes_least=max(merged.kv_bytes_least, window.kv_bytes_least),
         )
     return merged
-
-
-def largest_nodes(plan: PrefixPlan, count: int) -> list[NodeFigures]:
-    """The `count` nodes that save the most tokens, in depth-first order, to be printed as an indented tree."""
-
-    def saved(node: PrefixNode) -> int:
-        return (node.end - node.start) * (node.last - node.first - 1)
-
-    chosen = heapq.nsmallest(count, plan.nodes, key=lambda node: (-saved(node), node.index))
-    lines: list[NodeFigures] = []
-    around: list[PrefixNode] = []  # the listed nodes that the next one may be below
-    for node in sorted(chosen, key=lambda node: node.index):
-        while around and node.first >= around[-1].last:
-            around.pop()
-        lines.append(NodeFigures(node, len(around), node.end - node.start, node.last - node.first, saved(node)))
-        around.append(node)
-    return lines
-
-
-def largest_groups(plan: PrefixPlan, count: int) -> list[Group]:
-    """The `count` groups with the most prompt tokens in their shared prefix, largest first."""
-    return heapq.nsmallest(count, plan.groups, key=lambda group: (-group.rows * group.prefix_tokens, group.first))

@@ -63,9 +63,8 @@ def plan_lines(report: PlanReport) -> list[str]:
             f"KV for the longest {size(f.kv_bytes_least)}; with less, that row cannot be run",
         ]
     if report.windows > 1:
-        lines.append(
-            f"windows            {report.windows:,}; memory is the largest one's, the tree below the first one's"
-        )
+        tree = "" if report.whole else ", the tree below the first one's"
+        lines.append(f"windows            {report.windows:,}; memory is the largest one's{tree}")
     if report.tree:
         lines += ["", "the prefixes that save the most (tokens × rows):"]
     for line in report.tree:

@@ -1,13 +1,10 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.prefix import (
     PlanFigures,
     carried_tokens,
-    largest_groups,
-    largest_nodes,
     merge_figures,
     node_paths,
     plan_figures,
@@ -125,64 +122,3 @@ def test_carried_tokens_are_the_edges_of_the_trie_that_are_on_the_paths(before, 
     random.shuffle(paths)
     on_paths = edges([p.tolist() for p in paths])
     assert carried_tokens(plan_prefixes(arrays(now), 2), arrays(now), paths) == len(edges(now) & on_paths)
-
-
-def nested_plan():
-    # Nodes: 0 [0, 2) of 6 saves 10; 1 [2, 3) of 2 saves 1; 2 [2, 6) of 3 saves 8; 3 [6, 9) of 2 saves 3;
-    # 4 [0, 5) of 2 saves 5.
-    return plan_prefixes(
-        arrays(
-            [
-                [1, 1, 0, 1],
-                [1, 1, 0, 2],
-                [1, 1, 4, 4, 4, 4, 1, 1, 1, 0],
-                [1, 1, 4, 4, 4, 4, 1, 1, 1, 1],
-                [1, 1, 4, 4, 4, 4, 2],
-                [1, 1, 7],
-                [5, 5, 5, 5, 5],
-                [5, 5, 5, 5, 5],
-            ]
-        ),
-        1,
-    )
-
-
-def listed(plan, count):
-    return [(n.node.index, n.level, n.tokens, n.requests, n.saved_tokens) for n in largest_nodes(plan, count)]
-
-
-def test_all_nodes_are_listed_as_an_indented_tree():
-    assert listed(nested_plan(), 9) == [
-        (0, 0, 2, 6, 10),
-        (1, 1, 1, 2, 1),
-        (2, 1, 4, 3, 8),
-        (3, 2, 3, 2, 3),
-        (4, 0, 5, 2, 5),
-    ]
-
-
-def test_the_nodes_that_save_most_are_listed_in_depth_first_order():
-    assert listed(nested_plan(), 3) == [(0, 0, 2, 6, 10), (2, 1, 4, 3, 8), (4, 0, 5, 2, 5)]
-    assert listed(nested_plan(), 1) == [(0, 0, 2, 6, 10)]
-    assert listed(nested_plan(), 0) == []
-
-
-def test_a_node_is_indented_only_below_nodes_that_are_listed():
-    plan = plan_prefixes(arrays([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 9]]), 1)
-    assert listed(plan, 1) == [(1, 0, 3, 2, 3)]
-
-
-def test_nodes_that_save_what_all_saved_add_up():
-    plan = nested_plan()
-    assert sum(n.saved_tokens for n in largest_nodes(plan, 99)) == plan.prompt_tokens - plan.prefill_tokens_min == 27
-
-
-def test_the_largest_groups_come_first():
-    groups = largest_groups(nested_plan(), 2)
-    assert [(g.prefix_tokens, g.rows) for g in groups] == [(9, 2), (5, 2)]
-
-
-@pytest.mark.parametrize("count", [0, 1, 99])
-def test_listing_an_empty_plan_gives_nothing(count):
-    plan = plan_prefixes([], 16)
-    assert (largest_nodes(plan, count), largest_groups(plan, count)) == ([], [])

@@ -1,0 +1,148 @@
+"""What any number of prompts share, told one after the other in depth-first order: counts, and the little that saves the most.
+
+The same intervals as `intervals.lcp_intervals`, in one pass that holds only those that are open, and so knows no number of prompts too large.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from batchgen.prefix.hashing import chunk_hashes
+from batchgen.prefix.order import common_length
+from batchgen.request import TokenArray
+
+
+@dataclass(slots=True)
+class _Interval:
+    """Prompts first..last (exclusive) share `end` tokens, `start` of them with more prompts than these."""
+
+    first: int
+    end: int
+    own: int = 0
+    """Prompts that share nothing deeper."""
+    last: int = -1
+    start: int = 0
+
+
+class _OpenIntervals:
+    """The intervals that the next prompt may still belong to, each deeper than the one below it."""
+
+    def __init__(self) -> None:
+        self._stack: list[_Interval] = []
+        self._count = 0
+
+    def shares(self, length: int) -> Iterator[_Interval]:
+        """The next prompt shares so much with the one after it (0: there is none). Gives the intervals that end with it."""
+        stack, position = self._stack, self._count
+        self._count += 1
+        if length > self._top_end:
+            stack.append(_Interval(position, length))
+        if stack:
+            stack[-1].own += 1
+        while self._top_end > length:
+            closed = stack.pop()
+            if length > self._top_end:
+                stack.append(_Interval(closed.first, length))
+            closed.last, closed.start = position + 1, self._top_end
+            yield closed
+
+    @property
+    def _top_end(self) -> int:
+        return self._stack[-1].end if self._stack else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeLine:
+    """A prefix node as one line of an indented tree."""
+
+    level: int
+    """Listed nodes above it: the line's indent."""
+    tokens: TokenArray
+    """Its own."""
+    rows: int
+    saved_tokens: int
+    """Prompt tokens that need not be run because of this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLine:
+    """Prompts whose longest shared prefix of whole chunks is the same (see `Group`)."""
+
+    hash: str
+    prefix_tokens: int
+    rows: int
+
+
+class Survey:
+    """Counts nodes and groups, and keeps those that save the most: `most_nodes` and `most_groups` of them."""
+
+    def __init__(self, chunk_size: int, most_nodes: int, most_groups: int) -> None:
+        self.nodes = self.groups = self.grouped = 0
+        """Prefix nodes, groups, and prompts that are in a group."""
+        self._chunk_size = chunk_size
+        self._nodes, self._groups = _Largest(most_nodes), _Largest(most_groups)
+        self._tree, self._chunks = _OpenIntervals(), _OpenIntervals()
+        self._before: TokenArray | None = None
+
+    def add(self, tokens: TokenArray) -> None:
+        """The next prompt in depth-first order."""
+        if self._before is not None:
+            self._shares(common_length(self._before, tokens))
+        self._before = tokens
+
+    def end(self) -> None:
+        """There are no more."""
+        if self._before is not None:
+            self._shares(0)
+            self._before = None
+
+    def largest_nodes(self) -> list[NodeLine]:
+        """In depth-first order."""
+        lines: list[NodeLine] = []
+        around: list[_Interval] = []  # the listed nodes that the next one may be below
+        for saved, node, path in sorted(self._nodes, key=lambda kept: (kept[1].first, kept[1].end)):
+            while around and node.first >= around[-1].last:
+                around.pop()
+            lines.append(NodeLine(len(around), path[node.start :], node.last - node.first, saved))
+            around.append(node)
+        return lines
+
+    def largest_groups(self) -> list[GroupLine]:
+        """Largest first."""
+        kept = sorted(self._groups, key=lambda kept: (-kept[0], kept[1].first))
+        return [GroupLine(chunk_hashes(path, self._chunk_size)[-1].hex(), g.end, g.own) for _, g, path in kept]
+
+    def _shares(self, length: int) -> None:
+        assert self._before is not None
+        for node in self._tree.shares(length):
+            self.nodes += 1
+            saved = (node.end - node.start) * (node.last - node.first - 1)
+            self._nodes.see(saved, node, self._before)
+        for group in self._chunks.shares(length // self._chunk_size * self._chunk_size):
+            if group.own:
+                self.groups += 1
+                self.grouped += group.own
+                self._groups.see(group.own * group.end, group, self._before)
+
+
+class _Largest:
+    """The intervals of the largest worth, each with its path; of equal ones the first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._heap: list[tuple[int, int, _Interval, TokenArray]] = []
+        self._ticks = count(0, -1)
+
+    def see(self, worth: int, interval: _Interval, prompt: TokenArray) -> None:
+        full = len(self._heap) == self._most
+        if not full or worth > self._heap[0][0]:
+            entry = (worth, next(self._ticks), interval, np.array(prompt[: interval.end]))
+            (heapq.heapreplace if full else heapq.heappush)(self._heap, entry)
+
+    def __iter__(self) -> Iterator[tuple[int, _Interval, TokenArray]]:
+        return ((worth, interval, path) for worth, _, interval, path in self._heap)
