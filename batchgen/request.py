@@ -83,7 +83,7 @@ def row_digest(tokens: TokenArray, params: SamplingParams, texts: Sequence[Token
     h = hashlib.blake2b(params.digest(), digest_size=16)
     for part in (tokens, *texts):
         h.update(len(part).to_bytes(8, "little"))
-        h.update(np.ascontiguousarray(part, dtype="<i4").tobytes())
+        h.update(part.astype("<i4", copy=False).tobytes())
     return h.digest()
 
 
