@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from itertools import islice
 
 from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, UsageError
@@ -42,7 +41,7 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
 def first_rows(source: Input, config: JobConfig) -> list[Row]:
     """The first rows, for a look at their columns."""
     with closing(_unbroken(source, config, [])) as rows:
-        return list(islice(rows, CHECKED_ROWS))
+        return next(windows(rows, CHECKED_ROWS), [])
 
 
 def read_windows(source: Input, config: JobConfig, size: int) -> Iterator[list[Row]]:

@@ -40,13 +40,16 @@ class Whole:
             there = self._job.passes.earlier(self._asked())
             spool = self._first_reading() if there is None else self._take_up(there)
         in_order = work.config.prompts.priority_column is None
-        for number, requests in enumerate(self._windows(spool)):
-            if there is not None:  # else the first reading has just looked
-                requests = work.lacking(requests)
-            if requests:
-                work.generate(requests, follow_on=in_order and number > 0)
+        follow_on = False
+        for requests in self._windows(spool):
+            lacking = requests if there is None else work.lacking(requests)  # else the first reading has just looked
+            if lacking:
+                work.generate(lacking, follow_on=follow_on)
+            follow_on = in_order
             work.signals.check()
             work.forget()
+            requests.clear()  # freed before the next ones are read
+            lacking.clear()
         if self._broken is not None:
             raise self._broken
         self._write()

@@ -13,9 +13,11 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import io
 import json
+import logging
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,3 +170,36 @@ def read_jsonl() -> Callable[[Path], list[dict[str, Any]]]:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of a server that speaks S3, in a thread of this process."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """An S3 store with an empty bucket called `bucket`: its fsspec file system. Child processes reach it too."""
+    import s3fs
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/moto-api/reset", method="POST")).close()
+    fs = s3fs.S3FileSystem()  # one for all tests: to make it takes a second
+    fs.invalidate_cache()
+    fs.mkdir("bucket")
+    return fs

@@ -9,13 +9,14 @@ import pytest
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import InputCorrupt, UsageError
 from batchgen.reading import read_windows, window_rows
+from batchgen.records import Row
 
 
 class Source(SimpleNamespace):
     is_stdin = False
 
-    def rows(self, limit: int | None) -> Iterator[int]:
-        yield from range(5 if limit is None else limit)
+    def rows(self, limit: int | None) -> Iterator[Row]:
+        yield from (Row(i, {}, None, "") for i in range(5 if limit is None else limit))
         raise InputCorrupt("it breaks off")
 
 
@@ -24,7 +25,7 @@ def config_of(window: int | Literal["all"] | None, order: str = "input") -> JobC
 
 
 def test_rows_before_a_break_come_first_and_then_the_break() -> None:
-    windows = read_windows(Source(), config_of(2), 2)  # type: ignore[arg-type]
+    windows = ([row.number for row in w] for w in read_windows(Source(), config_of(2), 2))  # type: ignore[arg-type]
     assert [next(windows), next(windows), next(windows)] == [[0, 1], [2, 3], [4]]
     with pytest.raises(InputCorrupt, match="it breaks off"):
         next(windows)

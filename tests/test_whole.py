@@ -30,6 +30,7 @@ GROUPS = 7
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool_module, "RUN_ROWS", 10)
     monkeypatch.setattr(spool_module, "WINDOW_ROWS", 10)
     monkeypatch.setattr(blocks_module, "BLOCK_ROWS", 3)
     monkeypatch.setattr(reading_module, "BLOCK_ROWS", 4)

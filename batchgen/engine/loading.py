@@ -40,6 +40,11 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())
+        if isinstance(e, OSError) and "file named model.safetensors" in reason:
+            raise ModelError(
+                f"the model {config.model!r} cannot be loaded: it has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
+                "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
+            ) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
     missing = sorted(found["missing_keys"])
     if missing:  # transformers would go on with random numbers there

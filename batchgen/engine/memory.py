@@ -146,6 +146,7 @@ class Memory:
         del self.live[branch]
         branch.logits = None
         branch.scores.clear()
+        branch.prompt = branch.prompt[: branch.end].copy()  # not a part of whatever it was read with
         self.idle[branch] = None
         if len(self.idle) > IDLE_NODES:
             self.evict(next(iter(self.idle)))

@@ -241,6 +241,8 @@ class Scheduler:
                     self.memory.evict(branch)
                 w.branches[n] = None
             n = w.plan.nodes[n].parent
+        if w.left == 0:
+            w.forget()
 
     # -- admission
 

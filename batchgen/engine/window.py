@@ -117,6 +117,12 @@ class Window:
             w.logits_from.append(min(drawn, max(scored, node.start) if scored < node.end else NEVER))
         return w
 
+    def forget(self) -> None:
+        """All leaves are done. Nodes that stay for later windows keep this one, which must keep neither its leaves nor, through
+        `sources`, the windows before it."""
+        self.leaves = []
+        self.sources.clear()
+
     def turn(self, item: int) -> Turn:
         return self.leaf_turns[~item] if item < 0 else self.node_turns[item]
 

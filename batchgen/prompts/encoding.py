@@ -15,6 +15,7 @@ from batchgen.request import TokenArray
 # One call's texts at most. The tokenizers library needs some 200 bytes a token until a call's ids are taken, so also by characters.
 _MOST_TEXTS = 2048
 _MOST_CHARACTERS = 2_000_000
+_LONGEST_TEXT = 10_000_000  # characters; that of 100,000,000 would need 25 GB, and no model takes it
 
 
 class Encoder:
@@ -34,6 +35,10 @@ class Encoder:
         """
         out: list[TokenArray | RowError] = []
         for batch in _batches(texts):
+            if len(batch[0]) > _LONGEST_TEXT:  # it is alone
+                error = f"{what} has {len(batch[0])} characters; more than {_LONGEST_TEXT} are never tokenized"
+                out.append(RowError("prompt_too_long", error))
+                continue
             try:
                 out += self._arrays(batch, special)
             except BaseException as e:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchgen.config import PromptConfig
-from batchgen.errors import RowError, UsageError
+from batchgen.errors import BatchgenError, RowError, UsageError
+from batchgen.prompts.limits import Limited, LimitError
+from batchgen.prompts.sandbox import compile_guarded
 
 Message = dict[str, Any]
 
@@ -112,6 +114,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._source = source
         self._variables = variables
+        self._limited = Limited("chat template")
         self._check_syntax()
 
     @staticmethod
@@ -128,6 +131,8 @@ class ChatTemplate:
         continued = messages[-1]["role"] == "assistant"
         try:
             return self._apply(messages, continued, {**self._variables, **variables} if variables else self._variables)
+        except BatchgenError:  # a signal's, or of all rows
+            raise
         except Exception as e:  # noqa: BLE001 - a template is a program of its own and raises what it likes
             reason = f"chat template: {first_line(e)}"
             if continued and isinstance(e, ValueError) and "continue_final_message" in reason:
@@ -146,29 +151,41 @@ class ChatTemplate:
         return variables
 
     def _apply(self, messages: Sequence[Message], continued: bool, variables: Mapping[str, Any]) -> str:
-        text = self._tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=self._source,
-            tokenize=False,
-            add_generation_prompt=not continued,
-            continue_final_message=continued,
-            **variables,
+        return self._limited(
+            lambda: str(
+                self._tokenizer.apply_chat_template(
+                    list(messages),
+                    chat_template=self._source,
+                    tokenize=False,
+                    add_generation_prompt=not continued,
+                    continue_final_message=continued,
+                    **variables,
+                )
+            )
         )
-        return str(text)
 
     def _check_syntax(self) -> None:
         """By a trial, because transformers' dialect has statements that plain Jinja does not know."""
         from jinja2 import TemplateSyntaxError
 
+        which = "the model's chat template" if self._source is None else "--chat-template"
         try:
+            self._limited(self._compile)
             self._apply([{"role": "user", "content": "x"}], False, self._variables)
         except TemplateSyntaxError as e:
-            which = "the model's chat template" if self._source is None else "--chat-template"
             raise UsageError(
                 f"{which} is not valid Jinja (line {e.lineno}): {e.message}", "mend it, or give another"
             ) from None
+        except LimitError as e:
+            raise UsageError(f"{which} does not work for a short message: {e}", "mend it, or give another") from None
+        except BatchgenError:
+            raise
         except Exception:  # noqa: BLE001 - a template may well refuse this conversation; rows are told one by one
             pass
+
+    def _compile(self) -> str:
+        compile_guarded(self._tokenizer.get_chat_template(self._source))
+        return ""
 
 
 def chosen_template(tokenizer: Any, prompts: PromptConfig) -> ChatTemplate | None:

@@ -6,42 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchgen.errors import RowError, UsageError
+from batchgen.errors import BatchgenError, RowError, UsageError
+from batchgen.prompts.limits import Limited, LimitError
 from batchgen.prompts.messages import first_line
+from batchgen.prompts.sandbox import GuardedEnvironment
 
-# No prompt is as long as this; a template that loops wild is.
-_MOST_CHARACTERS = 10_000_000
 _WHOLE_ROW = "row"
-
-
-class _TooLongError(Exception):
-    pass
 
 
 class _NullWrittenError(Exception):
     pass
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Also refuses to build a huge value by one multiplication or power, before there is any output to measure."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            if isinstance(right, int | float) and abs(right) > 1000:
-                raise _TooLongError
-        else:
-            for one, other in ((left, right), (right, left)):
-                if (
-                    isinstance(one, str | list | tuple)
-                    and isinstance(other, int)
-                    and len(one) * other > _MOST_CHARACTERS
-                ):
-                    raise _TooLongError
-        return super().call_binop(context, operator, left, right)
 
 
 def _written(value: Any) -> Any:
@@ -56,34 +31,31 @@ class RowTemplate:
 
     def __init__(self, source: str) -> None:
         """Raises `UsageError` where the source is no Jinja."""
-        environment = _Environment(undefined=StrictUndefined, finalize=_written, autoescape=False)
+        environment = GuardedEnvironment(undefined=StrictUndefined, finalize=_written, autoescape=False)
+        self._limited = Limited("template")
         try:
             parsed = environment.parse(source)
             self._template = environment.from_string(source)
+            named = meta.find_undeclared_variables(parsed)
         except TemplateSyntaxError as e:
             raise UsageError(f"--template is not valid Jinja (line {e.lineno}): {e.message}", "mend it") from None
-        self.columns = frozenset(meta.find_undeclared_variables(parsed) - environment.globals.keys() - {_WHOLE_ROW})
+        except (RecursionError, MemoryError, LimitError):
+            raise UsageError("--template is nested too deeply, or too long", "make it simpler") from None
+        self.columns = frozenset(named - environment.globals.keys() - {_WHOLE_ROW})
         """The columns that it names."""
 
     def render(self, columns: Mapping[str, Any]) -> str:
         """The text for one row. Raises `RowError("template_error")`, naming a column that is missing."""
-        pieces: list[str] = []
-        length = 0
         try:
-            for piece in self._template.generate({_WHOLE_ROW: columns, **columns}):
-                pieces.append(piece)
-                length += len(piece)
-                if length > _MOST_CHARACTERS:
-                    raise _TooLongError
-        except _TooLongError:
-            raise RowError("template_error", f"template: more than {_MOST_CHARACTERS} characters come out") from None
+            return self._limited(lambda: self._template.render({_WHOLE_ROW: columns, **columns}))
+        except BatchgenError:  # a signal's, or of all rows
+            raise
         except _NullWrittenError:
             raise RowError("template_error", f"template: {self._null(columns)}") from None
         except UndefinedError as e:
             raise RowError("template_error", f"template: {self._undefined(columns, e)}") from None
         except Exception as e:  # noqa: BLE001 - a template is a program of its own and raises what it likes
             raise RowError("template_error", f"template: {first_line(e)}") from None
-        return "".join(pieces)
 
     def missing(self, columns: Mapping[str, Any]) -> list[str]:
         """The columns that it names and the row does not have."""

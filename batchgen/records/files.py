@@ -22,11 +22,13 @@ SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error, zstandard.ZstdError)
 """What reading a cut or damaged stream raises."""
-_PIECE = 1 << 14  # small, because what one piece decompresses to is in memory at once
+_PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
 
 
 def split_name(name: str) -> tuple[str, str | None, str | None]:
     """Stem, format and compression by the suffixes of a file's name: `a.csv.gz` is (`a`, `csv`, `gzip`)."""
+    if is_url(name):
+        name = next(part for part in name.split("::") if is_url(part))  # zip://x.jsonl::s3://bucket/a.zip
     if name.startswith(("http://", "https://")):
         name = name.partition("?")[0]  # a signed address
     base = name.replace("\\", "/").rsplit("/", 1)[-1]
@@ -89,6 +91,12 @@ class InputFile:
             return None
         stat = path_.stat()
         return {"path": str(path_.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+    def forget(self) -> None:
+        """Drop what this process remembers of a store's listing, so that the next `fingerprint` is of what is there now."""
+        if is_url(self.name):
+            fs, path = remote(self.name)
+            fs.invalidate_cache(path)
 
     def _raw(self) -> BinaryIO:
         if is_url(self.name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import glob
 import os
@@ -14,11 +13,13 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.errors import InputCorrupt, RowError, UsageError
-from batchgen.records.files import BROKEN, InputFile, is_url, remote, split_name
+from batchgen.records.files import BROKEN, InputFile, split_name
 from batchgen.records.jsonl import Record, read_jsonl
-from batchgen.records.output import RESULT_NAMES
+from batchgen.records.output import INPUT_FILE, RESULT_NAMES
+from batchgen.records.place import job_path
+from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, reason, remote
 from batchgen.records.row import Row
-from batchgen.records.tables import open_parquet, read_csv, read_parquet
+from batchgen.records.tables import BROKEN_TABLE, open_parquet, read_csv, read_parquet
 
 FORMATS = ("jsonl", "parquet", "csv")
 
@@ -32,6 +33,8 @@ def open_input(inputs: Sequence[str], *, format: str | None, output: str | None)
     """
     if format is not None and format not in FORMATS:
         raise UsageError(f"--input-format {format!r} is unknown", "use jsonl, parquet or csv")
+    inputs = [plain_name(name) for name in inputs]
+    output = output and plain_name(output)
     if "-" in inputs:
         if len(inputs) > 1:
             raise UsageError(
@@ -92,12 +95,12 @@ class Input:
         for file in self.files:
             if limit is not None and number >= limit:
                 return
-            for place, columns in _records(file):
+            for place, columns, size in _records(file):
                 source = file.shown + place
                 if isinstance(columns, str):
-                    yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source)
+                    yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source, size, file.shown)
                 else:
-                    yield Row(number, columns, None, source)
+                    yield Row(number, columns, None, source, size, file.shown)
                 number += 1
                 if limit is not None and number >= limit:
                     return
@@ -106,6 +109,8 @@ class Input:
         """What tells whether the input has changed; empty where that cannot be known (a pipe, standard input)."""
         if self.is_stdin:
             return []
+        for file in self.files:
+            file.forget()
         prints = [file.fingerprint() for file in self.files]
         return [] if None in prints else [p for p in prints if p is not None]
 
@@ -120,13 +125,15 @@ class Input:
                     if parquet is not None:
                         unique = {f.name: f.with_nullable(True).remove_metadata() for f in parquet.schema_arrow}
                         schemas.append(pa.schema(unique.values()))
-            except (*BROKEN, pa.ArrowException):
+            except (*BROKEN, *BROKEN_TABLE):
                 continue
         if not schemas:
             return None
         # A column that only some files have must not change how another is renamed in the output.
         names = {n for s in schemas for n in s.names}
-        if any(set(s.names) != names for s in schemas) and any(f"input_{n}" in names for n in RESULT_NAMES):
+        if any(set(s.names) != names for s in schemas) and any(
+            f"input_{n}" in names for n in {*RESULT_NAMES, INPUT_FILE}
+        ):
             return None
         try:
             return pa.unify_schemas(schemas, promote_options="permissive")
@@ -135,7 +142,7 @@ class Input:
 
 
 def _records(file: InputFile) -> Iterator[Record]:
-    """(place, columns or reason) of a file; what breaks in it becomes `InputCorrupt`."""
+    """The records of a file; what breaks in it becomes `InputCorrupt`."""
     last = ""
     with _corrupt(file, lambda: last), file.open() as stream:
         if file.format == "jsonl":
@@ -143,22 +150,22 @@ def _records(file: InputFile) -> Iterator[Record]:
         else:
             records = read_csv(stream) if file.format == "csv" else read_parquet(stream)
         with closing(records):  # before the stream is
-            for place, columns in records:
-                last = place
-                yield place, columns
+            for record in records:
+                last = record[0]
+                yield record
 
 
 @contextmanager
 def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
     try:
         yield
-    except (*BROKEN, pa.ArrowException, csv.Error) as e:
+    except (*BROKEN, *BROKEN_TABLE) as e:
         place = last().removeprefix(":")
         where = "at its start" if not place else f"after {place if place.startswith('row') else 'line ' + place}"
-        reason = (e.strerror if isinstance(e, OSError) and e.strerror else str(e)) or type(e).__name__
+        mend = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
         raise InputCorrupt(
-            f"{file.shown} breaks off {where}: {reason.splitlines()[0]}",
-            "what was read before that is kept: put a whole copy in its place and run the same command again",
+            f"{file.shown} breaks off {where}: {reason(e)}",
+            f"what was read before that is kept: {mend} and run the same command again",
         ) from e
 
 
@@ -185,20 +192,23 @@ def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
 
 def _find_remote(url: str, format: str | None) -> tuple[bool, list[str]]:
     fs, path = remote(url)
-    try:
-        if glob.has_magic(path):
-            found = sorted(p for p in fs.glob(path) if fs.isfile(p))
-        elif fs.isdir(path):
-            found = _known(url, sorted(p for p in fs.ls(path, detail=False) if fs.isfile(p)), format)
-        elif fs.exists(path):
+    with reaching(url):
+        fs.invalidate_cache()  # an earlier job of this process may have listed it
+        info = info_of(fs, path)
+        if info is not None and info["type"] != "directory":
             return False, [url]
+        if info is not None:
+            files = [i["name"] for i in fs.ls(path, detail=True) if i["type"] != "directory"]
+            found = _known(url, [f for f in files if not f.rpartition("/")[2].startswith(".")], format)
         else:
-            found = []
-    except OSError as e:
-        raise UsageError(f"{url} cannot be read: {e}", "check the address and your access to it") from e
+            inside = fs.glob(path, detail=True) if glob.has_magic(path) else {}
+            found = [f for f, i in inside.items() if i["type"] != "directory"]
     if not found:
         raise UsageError(f"no such file: {url}", "check the address and your access to it")
-    return True, [fs.unstrip_protocol(p) for p in found]
+    scheme, chained, container = url.partition("::")
+    if chained:  # zip://*.jsonl::s3://bucket/a.zip
+        return True, [f"{scheme.partition('://')[0]}://{f}::{container}" for f in sorted(found)]
+    return True, [fs.unstrip_protocol(f) for f in sorted(found)]
 
 
 def _known(folder: str, names: Sequence[str], format: str | None) -> list[str]:
@@ -220,7 +230,9 @@ def _input_file(name: str, format: str | None) -> InputFile:
 
 
 def _is_ours(name: str, output: str | None) -> bool:
-    return not is_url(name) and (Path(f"{name}.job").is_dir() or (output is not None and same_file(name, output)))
+    if output is not None and same_file(name, output):
+        return True
+    return (job_path(name, None) / "manifest.json").exists() if is_url(name) else Path(f"{name}.job").is_dir()
 
 
 def _in_job_folder(name: str) -> bool:
@@ -229,6 +241,8 @@ def _in_job_folder(name: str) -> bool:
 
 def same_file(a: str, b: str) -> bool:
     """Whether two names are one file, links followed."""
+    if is_url(a) or is_url(b):
+        return is_url(a) and is_url(b) and address(a) == address(b)
     try:
         return Path(a).samefile(b)
     except OSError:

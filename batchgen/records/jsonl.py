@@ -2,7 +2,7 @@
 
 Reading. A line ends at `\\n`; a `\\r` before it, a byte order mark at its start and blank lines are not rows' concern. Of
 equal keys the last wins; NaN and Infinity and lone surrogates (`"\\ud800"`) are accepted. Anything else that is not a JSON
-object in UTF-8, nested at most `MAX_DEPTH` deep, makes a malformed row, never an exception.
+object in UTF-8, nested at most `MAX_DEPTH` deep, on a line of at most `MAX_LINE` bytes, makes a malformed row, never an exception.
 
 Writing (`to_json`) is always valid JSON in valid UTF-8: NaN and Infinity become null, lone surrogates their escape, bytes base64,
 dates and times ISO 8601, durations seconds, Decimal a string (digits kept), anything else its `str`.
@@ -15,23 +15,38 @@ import datetime as dt
 import decimal
 import json
 import math
-from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import Any, BinaryIO
 
+_PIECE = 1 << 20
 MAX_DEPTH = 100
 """Levels of lists and objects that a row may have: well inside what every later stage can recurse over."""
+MAX_LINE = 1 << 28
+"""Bytes. A longer line is a compressed file's bomb, or no JSON lines at all; it is passed over in constant memory."""
 BOM = b"\xef\xbb\xbf"
 
-Record = tuple[str, dict[str, Any] | str]
-"""A row's place in its file, and its columns or the reason why it has none."""
+Record = tuple[str, dict[str, Any] | str, int]
+"""A row's place in its file, its columns or the reason why it has none, and about how many bytes it takes."""
 
 
-def read_jsonl(lines: Iterable[bytes]) -> Generator[Record, None, None]:
-    """(`:17`, columns or reason) of every line that is not blank."""
-    for number, line in enumerate(lines, 1):
+def read_jsonl(stream: BinaryIO) -> Generator[Record, None, None]:
+    """(`:17`, columns or reason, bytes) of every line that is not blank."""
+    readline, most = stream.readline, MAX_LINE + 1  # the line's end is not counted
+    number = 0
+    while line := readline(most):
+        number += 1
+        if len(line) == most and not line.endswith(b"\n"):
+            yield f":{number}", too_long(MAX_LINE), 0
+            while line and not line.endswith(b"\n"):
+                line = readline(_PIECE)
+            continue
         text = line.removeprefix(BOM).strip()
         if text:
-            yield f":{number}", parse_line(text)
+            yield f":{number}", parse_line(text), len(line)
+
+
+def too_long(most: int) -> str:
+    return f"longer than {most:,} bytes"
 
 
 def parse_line(line: bytes) -> dict[str, Any] | str:
@@ -44,6 +59,8 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
         return f"not JSON: {e.msg} at column {e.colno}"
     except RecursionError:
         return f"nested more than {MAX_DEPTH} levels deep"
+    except MemoryError:
+        return "not usable: it takes more memory than there is"
     except ValueError:  # int() refuses to take quadratic time
         return "not usable: a whole number with thousands of digits"
     if not isinstance(value, dict):

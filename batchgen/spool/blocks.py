@@ -58,7 +58,7 @@ class Block:
 def write_blocks(requests: Iterable[Request], file: Any) -> None:
     """Writes requests, in the order they are in, as an Arrow stream."""
     with pa.ipc.new_stream(file, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
-        for block in _cut(requests):
+        for block in cut(requests):
             stream.write_batch(_batch(block))
 
 
@@ -70,7 +70,8 @@ def read_blocks(file: BinaryIO) -> Iterator[Block]:
             yield Block(requests, [sort_key(r) for r in requests])
 
 
-def _cut(requests: Iterable[Request]) -> Iterator[Sequence[Request]]:
+def cut(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    """The requests, in the order they are in, as what goes into one block each."""
     block: list[Request] = []
     tokens = 0
     for request in requests:

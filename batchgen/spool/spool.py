@@ -1,7 +1,7 @@
 """The requests of a whole input, put in depth-first order in constant memory.
 
 An external merge sort: requests are collected into runs that fit in memory, each sorted and written as a file; the runs are then merged by
-blocks (all that is known to come before the end of the block that ends first is next). Where everything fits one window, no file is made.
+blocks (all that is known to come before the end of the block that ends first is next). Where everything fits one run, no file is made.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from batchgen.prefix.order import common_length, depth_first_order
 from batchgen.records.disk import writing
 from batchgen.records.writers import DigestFile
 from batchgen.request import Request
-from batchgen.spool.blocks import Block, read_blocks, write_blocks
+from batchgen.spool.blocks import Block, cut, read_blocks, sort_key, write_blocks
 
-WINDOW_ROWS = 50_000
-WINDOW_TOKENS = 1 << 24
-"""A window, and a run, has about so many rows, or the rows that have about so many tokens."""
+RUN_ROWS = 50_000
+WINDOW_ROWS = 20_000
+MOST_TOKENS = 1 << 24
+"""A run, and a window, has about so many rows, or the rows that have about so many tokens. A waiting row is small beside one that is planned."""
 MOST_RUNS = 64
 """Merged at a time."""
 
@@ -53,8 +54,8 @@ class Spool:
     def add(self, request: Request) -> None:
         self._waiting.append(request)
         self._tokens += len(request.tokens)
-        if len(self._waiting) > WINDOW_ROWS or self._tokens > WINDOW_TOKENS:
-            *full, last = self._waiting  # one over: as many as a window takes stay in memory
+        if len(self._waiting) > RUN_ROWS or self._tokens > MOST_TOKENS:
+            *full, last = self._waiting  # one over: as many as a run takes stay in memory
             self._write_run(full or [last])
             self._waiting, self._tokens = ([last], len(last.tokens)) if full else ([], 0)
 
@@ -73,15 +74,11 @@ class Spool:
 
     def windows(self) -> Iterator[list[Request]]:
         """All requests, each window being what comes next in the order; inside a window the order means nothing."""
-        if not self._runs:
-            if self._waiting:
-                yield self._waiting
-            return
         window: list[Request] = []
         tokens = 0
-        for piece in self._merged(self._runs):
+        for piece in self._merged(self._runs) if self._runs else self._blocks():
             size = sum(len(r.tokens) for r in piece.requests)
-            if window and (len(window) + len(piece.requests) > WINDOW_ROWS or tokens + size > WINDOW_TOKENS):
+            if window and (len(window) + len(piece.requests) > WINDOW_ROWS or tokens + size > MOST_TOKENS):
                 ordered = _in_order(piece)
                 cut = _best_cut(ordered)
                 yield window + ordered[:cut]
@@ -94,9 +91,13 @@ class Spool:
             yield window
 
     def _write_run(self, requests: Sequence[Request]) -> None:
-        ordered = [requests[i] for i in depth_first_order([r.tokens for r in requests]).tolist()]
-        ordered.sort(key=lambda r: r.priority)
-        self._write(ordered)
+        self._write(_sorted(requests))
+
+    def _blocks(self) -> Iterator[Block]:
+        """What is in memory."""
+        ordered, self._waiting = _sorted(self._waiting), []
+        for block in cut(ordered):
+            yield Block(block, [sort_key(r) for r in block])
 
     def _write(self, requests: Iterable[Request]) -> None:
         name = f"run-{self._made:05d}"
@@ -144,6 +145,11 @@ def merged(runs: list[_Head]) -> Iterator[Block]:
                 left.append(run)
         runs = left
         yield piece
+
+
+def _sorted(requests: Sequence[Request]) -> list[Request]:
+    ordered = [requests[i] for i in depth_first_order([r.tokens for r in requests]).tolist()]
+    return sorted(ordered, key=lambda r: r.priority)
 
 
 def _best_cut(ordered: Sequence[Request]) -> int:

@@ -393,3 +393,16 @@ def test_of_a_node_in_host_memory_a_part_can_come_back(sim):
     s.load([[*range(13), 90], [*range(13), 91]], [3, 3])
     s.finish()
     assert s.prefilled - before == 2
+
+
+def test_a_window_that_is_done_keeps_neither_its_leaves_nor_the_window_before(sim):
+    """Nodes that stay for later windows keep their window, and so a long file would keep all of them."""
+    s = sim.Simulation(page_size=2)
+    windows = []
+    for _ in range(3):
+        s.load([[*range(9), 50], [*range(9), 60]], [1, 1])
+        windows.append(s.window)
+        assert bool(s.window.sources) == (len(windows) > 1)
+        s.finish()
+    assert s.memory.idle
+    assert [(w.leaves, w.sources) for w in windows] == [([], {})] * 3

@@ -65,13 +65,14 @@ def check(sim, seed, spare, policy, sliding, scored, cancels):
     for number, w in enumerate(windows):
         before = s.prefilled
         s.load(**w)
+        of_window = s.window.leaves  # which it forgets when all are done
         cancelled = set()
         while cancels and s.scheduler.unfinished and len(cancelled) < 3:
             for _ in range(rng.randint(0, 4)):
                 if s.scheduler.unfinished:
                     s.step()
-            index = rng.randrange(len(s.window.leaves))
-            leaf = s.window.leaves[index]
+            index = rng.randrange(len(of_window))
+            leaf = of_window[index]
             s.cancel(index)
             cancelled.add((leaf.request.row, leaf.choice))
         s.finish()

@@ -16,7 +16,7 @@ from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
 
 
 def read(data: bytes) -> list[tuple[str, object]]:
-    return list(read_csv(io.BytesIO(data)))
+    return [(place, columns) for place, columns, _ in read_csv(io.BytesIO(data))]
 
 
 def parquet(table: pa.Table, **options) -> io.BytesIO:
@@ -77,7 +77,7 @@ def test_parquet_rows_have_their_values_and_places_over_batches_and_row_groups()
     n = 2 * PARQUET_BATCH + 3
     table = pa.table({"id": list(range(n)), "messages": [[{"role": "user", "content": str(i)}] for i in range(n)]})
     rows = list(read_parquet(parquet(table, row_group_size=300)))
-    assert [place for place, _ in rows] == [f":row {i}" for i in range(n)]
+    assert [place for place, _, _ in rows] == [f":row {i}" for i in range(n)]
     assert rows[-1][1] == {"id": n - 1, "messages": [{"role": "user", "content": str(n - 1)}]}
 
 
@@ -91,7 +91,7 @@ def test_parquet_times_beyond_python_are_text_and_the_others_stay():
             "deep": pa.array([[{"t": 1}], [{"t": None}]], pa.list_(pa.struct([("t", pa.timestamp("ns"))]))),
         }
     )
-    first, second = (columns for _, columns in read_parquet(parquet(table)))
+    first, second = (columns for _, columns, _ in read_parquet(parquet(table)))
     assert first["ns"] == "2020-01-01T00:00:00.000000001"
     assert second["ns"] == dt.datetime(2020, 1, 1)
     assert first["span"] == "1"
@@ -105,7 +105,7 @@ def test_parquet_times_beyond_python_are_text_and_the_others_stay():
 
 def test_parquet_text_that_is_not_utf8_spoils_its_row_only():
     bad = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"\xff\xfeok"))
-    rows = list(read_parquet(parquet(pa.table({"prompt": bad}))))
+    rows = [(place, columns) for place, columns, _ in read_parquet(parquet(pa.table({"prompt": bad})))]
     assert rows == [(":row 0", "column 'prompt' is not UTF-8"), (":row 1", {"prompt": "ok"})]
 
 

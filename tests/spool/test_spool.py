@@ -39,8 +39,9 @@ def plain(r: Request):
 @pytest.fixture
 def small(monkeypatch):
     def set_(rows=5, tokens=1000, block=2, runs=3):
+        monkeypatch.setattr(spool_module, "RUN_ROWS", rows)
         monkeypatch.setattr(spool_module, "WINDOW_ROWS", rows)
-        monkeypatch.setattr(spool_module, "WINDOW_TOKENS", tokens)
+        monkeypatch.setattr(spool_module, "MOST_TOKENS", tokens)
         monkeypatch.setattr(spool_module, "MOST_RUNS", runs)
         monkeypatch.setattr(blocks_module, "BLOCK_ROWS", block)
 
@@ -55,14 +56,21 @@ def spooled(folder, requests):
     return spool
 
 
-def test_what_fits_one_window_never_touches_the_disk(tmp_path, small) -> None:
+def test_what_fits_one_run_never_touches_the_disk(tmp_path, small) -> None:
     small(rows=5)
-    requests = [request(i, [9 - i, 1]) for i in range(5)]
-    spool = spooled(tmp_path, requests)
-    assert list(spool.windows()) == [requests]
+    spool = spooled(tmp_path, [request(i, [9 - i, 1]) for i in range(5)])
     assert not spool.on_disk
+    assert [[r.row for r in w] for w in spool.windows()] == [[4, 3, 2, 1, 0]]
     assert list(tmp_path.iterdir()) == []
     assert list(Spool(tmp_path).windows()) == []
+
+
+def test_a_run_in_memory_has_windows_too(tmp_path, small, monkeypatch) -> None:
+    small(rows=3)
+    monkeypatch.setattr(spool_module, "RUN_ROWS", 9)
+    spool = spooled(tmp_path, [request(i, [9 - i, 1]) for i in range(9)])
+    assert not spool.on_disk
+    assert [[r.row for r in w] for w in spool.windows()] == [[8, 7, 6], [5, 4, 3, 2], [1, 0]]
 
 
 def test_one_row_more_is_sorted_on_disk(tmp_path, small) -> None:

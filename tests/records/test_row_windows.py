@@ -1,0 +1,133 @@
+"""Windows of rows, and what long rows cost: a window ends with the rows or the bytes, and no line is read that is a bomb."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tracemalloc
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from batchgen.records import jsonl, open_input, tables
+from batchgen.records.jsonl import MAX_LINE, read_jsonl
+from batchgen.records.row import WINDOW_BYTES, Row, windows
+from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
+
+
+def rows(*sizes: int) -> list[Row]:
+    return [Row(i, {}, None, "", size) for i, size in enumerate(sizes)]
+
+
+def sizes_of(*sizes: int, most: int, size: int = 100) -> list[list[int]]:
+    return [[row.size for row in window] for window in windows(iter(rows(*sizes)), size, most)]
+
+
+def test_a_window_ends_with_the_row_that_passes_the_bytes():
+    assert sizes_of(4, 4, 4, 4, most=8) == [[4, 4], [4, 4]]
+    assert sizes_of(1, 99, 1, 1, most=8) == [[1, 99], [1, 1]]
+    assert sizes_of(99, 99, most=8) == [[99], [99]]
+
+
+def test_a_window_ends_with_its_rows_and_rows_need_no_size():
+    assert [[row.number for row in w] for w in windows(iter(rows(0, 0, 0)), 2)] == [[0, 1], [2]]
+    assert list(windows(iter([]), 2)) == []
+    assert Row(0, {}, None, "").size == 0
+    assert sizes_of(WINDOW_BYTES, 1, most=WINDOW_BYTES) == [[WINDOW_BYTES], [1]]
+
+
+def test_rows_know_their_bytes_in_the_file(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "abc"}\nbroken\n')
+    (tmp_path / "b.csv").write_bytes(b"prompt,x\nabc,de\n")
+    pq.write_table(pa.table({"prompt": ["x" * 1000] * 50}), tmp_path / "c.parquet")
+    source = open_input([str(tmp_path / n) for n in ("a.jsonl", "b.csv", "c.parquet")], format=None, output=None)
+    first, broken, csv, *parquet = [row.size for row in source.rows()]
+    assert (first, broken, csv) == (18, 7, 5)
+    assert {1000 <= size < 1010 for size in parquet} == {True}
+
+
+def test_long_rows_are_not_held_together(tmp_path):
+    """Of 60 rows of a megabyte, in windows of 8: no more than a window of them is ever there."""
+    line = b'{"prompt": "' + b"x" * 1_000_000 + b'"}\n'
+    (tmp_path / "a.jsonl").write_bytes(line * 60)
+    source = open_input([str(tmp_path / "a.jsonl")], format=None, output=None)
+    tracemalloc.start()
+    counts = []
+    for window in windows(source.rows(), 50_000, 8_000_000):
+        counts.append(len(window))
+        window.clear()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert counts == [8] * 7 + [4]
+    assert peak < 2 * 8_000_000 + 4_000_000
+
+
+def test_a_line_longer_than_the_limit_is_passed_over_and_the_next_is_read(monkeypatch):
+    monkeypatch.setattr(jsonl, "MAX_LINE", 20)
+    monkeypatch.setattr(jsonl, "_PIECE", 4)
+    fits, long = b'{"a": "' + b"x" * 11 + b'"}', b'{"a": "' + b"x" * 12 + b'"}'
+    assert (len(fits), len(long)) == (20, 21)
+    read = [columns for _, columns, _ in read_jsonl(io.BytesIO(fits + b"\n" + long + b'\n{"b": 1}\n' + long))]
+    assert read == [{"a": "x" * 11}, "longer than 20 bytes", {"b": 1}, "longer than 20 bytes"]
+    assert MAX_LINE == 256 * 1024 * 1024
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("piece", [1, 2, 3, 4, 5, 100])
+def test_a_line_of_csv_longer_than_the_limit_is_passed_over_and_the_next_is_read(monkeypatch, end, piece):
+    monkeypatch.setattr(tables, "MAX_LINE", 20)
+    monkeypatch.setattr(tables, "_PIECE", piece)
+    lines = [b"a,b", b"1,2", b"x" * 30 + b",1", b"3,4", b'"' + b"x" * 12, b"y" * 12 + b'",1', b"5,6", b"x" * 30]
+    read = [(place, columns) for place, columns, _ in read_csv(io.BytesIO(end.join(lines)))]
+    assert read == [
+        (":2", {"a": "1", "b": "2"}),
+        (":3", "not CSV: longer than 20 bytes"),
+        (":4", {"a": "3", "b": "4"}),
+        (":5", "not CSV: field larger than field limit (20)"),
+        (":7", {"a": "5", "b": "6"}),
+        (":8", "not CSV: longer than 20 bytes"),
+    ]
+
+
+BOMBS = [("a.jsonl.gz", b""), ("a.csv.gz", b"prompt\n"), ("a.jsonl.zst", b"")]
+
+
+@pytest.mark.parametrize(("name", "first"), BOMBS)
+def test_a_bomb_of_a_compressed_file_costs_little_memory(tmp_path, monkeypatch, name, first):
+    """200 MB in one line of a file of 200 KB or less, where a line may have 1 MB."""
+    for module in (jsonl, tables):
+        monkeypatch.setattr(module, "MAX_LINE", 1_000_000)
+    with (zstandard if name.endswith("zst") else gzip).open(tmp_path / name, "wb") as f:
+        f.write(first)
+        for _ in range(200):
+            f.write(b"x" * 1_000_000)
+        f.write(b'\n{"prompt":"b"}\n')
+    assert (tmp_path / name).stat().st_size < 300_000
+    tracemalloc.start()
+    bomb, after = open_input([str(tmp_path / name)], format=None, output=None).rows()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert bomb.error is not None
+    assert bomb.error.message.endswith("longer than 1,000,000 bytes")
+    assert after.error is None
+    assert peak < (12_000_000 if name.endswith("gz") else 80_000_000)  # what a block of zstandard holds comes at once
+
+
+def test_a_parquet_file_of_long_rows_is_read_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(tables, "PARQUET_BATCH_BYTES", 100_000)
+    stream = io.BytesIO()
+    texts = [f"{i}" + "x" * 20_000 for i in range(40)]
+    pq.write_table(pa.table({"prompt": texts}), stream, use_dictionary=False)
+    batches: list[int] = []
+    whole = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda self, size, **how: batches.append(size) or whole(self, size, **how)
+    )
+    assert [columns["prompt"] for _, columns, _ in read_parquet(stream)] == texts  # type: ignore[index]
+    assert batches == [4]
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"prompt": ["a"] * 3000}), stream)
+    assert len(list(read_parquet(stream))) == 3000
+    assert batches == [4, PARQUET_BATCH]

@@ -1,0 +1,101 @@
+"""What the program never does: run data as code, or write where nobody asked it to."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted([*(ROOT / "batchgen").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "jsonpickle"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+ATTRIBUTES = {
+    "torch.load", "numpy.load", "np.load", "np.fromfile", "os.system", "os.popen", "yaml.load", "pd.read_pickle",
+    "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_output", "subprocess.check_call", "torch.compile.load",
+}  # fmt: skip
+ALLOW = {"allow_pickle", "weights_only", "shell"}
+
+
+def forbidden(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in CALLS or name in ATTRIBUTES:
+                found.append(name)
+            found += [str(word.arg) for word in node.keywords if word.arg in ALLOW]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_source_unpickles_evaluates_or_starts_a_program(path: Path) -> None:
+    assert forbidden(path.read_text("utf-8")) == []
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    source = (
+        "import pickle\nfrom yaml import load\neval('1')\ntorch.load(x)\nnp.load(x, allow_pickle=True)\nre.compile('a')"
+    )
+    assert sorted(forbidden(source)) == ["allow_pickle", "eval", "np.load", "pickle", "torch.load", "yaml"]
+
+
+def there(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+def test_a_job_writes_beside_its_output_and_nowhere_else(
+    tmp_path: Path, tiny_chat_model_dir: Path, command: list[str], command_environment: dict[str, str]
+) -> None:
+    folders = {name: tmp_path / name for name in ("home", "tmp", "cwd", "out", "in", "cache")}
+    for folder in folders.values():
+        folder.mkdir()
+    for name in ("a", "b"):
+        (folders["in"] / f"{name}.jsonl").write_text(f'{{"prompt": "{name}"}}\n' * 20)
+    model_before = there(tiny_chat_model_dir)
+    environment = {
+        **{name: value for name, value in command_environment.items() if not name.startswith(("HF_HOME", "XDG_"))},
+        "HOME": str(folders["home"]),
+        "TMPDIR": str(folders["tmp"]),
+        "HF_HOME": str(folders["cache"]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    output = folders["out"] / "o.parquet"
+    run = [
+        *command,
+        "run",
+        str(folders["in"]),
+        "--model",
+        str(tiny_chat_model_dir),
+        "-o",
+        str(output),
+        "--max-tokens",
+        "2",
+    ]
+    done = subprocess.run(run, cwd=folders["cwd"], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    out = there(folders["out"])
+    assert {name.split("/")[0] for name in out} == {"o.parquet", "o.parquet.job"}
+    assert there(folders["in"]) == ["a.jsonl", "b.jsonl"]
+    assert {name: there(folders[name]) for name in ("home", "tmp", "cwd", "cache")} == {
+        "home": [], "tmp": [], "cwd": [], "cache": [],
+    }  # fmt: skip
+    assert there(tiny_chat_model_dir) == model_before
+
+
+def test_plan_and_status_write_nothing_at_all(
+    tmp_path: Path, tiny_model_dir: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n' * 20)
+    monkeypatch.chdir(tmp_path)
+    assert cli("plan", "a.jsonl", "--model", tiny_model_dir).code == 0
+    assert cli("status", "a.out.jsonl").code == 2
+    assert there(tmp_path) == ["a.jsonl"]

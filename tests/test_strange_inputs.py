@@ -1,0 +1,277 @@
+"""Strange inputs, from the file to the output: each has its result (docs/safety.md), none a traceback, and no row is lost."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
+from batchgen.errors import InputCorrupt, UsageError
+from batchgen.prompts import encoding
+from batchgen.records import jsonl
+from batchgen.records.jsonl import MAX_DEPTH
+
+Row = dict[str, Any]
+Run = Callable[..., list[Row]]
+
+
+@pytest.fixture
+def run(tiny_model_dir: Path, tmp_path: Path) -> Run:
+    """Runs a job over a file of these bytes and gives the rows of its output, one token each."""
+
+    def job(name: str, data: bytes, *, output: str = "out.jsonl", code: int | None = None, **options: Any) -> list[Row]:
+        (tmp_path / name).write_bytes(data)
+        config = JobConfig(
+            inputs=(str(tmp_path / name),),
+            output=str(tmp_path / output),
+            model=ModelConfig(model=str(tiny_model_dir)),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+            **options,
+        )
+        report = run_job(config)
+        if output.endswith(".parquet"):
+            rows = pq.read_table(report.output).to_pylist()
+        else:
+            rows = [json.loads(line) for line in Path(report.output).read_text("utf-8").split("\n")[:-1]]
+        assert (
+            report.exit_code
+            == (3 if any(row["error"] for row in rows) else 0)
+            == (report.exit_code if code is None else code)
+        )
+        assert report.stats["rows"] == len(rows)
+        return rows
+
+    return job
+
+
+def errors(rows: list[Row]) -> list[tuple[str, str] | None]:
+    """Type and message, the place left out."""
+    return [row["error"] and (row["error"]["type"], row["error"]["message"].split(": ", 1)[-1]) for row in rows]
+
+
+LINES: list[tuple[str, bytes, tuple[str, str] | None]] = [
+    ("spaces around", b'  {"prompt": "a"}\t', None),
+    ("CRLF", b'{"prompt": "a"}\r', None),
+    ("a byte order mark", b'\xef\xbb\xbf{"prompt": "a"}', None),
+    ("NUL bytes", b"\x00\x00\x00", ("invalid_row", "not JSON: Expecting value at column 1")),
+    ("a NUL byte in text", b'{"prompt": "a\x00b"}', ("invalid_row", "not JSON: Invalid control character at at column 14")),
+    ("a NUL in text, escaped", b'{"prompt": "a\\u0000b"}', None),
+    ("invalid UTF-8", b'{"prompt": "\xff"}', ("invalid_row", "not UTF-8 at byte 13")),
+    ("UTF-16", '{"p": 1}'.encode("utf-16"), ("invalid_row", "not UTF-8 at byte 1")),
+    ("a lone surrogate, encoded", b'{"prompt": "\xed\xa0\x80"}', ("invalid_row", "not UTF-8 at byte 13")),
+    (
+        "a lone surrogate in the prompt",
+        b'{"prompt": "a\\ud800"}',
+        ("invalid_row", "character 1 is half of a surrogate pair (U+D800)"),
+    ),
+    ("a lone surrogate elsewhere", b'{"prompt": "a", "x": "\\udfff"}', None),
+    ("a lone surrogate in a name", b'{"prompt": "a", "\\udfff": 1}', None),
+    ("a list", b"[1]", ("invalid_row", "not an object but a list")),
+    ("two objects", b'{"prompt": "a"} {"prompt": "b"}', ("invalid_row", "not JSON: Extra data at column 17")),
+    ("cut short", b'{"prompt": "a', ("invalid_row", "not JSON: Unterminated string starting at at column 12")),
+    ("an empty object", b"{}", ("invalid_row", "the row has no column 'prompt'")),
+    ("deep", b'{"prompt": "a", "x": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}", None),
+    ("too deep", b'{"prompt": "a", "x": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", ("invalid_row", "nested more than 100 levels deep")),
+    ("endlessly deep", b"[" * 300_000, ("invalid_row", "nested more than 100 levels deep")),
+    ("a huge whole number", b'{"prompt": "a", "x": ' + b"9" * 4000 + b"}", None),
+    ("a whole number past all sense", b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", ("invalid_row", "not usable: a whole number with thousands of digits")),
+    ("NaN", b'{"prompt": "a", "x": [NaN, Infinity, -Infinity, 1e999]}', None),
+    ("a repeated key", b'{"prompt": "b", "prompt": "a"}', None),
+    ("a key of a megabyte", b'{"prompt": "a", "' + b"k" * 1_000_000 + b'": 1}', None),
+    ("a number as the prompt", b'{"prompt": 5}', ("invalid_row", "column 'prompt' must be text, not a number")),
+    ("a huge number as the prompt", b'{"prompt": ' + b"9" * 4000 + b"}", ("invalid_row", "column 'prompt' must be text, not a number")),
+    ("true as the prompt", b'{"prompt": true}', ("invalid_row", "column 'prompt' must be text, not true or false")),
+    ("null as the prompt", b'{"prompt": null}', ("invalid_row", "column 'prompt' is null")),
+    ("a list as the prompt", b'{"prompt": ["a"]}', ("invalid_row", "column 'prompt' must be text, not a list")),
+    ("token ids that are none", b'{"prompt": [1, -1]}', ("invalid_row", "column 'prompt' must be token ids from 0 to 261; one is -1")),
+    ("spaces as the prompt", b'{"prompt": "   "}', None),
+    ("nothing as the prompt", b'{"prompt": ""}', None),
+    ("lines that only Unicode has, in text", '{"prompt": "a\u2028\u0085b"}'.encode(), None),
+    ("a prompt that fits no model", b'{"prompt": "' + b"x" * 20_000 + b'"}', ("prompt_too_long", "the prompt has 20001 tokens, and the model's context of 512 tokens must hold it and a completion")),
+    ("names of results", b'{"prompt": "a", "text": 1, "error": 2, "usage": 3, "finish_reason": 4}', None),
+]  # fmt: skip
+
+
+def test_every_strange_line_has_its_result_and_the_lines_beside_it_theirs(run):
+    """Each between two good ones, in one file, with blank lines, and no line end at the last."""
+    good = b'{"prompt": "good"}\n'
+    data = b"".join(good + line + b"\n \t\r\n\n" for _, line, _ in LINES) + good.rstrip()
+    rows = run("x.jsonl", data, code=3)
+    assert len(rows) == 2 * len(LINES) + 1
+    assert {row["text"] for row in rows[::2]} == {rows[0]["text"]}
+    assert errors(rows[::2]) == [None] * (len(LINES) + 1)
+    found = dict(zip([name for name, _, _ in LINES], errors(rows[1::2]), strict=True))
+    assert found == {name: error for name, _, error in LINES}
+    by_name = dict(zip([name for name, _, _ in LINES], rows[1::2], strict=True))
+    assert by_name["a huge whole number"]["x"] == int("9" * 4000)
+    assert by_name["NaN"]["x"] == [None, None, None, None]
+    assert by_name["a repeated key"]["prompt"] == "a"
+    assert by_name["a key of a megabyte"]["k" * 1_000_000] == 1
+    assert by_name["a lone surrogate elsewhere"]["x"] == "\udfff"
+    assert by_name["names of results"]["input_error"] == 2
+    assert by_name["a NUL in text, escaped"]["prompt"] == "a\x00b"
+
+
+def test_the_same_lines_into_parquet_lose_no_row_either(run):
+    data = b"".join(line + b"\n" for name, line, _ in LINES if name != "endlessly deep")
+    rows = run("x.jsonl", data, output="out.parquet", code=3)
+    assert errors(rows) == [error for name, _, error in LINES if name != "endlessly deep"]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.jsonl.gz", "x.csv.zst", "x.parquet"])
+def test_an_empty_file_gives_an_empty_output(run, name):
+    assert run(name, gzip.compress(b"") if name.endswith("gz") else b"", code=0) == []
+
+
+@pytest.mark.parametrize("data", [b"\n\n", b" \r\n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
+def test_blank_lines_alone_are_no_rows(run, data):
+    assert run("x.jsonl", data, code=0) == []
+
+
+def test_a_parquet_file_without_rows_gives_an_empty_output(run):
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), stream)
+    assert run("x.parquet", stream.getvalue(), output="out.parquet", code=0) == []
+
+
+def test_ids_may_be_equal_and_of_any_kind(run):
+    ids = ["a", "a", 1, 1, None, True, 1.5, {"b": [1]}, "9" * 1000]
+    rows = run("x.jsonl", b"".join(json.dumps({"prompt": "p", "id": i}).encode() + b"\n" for i in ids), code=0)
+    assert [row["id"] for row in rows] == [*ids[:4], 4, *ids[5:]]  # null is no id: its number stands for it
+
+
+COLUMNS = 10_000
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.parquet"])
+def test_ten_thousand_columns_are_carried(run, name, output):
+    columns: Row = {"prompt": "p", **{f"c{i}": str(i) for i in range(COLUMNS - 1)}}
+    if name == "x.parquet":
+        stream = io.BytesIO()
+        pq.write_table(pa.table({n: [v] * 3 for n, v in columns.items()}), stream)
+        data = stream.getvalue()
+    elif name == "x.csv":
+        data = (",".join(columns) + "\n" + (",".join(columns.values()) + "\n") * 3).encode()
+    else:
+        data = (json.dumps(columns) + "\n").encode() * 3
+    rows = run(name, data, output=output, code=0)
+    assert len(rows) == 3
+    assert all(columns.items() <= row.items() for row in rows)
+
+
+def test_a_column_of_mixed_types_has_one_type_in_parquet_and_loses_nothing(run):
+    values = [1, "two", [3], {"four": 4}, None, 2**80, 0.5, True]
+    data = b"".join(json.dumps({"prompt": "p", "x": x}).encode() + b"\n" for x in values)
+    assert [row["x"] for row in run("x.jsonl", data, code=0)] == values
+    rows = run("x.jsonl", data, output="out.parquet", code=0)
+    assert [row["x"] for row in rows] == ["1", '"two"', "[3]", '{"four": 4}', None, str(2**80), "0.5", "true"]
+
+
+def test_csv_with_everything_wrong_keeps_a_row_for_each(run):
+    data = b'\xef\xbb\xbfid,prompt,\r\n1,a,\r\n2\r\n\r\n3,\xff,\r\n4,"x"y,\r\n5,\x00,z\r\n6,  ,\r\n7,"open'
+    rows = run("x.csv", data, code=3)
+    assert errors(rows) == [
+        None,
+        ("invalid_row", "1 field where the header has 3"),
+        ("invalid_row", "column 'prompt' is not UTF-8"),
+        ("invalid_row", "not CSV: ',' expected after '\"'"),
+        None,
+        None,
+        ("invalid_row", "not CSV: unexpected end of data"),
+    ]
+    assert [row["id"] for row in rows] == ["1", 1, 2, 3, "5", "6", 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("x.csv", b'"a"b,prompt\n1,2\n', "breaks off at its start: ',' expected after '\"'"),
+        ("x.parquet", b"PAR1 nothing", "breaks off at its start: "),
+        ("x.jsonl.gz", b"plain text", "breaks off at its start: Not a gzipped file (b'pl')"),
+        ("x.jsonl.zst", b"plain text", "breaks off at its start: "),
+        ("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 3)[:-6], "breaks off after line 3: "),
+    ],
+)
+def test_what_is_no_file_of_its_kind_is_said_in_one_line(run, name, data, said):
+    with pytest.raises(InputCorrupt) as e:
+        run(name, data)
+    assert said in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_file_without_a_prompt_in_any_row_is_wrong_use(run):
+    with pytest.raises(UsageError) as e:
+        run("x.jsonl", b'{"text": "a"}\n' * 3)
+    assert str(e.value).startswith("no row has a column 'prompt'; the input has 'text'")
+
+
+def test_a_line_that_is_a_bomb_is_an_error_row_and_the_rest_is_generated(run, monkeypatch):
+    """2,000 times as long as its file. The real limit is 256 MiB."""
+    monkeypatch.setattr(jsonl, "MAX_LINE", 1_000_000)
+    bomb = b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n'
+    rows = run("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' + bomb + b'{"prompt": "a"}\n'), code=3)
+    assert errors(rows) == [None, ("invalid_row", "longer than 1,000,000 bytes"), None]
+
+
+def long_lines(length: int) -> bytes:
+    """Three rows that carry that many bytes, and one of which they are the prompt."""
+    carried = json.dumps({"prompt": "p", "carried": "x" * length}) + "\n"
+    return (carried * 3 + json.dumps({"prompt": "y " * (length // 2)}) + "\n").encode()
+
+
+def test_long_lines_have_their_results(run):
+    rows = run("x.jsonl", long_lines(3_000_000), code=3)
+    assert [len(row.get("carried", "")) for row in rows] == [3_000_000] * 3 + [0]
+    assert [row["error"] and row["error"]["type"] for row in rows] == [None] * 3 + ["prompt_too_long"]
+    assert len(rows[3]["prompt"]) == 3_000_000
+
+
+def test_a_prompt_longer_than_any_model_takes_is_not_tokenized(run, monkeypatch):
+    """That of 100,000,000 characters would need 25 GB. The real limit is 10,000,000."""
+    monkeypatch.setattr(encoding, "_LONGEST_TEXT", 100)
+    monkeypatch.setattr(encoding, "_MOST_CHARACTERS", 20)
+    rows = run("x.jsonl", b"".join(b'{"prompt": "%s"}\n' % (b"x" * n) for n in (100, 101, 5)), code=3)
+    error = ("prompt_too_long", "the prompt has 101 characters; more than 100 are never tokenized")
+    assert errors(rows) == [None, error, None]
+
+
+@pytest.mark.slow
+def test_lines_of_100_mb_take_at_most_fifteen_times_their_length_of_memory(
+    tiny_model_dir: Path, tmp_path: Path, command: list[str], command_environment: dict[str, str]
+) -> None:
+    """Whole process against whole process: what lines of ten bytes take is no part of it."""
+    peaks = []
+    size = 100_000_000
+    for length in (10, size):
+        source, out = tmp_path / f"{length}.jsonl", tmp_path / f"{length}.out.jsonl"
+        source.write_bytes(long_lines(length))
+        options = ["--model", str(tiny_model_dir), "-o", str(out), "--max-tokens", "1", "--kv-memory", "64MiB"]
+        run = [sys.executable, "-c", PEAK, *command, "run", str(source), *options]
+        done = subprocess.run(run, env=command_environment, capture_output=True, text=True, timeout=500)
+        code, peak = done.stdout.split()
+        assert (int(code), done.stderr.count("Traceback")) == (0 if length == 10 else 3, 0), done.stderr
+        peaks.append(int(peak))
+    with out.open() as f:
+        rows = [json.loads(line) for line in f]
+    assert [len(row.get("carried", "")) for row in rows] == [size] * 3 + [0]
+    assert [row["error"] and row["error"]["type"] for row in rows] == [None] * 3 + ["prompt_too_long"]
+    print(f"lines of {size} bytes: {peaks[1] - peaks[0]} bytes more")
+    assert peaks[1] - peaks[0] < 15 * size
+
+
+PEAK = """
+import resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
