@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.progress import Silent
 from batchgen.prompts import PromptBuilder, load_tokenizer
 from batchgen.records import open_input, windows
@@ -51,8 +51,8 @@ BLOCK = 2_000
 
 def write_rows(path: Path, count: int, groups: int, *, in_order: bool = False) -> None:
     rng = random.Random(0)
-    heads = [f"{' '.join(rng.choice(WORDS) for _ in range(12))} {g}:" for g in range(groups)]
-    rows = [(rng.randrange(groups), " ".join(rng.choice(WORDS) for _ in range(4)), i) for i in range(count)]
+    heads = [f"{' '.join(rng.choice(WORDS) for _ in range(4))} {g}:" for g in range(groups)]
+    rows = [(rng.randrange(groups), rng.choice(WORDS), i) for i in range(count)]
     if in_order:
         rows.sort(key=lambda row: heads[row[0]])
     with path.open("w") as file:
@@ -107,6 +107,7 @@ def run(model: str, path: Path) -> dict[str, Any]:
         output=str(path.with_suffix(".out.jsonl")),
         prompts=PromptConfig(chat=False),
         sampling=SamplingParams(max_tokens=1),
+        engine=EngineConfig(batch_size=1024, max_batch_tokens=16_384),
         overwrite=True,
     )
     stats = run_job(config, phases).stats
