@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchgen.job import JobReport, run_job
     from batchgen.llm import LLM
     from batchgen.planning import PlanReport, plan_job
-    from batchgen.progress import Progress
+    from batchgen.progress import Progress, job_status
     from batchgen.result import Result
     from batchgen.sampling_params import SamplingParams
 
@@ -30,6 +30,7 @@ __all__ = [
     "PromptConfig",
     "Result",
     "SamplingParams",
+    "job_status",
     "plan_job",
     "run_job",
 ]
@@ -46,6 +47,7 @@ _HOMES = {
     "PromptConfig": "config",
     "Result": "result",
     "SamplingParams": "sampling_params",
+    "job_status": "progress",
     "plan_job": "planning",
     "run_job": "job",
 }

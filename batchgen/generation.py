@@ -111,10 +111,16 @@ class Generation:
         self.progress.phase("generating")
         self.keys.update((r.row, r.key) for r in requests)
         try:
-            engine.generate(leaves, plan, on_result=self._generated, stop=self.signals.stop)
+            engine.generate(leaves, plan, on_result=self._generated, stop=self._stop)
         finally:
             self.last_token_at = time.perf_counter()
             self._tell(engine)
+
+    def _stop(self) -> str | None:
+        """Asked by the engine before every step."""
+        if self.engine is not None:
+            self.progress.running(max(0, self.engine.stats.completion_tokens - self.run.completion_tokens))
+        return self.signals.stop()
 
     def _engine(self) -> Engine:
         """The model is loaded when the first row needs it: a job that has nothing left to generate never does."""
@@ -164,6 +170,7 @@ class Generation:
         self.show()
 
     def show(self) -> None:
+        self.progress.kept(self.run.rows_resumed)
         self.progress.rows(self.run.done, self.run.failed, self.total)
         self.progress.tokens(self.run.prompt_tokens, self.run.completion_tokens)
 

@@ -11,10 +11,19 @@ from batchgen.generation import Generation
 from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import memory_errors
 from batchgen.identity import job_settings
-from batchgen.progress import Progress, Silent
+from batchgen.progress import Progress, Silent, Told
 from batchgen.prompts import PromptBuilder, load_tokenizer
 from batchgen.reading import CHECKED_ROWS, first_rows, read_windows, window_rows
-from batchgen.records import JobFolder, StdoutJob, default_output, open_input, open_job, row_form
+from batchgen.records import (
+    JobFolder,
+    ProgressFile,
+    StdoutJob,
+    default_output,
+    job_path,
+    open_input,
+    open_job,
+    row_form,
+)
 from batchgen.signals import Signals
 from batchgen.stats import RunFigures, check_stats_file, versions, write_stats
 from batchgen.whole import Whole
@@ -78,6 +87,8 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
                 progress.note(note)
             if job.finished is not None:
                 return _already_finished(job.finished, output, config, chat=prompts.chat)
+            if isinstance(job, JobFolder):
+                progress = Told(progress, ProgressFile(job_path(output, config.work_dir)).tell)
             work = Generation(config, text, prompts, grammars, job, run, signals, progress)
             way: Windowed | Whole
             if waiting is not None and size is not None:

@@ -80,6 +80,7 @@ class Whole:
             raise
         spool.close()
         work.total = rows_read
+        work.show()
         if spool.on_disk and self._broken is None:
             passes.end(Pass(self._asked(), rows_read, work.run.resumed, digests | spool.digests, list(spool.digests)))
         return spool
@@ -122,6 +123,7 @@ class Whole:
         for result in self._job.passes.failed():
             work.done(result)
         work.forget()
+        work.show()
         return Spool.of(self._job.passes.folder, {name: there.digests[name] for name in there.runs})
 
     def _windows(self, spool: Spool) -> Iterator[list[Request]]:

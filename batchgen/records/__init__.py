@@ -4,6 +4,7 @@ from batchgen.records.inputs import Input, open_input
 from batchgen.records.job_folder import JobFolder, open_job
 from batchgen.records.output import RESULT_NAMES, RowForm, default_output, output_row, row_form
 from batchgen.records.place import job_path
+from batchgen.records.progress_file import ProgressFile
 from batchgen.records.row import Row, windows
 from batchgen.records.stdout_job import StdoutJob
 
@@ -11,6 +12,7 @@ __all__ = [
     "RESULT_NAMES",
     "Input",
     "JobFolder",
+    "ProgressFile",
     "Row",
     "RowForm",
     "StdoutJob",

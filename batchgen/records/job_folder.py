@@ -15,7 +15,9 @@ and, while a process is at it, made anew from the journal at every start
     output.partial   the rows of finished windows, and their keys in keys.partial
     spool.jsonl      the same rows, while a Parquet output waits for its columns' types (`writers`)
 
-The order of steps in `finish` makes every moment safe: until the manifest says finished, the journal has every result.
+The order of steps in `finish` makes every moment safe: until the manifest says finished, the journal has every result, and from before the
+output is put in its place the manifest knows both what stood there and what will. In a store that is size and digest, its version only after
+the upload (`target`): a run killed in between finds an object that it knows by its content.
 """
 
 from __future__ import annotations
@@ -30,18 +32,19 @@ from types import TracebackType
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.records.disk import move_file, sync_folder, write_json, writing
+from batchgen.records.disk import sync_folder, write_json, writing
 from batchgen.records.index import Index
 from batchgen.records.inputs import Input
 from batchgen.records.journal import Journal
 from batchgen.records.lock import Lock
-from batchgen.records.manifest import Manifest, as_stored, differences, file_digest, identity, known_as, load_manifest
-from batchgen.records.output import RowForm, output_format, output_row
+from batchgen.records.manifest import Manifest, as_stored, differences, file_digest, load_manifest
+from batchgen.records.output import INPUT_FILE, RowForm, output_format, output_row
 from batchgen.records.passes import Passes
-from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, job_path
+from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, job_path, make_folder
 from batchgen.records.row import Row
 from batchgen.records.stdout_job import DoneOrder, StdoutJob
 from batchgen.records.take_back import NO_KEY, take_back
+from batchgen.records.target import Target, open_target
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.result import Result
 
@@ -70,12 +73,14 @@ def open_job(
     `optional`: the parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`).
     Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
     """
+    named = form.keep is None or INPUT_FILE in form.keep
+    form = replace(form, input_file=named and len(input.files) > 1)
     if output == "-":
         return StdoutJob(form, order=order)
-    folder = job_path(output, work_dir)
-    check_place(output, folder, overwrite)
+    target, folder = open_target(output), job_path(output, work_dir)
+    check_place(output, target, folder, overwrite)
     with writing(folder):
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         sync_folder(folder.parent)
         lock = Lock(folder / "lock", output)
     try:
@@ -84,13 +89,22 @@ def open_job(
         request |= asdict(form)
         manifest = Manifest(
             state="running",
-            output=str(Path(output).absolute()),
+            output=target.address,
             settings=as_stored(settings),
             mentions=as_stored(mentions),
             request=as_stored(request),
         )
         job = JobFolder(
-            output, folder, lock, input, manifest, form=form, order=order, retry_errors=retry_errors, optional=optional
+            output,
+            target,
+            folder,
+            lock,
+            input,
+            manifest,
+            form=form,
+            order=order,
+            retry_errors=retry_errors,
+            optional=optional,
         )
         job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
@@ -105,6 +119,7 @@ class JobFolder:
     def __init__(
         self,
         output: str,
+        target: Target,
         folder: Path,
         lock: Lock,
         input: Input,
@@ -121,13 +136,12 @@ class JobFolder:
         """The figures of the finished job where there is nothing to do; no other method may be called then."""
         self.previous: dict[str, Any] | None = None
         """The figures that the job's last run left, where this one goes on from it."""
-        self.output = output
+        self.output, self._target = output, target
         self._folder, self._lock, self._input = folder, lock, input
         self._manifest = manifest
         self._form, self._optional = form, optional
         self._order = DoneOrder(order)
         self._retry_errors = retry_errors
-        self._target = Path(output).resolve()  # a link stays one
         self._opened: ExitStack | None = None
 
     def _open(self, overwrite: bool, *, named_by_output: bool, flush_every: float) -> None:
@@ -163,7 +177,7 @@ class JobFolder:
 
     def _take_up(self, old: Manifest) -> None:
         there = self._target.exists()
-        standing = known_as(self._target, old.outputs) if there else None
+        standing = self._target.known_as(old.outputs) if there else None
         if there and standing is None:
             raise UsageError(
                 f"{self.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start anew"
@@ -179,7 +193,7 @@ class JobFolder:
             self.finished, self.previous = self.previous, None
             self._remove(WORK_FILES)
         elif (self._folder / "keys").exists() and file_digest(self._folder / "keys") == old.keys:
-            taken = take_back(str(self._target), self._folder / "keys", self._folder / "journal")
+            taken = take_back(self._target.name, self._folder / "keys", self._folder / "journal")
             self.notes.append(f"{self.output} was finished: {taken} of its results are at hand")
         else:
             self.notes.append(
@@ -198,7 +212,7 @@ class JobFolder:
         self.previous = None
         self._remove((*WORK_FILES, "keys", "stats.json"))
         sync_folder(self._folder)
-        there = [identity(self._target)] if self._target.exists() else []
+        there = [self._target.identity()] if self._target.exists() else []
         self._manifest = replace(self._manifest, outputs=there)
 
     def _start(self, flush_every: float) -> None:
@@ -298,14 +312,14 @@ class JobFolder:
             self._keys.close()
             write_json(self._folder / "stats.json", stats)
             partial = self._folder / "output.partial"
-            new = identity(partial, self._file.hexdigest())
+            new = self._target.to_be(partial, self._file.hexdigest())
             self._manifest = replace(
                 self._manifest, outputs=[*self._manifest.outputs, new], keys=self._keys.hexdigest()
             )
             self._manifest.save(self._folder / "manifest.json")
             (self._folder / "keys.partial").replace(self._folder / "keys")
-            move_file(partial, self._target)
-            self._manifest = replace(self._manifest, state="finished", outputs=[new])
+            there = self._target.put(partial, self._file.hexdigest())
+            self._manifest = replace(self._manifest, state="finished", outputs=[there])
             self._manifest.save(self._folder / "manifest.json")
         self._close_files()
         with writing(self._folder):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from batchgen.records.disk import writing
 from batchgen.records.journal import decode, encode
 from batchgen.records.take_back import KEY_BYTES, NO_KEY
 from batchgen.records.writers import DigestFile
@@ -19,22 +20,25 @@ class Listing:
     """Written once from start to end, then read. `folder` is there."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.files = (folder / "keys", folder / "failed")
         self._keys = DigestFile(self.files[0])
         self._failed = DigestFile(self.files[1])
 
     def add(self, rows: Sequence[int], keys: Mapping[int, bytes], results: Mapping[int, Result]) -> None:
         """The next rows, by their numbers: each has a key, or else a result."""
-        self._keys.write(b"".join(keys.get(row, NO_KEY) for row in rows))
-        for row in rows:
-            if row not in keys:
-                self._failed.write(encode(row.to_bytes(KEY_BYTES, "big"), results[row]))
+        with writing(self._folder):
+            self._keys.write(b"".join(keys.get(row, NO_KEY) for row in rows))
+            for row in rows:
+                if row not in keys:
+                    self._failed.write(encode(row.to_bytes(KEY_BYTES, "big"), results[row]))
 
     def close(self) -> dict[str, str]:
         """On disk. Returns the digests of the files, by name."""
-        for file in (self._keys, self._failed):
-            file.sync()
-            file.close()
+        with writing(self._folder):
+            for file in (self._keys, self._failed):
+                file.sync()
+                file.close()
         return {path.name: f.hexdigest() for path, f in zip(self.files, (self._keys, self._failed), strict=True)}
 
     def abandon(self) -> None:

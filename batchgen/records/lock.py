@@ -12,11 +12,13 @@ import fcntl
 import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputLocked
 
+_CLOCKS = 60.0  # seconds that the system's two clocks may have drifted apart
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -61,13 +63,55 @@ class Lock:
         os.pwrite(self._fd, json.dumps(me).encode(), 0)
 
     def release(self) -> None:
-        """Empties the file (unlinking it would let two runs hold two files of one name) and lets go."""
+        """Empties the file (unlinking it would let two runs hold two files of one name) and lets go.
+
+        On a disk that takes no more writes our name stays in it, and the next run takes over from a dead one.
+        """
         if self._fd >= 0:
-            try:
+            with suppress(OSError):
                 os.ftruncate(self._fd, 0)
-            finally:
+            with suppress(OSError):
                 os.close(self._fd)
-                self._fd = -1
+            self._fd = -1
+
+
+def holder_of(path: Path) -> dict[str, Any]:
+    """Who holds a lock, or held it when it died (`pid`, `host`, `started`); empty where nobody does. Takes nothing, changes nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return {}
+    try:
+        return _holder(fd)
+    finally:
+        os.close(fd)
+
+
+def lives(holder: dict[str, Any]) -> bool | None:
+    """Whether that process still runs; None where it cannot be seen from this host."""
+    if holder["host"] != socket.gethostname():
+        return None
+    if not _alive(holder["pid"]) and holder["pid"] != os.getpid():
+        return False
+    begun, named = _begun(holder["pid"]), _seconds(holder["started"])
+    return begun is None or named is None or begun <= named + _CLOCKS
+
+
+def _begun(pid: int) -> float | None:
+    """When a process began, in seconds since 1970; None where the system does not say. A number is given to another process after its own is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        boot = Path("/proc/stat").read_text(encoding="ascii", errors="replace").partition("\nbtime ")[2].split()[0]
+        return int(boot) + int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _seconds(time: Any) -> float | None:
+    try:
+        return dt.datetime.fromisoformat(time).timestamp()
+    except (ValueError, TypeError):
+        return None
 
 
 def _locked(output: str, holder: dict[str, Any]) -> OutputLocked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from batchgen.errors import UsageError
 from batchgen.records.disk import write_json
 
 SCHEMA = "batchgen.job/1"
+DIGEST = "digest"
 _LONGEST = 60
 _NO_VALUE = object()
 
@@ -85,18 +86,23 @@ def _words(value: Any) -> str:
 def identity(path: Path, digest: str | None = None) -> dict[str, Any]:
     """What a file is known by: size, time of change and, where it is given, the digest of its content."""
     stat = path.stat()
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "digest": digest}
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, DIGEST: digest}
 
 
-def known_as(path: Path, identities: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The identity of the file where it is one of those: by size and time, else (it was copied, say) by its content."""
-    now = identity(path)
-    for i in identities:
-        if (i["size"], i["mtime_ns"]) == (now["size"], now["mtime_ns"]):
-            return i
-    digests = [i["digest"] for i in identities if i["size"] == now["size"] and i["digest"]]
-    digest = file_digest(path) if digests else None
-    return now | {"digest": digest} if digest in digests else None
+def known_as(
+    now: dict[str, Any], identities: Sequence[dict[str, Any]], digest: Callable[[], str]
+) -> dict[str, Any] | None:
+    """Which of those a file is that now has the identity `now`: by what can be seen of it, else (it was copied, say) by its content.
+
+    `digest` reads the file for that; it is called where the size is right and nothing else is.
+    """
+    if all(value is not None for name, value in now.items() if name != DIGEST):
+        for i in identities:
+            if i | {DIGEST: None} == now | {DIGEST: None}:
+                return i
+    digests = [i[DIGEST] for i in identities if i["size"] == now["size"] and i[DIGEST]]
+    content = digest() if digests else None
+    return now | {DIGEST: content} if content in digests else None
 
 
 def file_digest(path: Path) -> str:

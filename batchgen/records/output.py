@@ -13,7 +13,7 @@ from batchgen.records.columns import id_text
 from batchgen.records.files import split_name
 from batchgen.records.nested import choices_of, ids_known, plain_score
 from batchgen.records.openai_output import OpenAIForm, batch_record
-from batchgen.records.remote import is_url
+from batchgen.records.remote import is_url, plain_name
 from batchgen.records.row import Row
 from batchgen.result import Result
 
@@ -21,6 +21,8 @@ RESULT_NAMES = frozenset(
     ("text", "finish_reason", "usage", "error", "truncated", "choices", "choice_probs", "score", "token_ids")
 )
 """Names of a result. An input column of the same name is carried as `input_…`."""
+INPUT_FILE = "input_file"
+"""Where rows come from several files: the column that says which. It is carried like a column of the input (`--keep`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class RowForm:
     id_column: str | None = None
     token_ids: bool = False
     """Whether it has the completion's token ids."""
+    input_file: bool = False
+    """Whether it names the file of its input row."""
     openai: OpenAIForm | None = None
     """Rows are records of OpenAI's Batch output, which carry no columns; None: rows of our own."""
 
@@ -59,6 +63,8 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
         custom_id = id_text(_first(row, (form.id_column, "custom_id", "id")))
         return batch_record(row, result, form.openai, custom_id=custom_id, token_ids=form.token_ids)
     out: dict[str, Any] = {"id": row_id(row, form.id_column)}
+    if form.input_file:
+        out[INPUT_FILE] = row.file
     names = carried_names(row.columns, form)
     out.update((name, row.columns[column]) for column, name in names.items())
     out["text"] = result.text
@@ -105,7 +111,7 @@ def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dic
             if form.id_column in (None, "id"):
                 continue
             name = "input_id"
-        elif column in RESULT_NAMES:
+        elif column in RESULT_NAMES or (form.input_file and column == INPUT_FILE):
             name = f"input_{column}"
         while name != column and name in columns:
             name = f"input_{name}"
@@ -120,6 +126,7 @@ def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = N
     """
     if is_stdin:
         return "-"
+    inputs = [plain_name(name) for name in inputs]
     if len(inputs) != 1:
         raise UsageError("several inputs need an output", "name it with -o")
     path = Path(inputs[0])
@@ -136,10 +143,6 @@ def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = N
 
 def output_format(output: str) -> tuple[str, str | None]:
     """Format (jsonl or parquet) and compression of an output by its suffix. Raises `UsageError` for any other."""
-    if is_url(output):
-        raise UsageError(
-            f"the output {output} is remote, which is not supported", "write a local file and copy it there"
-        )
     _, kind, compression = split_name(output)
     if kind == "parquet" and compression:
         raise UsageError(

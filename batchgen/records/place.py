@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 
 from batchgen.errors import UsageError
 from batchgen.records.output import output_format
+from batchgen.records.remote import address, is_url, plain_name
+from batchgen.records.target import Target
+
+_LONGEST_NAME = 100
 
 REMADE_FILES = ("index.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Of a run: each makes them anew, none leaves them."""
-WORK_FILES = ("journal", "journal.new", "passes", *REMADE_FILES)
+WORK_FILES = ("journal", "journal.new", "passes", "progress.json", "progress.json.new", *REMADE_FILES)
 """Of a job that is under way; a finished one has none of them."""
 _OURS = {*WORK_FILES, "manifest.json", "manifest.json.new", "stats.json", "stats.json.new", "keys", "lock"}
 
 
 def job_path(output: str, work_dir: str | None) -> Path:
-    """Where the job's folder of an output is, whether it exists or not."""
-    return Path(f"{output}.job") if work_dir is None else Path(work_dir) / f"{Path(output).name}.job"
+    """Where the job's folder of an output is, whether it exists or not: beside it, in the cache where it is remote, or under `work_dir`."""
+    output = plain_name(output)
+    if work_dir is not None:
+        return Path(work_dir) / f"{output.rpartition('/')[2]}.job"
+    if not is_url(output):
+        return Path(f"{output}.job")
+    digest = hashlib.blake2b(address(output).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    return jobs_folder() / f"{output.rpartition('/')[2][-_LONGEST_NAME:]}-{digest}.job"
 
 
-def check_place(output: str, folder: Path, overwrite: bool) -> None:
+def jobs_folder() -> Path:
+    """Where the folders of remote outputs are."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache") / "batchgen" / "jobs"
+
+
+def make_folder(folder: Path) -> None:
+    """Make a job's folder where it is not yet; of those around it only the cache, the others are the user's."""
+    folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)
+
+
+def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> None:
     """Raises `UsageError` where the output or its folder is somebody else's, or has no place to be."""
     output_format(output)
-    path = Path(output)
-    if path.is_dir():
-        raise UsageError(f"the output {output} is a folder", "name a file in it")
-    for parent in (path.parent, folder.parent):
-        if not parent.is_dir():
-            raise UsageError(f"there is no folder {parent} to write to", f"make it with mkdir -p {parent}")
+    target.check()
+    if not folder.parent.is_dir() and folder.parent != jobs_folder():
+        raise UsageError(f"there is no folder {folder.parent} to write to", f"make it with mkdir -p {folder.parent}")
     if folder.exists() and not (folder / "manifest.json").exists():
         others = {p.name for p in folder.iterdir()} - _OURS if folder.is_dir() else {folder.name}
         if others:
             raise UsageError(f"{folder} is in the way: it is not a job's folder", "move it, or use another -o")
-    if path.exists() and not (folder / "manifest.json").exists() and not overwrite:
+    if not (folder / "manifest.json").exists() and not overwrite and target.exists():
         raise UsageError(
             f"{output} exists and has no job folder, so it is not known to be batchgen's",
             "use --overwrite to replace it, or another -o",

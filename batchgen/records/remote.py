@@ -35,9 +35,9 @@ def plain_name(name: str) -> str:
 
 
 def address(url: str) -> str:
-    """One spelling for the URLs of one thing: `S3:///bucket//x` is `s3://bucket/x`."""
+    """One spelling of a URL: `S3:///bucket/x` is `s3://bucket/x`. Other slashes are the store's business: they are part of a key."""
     scheme, _, path = url.partition("://")
-    return f"{scheme.lower()}://{'/'.join(part for part in path.split('/') if part)}"
+    return f"{scheme.lower()}://{path.lstrip('/')}"
 
 
 def remote(url: str, *, verb: str = "read") -> tuple[Any, str]:
@@ -89,6 +89,15 @@ def version_of(info: Mapping[str, Any]) -> str | None:
     return None
 
 
+def info_of(fs: Any, path: str) -> Mapping[str, Any] | None:
+    """What the store says of a file or folder; None where there is none."""
+    try:
+        info: Mapping[str, Any] = fs.info(path)
+    except FileNotFoundError:
+        return None
+    return info
+
+
 def open_remote(url: str) -> io.BufferedReader:
     """Its bytes; seekable where the store reads ranges. Raises `StoreError`, here and later."""
     return io.BufferedReader(_Stream(url), 1 << 18)
@@ -98,10 +107,10 @@ class _Stream(io.RawIOBase):
     """A file of a store. Everything it raises is an `OSError`, which those who read a file know."""
 
     def __init__(self, url: str) -> None:
-        fs, path = remote(url)
+        self._fs, path = remote(url)  # kept: a zip file closes with its file system
         self._file: Any = None
         with _as_os_error():
-            self._file = fs.open(path, "rb", block_size=_READ_AHEAD)
+            self._file = self._fs.open(path, "rb", block_size=_READ_AHEAD)
 
     def readable(self) -> bool:
         return True

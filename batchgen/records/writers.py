@@ -21,7 +21,7 @@ import zstandard
 
 from batchgen.records.columns import ColumnType, clean, id_text
 from batchgen.records.jsonl import plain, to_json
-from batchgen.records.output import RowForm, carried_names, output_format
+from batchgen.records.output import INPUT_FILE, RowForm, carried_names, output_format
 
 GROUP_ROWS = 5_000
 GROUP_BYTES = 1 << 25
@@ -123,7 +123,8 @@ def open_writer(
     carried = carried_names(schema.names, form)
     fields = [pa.field(carried[f.name], f.type) for f in schema if f.name in carried]
     id_type = _id_type([schema.field(n).type for n in (form.id_column, "id", "custom_id") if n in schema.names])
-    fields = [pa.field("id", id_type), *fields, *(pa.field(n, t) for n, t in results.items())]
+    source = [pa.field(INPUT_FILE, pa.string())] if form.input_file else []
+    fields = [pa.field("id", id_type), *source, *fields, *(pa.field(n, t) for n, t in results.items())]
     return ParquetWriter(file, pa.schema(fields))
 
 
@@ -180,6 +181,7 @@ class ParquetWriter:
 
     def abandon(self) -> None:
         _quietly(self._parquet.close)
+        self._parquet.is_open = False  # or it is closed again when it is collected, and Python complains
         self._file.abandon()
 
     def end_group(self) -> None:
@@ -239,6 +241,16 @@ class SpoolingWriter:
         fields += [pa.field(clean(n), t.arrow()) for n, t in self._types.items()]
         fields += [pa.field(n, t) for n, t in self._results.items() if n in self._there]
         parquet = ParquetWriter(self._file, pa.schema(fields))
+        try:
+            self._convert(parquet)
+            parquet.close()
+        except BaseException:
+            parquet.abandon()
+            raise
+        self._spool.close()
+        self._path.unlink()
+
+    def _convert(self, parquet: ParquetWriter) -> None:
         self._spool.seek(0)
         size = 0
         for line in self._spool:
@@ -250,9 +262,6 @@ class SpoolingWriter:
             if size >= GROUP_BYTES:
                 parquet.end_group()
                 size = 0
-        parquet.close()
-        self._spool.close()
-        self._path.unlink()
 
     def abandon(self) -> None:
         _quietly(self._spool.close)

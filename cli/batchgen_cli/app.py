@@ -11,6 +11,8 @@ import typer
 from batchgen_cli.failures import say
 from batchgen_cli.plan import plan
 from batchgen_cli.run import run
+from batchgen_cli.status import status
+from batchgen_cli.stderr import drop_unwritten, wants_json
 
 app = typer.Typer(
     name="batchgen",
@@ -25,6 +27,7 @@ app.command(name="run", epilog="Example: batchgen run prompts.jsonl --model ./mo
     run
 )
 app.command(name="plan", epilog="Example: batchgen plan prompts.jsonl --model ./model")(plan)
+app.command(name="status", epilog="Example: batchgen status answers.jsonl")(status)
 
 
 def _version(wanted: bool) -> None:
@@ -45,6 +48,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits with its code; of wrong use it says one line."""
+    as_json = wants_json(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=arguments, prog_name="batchgen", standalone_mode=False)
     except Exception as e:
@@ -52,9 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not hasattr(e, "format_message"):
             raise
         message = e.format_message()
-        say(f"{message[:1].lower()}{message[1:].rstrip('.')}; see batchgen --help")
         code = 2
+        say(f"{message[:1].lower()}{message[1:].rstrip('.')}; see batchgen --help", code, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
-        say("interrupted by SIGINT")
         code = 130
+        say("interrupted by SIGINT", code, as_json=as_json)
+    drop_unwritten()
     sys.exit(code if isinstance(code, int) else 0)

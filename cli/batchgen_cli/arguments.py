@@ -40,6 +40,7 @@ class Shared:
     window: o.Window = None
     input_format: o.InputFormat = None
     limit: o.Limit = None
+    log_format: o.LogFormat = "text"
     quiet: o.Quiet = False
     verbose: o.Verbose = False
 
@@ -91,6 +92,13 @@ class RunOptions(Shared):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Shared):
+    as_json: o.AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    output: o.JobOutput
+    work_dir: o.WorkDir = None
     as_json: o.AsJson = False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,55 +10,43 @@ from contextlib import contextmanager
 import typer
 
 from batchgen.errors import BatchgenError, ClosedPipe
+from batchgen_cli.stderr import event, point_nowhere, printable, put
 
 
-def printable(text: str) -> str:
-    """The text on one line, control characters escaped: what a file or a model holds must not steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
-
-
-def say(message: str) -> None:
-    """The one line of a failure."""
-    sys.stderr.write(f"batchgen: error: {printable(message)}\n")
-    sys.stderr.flush()
+def say(message: str, code: int, *, as_json: bool, trace: bool = False) -> None:
+    """The one line of a failure, and with `trace` where it came from."""
+    if as_json:
+        more = {"traceback": traceback.format_exc()} if trace else {}
+        put(event("error", message=message, exit_code=code, **more))
+        return
+    if trace:
+        for line in traceback.format_exc().splitlines():
+            put(printable(line))
+    put(f"batchgen: error: {printable(message)}")
 
 
 @contextmanager
-def reported(*, verbose: bool) -> Iterator[None]:
+def reported(*, verbose: bool, as_json: bool = False) -> Iterator[None]:
     """Turns whatever is raised inside into its line and its exit code (`typer.Exit`)."""
     try:
         yield
     except typer.Exit:
         raise
-    except (ClosedPipe, BrokenPipeError):  # no other pipe is written to but standard output
-        _detach_stdout()
+    except (ClosedPipe, BrokenPipeError):  # of standard output: a pipe that standard error goes to may close unseen
+        point_nowhere(sys.stdout)
         raise typer.Exit(ClosedPipe.exit_code) from None
     except BatchgenError as e:
-        if verbose:
-            traceback.print_exc()
-        say(str(e))
+        say(str(e), e.exit_code, as_json=as_json, trace=verbose)
         raise typer.Exit(e.exit_code) from None
     except MemoryError as e:
-        if verbose:
-            traceback.print_exc()
-        say(f"out of memory{': ' if str(e) else ''}{e}; lower --window or --kv-memory")
+        message = f"out of memory{': ' if str(e) else ''}{e}; lower --window or --kv-memory"
+        say(message, 1, as_json=as_json, trace=verbose)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        say("interrupted by SIGINT")
+        say("interrupted by SIGINT", 130, as_json=as_json)
         raise typer.Exit(130) from None
     except Exception as e:  # noqa: BLE001 - the last line of defence: a line and an exit code for whatever it was
-        if verbose:
-            traceback.print_exc()
         first = next(iter(str(e).splitlines()), "")
-        say(f"{type(e).__name__}: {first}{'' if verbose else '; run it again with -v to see where'}")
+        way_out = "" if verbose else "; run it again with -v to see where"
+        say(f"{type(e).__name__}: {first}{way_out}", 1, as_json=as_json, trace=verbose)
         raise typer.Exit(1) from None
-
-
-def _detach_stdout() -> None:
-    """Keeps the interpreter from complaining, when it exits, about what it cannot flush to a closed pipe."""
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError):
-        pass  # not a real file (a test's), or closed already: nothing will be flushed

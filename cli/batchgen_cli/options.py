@@ -202,5 +202,11 @@ ShowProgress = Annotated[
         show_default="a bar on a terminal, a line now and then in a log",
     ),
 ]
+LogFormat = Annotated[
+    str, _job("--log-format", metavar="text|json", help="Standard error as text, or each line of it a JSON object.")
+]
 Quiet = Annotated[bool, _job("--quiet", "-q", help="Errors only.")]
 Verbose = Annotated[bool, _job("--verbose", "-v", help="Warnings of libraries, and tracebacks of errors.")]
+
+# status
+JobOutput = Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of a run.")]

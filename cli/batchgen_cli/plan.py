@@ -9,9 +9,10 @@ import typer
 
 from batchgen_cli import values as v
 from batchgen_cli.arguments import PlanOptions, takes
-from batchgen_cli.failures import printable, reported
+from batchgen_cli.failures import reported
 from batchgen_cli.progress import calm_libraries, progress_for
 from batchgen_cli.report import size
+from batchgen_cli.stderr import printable
 
 if TYPE_CHECKING:
     from batchgen.planning import PlanReport
@@ -22,10 +23,11 @@ EXCERPT_CHARACTERS = 48
 @takes(PlanOptions)
 def plan(given: PlanOptions) -> None:
     """Show what a run over INPUT would share and the memory it needs, without loading the model's weights."""
-    with reported(verbose=given.verbose):
+    with reported(verbose=given.verbose, as_json=given.log_format == "json"):
         from batchgen.config import EngineConfig, JobConfig
         from batchgen.planning import plan_job
 
+        as_json = v.as_json(given.log_format)
         config = JobConfig(
             inputs=tuple(given.inputs),
             input_format=given.input_format,
@@ -36,7 +38,8 @@ def plan(given: PlanOptions) -> None:
             window=v.window(given.window),
             limit=given.limit,
         )
-        with calm_libraries(verbose=given.verbose), progress_for(None, quiet=given.quiet) as shown:
+        showing = progress_for(None, quiet=given.quiet, as_json=as_json)
+        with calm_libraries(verbose=given.verbose), showing as shown:
             report = plan_job(config, shown)
         if given.as_json:
             typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))

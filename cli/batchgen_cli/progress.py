@@ -1,55 +1,77 @@
-"""What is seen while a job runs: a bar on a terminal, a line now and then in a log. All on standard error."""
+"""What is seen while a job runs: a bar on a terminal, a line now and then in a log, or events. All on standard error."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
 
-from batchgen_cli.failures import printable
-
-if TYPE_CHECKING:
-    from batchgen.progress import Progress
+from batchgen.progress import GENERATING, Counts
+from batchgen_cli.stderr import Stderr, Stream, event, printable, put
 
 REFRESH_SECONDS = 0.2
 LINE_SECONDS = 10.0
+SILENT_PHASES = ("loading model",)
+"""Phases that may take their time and count nothing on the way: a log is told when they begin."""
+_LEAST_BAR = 8
 
 
-class Notes:
-    """Shows notes and nothing else."""
+def share(done: int, total: int) -> int:
+    """In per cent; 100 only when all are done."""
+    return 100 * done // total if total else 100
 
-    def __init__(self, stream: TextIO) -> None:
+
+def duration(seconds: float) -> str:
+    """As people read it: 90 s, 10 min, 3 h 20 min, 2 d 4 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = round(minutes / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def speed(tokens_per_second: float, rows_per_second: float) -> str:
+    """In tokens; in rows where no tokens are generated: labels and scores."""
+    if tokens_per_second:
+        return f"{tokens_per_second:,.0f} tokens/s"
+    return f"{rows_per_second:,.0f} rows/s" if rows_per_second >= 10 else f"{rows_per_second:.1f} rows/s"
+
+
+class Notes(Counts):
+    """Shows notes and nothing else; and the lines of libraries (`Relay`), as every kind does."""
+
+    def __init__(self, stream: Stream, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self.stream = stream
-        self.generated = 0
-        self._started = 0.0
 
     def note(self, text: str) -> None:
-        self.write(f"batchgen: {printable(text)}")
-
-    def phase(self, name: str) -> None:
-        if name == "generating" and not self._started:
-            self._started = time.monotonic()
-
-    def rows(self, done: int, failed: int, total: int | None) -> None: ...
-
-    def tokens(self, prompt: int, completion: int) -> None:
-        self.generated = completion
-
-    def passed(self, rows: int) -> None: ...
+        self.write(f"batchgen: {text}")
 
     def write(self, line: str) -> None:
-        self.stream.write(line + "\n")
-        self.stream.flush()
+        put(printable(line), self.stream)
 
     def close(self) -> None: ...
 
-    def tokens_per_second(self) -> float:
-        elapsed = time.monotonic() - self._started if self._started else 0.0
-        return self.generated / elapsed if elapsed else 0.0
+    def facts(self) -> list[str]:
+        """How fast, and what is left: the most wanted first."""
+        if self.rows_passed is not None:
+            return [speed(0, self.rows_per_second)]
+        facts = []
+        if self.seconds_left is not None:
+            facts.append(f"{duration(self.seconds_left)} left")
+        if self.rows_failed:
+            facts.append(f"{self.rows_failed:,} failed")
+        if self.generating_seconds:
+            facts.append(speed(self.tokens_per_second, self.rows_per_second))
+        return facts
 
 
 class Nothing(Notes):
@@ -59,78 +81,180 @@ class Nothing(Notes):
 
 
 class Lines(Notes):
-    """A plain line every `every` seconds, and one at each new phase that takes its time."""
+    """A plain line every `every` seconds, and one at each new phase that takes its time and counts nothing."""
 
-    def __init__(self, stream: TextIO, every: float = LINE_SECONDS) -> None:
-        super().__init__(stream)
+    def __init__(
+        self, stream: Stream, every: float = LINE_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(stream, clock)
         self._every = every
-        self._last = time.monotonic()
-        self._phase = ""
+        self._last = clock()
 
     def phase(self, name: str) -> None:
-        super().phase(name)
-        if name != self._phase and name.startswith("loading model"):
+        if name != self.name and name in SILENT_PHASES:
             self.write(f"batchgen: {name}")
-        self._phase = name
+        super().phase(name)
 
-    def rows(self, done: int, failed: int, total: int | None) -> None:
-        now = time.monotonic()
+    def changed(self) -> None:
+        now = self.clock()
         if now - self._last < self._every:
             return
         self._last = now
-        of = "" if total is None else f" of {total:,} ({done / max(total, 1):.0%})"
-        bad = f", {failed:,} failed" if failed else ""
-        self.write(
-            f"batchgen: {done:,} rows{of}{bad}, {self.tokens_per_second():,.0f} tokens/s{self._remaining(done, total, now)}"
-        )
+        phase = "" if self.name == GENERATING else f"{self.name}, "
+        count = self.rows_done if self.rows_passed is None else self.rows_passed
+        of = "" if self.total is None else f" of {self.total:,} ({share(count, self.total)}%)"
+        self.write(f"batchgen: {phase}{', '.join((f'{count:,} rows{of}', *self.facts()))}")
 
-    def _remaining(self, done: int, total: int | None, now: float) -> str:
-        if total is None or not done or not self._started:
-            return ""
-        seconds = (total - done) * (now - self._started) / done
-        return f", {seconds:,.0f} s left" if seconds < 120 else f", {seconds / 60:,.0f} min left"
+
+class Events(Notes):
+    """Every line a JSON object (docs/status.md). `every`: seconds between two that tell how far it is; None for none."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        every: float | None = LINE_SECONDS,
+        *,
+        notes: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(stream, clock)
+        self._every, self._notes = every, notes
+        self._last = clock()
+
+    def note(self, text: str) -> None:
+        if self._notes:
+            put(event("note", text=text), self.stream)
+
+    def phase(self, name: str) -> None:
+        if name != self.name and self._every is not None:
+            put(event("phase", phase=name), self.stream)
+        super().phase(name)
+
+    def changed(self) -> None:
+        now = self.clock()
+        if self._every is not None and now - self._last >= self._every:
+            self._last = now
+            put(event("progress", **self.figures()), self.stream)
+
+    def write(self, line: str) -> None:
+        put(event("log", text=line), self.stream)
 
 
 class Bar(Notes):
-    """A bar of rows, with tokens per second and what is left."""
+    """A bar of the rows done, or of those that go by where they are only read or written."""
 
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: Stderr, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream, clock)
         from tqdm import tqdm
 
-        self._bar: Any = tqdm(file=stream, unit=" rows", dynamic_ncols=True, leave=False, mininterval=REFRESH_SECONDS)
+        self._terminal = stream
+        self._bar: Any = tqdm(file=stream, leave=False, position=0, bar_format=" ", ncols=stream.width(80))
         self._drawn = 0.0
+        self._drawing = threading.RLock()  # a library's thread may write a line
 
     def phase(self, name: str) -> None:
-        if name == "generating" and not self._started:
-            self._bar.reset()  # its rate and what is left are those of generating, not of loading
+        new = name != self.name
         super().phase(name)
-        self._bar.set_description_str(name)
+        if new:
+            self._draw()
 
-    def rows(self, done: int, failed: int, total: int | None) -> None:
-        self._bar.n, self._bar.total = done, total
-        now = time.monotonic()
-        if now - self._drawn < REFRESH_SECONDS:
-            return
-        self._drawn = now
-        bad = f", {failed:,} failed" if failed else ""
-        self._bar.set_postfix_str(f"{self.tokens_per_second():,.0f} tokens/s{bad}", refresh=True)
+    def changed(self) -> None:
+        if self.clock() - self._drawn >= REFRESH_SECONDS:
+            self._draw()
 
     def write(self, line: str) -> None:
-        self._bar.clear()
-        super().write(line)
-        self._bar.refresh()
+        with self._drawing:
+            self._bar.clear()
+            super().write(line)
+            self._bar.refresh()
 
     def close(self) -> None:
         self._bar.close()
 
+    def _draw(self) -> None:
+        with self._drawing:
+            self._drawn = self.clock()
+            bar, width = self._bar, self._terminal.width(80)
+            bar.ncols = width
+            bar.n = self.rows_done if self.rows_passed is None else self.rows_passed
+            bar.total = self.total
+            bar.bar_format = self._layout(width - 1)  # a full last column makes some terminals begin a new line
+            bar.refresh()
+
+    def _layout(self, width: int) -> str:
+        """The line, with `{bar}` for what tqdm draws; what does not fit is left out whole: half a number would be another one."""
+        name, count, total = printable(self.name), self._bar.n, self.total
+        nothing_yet = self.rows_passed is None and count in (0, total)
+        if nothing_yet and self.name != GENERATING:
+            return _literal(f"{name}…"[:width])
+        if total is None:
+            return _literal(_fitting(f"{name}: {count:,} rows", self.facts(), width)[:width])
+        head = f"{name}: {share(count, total):3d}%"
+        room = width - len(head)
+        facts = self.facts()
+        tail = _fitting(
+            f" {count:,}/{total:,}", facts[:1], room
+        )  # what is left rather than the bar, the bar rather than the others
+        tail = _fitting(tail, facts[1:], room - _LEAST_BAR)
+        drawn = room - len(tail)
+        bar = f"|{{bar:{drawn - 2}}}|" if drawn >= _LEAST_BAR else ""
+        return _literal(head) + bar + _literal(tail if drawn >= 0 else "")
+
+
+def _literal(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _fitting(line: str, facts: list[str], width: int) -> str:
+    for fact in facts:
+        if len(line) + 2 + len(fact) <= width:
+            line += f", {fact}"
+    return line
+
+
+class Relay(io.TextIOBase):
+    """Stands in for standard error while a job runs: what libraries write there comes out in whole lines, by `write`."""
+
+    def __init__(self, write: Callable[[str], None], stream: Stderr) -> None:
+        self._write: Callable[[str], None] | None = write
+        self._stream = stream
+        self._rest = ""
+        self._writing = threading.RLock()
+
+    def write(self, text: str, /) -> int:
+        with self._writing:
+            if self._write is None:  # a library has kept it
+                return 0 if sys.stderr in (None, self) else sys.stderr.write(text)
+            *lines, rest = (self._rest + text).split("\n")
+            self._rest = _last_frame(rest)
+            for line in map(_last_frame, lines):
+                if line.strip():
+                    self._write(line)
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def end(self) -> None:
+        """From now on standard error is what it was."""
+        if self._rest.strip():
+            self.write("\n")
+        self._write = None
+
+
+def _last_frame(line: str) -> str:
+    """What is left to be seen of a line that was written over and over."""
+    return next((frame for frame in reversed(line.split("\r")) if frame), "")
+
 
 @contextmanager
-def progress_for(wanted: bool | None, *, quiet: bool) -> Iterator[Progress]:
-    """The progress to show: `wanted` is --progress, --no-progress or neither."""
-    stream = sys.stderr
+def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> Iterator[Notes]:
+    """The progress to show: `wanted` is --progress, --no-progress or neither. What libraries write meanwhile is shown with it."""
+    stream = Stderr()
     shown: Notes
-    if quiet:
+    if as_json:
+        shown = Events(stream, None if quiet or wanted is False else LINE_SECONDS, notes=not quiet)
+    elif quiet:
         shown = Nothing(stream)
     elif wanted is False:
         shown = Notes(stream)
@@ -138,9 +262,12 @@ def progress_for(wanted: bool | None, *, quiet: bool) -> Iterator[Progress]:
         shown = Bar(stream)
     else:
         shown = Lines(stream)
+    relay = Relay(shown.write, stream)
     try:
-        yield shown
+        with redirect_stderr(relay):
+            yield shown
     finally:
+        relay.end()
         shown.close()
 
 

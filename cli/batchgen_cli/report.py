@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from batchgen_cli.failures import printable
+from batchgen_cli.stderr import Stderr, event, printable, put
 
 if TYPE_CHECKING:
     from batchgen.job import JobReport
@@ -24,36 +23,59 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def show_report(report: JobReport) -> None:
+def show_report(report: JobReport, *, as_json: bool = False) -> None:
+    if as_json:
+        put(event("summary", **_plain(report)))
+        return
+    if report.already_finished:
+        job = report.stats["job"]
+        also = f", {job['rows_failed']:,} of them failed" if job["rows_failed"] else ""
+        put(printable(f"batchgen: {_place(report)} is complete ({job['rows']:,} rows{also}): nothing to do"))
+        return
+    _show_table(summary(report))
+    if report.failures:
+        put("the first rows that failed:")
+        for line in report.failures:
+            put(f"  {printable(line)}")
+
+
+def _show_table(lines: list[tuple[str, str]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    output = "standard output" if report.output == "-" else report.output
-    if report.already_finished:
-        failed = report.stats["job"]["rows_failed"]
-        also = f", {failed:,} of them failed" if failed else ""
-        rows = report.stats["job"]["rows"]
-        sys.stderr.write(f"batchgen: {printable(output)} is complete ({rows:,} rows{also}): nothing to do\n")
-        return
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in summary(report):
+    for name, value in lines:
         table.add_row(name, Text(printable(value)))
-    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else LOG_WIDTH)
+    stream = Stderr()
+    file = cast("IO[str]", stream)  # it writes, flushes and knows whether it is a terminal
+    console = Console(file=file, highlight=False, width=None if stream.isatty() else LOG_WIDTH)
     console.print(table)
-    if report.failures:
-        sys.stderr.write("the first rows that failed:\n")
-        sys.stderr.writelines(f"  {printable(line)}\n" for line in report.failures)
+
+
+def _plain(report: JobReport) -> dict[str, Any]:
+    return {
+        "output": report.output,
+        "exit_code": report.exit_code,
+        "already_finished": report.already_finished,
+        "chat": report.chat,
+        "failures": list(report.failures),
+        "stats": report.stats,
+    }
+
+
+def _place(report: JobReport) -> str:
+    return "standard output" if report.output == "-" else report.output
 
 
 def summary(report: JobReport) -> list[tuple[str, str]]:
     """The lines of the table; where nothing was generated, what that would have cost is left out."""
     s = report.stats
     lines = [
-        ("output", "standard output" if report.output == "-" else report.output),
+        ("output", _place(report)),
         ("rows", _rows(s)),
         ("prompts", "through the chat template" if report.chat else "raw text"),
     ]

@@ -18,11 +18,12 @@ def run(given: RunOptions) -> None:
 
     The same command again does nothing when the output is complete, and goes on where it stopped when it is not.
     """
-    with reported(verbose=given.verbose):
+    with reported(verbose=given.verbose, as_json=given.log_format == "json"):
         from batchgen.config import JobConfig
         from batchgen.job import run_job
         from batchgen_cli.report import show_report
 
+        as_json = v.as_json(given.log_format)
         config = JobConfig(
             inputs=tuple(given.inputs),
             output=given.output,
@@ -46,8 +47,9 @@ def run(given: RunOptions) -> None:
             work_dir=given.work_dir,
             stats=given.stats,
         )
-        with calm_libraries(verbose=given.verbose), progress_for(given.progress, quiet=given.quiet) as shown:
+        showing = progress_for(given.progress, quiet=given.quiet, as_json=as_json)
+        with calm_libraries(verbose=given.verbose), showing as shown:
             report = run_job(config, shown)
         if not given.quiet:
-            show_report(report)
+            show_report(report, as_json=as_json)
         raise typer.Exit(report.exit_code)

@@ -34,6 +34,12 @@ def window(text: str | None) -> int | Literal["all"] | None:
         raise UsageError(f"--window {text!r} is not a number", "give a number of rows, or all") from None
 
 
+def as_json(log_format: str) -> bool:
+    if log_format not in ("text", "json"):
+        raise UsageError(f"--log-format {log_format!r} is unknown", "use text or json")
+    return log_format == "json"
+
+
 def columns(text: str | None) -> tuple[str, ...]:
     """Column names separated by commas."""
     return tuple(name for name in (text or "").split(",") if name)

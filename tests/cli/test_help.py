@@ -26,7 +26,7 @@ CONTRACT = """
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --debug
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
-    --progress --no-progress --quiet -q --verbose -v --help -h
+    --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """
 
 

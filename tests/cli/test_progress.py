@@ -1,84 +1,221 @@
 """What is seen while a job runs."""
 
 import io
+import json
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable
 
 import pytest
 
-from batchgen_cli import progress
-from batchgen_cli.progress import Bar, Lines, Notes, Nothing, calm_libraries, progress_for
+from batchgen_cli import stderr
+from batchgen_cli.progress import (
+    Bar,
+    Events,
+    Lines,
+    Notes,
+    Nothing,
+    calm_libraries,
+    duration,
+    progress_for,
+    share,
+    speed,
+)
+from batchgen_cli.stderr import Stderr
 
 
 class Clock:
     now = 100.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
+class Terminal(io.StringIO):
+    """A terminal of so many columns."""
+
+    columns = 80
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+    def width(self, otherwise: int) -> int:
+        return self.columns
+
+    @property
+    def shown(self) -> list[str]:
+        """What stood there, one line over the other."""
+        return [line.rstrip() for line in re.split(r"[\r\n]", self.getvalue()) if line.strip()]
+
+
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
+
+
+def generate(shown: Notes, clock: Clock, *, seconds: int, total: int | None = 100, failed_from: int = 10_000) -> None:
+    """A row and 50 tokens a second."""
+    shown.phase("generating")
+    for second in range(1, seconds + 1):
+        clock.now += 1
+        shown.rows(second, 0 if second < failed_from else 2, total)
+        shown.tokens(0, second * 50)
 
 
 def test_a_log_gets_a_line_now_and_then(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10)
+    lines = Lines(stream, every=10, clock=clock)
     lines.phase("loading model")
-    lines.phase("generating")
-    for second in range(1, 26):
-        clock.now = 100.0 + second
-        lines.tokens(0, second * 50)
-        lines.rows(second, 0 if second < 20 else 2, 100)
+    generate(lines, clock, seconds=25, failed_from=20)
     lines.note("a note\nwith a second line")
     assert stream.getvalue().splitlines() == [
         "batchgen: loading model",
-        "batchgen: 10 rows of 100 (10%), 50 tokens/s, 90 s left",
-        "batchgen: 20 rows of 100 (20%), 2 failed, 50 tokens/s, 80 s left",
+        "batchgen: 10 rows of 100 (10%), 90 s left, 50 tokens/s",
+        "batchgen: 20 rows of 100 (20%), 80 s left, 2 failed, 50 tokens/s",
         "batchgen: a note\\nwith a second line",
     ]
 
 
+def test_a_log_hears_of_rows_that_are_read_and_written(clock: Clock) -> None:
+    stream = io.StringIO()
+    lines = Lines(stream, every=10, clock=clock)
+    lines.phase("planning")
+    clock.now += 10
+    lines.passed(50_000)
+    lines.rows(50_000, 0, 50_000)
+    lines.phase("writing")
+    clock.now += 10
+    lines.passed(25_000)
+    assert stream.getvalue().splitlines() == [
+        "batchgen: planning, 50,000 rows, 5,000 rows/s",
+        "batchgen: writing, 25,000 rows of 50,000 (50%), 2,500 rows/s",
+    ]
+
+
+def test_a_log_hears_of_a_long_wait_for_the_first_row(clock: Clock) -> None:
+    stream = io.StringIO()
+    lines = Lines(stream, every=10, clock=clock)
+    lines.rows(0, 0, 100)
+    lines.phase("generating")
+    clock.now += 10
+    lines.running(640)
+    assert stream.getvalue() == "batchgen: 0 rows of 100 (0%), 64 tokens/s\n"
+
+
 def test_an_unknown_total_has_no_end(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10)
-    lines.phase("generating")
-    clock.now = 110.0
-    lines.tokens(0, 1000)
-    lines.rows(12_345, 0, None)
-    assert stream.getvalue() == "batchgen: 12,345 rows, 100 tokens/s\n"
+    lines = Lines(stream, every=10, clock=clock)
+    generate(lines, clock, seconds=10, total=None)
+    assert stream.getvalue() == "batchgen: 10 rows, 50 tokens/s\n"
 
 
-def test_a_long_rest_is_told_in_minutes(clock: Clock) -> None:
+def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10)
-    lines.phase("generating")
-    clock.now = 110.0
-    lines.rows(10, 0, 610)
-    assert stream.getvalue() == "batchgen: 10 rows of 610 (2%), 0 tokens/s, 10 min left\n"
+    lines = Lines(stream, every=0, clock=clock)
+    lines.phase("loading \x1b[2J model")
+    lines.note("row \x07\r\x9b\u2028")
+    generate(lines, clock, seconds=3)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028]", stream.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (119.4, "119 s"),
+        (120, "2 min"),
+        (7_100, "118 min"),
+        (7_200, "2 h 0 min"),
+        (12_000, "3 h 20 min"),
+        (187_200, "2 d 4 h"),
+    ],
+)
+def test_times_are_as_people_read_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_share_is_whole_only_when_all_is_done() -> None:
+    assert [share(999_999, 1_000_000), share(1, 1), share(0, 0), share(0, 5)] == [99, 100, 100, 0]
+
+
+def test_where_no_tokens_are_generated_speed_is_in_rows() -> None:
+    assert [speed(12.6, 3), speed(0, 3), speed(0, 1234.5)] == ["13 tokens/s", "3.0 rows/s", "1,234 rows/s"]
 
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock: Clock) -> None:
-    stream = io.StringIO()
-    bar = Bar(stream)
-    bar.phase("generating")
-    clock.now = 101.0
-    bar.tokens(10, 500)
-    bar.rows(30, 1, 60)
-    bar.note("a note")
+    terminal = Terminal()
+    bar = Bar(terminal, clock)  # type: ignore[arg-type]
+    bar.phase("loading model")
+    generate(bar, clock, seconds=30, total=60, failed_from=30)
+    bar.note("a note \x1b[2J")
     bar.close()
-    shown = stream.getvalue()
-    assert "generating:  50%" in shown
-    assert "30/60" in shown
-    assert "500 tokens/s, 1 failed" in shown
-    assert "batchgen: a note\n" in shown
-    assert shown.rsplit("\r", 1)[1].strip() == ""
+    assert terminal.shown[0] == "loading model…"
+    assert "generating:  50%|██████████▌          | 30/60, 30 s left, 2 failed, 50 tokens/s" in terminal.shown
+    assert "batchgen: a note \\x1b[2J" in terminal.shown
+    assert terminal.getvalue().rsplit("\r", 1)[1].strip() == ""
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (60, "generating:  50%|███████       | 30/60, 30 s left, 2 failed"),
+        (40, "generating:  50% 30/60, 30 s left"),
+        (33, "generating:  50%|████    | 30/60"),
+        (30, "generating:  50% 30/60"),
+        (20, "generating:  50%"),
+        (10, "generating"),
+    ],
+)
+def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns: int, line: str, clock: Clock) -> None:
+    terminal = Terminal()
+    terminal.columns = columns
+    bar = Bar(terminal, clock)  # type: ignore[arg-type]
+    generate(bar, clock, seconds=30, total=60, failed_from=30)
+    assert terminal.shown[-1] == line
+    assert max(map(len, terminal.shown)) < columns + (columns == 10)
+    bar.close()
+
+
+def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock: Clock) -> None:
+    terminal = Terminal()
+    bar = Bar(terminal, clock)  # type: ignore[arg-type]
+    bar.phase("planning")
+    clock.now += 2
+    bar.passed(1_000)
+    bar.rows(1_000, 0, 1_000)
+    bar.phase("writing")
+    clock.now += 1
+    bar.passed(250)
+    bar.close()
+    assert terminal.shown[:3] == ["planning…", "planning: 1,000 rows, 500 rows/s", "writing…"]
+    assert "writing:  25%|██████████▌                               | 250/1,000, 250 rows/s" in terminal.shown
+
+
+def test_events_are_one_json_object_a_line(clock: Clock) -> None:
+    stream = io.StringIO()
+    events = Events(stream, every=10, clock=clock)
+    events.note("a note\x7f\n\x1b")
+    events.phase("planning")
+    events.phase("planning")
+    generate(events, clock, seconds=10)
+    events.write("a library's line")
+    assert stream.getvalue().isascii()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", stream.getvalue())
+    told = [json.loads(line) for line in stream.getvalue().splitlines()]
+    for one in told:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", one.pop("time"))
+    assert told == [
+        {"event": "note", "text": "a note\x7f\n\x1b"},
+        {"event": "phase", "phase": "planning"},
+        {"event": "phase", "phase": "generating"},
+        {"event": "progress", **events.figures()},
+        {"event": "log", "text": "a library's line"},
+    ]
+    assert told[3]["eta_seconds"] == 90.0
 
 
 @pytest.mark.parametrize(
@@ -100,16 +237,95 @@ def test_what_is_shown_depends_on_where(
         assert type(shown) is kind
 
 
+@pytest.mark.parametrize(
+    ("wanted", "quiet", "seen"),
+    [(None, False, ["note", "phase", "log"]), (False, False, ["note", "log"]), (None, True, ["log"])],
+)
+def test_json_shows_no_bar_and_of_the_rest_what_is_asked_for(
+    wanted: bool | None, quiet: bool, seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with progress_for(wanted, quiet=quiet, as_json=True) as shown:
+        shown.note("a note")
+        shown.phase("generating")
+        print("a library's line", file=sys.stderr)
+    assert [json.loads(line)["event"] for line in terminal.getvalue().splitlines()] == seen
+
+
 def test_quiet_shows_no_notes() -> None:
     stream = io.StringIO()
     Nothing(stream).note("x")
     assert stream.getvalue() == ""
 
 
+def test_what_libraries_write_comes_out_in_whole_escaped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress_for(False, quiet=False):
+        kept = sys.stderr
+        sys.stderr.write("half a ")
+        assert stream.getvalue() == ""
+        sys.stderr.write("line \x1b[31m\n\n")
+        sys.stderr.write("\r 50%\r100%\r\n")
+        sys.stderr.write("x.py:1: UserWarning: a\x07warning\n")
+        thread = threading.Thread(target=lambda: print("of a thread", file=sys.stderr))
+        thread.start()
+        thread.join()
+        sys.stderr.write("cut off")
+    assert sys.stderr is stream
+    print("later, by one who kept it", file=kept)
+    assert stream.getvalue().splitlines() == [
+        "half a line \\x1b[31m",
+        "100%",
+        "x.py:1: UserWarning: a\\x07warning",
+        "of a thread",
+        "cut off",
+        "later, by one who kept it",
+    ]
+
+
+def full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("broken", [None, full])
+def test_a_standard_error_that_is_closed_or_full_ends_nothing(
+    broken: Callable[..., int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    if broken is not None:
+        monkeypatch.setattr(terminal, "write", broken)
+        monkeypatch.setattr(terminal, "flush", broken)
+    monkeypatch.setattr("sys.stderr", None if broken is None else terminal)
+    for wanted in (None, False):
+        with progress_for(wanted, quiet=False) as shown:
+            shown.note("x")
+            shown.phase("generating")
+            if sys.stderr is not None:
+                print("x", file=sys.stderr)
+    stderr.put("x")
+    stderr.drop_unwritten()
+
+
+def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, terminal = os.openpty()
+    with open(terminal, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        assert Stderr().isatty()
+        assert Stderr().width(80) == 80  # a new one has no size
+        os.set_blocking(main, False)
+        import fcntl
+        import struct
+        import termios
+
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 47, 0, 0))
+        assert Stderr().width(80) == 47
+    os.close(main)
+
+
 @pytest.mark.parametrize(("verbose", "seen"), [(True, 1), (False, 0)])
 def test_warnings_of_libraries_are_shown_only_with_verbose(verbose: bool, seen: int) -> None:
-    import warnings
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with calm_libraries(verbose=verbose):

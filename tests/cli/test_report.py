@@ -1,11 +1,13 @@
 """The summary at the end of a run."""
 
+import json
+
 import pytest
 
 from batchgen.job import JobReport
 from batchgen.stats import EngineStats, RunFigures, Setting, figures
-from batchgen_cli.failures import printable
 from batchgen_cli.report import show_report, size, summary
+from batchgen_cli.stderr import printable
 
 
 @pytest.mark.parametrize(
@@ -98,3 +100,29 @@ def test_the_first_failures_follow_the_table(capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert out == ""
     assert err.endswith("the first rows that failed:\n  a.jsonl:3: invalid_row: not \\x1b JSON\n")
+
+
+def test_with_json_the_summary_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",))
+    show_report(report, as_json=True)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err.isascii(), "\x1b" in err) == ("", 1, True, False)
+    summary = json.loads(err)
+    assert summary.pop("time")
+    assert summary == {
+        "event": "summary",
+        "output": "out.jsonl",
+        "exit_code": 3,
+        "already_finished": False,
+        "chat": True,
+        "failures": ["a.jsonl:3: invalid_row: not \x1b JSON"],
+        "stats": json.loads(json.dumps(report.stats)),
+    }
+
+
+def test_a_complete_output_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = {"job": {"rows": 1200, "rows_failed": 3}}
+    show_report(JobReport(stats, "o\x1b.jsonl", 3, True))
+    assert (
+        capsys.readouterr().err == "batchgen: o\\x1b.jsonl is complete (1,200 rows, 3 of them failed): nothing to do\n"
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
+from batchgen.records import target
 from batchgen.records.writers import DigestFile
 
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
@@ -97,7 +98,7 @@ def test_a_crash_at_any_step_of_the_finish_loses_nothing(monkeypatch, step, agai
 
 
 def _crash(patch, module, step, at, after):
-    owner = {"save": module.Manifest, "replace": Path, "move_file": module}[step]
+    owner = {"save": module.Manifest, "replace": Path, "move_file": target}[step]
     real = getattr(owner, step)
     calls = []
 

@@ -135,7 +135,6 @@ def test_other_inputs_need_a_named_output(inputs, message):
         ("o.csv", "the output o.csv has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
         ("out", "the output out has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
         ("o.parquet.gz", "the output o.parquet.gz would be compressed twice; Parquet is compressed inside: leave the suffix out"),
-        ("s3://b/o.jsonl", "the output s3://b/o.jsonl is remote, which is not supported; write a local file and copy it there"),
     ],
 )  # fmt: skip
 def test_an_output_of_an_unknown_kind_is_refused(output, message):

@@ -1,0 +1,131 @@
+"""How far a job is, as its folder tells it to another process. Reads; takes no lock, writes nothing."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import UsageError
+from batchgen.records.lock import holder_of, lives
+from batchgen.records.manifest import load_manifest
+from batchgen.records.place import job_path
+from batchgen.records.progress_file import count_lines, read_progress
+
+SCHEMA = "batchgen.status/1"
+MOST_COUNTED = 256 << 20
+"""Bytes of a journal that are looked through for results that no file counts: a fraction of a second."""
+
+_SPEED = ("completion_tokens_per_s", "rows_per_s", "eta_seconds")
+_OF_ONE_RUN = ("phase", "rows_passed", "seconds", *_SPEED)
+_OF_THE_JOB = ("rows_total", "rows_done", "rows_failed", "rows_kept", "prompt_tokens", "completion_tokens", "updated")
+_FIGURES = dict.fromkeys((*_OF_ONE_RUN, *_OF_THE_JOB, "results"))
+
+
+def read_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
+    """The state of a job and its figures (docs/status.md). Raises `UsageError` where there is none, or its folder cannot be read."""
+    if output == "-":
+        raise UsageError("a job that writes to standard output keeps nothing by which to tell", "name an output file")
+    folder = job_path(output, work_dir)
+    try:
+        return _read(output, folder)
+    except NotADirectoryError:
+        raise _no_job(output, folder) from None
+    except OSError as e:
+        raise UsageError(f"{folder} cannot be read: {e.strerror}", "check its permissions") from e
+
+
+def _read(output: str, folder: Path) -> dict[str, Any]:
+    holder, manifest = holder_of(folder / "lock"), load_manifest(folder / "manifest.json")
+    if manifest is None and not holder:
+        raise _no_job(output, folder)
+    process = holder | {"alive": lives(holder)} if holder else None
+    sums = _sums(folder)
+    if process is not None and process["alive"] is not False:
+        state = "running"
+    elif manifest is not None and manifest.state == "finished":
+        state, process = "finished", None
+    else:
+        state = "stopped" if process is None else "dead"
+    figures = _of_finished(sums) if state == "finished" else _under_way(folder, state, holder.get("started"))
+    return {
+        "schema": SCHEMA,
+        "output": output,
+        "folder": str(folder),
+        "state": state,
+        "process": process,
+        **_FIGURES,
+        **figures,
+        "job": sums,
+    }
+
+
+def _no_job(output: str, folder: Path) -> UsageError:
+    return UsageError(
+        f"there is no job of {output}: {folder} is not a job's folder",
+        "name the output of a run, and the --work-dir it had",
+    )
+
+
+def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:
+    """The figures that the job's last run left, or keeps up to date, and the results that have come since."""
+    told = read_progress(folder) or {}
+    figures: dict[str, Any] = {name: told.get(name) for name in _FIGURES} | {"results": told.get("journal_results")}
+    counted, results, done = (told.get(name, 0) for name in ("journal_bytes", "journal_results", "rows_done"))
+    with suppress(FileNotFoundError):  # no result has come yet, or the last one has just been written
+        journal = folder / "journal"
+        size = journal.stat().st_size
+        if size < counted:  # a power cut took what was counted
+            counted = results = done = 0
+        if size - counted <= MOST_COUNTED:
+            lines, _ = count_lines(journal, counted, MOST_COUNTED)
+            total = told.get("rows_total")
+            figures["results"] = results + lines
+            figures["rows_done"] = done + lines if total is None else min(done + lines, total)
+    age, run_age = _seconds_since(figures["updated"]), _seconds_since(started)
+    if state == "running" and (age is None or (run_age is not None and age > run_age)):
+        figures |= dict.fromkeys(_OF_ONE_RUN) | {"phase": "starting"}  # what is there is an earlier run's
+    elif state == "running" and figures["eta_seconds"] is not None:
+        figures["eta_seconds"] = round(max(0.0, figures["eta_seconds"] - (age or 0.0)), 1)
+    else:
+        figures["eta_seconds"] = None
+    return figures
+
+
+def _of_finished(sums: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The figures of all runs together."""
+    if sums is None:
+        return {}
+    try:
+        generate = sums["seconds"]["generate"]
+        return {
+            "rows_total": sums["rows"],
+            "rows_done": sums["rows"],
+            "rows_failed": sums["rows_failed"],
+            "prompt_tokens": sums["prompt_tokens"],
+            "completion_tokens": sums["completion_tokens"],
+            "completion_tokens_per_s": round(sums["completion_tokens"] / generate, 3) if generate else 0.0,
+            "rows_per_s": round(sums["rows"] / generate, 3) if generate else 0.0,
+            "seconds": sums["seconds"]["total"],
+        }
+    except (KeyError, TypeError):
+        return {}
+
+
+def _sums(folder: Path) -> dict[str, Any] | None:
+    """The figures of the runs so far, as the last one that came to an orderly end left them."""
+    try:
+        sums = json.loads((folder / "stats.json").read_bytes())["job"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return sums if isinstance(sums, dict) else None
+
+
+def _seconds_since(time: Any) -> float | None:
+    try:
+        return (dt.datetime.now(dt.UTC) - dt.datetime.fromisoformat(time)).total_seconds()
+    except (ValueError, TypeError):
+        return None

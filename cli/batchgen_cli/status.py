@@ -1,0 +1,86 @@
+"""`batchgen status`: how far a running, stopped, dead or finished job is, from another shell."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from typing import Any
+
+import typer
+
+from batchgen_cli.arguments import StatusOptions, takes
+from batchgen_cli.failures import reported
+from batchgen_cli.progress import duration, share, speed
+from batchgen_cli.stderr import printable
+
+
+@takes(StatusOptions)
+def status(given: StatusOptions) -> None:
+    """Show how far the job of OUTPUT is: one that runs, was stopped, has died or is finished. Changes nothing."""
+    with reported(verbose=False):
+        from batchgen.progress import job_status
+
+        found = job_status(given.output, given.work_dir)
+        if given.as_json:
+            typer.echo(json.dumps(found))
+        else:
+            for name, text in status_lines(found, dt.datetime.now(dt.UTC)):
+                typer.echo(printable(f"{name:<9}{text}"))
+
+
+def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str]]:
+    """The status as people read it; what is not known is left out."""
+    lines = [("output", found["output"]), ("state", _state(found))]
+    running = found["state"] == "running"
+    if found["phase"]:
+        passed = "" if found["rows_passed"] is None else f", {found['rows_passed']:,} rows gone by"
+        lines.append(("phase", f"{'' if running else 'it was at '}{found['phase']}{passed}"))
+    if found["rows_done"] is not None:
+        lines.append(("rows", _rows(found)))
+    if found["completion_tokens"] is not None:
+        at = speed(found["completion_tokens_per_s"] or 0.0, found["rows_per_s"] or 0.0)
+        prompts = f"{found['prompt_tokens']:,} of prompts, {found['completion_tokens']:,} of completions"
+        lines.append(
+            ("tokens", f"{prompts}{f', {at}' if found['rows_per_s'] or found['completion_tokens_per_s'] else ''}")
+        )
+    if found["seconds"] is not None:
+        lines.append(("time", duration(found["seconds"]) + _over_runs(found)))
+    if found["eta_seconds"] is not None:
+        lines.append(("left", f"about {duration(found['eta_seconds'])}"))
+    if found["updated"]:
+        age = (now - dt.datetime.fromisoformat(found["updated"])).total_seconds()
+        lines.append(("updated", f"{duration(max(0.0, age))} ago"))
+    return lines
+
+
+def _state(found: dict[str, Any]) -> str:
+    who = found["process"]
+    named = who and f"process {who['pid']} on {who['host']}, since {who['started']}"
+    match found["state"]:
+        case "running" if who["alive"] is None:
+            return f"running: {named}; whether it still runs cannot be seen from this host"
+        case "running":
+            return f"running: {named}"
+        case "dead":
+            return f"dead: {named}, is gone; the same command again goes on from there"
+        case "stopped":
+            return "stopped; the same command again goes on from there"
+        case _:
+            return "finished"
+
+
+def _rows(found: dict[str, Any]) -> str:
+    done, total = found["rows_done"], found["rows_total"]
+    parts = [f"{done:,} done" if total is None else f"{done:,} of {total:,} done ({share(done, total)}%)"]
+    if found["rows_failed"]:
+        parts.append(f"{found['rows_failed']:,} failed")
+    if found["rows_kept"]:
+        parts.append(f"{found['rows_kept']:,} kept from earlier runs")
+    if (found["results"] or 0) > done:
+        parts.append(f"{found['results']:,} results at hand")
+    return ", ".join(parts)
+
+
+def _over_runs(found: dict[str, Any]) -> str:
+    runs = (found["job"] or {}).get("runs", 1) if found["state"] == "finished" else 1
+    return f" over {runs} runs" if runs > 1 else ""

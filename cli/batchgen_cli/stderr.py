@@ -1,0 +1,107 @@
+"""Standard error, where all goes that is not a row: in lines that steer no terminal, as text or as JSON (`--log-format`).
+
+What cannot be written there (its disk is full, its reader has gone) is lost, and ends no job.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TextIO
+
+
+def printable(text: str) -> str:
+    """The text on one line, control characters escaped: what a file or a model holds must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+
+
+def event(kind: str, **fields: Any) -> str:
+    """An event as a line of JSON, in ASCII (docs/status.md)."""
+    time = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": time, "event": kind, **fields}).replace("\x7f", "\\u007f")
+
+
+def put(line: str, stream: Stream | None = None) -> None:
+    """Writes one line."""
+    stream = stream or Stderr()
+    stream.write(line + "\n")
+    stream.flush()
+
+
+class Stream(Protocol):
+    def write(self, text: str, /) -> Any: ...
+    def flush(self) -> Any: ...
+
+
+class Stderr:
+    """The process's standard error as it is now; closed, full or broken it takes everything and keeps nothing."""
+
+    def __init__(self) -> None:
+        self._stream: TextIO | None = sys.stderr
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "ascii"
+
+    def write(self, text: str, /) -> int:
+        try:
+            return self._stream.write(text) if self._stream is not None else len(text)
+        except (OSError, ValueError):  # ValueError: it is closed
+            return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            if self._stream is not None:
+                self._stream.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream is not None and self._stream.isatty()
+        except ValueError:
+            return False
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("standard error is closed")
+        return self._stream.fileno()
+
+    def width(self, otherwise: int) -> int:
+        """Columns of the terminal; `otherwise` where there is none."""
+        try:
+            return os.get_terminal_size(self.fileno()).columns or otherwise
+        except (OSError, ValueError):
+            return otherwise
+
+
+def drop_unwritten() -> None:
+    """What a stream could not write is forgotten: else Python tries again when it exits, and exits with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            point_nowhere(stream)
+
+
+def point_nowhere(stream: TextIO | None) -> None:
+    if stream is None:
+        return
+    with suppress(OSError, ValueError):  # no real file (a test's), or closed already: nothing will be flushed
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def wants_json(arguments: Sequence[str]) -> bool:
+    """Whether the command line asks for events: known before it is parsed, for what is wrong with it is to be an event too."""
+    wanted = ""
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        if before == "--log-format":
+            wanted = argument
+        elif argument.startswith("--log-format="):
+            wanted = argument.partition("=")[2]
+    return wanted == "json"

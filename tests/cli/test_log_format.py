@@ -1,0 +1,134 @@
+"""`--log-format json`: every line of standard error is an event."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen_cli.stderr import wants_json
+
+Cli = Callable[..., Any]
+
+
+def events(err: str) -> list[dict[str, Any]]:
+    assert err.isascii()
+    told = [json.loads(line) for line in err.splitlines()]
+    for one in told:
+        assert list(one)[:2] == ["time", "event"]
+    return told
+
+
+@pytest.fixture
+def source(write_jsonl: Callable[..., Path]) -> Path:
+    return write_jsonl([{"prompt": "a"}, {"prompt": 7, "id": "\x1b[31m"}, '{"prompt": \x1b'])
+
+
+def test_a_run_tells_its_phases_and_ends_with_its_figures(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+    run = ("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--log-format", "json")
+    outcome = cli(*run)
+    told = events(outcome.err)
+    assert (outcome.code, outcome.out) == (3, "")
+    phases = [one["phase"] for one in told if one["event"] == "phase"]
+    assert [name for name in phases if name in ("planning", "loading model", "generating", "writing")] == [
+        "planning",
+        "loading model",
+        "generating",
+        "writing",
+    ]
+    summary = told[-1]
+    assert (summary["event"], summary["exit_code"], summary["already_finished"]) == ("summary", 3, False)
+    assert (summary["stats"]["rows"], summary["stats"]["rows_failed"], len(summary["failures"])) == (3, 2, 2)
+    assert {one["event"] for one in told[:-1]} <= {"phase", "note"}
+
+    again = events(cli(*run).err)[-1]
+    assert (again["event"], again["already_finished"], again["stats"]) == ("summary", True, summary["stats"])
+
+
+def test_the_rows_on_standard_output_are_as_ever(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+    outcome = cli("run", source, "-m", tiny_model_dir, "-o", "-", "--max-tokens", "3", "--log-format", "json")
+    assert (len(outcome.rows), events(outcome.err)[-1]["output"]) == (3, "-")
+
+
+def test_a_plan_tells_its_phases(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+    outcome = cli("plan", source, "-m", tiny_model_dir, "--log-format", "json")
+    assert {one["event"] for one in events(outcome.err)} == {"phase"}
+    assert outcome.out.startswith("rows               3 (2 cannot be run)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "nothere.jsonl", "-m", "x"), "no such file: nothere.jsonl; check the path"),
+        (("run", "-m", "x"), "missing argument 'INPUT...'; see batchgen --help"),
+        (("run", "a\x1b\u202e", "-m", "x"), "no such file: a\x1b\u202e; check the path"),
+    ],
+)
+def test_a_failure_is_an_event_wherever_it_comes_from(
+    arguments: tuple[str, ...], message: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = cli(*arguments, "--log-format", "json")
+    told = events(outcome.err)
+    assert (outcome.code, told[-1]["message"], told[-1]["exit_code"]) == (2, message, 2)
+    assert [one["event"] for one in told if one["event"] != "phase"] == ["error"]
+
+
+def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(cli: Cli) -> None:
+    as_event = events(cli("run", "no\x1b.jsonl", "-m", "x", "-v", "--log-format=json").err)[-1]
+    assert as_event["traceback"].startswith("Traceback (most recent call last):\n")
+    as_text = cli("run", "no\x1b.jsonl", "-m", "x", "-v").err
+    assert "Traceback (most recent call last):\n" in as_text
+    assert as_text.endswith("batchgen: error: no such file: no\\x1b.jsonl; check the path\n")
+    assert "\x1b" not in as_text
+
+
+def test_quiet_leaves_errors_alone(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+    assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--log-format", "json", "-q").err == ""
+    assert len(events(cli("run", "nothere.jsonl", "-m", "x", "--log-format", "json", "-q").err)) == 1
+
+
+def test_another_format_is_wrong_use(cli: Cli) -> None:
+    outcome = cli("run", "x.jsonl", "-m", "x", "--log-format", "yaml")
+    assert (outcome.code, outcome.err) == (2, "batchgen: error: --log-format 'yaml' is unknown; use text or json\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], False),
+        (["run", "--log-format", "json"], True),
+        (["run", "--log-format=json", "x"], True),
+        (["run", "--log-format=json", "--log-format", "text"], False),
+        (["run", "json", "--log-format"], False),
+    ],
+)
+def test_the_format_is_known_before_the_command_line_is_understood(arguments: list[str], wanted: bool) -> None:
+    assert wants_json(arguments) is wanted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+def test_a_log_on_a_full_disk_ends_no_job(
+    command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
+) -> None:
+    run = [*command, "run", str(source), "-m", str(tiny_model_dir), "--max-tokens", "3"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(run, env=command_environment, stderr=full, stdout=subprocess.PIPE, timeout=120)
+    assert (done.returncode, done.stdout) == (3, b"")
+    assert source.with_suffix(".out.jsonl").exists()
+
+
+def test_a_log_whose_reader_has_gone_ends_no_job(
+    command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
+) -> None:
+    run = [*command, "run", str(source), "-m", str(tiny_model_dir), "--max-tokens", "3"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(run, env=command_environment, stderr=writer, stdout=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stdout) == (3, b"")
+    assert source.with_suffix(".out.jsonl").exists()

@@ -1,0 +1,176 @@
+"""`batchgen status` as its users see it."""
+
+import datetime as dt
+import json
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen_cli.status import status_lines
+
+Cli = Callable[..., Any]
+NOW = dt.datetime(2026, 3, 4, 5, 6, 10, tzinfo=dt.UTC)
+WHO = {"pid": 12, "host": "here", "started": "2026-03-04T05:00:00+00:00", "alive": True}
+FIGURES = """
+    process phase rows_total rows_done rows_failed rows_kept rows_passed results prompt_tokens completion_tokens
+    completion_tokens_per_s rows_per_s seconds eta_seconds updated job
+"""
+NOTHING = dict.fromkeys(FIGURES.split())
+RUNNING: dict[str, Any] = NOTHING | {
+    "output": "o.jsonl", "state": "running", "process": WHO, "phase": "generating", "rows_total": 5000, "rows_done": 1234,
+    "rows_failed": 3, "rows_kept": 1000, "prompt_tokens": 23_400, "completion_tokens": 12_345,
+    "completion_tokens_per_s": 240.4, "rows_per_s": 4.6, "seconds": 51.2, "eta_seconds": 815.0, "results": 1234,
+    "updated": "2026-03-04T05:06:08.500+00:00",
+}  # fmt: skip
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    return [f"{name}: {text}" for name, text in status_lines(found, NOW)]
+
+
+def test_a_running_job() -> None:
+    assert lines(RUNNING) == [
+        "output: o.jsonl",
+        "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00",
+        "phase: generating",
+        "rows: 1,234 of 5,000 done (24%), 3 failed, 1,000 kept from earlier runs",
+        "tokens: 23,400 of prompts, 12,345 of completions, 240 tokens/s",
+        "time: 51 s",
+        "left: about 14 min",
+        "updated: 2 s ago",
+    ]
+
+
+def test_a_job_that_reads_its_input() -> None:
+    found = RUNNING | {"phase": "planning", "rows_passed": 70_000, "rows_total": None, "rows_done": 0, "results": 900}
+    found |= {
+        "eta_seconds": None,
+        "rows_per_s": 7000.0,
+        "completion_tokens_per_s": 0.0,
+        "rows_failed": 0,
+        "rows_kept": 0,
+    }
+    assert lines(found)[2:5] == [
+        "phase: planning, 70,000 rows gone by",
+        "rows: 0 done, 900 results at hand",
+        "tokens: 23,400 of prompts, 12,345 of completions, 7,000 rows/s",
+    ]
+
+
+def test_a_job_on_another_host() -> None:
+    found = NOTHING | {"output": "o.jsonl", "state": "running", "process": WHO | {"alive": None}}
+    assert lines(found)[1:] == [
+        "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00; whether it still runs cannot be seen from this host"
+    ]
+
+
+def test_a_dead_job() -> None:
+    found = RUNNING | {"state": "dead", "process": WHO | {"alive": False}, "eta_seconds": None}
+    assert lines(found)[1:3] == [
+        "state: dead: process 12 on here, since 2026-03-04T05:00:00+00:00, is gone; the same command again goes on from there",
+        "phase: it was at generating",
+    ]
+
+
+def test_a_stopped_job_of_which_little_is_known() -> None:
+    found = NOTHING | {"output": "o\x1b[2J.jsonl", "state": "stopped", "rows_done": 7, "results": 7}
+    assert lines(found)[1:] == ["state: stopped; the same command again goes on from there", "rows: 7 done"]
+
+
+def test_a_finished_job_is_told_in_lines_and_as_json(
+    cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path
+) -> None:
+    source = write_jsonl([{"prompt": "a"}, {"prompt": "b"}, {"prompt": 7}])
+    assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--ignore-eos", "-q").code == 3
+    output = source.with_suffix(".out.jsonl")
+    told = cli("status", output)
+    assert (told.code, told.err) == (0, "")
+    assert re.sub(r"[\d.,]+ (tokens/s|s\b)", r"N \1", told.out).splitlines() == [
+        f"output   {output}",
+        "state    finished",
+        "rows     3 of 3 done (100%), 1 failed",
+        "tokens   4 of prompts, 6 of completions, N tokens/s",
+        "time     N s",
+    ]
+    as_json = cli("status", output, "--json")
+    assert (as_json.code, as_json.err, as_json.out.count("\n")) == (0, "", 1)
+    found = json.loads(as_json.out)
+    assert (found["schema"], found["state"], found["rows_done"], found["job"]["rows"]) == (
+        "batchgen.status/1",
+        "finished",
+        3,
+        3,
+    )
+    assert sorted(found) == sorted((*NOTHING, "schema", "output", "folder", "state"))
+
+
+def test_where_there_is_no_job_the_exit_code_is_2(cli: Cli, tmp_path: Path) -> None:
+    outcome = cli("status", tmp_path / "o\x1b.jsonl")
+    place = f"{tmp_path}/o\\x1b.jsonl"
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        f"batchgen: error: there is no job of {place}: {place}.job is not a job's folder; "
+        "name the output of a run, and the --work-dir it had\n"
+    )
+
+
+def test_it_is_quick_and_imports_neither_torch_nor_transformers(
+    tmp_path: Path, command_environment: dict[str, str]
+) -> None:
+    folder = tmp_path / "o.jsonl.job"
+    folder.mkdir()
+    (folder / "lock").write_text('{"pid": 1, "host": "elsewhere", "started": "2026-03-04T05:00:00+00:00"}')
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr))\n"
+        "from batchgen_cli.app import main\n"
+        "main(['status', 'o.jsonl'])\n"
+    )
+    seconds = []
+    for _ in range(3):  # the best of three, in processor time: the machine may be busy
+        begin = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=command_environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime)
+        assert (done.returncode, done.stderr) == (0, "[]\n")
+        assert "phase    starting" in done.stdout
+        if seconds[-1] < 0.5:
+            break
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("option", ["--json", "--work-dir", "--help"])
+def test_its_help_names_its_options(option: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert option in cli("status", "--help").out
+
+
+def test_the_documentation_names_every_field_and_every_event() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "status.md").read_text("utf-8")
+    for name in (
+        *NOTHING,
+        "schema",
+        "output",
+        "folder",
+        "state",
+        "alive",
+        "note",
+        "log",
+        "progress",
+        "summary",
+        "error",
+    ):
+        assert f"`{name}`" in text, name

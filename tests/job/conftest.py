@@ -1,0 +1,48 @@
+"""The process that starts all runs of these tests: see `harness.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import CASES, Job, Runs
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def runs(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    root, scratch = HERE.parents[1], tmp_path_factory.mktemp("runs")
+    paths = [str(root), str(root / "cli"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    one_thread = {
+        name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+    }
+    env = os.environ | one_thread
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    with (
+        (scratch / "zygote.err").open("w") as err,
+        subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            env=env,
+        ) as zygote,
+    ):
+        assert zygote.stdout is not None
+        threads = zygote.stdout.readline()
+        assert threads == "1\n", f"{threads} threads; {(scratch / 'zygote.err').read_text()}"
+        yield Runs(zygote, tiny_model_dir, scratch)
+        assert zygote.stdin is not None
+        zygote.stdin.close()
+
+
+@pytest.fixture
+def job(runs: Runs, request: pytest.FixtureRequest, tmp_path: Path) -> Job:
+    """The job of the case that the test is parametrized with (indirectly)."""
+    return Job(runs, CASES[request.param], tmp_path / "job")

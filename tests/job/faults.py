@@ -1,0 +1,279 @@
+"""Every call with which a process changes the files under one folder, counted; at a chosen one the process dies, or the call fails.
+
+Calls are numbered from 1. Seen are Python's: files opened for writing (open, write, truncate), what `os` does by name, and SQLite's
+statements. `Plan.how`:
+
+    kill          SIGKILL before the call
+    torn          half of a write is done, then SIGKILL
+    cut           a power cut before the call: of every file and folder only what was synced is left, then SIGKILL
+    SIGTERM …     that signal comes before the call
+    short         half of a write is done, as any write may
+    ENOSPC, EIO … the call fails so (SQLite in its own words); with `lasting`, every later one too
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import fcntl
+import io
+import os
+import signal
+import sqlite3
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SQLITE = {"ENOSPC": "database or disk is full", "EROFS": "attempt to write a readonly database"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens at which call; `only`: calls whose line of the log has this in it are counted, no others."""
+
+    how: str = ""
+    at: int = 0
+    only: str = ""
+    lasting: bool = False
+
+
+class Watch:
+    """Stands between the program and `os` once `install`ed. Writes a line `name path` for each call to the file `log`, where there is one."""
+
+    def __init__(self, folder: Path, plan: Plan, log: Path | None) -> None:
+        self._folder = os.path.realpath(folder)
+        self._plan = plan
+        self._log = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._paths: dict[int, str] = {}
+        self._count = 0
+        self._disk = Disk(self._folder) if plan.how == "cut" else None
+
+    def install(self) -> None:
+        for name in ("mkdir", "unlink", "rmdir", "truncate"):
+            self._wrap(os, name)
+        for name in ("rename", "replace", "link", "symlink"):
+            self._wrap(os, name, at=1)  # what the call makes
+        for name in ("fsync", "fdatasync", "ftruncate", "pwrite"):
+            self._wrap(os, name)
+        self._wrap(fcntl, "flock")
+        self._wrap_os_open()
+        self._wrap_open()
+        self._wrap_sqlite()
+
+    def call(self, name: str, path: Any, act: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
+        """One call: what happens to it, or it itself."""
+        where = self._where(path)
+        if where is None:
+            return act()
+        plan = self._plan
+        line = f"{name} {where}"
+        if self._log >= 0:
+            _write(self._log, line.encode() + b"\n")
+        if plan.only in line:
+            self._count += 1
+            if self._count == plan.at or (plan.lasting and self._count > plan.at > 0):
+                return self._happen(name, where, act, half)
+        return act()
+
+    def _happen(self, name: str, where: str, act: Callable[[], Any], half: Callable[[], Any] | None) -> Any:
+        how = self._plan.how
+        if how == "cut":
+            assert self._disk is not None
+            self._disk.power_cut()
+        if how in ("torn", "short") and half is not None:
+            half_done = half()
+            if how == "short":
+                return half_done
+        if how in ("kill", "torn", "cut"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[how])
+        elif how in errno.errorcode.values():
+            number: int = getattr(errno, how)
+            if name == "sqlite":
+                raise sqlite3.OperationalError(_SQLITE.get(how, "disk I/O error"))
+            raise OSError(number, os.strerror(number), where)
+        return act()
+
+    def _where(self, path: Any) -> str | None:
+        """The path below the folder, None for what is elsewhere."""
+        if isinstance(path, int):
+            path = self._paths.get(path)
+            if path is None:
+                return None
+        full = os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
+        if full == self._folder:
+            return "."
+        return full[len(self._folder) + 1 :] if full.startswith(self._folder + os.sep) else None
+
+    def _wrap(self, module: Any, name: str, at: int = 0) -> None:
+        real = getattr(module, name)
+        syncs = name in ("fsync", "fdatasync")
+
+        def wrapper(*args: Any, **options: Any) -> Any:
+            def act() -> Any:
+                done = real(*args, **options)
+                if syncs and self._disk is not None:
+                    self._disk.synced(args[0])
+                return done
+
+            path = args[at]
+            if options.get("dir_fd") is not None:
+                path = os.path.join(self._paths[options["dir_fd"]], path)
+            return self.call(name, path, act)
+
+        setattr(module, name, wrapper)
+
+    def _wrap_os_open(self) -> None:
+        real = os.open
+
+        def wrapper(path: Any, flags: int, *args: Any, **options: Any) -> int:
+            fd: int
+            inside = options.get("dir_fd")
+            real_path = path if inside is None else os.path.join(self._paths[inside], path)
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or os.path.isdir(real_path):
+                fd = self.call("open", real_path, lambda: real(path, flags, *args, **options))
+            else:
+                fd = real(path, flags, *args, **options)
+            self._paths[fd] = os.path.abspath(real_path)
+            return fd
+
+        os.open = wrapper
+
+    def _wrap_open(self) -> None:
+        real, watch = io.open, self
+
+        class WatchedFile(io.FileIO):
+            def write(self, data: Any) -> int:
+                whole = bytes(data)
+                act = super().write
+                done: int = watch.call(
+                    "write", self.name, lambda: act(whole), lambda: act(whole[: (len(whole) + 1) // 2])
+                )
+                return done
+
+            def truncate(self, size: int | None = None) -> int:
+                act = super().truncate
+                done: int = watch.call("truncate", self.name, lambda: act(size))
+                return done
+
+        def wrapper(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
+            if isinstance(file, int) or not set(mode) & set("wax+") or watch._where(os.fspath(file)) is None:
+                return real(file, mode, buffering, *args, **options)
+            raw = watch.call("open", file, lambda: WatchedFile(os.path.abspath(file), mode.replace("t", "").replace("b", "")))
+            watch._paths[raw.fileno()] = os.path.abspath(file)
+            if buffering == 0:
+                return raw
+            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, *args, **options)
+
+        builtins.open = io.open = wrapper
+
+    def _wrap_sqlite(self) -> None:
+        real, watch = sqlite3.connect, self
+
+        class WatchedConnection(sqlite3.Connection):
+            place = ""
+
+            def execute(self, *args: Any) -> Any:
+                act = super().execute
+                return watch.call("sqlite", self.place, lambda: act(*args))
+
+            def executemany(self, *args: Any) -> Any:
+                act = super().executemany
+                return watch.call("sqlite", self.place, lambda: act(*args))
+
+        def connect(database: Any, *args: Any, **options: Any) -> Any:
+            place = os.path.abspath(database) if database else ""
+            connection = watch.call(
+                "sqlite", place or os.devnull, lambda: real(database, *args, factory=WatchedConnection, **options)
+            )
+            connection.place = place or os.devnull
+            return connection
+
+        sqlite3.connect = connect
+
+
+class Disk:
+    """What a power cut would leave of a folder, at its worst: file contents and folder entries as they were last synced.
+
+    What was there at the start is taken as synced. SQLite's file, which no one needs afterwards, is left out.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._contents: dict[int, tuple[bytes, int]] = {}
+        """By inode: what is on disk of a file, and its time of change."""
+        self._entries: dict[int, dict[str, int]] = {}
+        """By inode of a folder: the names in it on disk, and their inodes."""
+        self._folders: set[int] = set()
+        for place, _, files in os.walk(folder):
+            self._sync_folder(place)
+            for name in files:
+                self._sync_file(os.path.join(place, name))
+
+    def synced(self, fd: int) -> None:
+        there = os.fstat(fd)
+        if stat.S_ISDIR(there.st_mode):
+            self._sync_folder(fd)
+        else:
+            self._contents[there.st_ino] = (_content(fd, there.st_size), there.st_mtime_ns)
+
+    def _sync_file(self, path: str) -> None:
+        fd = _open(path, os.O_RDONLY)
+        self.synced(fd)
+        _close(fd)
+
+    def _sync_folder(self, place: str | int) -> None:
+        inode = (os.fstat(place) if isinstance(place, int) else os.stat(place)).st_ino
+        entries = {}
+        with os.scandir(place) as there:
+            for entry in there:
+                found = entry.stat(follow_symlinks=False)
+                entries[entry.name] = found.st_ino
+                if stat.S_ISDIR(found.st_mode):
+                    self._folders.add(found.st_ino)
+        self._entries[inode] = entries
+
+    def power_cut(self) -> None:
+        """Make the folder what the disk holds."""
+        after = self._folder + ".after"
+        self._restore(os.stat(self._folder).st_ino, after)
+        for place, folders, files in os.walk(self._folder, topdown=False):
+            for name in files:
+                _unlink(os.path.join(place, name))
+            for name in folders:
+                _rmdir(os.path.join(place, name))
+        for name in os.listdir(after):
+            _rename(os.path.join(after, name), os.path.join(self._folder, name))
+        _rmdir(after)
+
+    def _restore(self, inode: int, place: str) -> None:
+        _mkdir(place)
+        for name, child in self._entries.get(inode, {}).items():
+            path = os.path.join(place, name)
+            if child in self._folders:
+                self._restore(child, path)
+            else:
+                content, changed = self._contents.get(child, (b"", 0))
+                fd = _open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+                _write(fd, content)
+                _close(fd)
+                os.utime(path, ns=(changed, changed))
+
+
+# The real ones, for this module's own use.
+_open, _close, _write, _mkdir, _rmdir, _rename, _unlink = (
+    os.open, os.close, os.write, os.mkdir, os.rmdir, os.rename, os.unlink,
+)  # fmt: skip
+
+
+def _content(fd: int, size: int) -> bytes:
+    """Of a file that may be open for writing only."""
+    copy = _open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    try:
+        return os.pread(copy, size, 0)
+    finally:
+        _close(copy)

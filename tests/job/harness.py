@@ -1,0 +1,296 @@
+"""Runs of the command that can be killed, each in a fraction of a second (`zygote.py`); for what can happen to one see `faults.py`.
+
+And jobs to kill, their inputs, and what is compared of their outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.records.journal import decode
+
+SHARED = "The reports of this region begin alike, and differ in what comes after. "
+TINY_SPOOL = {"batchgen.spool.spool:RUN_ROWS": 6, "batchgen.spool.spool:WINDOW_ROWS": 6, "batchgen.spool.blocks:BLOCK_ROWS": 2, "batchgen.whole:BLOCK_ROWS": 5}
+"""Windows of six rows, several files of sorted requests: what a job of millions of rows is like."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run left behind."""
+
+    code: int
+    """Minus the signal's number where one killed it."""
+    out: str
+    err: str
+    calls: tuple[str, ...]
+    """`name path` of what it did to the files of its folder, in order; the one that killed it is the last."""
+    seconds: float
+
+    @property
+    def error(self) -> str:
+        """The one line of a failure, without its beginning."""
+        lines = [line for line in self.err.splitlines() if line.startswith("batchgen: error: ")]
+        assert len(lines) == 1, self.err
+        return lines[0].removeprefix("batchgen: error: ")
+
+
+@dataclass
+class Running:
+    """A run that is under way."""
+
+    pid: int
+    _wait: Callable[..., int | None]
+    _files: Path
+    _started: float = field(default_factory=time.monotonic)
+    _status: int | None = None
+
+    def ended(self) -> bool:
+        if self._status is None:
+            self._status = self._wait(block=False)
+        return self._status is not None
+
+    def kill(self, signum: int) -> None:
+        """Nothing happens where it has ended: until it is waited for, its process id is nobody else's."""
+        if self._status is None:
+            os.kill(self.pid, signum)
+
+    def calls(self) -> int:
+        """How many calls it has made so far."""
+        return self._files.with_suffix(".log").read_bytes().count(b"\n")
+
+    def wait(self) -> Ended:
+        status = self._status if self._status is not None else self._wait(block=True)
+        assert status is not None
+        code = os.waitstatus_to_exitcode(status)
+        seconds = time.monotonic() - self._started
+        out, err, log = (self._files.with_suffix(s).read_text() for s in (".out", ".err", ".log"))
+        assert "Traceback" not in err, err
+        return Ended(code, out, err, tuple(log.splitlines()), seconds)
+
+
+class Runs:
+    """Starts runs of `batchgen` in a folder, whose files are the only ones that are watched."""
+
+    def __init__(self, zygote: subprocess.Popen[str], model: Path, scratch: Path) -> None:
+        self._zygote, self._model, self._scratch = zygote, model, scratch
+        self._count = 0
+
+    def start(
+        self,
+        folder: Path,
+        arguments: Sequence[str | Path],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        ignored: Sequence[int] = (),
+        stdin: str = os.devnull,
+        stdout: str | None = None,
+        **plan: Any,
+    ) -> Running:
+        """`settings`: constants of modules (`module:NAME`) that are others in this run. `plan`: fields of `faults.Plan`."""
+        self._count += 1
+        files = self._scratch / f"{self._count:05d}"
+        order = {
+            "folder": str(folder),
+            "arguments": ["run", *map(str, arguments), "-m", str(self._model)],
+            "set": dict(settings or {}),
+            "ignored": list(ignored),
+            "stdin": stdin,
+            "stdout": stdout or f"{files}.out",
+            "stderr": f"{files}.err",
+            "log": f"{files}.log",
+            "plan": plan,
+        }
+        for suffix in (".out", ".err", ".log"):
+            files.with_suffix(suffix).touch()
+        pid = self._ask({"start": order})
+        assert pid is not None
+        return Running(pid, lambda block: self._ask({"wait": pid, "block": block}), files)
+
+    def __call__(self, folder: Path, arguments: Sequence[str | Path], **options: Any) -> Ended:
+        return self.start(folder, arguments, **options).wait()
+
+    def _ask(self, order: dict[str, Any]) -> int | None:
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        self._zygote.stdin.write(json.dumps(order) + "\n")
+        self._zygote.stdin.flush()
+        answer: int | None = json.loads(self._zygote.stdout.readline())
+        return answer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job: what it reads, and how it is run. All names are relative to a folder of its own."""
+
+    inputs: tuple[str, ...] = ("in.jsonl",)
+    output: str = "out.jsonl"
+    options: tuple[str, ...] = ()
+    settings: Mapping[str, int] = field(default_factory=dict)
+    code: int = 3
+    """Of an uninterrupted run: the common input has rows that fail."""
+
+    @property
+    def arguments(self) -> list[str]:
+        common = ("--max-tokens", "6", "--batch-size", "5", "-q")
+        return [*self.inputs, "-o", self.output, *common, *self.options]
+
+
+CASES = {
+    "jsonl": Case(),
+    "spooled": Case(settings=TINY_SPOOL),
+    "windows": Case(options=("--window", "7")),
+    "sampled, spooled": Case(options=("--temperature", "0.9", "--seed", "7"), settings=TINY_SPOOL),
+    "sampled, windows": Case(options=("--temperature", "0.9", "--seed", "7", "--window", "7")),
+    "several, gzip": Case(
+        output="out.jsonl.gz", options=("-n", "2", "--temperature", "0.9", "--token-ids"), settings=TINY_SPOOL
+    ),
+    "parquet": Case(output="out.parquet", settings=TINY_SPOOL),
+    "parquet, windows": Case(output="out.parquet", options=("--window", "9")),
+    "several inputs": Case(inputs=("in.jsonl", "more.csv", "in.jsonl"), settings=TINY_SPOOL),
+    "labels": Case(options=("--choices", "north,south,southern"), settings=TINY_SPOOL),
+    "another folder": Case(options=("--work-dir", "work"), settings=TINY_SPOOL),
+}
+
+
+def common_rows(count: int) -> list[str]:
+    """Lines of JSON: shuffled groups of shared prefixes, equal prompts, parameters of rows' own, and rows that fail."""
+    lines = []
+    for i in range(count):
+        region = ("north", "south", "east")[i * 7 % 3]
+        row: dict[str, Any] = {"prompt": f"{SHARED}{region} \u00e9\u2028 {i * 5 % 23}", "n": i}
+        if i % 6 == 1:
+            row["sampling_params"] = {"max_tokens": 1 + i % 5}
+        if i == 4:
+            row["prompt"] = "much too long " * 100
+        lines.append("{not json" if i == 9 else json.dumps(row, ensure_ascii=i % 2 == 0))
+    return lines
+
+
+def write_common_input(folder: Path, count: int = 26) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "in.jsonl").write_text("".join(line + "\n" for line in common_rows(count)))
+
+
+class Nearly(float):
+    """A probability: what rows run together with this one changes its last digits."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-5
+
+    __hash__ = float.__hash__
+
+
+def read_output(path: Path) -> Any:
+    """What two equal outputs have in common: the bytes of JSONL, compressed or not (rows, where it has probabilities); the table of Parquet."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        return pq.read_table(path)
+    content = path.read_bytes()
+    if b'"choice_probs"' in content:
+        return [json.loads(line, parse_float=Nearly) for line in content.splitlines()]
+    return content
+
+
+def journal_keys(folder: Path) -> list[bytes]:
+    """Of the whole records of a job's journal, in order."""
+    path = folder / "journal"
+    if not path.exists():
+        return []
+    records = [decode(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [record[0] for record in records if record is not None]
+
+
+class Job:
+    """A case in a folder of its own, and what its output is when nothing happens."""
+
+    def __init__(self, runs: Runs, case: Case, folder: Path) -> None:
+        self.runs, self.case, self.folder = runs, case, folder
+        self.output = folder / case.output
+        self.job_folder = folder / ("work" if "--work-dir" in case.options else "") / f"{case.output}.job"
+        self.partial = str((self.job_folder / "output.partial").relative_to(folder))
+        self.prepare()
+        self.whole = self.run()
+        assert self.whole.code == case.code, self.whole.err
+        self.expected = read_output(self.output)
+
+    def set_up(self, state: str) -> None:
+        """`new`, `generated` or `changed`: what a run of the test starts from (`reset`)."""
+        {"new": self.prepare, "generated": self.prepare_generated, "changed": self.prepare_changed}[state]()
+
+    def prepare(self) -> None:
+        """The folder as it was before the first run."""
+        self.old: Any = None
+        """The output that stands until the new one is there."""
+        self._state: Path | None = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        write_common_input(self.folder)
+        (self.folder / "more.csv").write_text("prompt,n\nA line of a table,1\nAnother,2\n")
+        (self.folder / "work").mkdir()
+
+    def prepare_generated(self) -> None:
+        """The folder of a job whose process died when all was generated and nothing written."""
+        self.prepare()
+        assert self.run(how="kill", at=1, only="write " + self.partial).code == -9
+        self.keep_state()
+
+    def prepare_changed(self) -> None:
+        """A finished output, whose input has got more rows since: most of what is there is to be kept."""
+        self.prepare()
+        self.run()
+        self.old = self.expected
+        write_common_input(self.folder, 30)
+        self.keep_state()
+        self.whole = self.run()
+        self.expected = read_output(self.output)
+        assert self.expected != self.old
+
+    def keep_state(self) -> None:
+        self._state = self.folder.with_suffix(".state")
+        shutil.copytree(self.folder, self._state)
+
+    def reset(self) -> None:
+        """To the state that was kept, times of change and all."""
+        if self._state is None:
+            self.prepare()
+        else:
+            shutil.rmtree(self.folder)
+            shutil.copytree(self._state, self.folder)
+
+    def run(self, **plan: Any) -> Ended:
+        return self.start(**plan).wait()
+
+    def start(self, **plan: Any) -> Any:
+        return self.runs.start(self.folder, self.case.arguments, settings=self.case.settings, **plan)
+
+    def check_output(self, *, finished: bool) -> None:
+        """Absent or old, or else whole."""
+        there = read_output(self.output) if self.output.exists() else None
+        if finished or (there is not None and there != self.old):
+            assert there == self.expected
+        else:
+            assert there is None or there == self.old
+
+    def is_in_place(self) -> bool:
+        """Whether the new output is there: all that is left to do is to clean up."""
+        return self.output.exists() and read_output(self.output) != self.old
+
+    def go_on(self) -> Ended:
+        """The same command to its end."""
+        ended = self.run()
+        assert ended.code == self.case.code, ended.err
+        self.check_output(finished=True)
+        left = {p.name for p in self.job_folder.iterdir()}
+        assert left == {"keys", "lock", "manifest.json", "stats.json"}
+        assert {p.name for p in self.folder.iterdir()} <= {
+            "in.jsonl", "more.csv", "work", self.output.name, f"{self.output.name}.job",
+        }  # fmt: skip
+        return ended

@@ -1,0 +1,63 @@
+"""Calls that fail: the run ends with one line that names file and reason, and the same command goes on once the disk is well again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+
+import pytest
+from harness import CASES, Ended, Job
+
+SQLITE_WORDS = {"ENOSPC": "database or disk is full", "EROFS": "attempt to write a readonly database"}
+FAULTS = [(how, lasting) for how in ("ENOSPC", "EIO", "EROFS", "EDQUOT") for lasting in (False, True)]
+
+
+def check_line(ended: Ended, job: Job, how: str, call: str) -> None:
+    """The job failed, with one line: what cannot be written, why, and the way out."""
+    assert (ended.code, ended.out) == (1, ""), (call, ended.err)
+    reasons = {os.strerror(getattr(errno, how)), SQLITE_WORDS.get(how, "disk I/O error")}
+    shown = ended.error
+    match = re.fullmatch(r"(\S+) cannot be written: (.+?); (.+)\n?", shown)
+    assert match is not None, (call, shown)
+    where = job.job_folder.relative_to(job.folder)
+    assert match[1] == job.case.output or match[1].startswith(str(where)), (call, shown)
+    assert any(reason in match[2] for reason in reasons), (call, shown)
+    assert "run the same command again" in match[3] or "-o" in match[3], (call, shown)
+
+
+def check_faults(job: Job, rng: random.Random, every: int) -> int:
+    """A fault at each call (or each so manieth) of a run from the job's state, then the same command without it. Returns how many."""
+    job.reset()
+    calls = job.run().calls
+    met = 0
+    for at in range(1 + rng.randrange(every), len(calls) + 1, every):
+        how, lasting = rng.choice(FAULTS)
+        call = f"call {at}, {calls[at - 1]}, {how}"
+        job.reset()
+        try:
+            ended = job.run(how=how, at=at, lasting=lasting)
+            if ended.code == job.case.code:
+                assert calls[at - 1].split()[0] in ("ftruncate",), call
+            else:
+                check_line(ended, job, how, call)
+            job.check_output(finished=False)
+            job.go_on()
+        except AssertionError as x:
+            print("BAD", call, str(x)[:700])
+        met += 1
+    return met
+
+
+@pytest.mark.parametrize("job", ["spooled"], indirect=True)
+def test_a_call_that_fails_ends_the_run_in_one_line_and_the_next_goes_on(job: Job) -> None:
+    assert check_faults(job, random.Random(1), every=6) > 20
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("state", ["generated", "changed", "new"])
+@pytest.mark.parametrize("job", CASES, indirect=True)
+def test_any_call_that_fails_ends_the_run_in_one_line_and_the_next_goes_on(job: Job, state: str) -> None:
+    job.set_up(state)
+    check_faults(job, random.Random(state), every=1)

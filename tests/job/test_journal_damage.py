@@ -1,0 +1,262 @@
+"""Damaged files of a job's folder: what is lost is generated again, or the run is refused in words; no row is ever wrong, missing or twice.
+
+The whole job runs, spool and assembly and all, with the real tokenizer; only the model is not one: it says the digest of its prompt.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness import TINY_SPOOL, write_common_input
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import batchgen.job
+from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
+from batchgen.errors import BatchgenError, OutputError, UsageError
+from batchgen.generation import Generation
+from batchgen.prompts import load_tokenizer
+from batchgen.request import Leaf, row_digest
+from batchgen.result import Result
+from batchgen.stats import EngineStats
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class Oracle:
+    """In the engine's place: the answer to a prompt is its digest. Dies after `most` answers."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.stats = EngineStats()
+        self.runner = SimpleNamespace(model=SimpleNamespace(device="none"))
+        self.most: int | None = None
+        self.answered: list[int] = []
+        """The rows."""
+
+    def generate(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None], stop: Any) -> None:
+        for leaf in leaves:
+            if len(self.answered) == self.most:
+                raise Killed
+            request = leaf.request
+            text = row_digest(request.tokens, request.params).hex()
+            self.answered.append(request.row)
+            on_result(
+                Result(
+                    row=request.row, text=text, finish_reason="stop", prompt_tokens=len(request.tokens),
+                    completion_tokens=1, token_ids=(1,),
+                )
+            )  # fmt: skip
+
+
+class Folder:
+    """A job in a folder, run in this process."""
+
+    def __init__(self, path: Path, model: Path, window: int | None, oracle: Oracle) -> None:
+        self.path, self.model, self.window, self.oracle = path, model, window, oracle
+        self.job_folder = path / "out.jsonl.job"
+        self.expected: dict[str, bytes] = {}
+        write_common_input(path)
+
+    def run(self, *, most: int | None = None, **options: Any) -> list[int]:
+        """Returns the rows that were generated; `most`: the process dies when there are so many."""
+        self.oracle.most, self.oracle.answered = most, []
+        config = JobConfig(
+            inputs=(str(self.path / "in.jsonl"),),
+            output=str(self.path / "out.jsonl"),
+            model=ModelConfig(model=str(self.model)),
+            sampling=SamplingParams(max_tokens=4),
+            window=self.window,
+            **options,
+        )
+        try:
+            run_job(config)
+        except Killed:
+            assert most is not None
+        return self.oracle.answered
+
+    def output(self) -> bytes | None:
+        path = self.path / "out.jsonl"
+        return path.read_bytes() if path.exists() else None
+
+    def keep(self, name: str) -> None:
+        shutil.copytree(self.path, self.path.with_name(name))
+
+    def back_to(self, name: str) -> None:
+        shutil.rmtree(self.path)
+        shutil.copytree(self.path.with_name(name), self.path)
+
+
+WINDOWS = {"spooled": None, "windows": 7}
+
+
+@pytest.fixture(scope="module", params=WINDOWS)
+def folder(
+    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Folder]:
+    """Its states: `new`; `begun`, half of the rows generated; `generated`, all of them; `finished`; `changed`, finished and its input changed since."""
+    oracle = Oracle()
+    tokenizers: dict[ModelConfig, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generation, "_engine", lambda self: oracle)
+        patch.setattr(
+            batchgen.job, "load_tokenizer", lambda model: tokenizers.get(model) or tokenizers.setdefault(model, load_tokenizer(model))
+        )
+        for place, value in TINY_SPOOL.items():
+            patch.setattr(place.replace(":", "."), value)
+        folder = Folder(tmp_path_factory.mktemp("damage") / "job", tiny_model_dir, WINDOWS[request.param], oracle)
+        folder.keep("new")
+        folder.run(most=12)
+        folder.keep("begun")
+        with patch.context() as dying:
+            dying.setattr(Generation, "figures", _dies)
+            folder.run(most=1000)
+        folder.keep("generated")
+        folder.run()
+        folder.keep("finished")
+        write_common_input(folder.path, 31)
+        folder.keep("changed")
+        yield folder
+
+
+def _dies(self: Generation) -> None:
+    raise Killed
+
+
+# What can happen to a file: a function of its bytes, drawn with whatever it needs.
+
+
+def _cut(data: st.DataObject, content: bytes) -> bytes:
+    return content[: data.draw(st.integers(0, max(0, len(content) - 1)), label="cut at")]
+
+
+def _flip(data: st.DataObject, content: bytes) -> bytes:
+    flipped = bytearray(content)
+    for bit in data.draw(st.lists(st.integers(0, max(0, 8 * len(content) - 1)), min_size=1, max_size=3), label="bits"):
+        flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
+
+
+def _zero(data: st.DataObject, content: bytes) -> bytes:
+    at = data.draw(st.integers(0, len(content)), label="zeros from")
+    return content[:at] + bytes(len(content[at : at + 200])) + content[at + 200 :]
+
+
+def _append(data: st.DataObject, content: bytes) -> bytes:
+    return content + data.draw(st.binary(min_size=1, max_size=50), label="appended")
+
+
+def _lines(data: st.DataObject, content: bytes) -> bytes:
+    lines = content.splitlines(keepends=True)
+    chosen = data.draw(st.lists(st.integers(0, max(0, len(lines) - 1)), max_size=2 * len(lines)), label="lines")
+    return b"".join(lines[i] for i in chosen) if lines else b""
+
+
+def _insert(data: st.DataObject, content: bytes) -> bytes:
+    lines = content.splitlines(keepends=True)
+    at = data.draw(st.integers(0, len(lines)), label="inserted before line")
+    return b"".join(lines[:at]) + data.draw(st.binary(max_size=50)) + b"\n" + b"".join(lines[at:])
+
+
+DAMAGES = {"cut": _cut, "flipped": _flip, "zeros": _zero, "appended": _append, "lines": _lines, "inserted": _insert}
+
+
+def damage(data: st.DataObject, path: Path) -> None:
+    content = path.read_bytes()
+    kind = data.draw(st.sampled_from([*DAMAGES] if content else ["appended"]), label="damage")
+    path.write_bytes(DAMAGES[kind](data, content))
+
+
+def expected_output(folder: Folder, state: str) -> bytes:
+    """Of a run from that state, had nothing been damaged."""
+    if state not in folder.expected:
+        folder.back_to(state)
+        folder.run()
+        folder.expected[state] = folder.output() or b""
+    return folder.expected[state]
+
+
+def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
+    """Runs until the job is done, as a user would do what the errors say. Returns the error there was, empty for none."""
+    old = folder.output()
+    try:
+        folder.run()
+        said = ""
+    except UsageError as e:
+        said = str(e)
+        assert folder.output() == old
+        folder.run(overwrite=True)
+    except BatchgenError as e:
+        said = str(e)
+        assert isinstance(e, OutputError)
+        assert folder.output() == old
+        folder.run()
+    assert folder.output() == expected
+    left = {p.name for p in folder.job_folder.iterdir()}
+    assert left - {"keys"} == {"lock", "manifest.json", "stats.json"}  # keys are missed when they are needed
+    assert folder.run() == []
+    return said
+
+
+SOME = settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+MANY = settings(SOME, max_examples=3000)
+
+
+def check_damaged_journal(folder: Folder, data: st.DataObject) -> None:
+    state = data.draw(st.sampled_from(["begun", "generated"]))
+    expected = expected_output(folder, state)
+    folder.back_to(state)
+    damage(data, folder.job_folder / "journal")
+    check_goes_on(folder, state, expected)
+
+
+def check_damaged_file(folder: Folder, data: st.DataObject) -> None:
+    state = data.draw(st.sampled_from(["begun", "generated", "finished", "changed"]))
+    expected = expected_output(folder, state)
+    folder.back_to(state)
+    files = sorted(p for p in folder.job_folder.rglob("*") if p.is_file())
+    path = data.draw(st.sampled_from(files), label="file")
+    if data.draw(st.booleans(), label="gone"):
+        path.unlink()
+    else:
+        damage(data, path)
+    check_goes_on(folder, state, expected)
+
+
+@SOME
+@given(data=st.data())
+def test_a_damaged_journal_costs_rows_to_generate_again_and_nothing_else(folder: Folder, data: st.DataObject) -> None:
+    check_damaged_journal(folder, data)
+
+
+@SOME
+@given(data=st.data())
+def test_any_damaged_file_of_the_folder_is_noticed_or_harmless(folder: Folder, data: st.DataObject) -> None:
+    check_damaged_file(folder, data)
+
+
+@pytest.mark.nightly
+@MANY
+@given(data=st.data())
+def test_a_damaged_journal_costs_rows_to_generate_again_in_the_long_run_too(
+    folder: Folder, data: st.DataObject
+) -> None:
+    check_damaged_journal(folder, data)
+
+
+@pytest.mark.nightly
+@MANY
+@given(data=st.data())
+def test_any_damaged_file_of_the_folder_is_noticed_or_harmless_in_the_long_run_too(
+    folder: Folder, data: st.DataObject
+) -> None:
+    check_damaged_file(folder, data)

@@ -1,0 +1,112 @@
+"""kill -9 and power cuts, at any moment: the output is absent, old or whole, and the same command again ends as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from harness import CASES, Job, journal_keys
+
+KILLS = 4
+"""Of each case."""
+
+
+def kill_at_random(job: Job, rng: random.Random) -> bool:
+    """One run, killed at a moment between its first call and its last; whether it was met alive."""
+    running = job.start()
+    upto = rng.randrange(len(job.whole.calls))
+    while running.calls() < upto and not running.ended():
+        time.sleep(0.0005)
+    time.sleep(rng.choice((0, 0, 0.001, 0.005)))
+    running.kill(9)
+    return running.wait().code == -9
+
+
+def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
+    """Kills, one to three in a row, and what stays of the journal from one to the next; then the job's end."""
+    kills = 0
+    while kills < wanted:
+        job.reset()
+        before: list[bytes] = []
+        for _ in range(rng.randint(1, 3)):
+            killed = kill_at_random(job, rng)
+            kills += killed
+            job.check_output(finished=not killed)
+            if not killed or job.is_in_place():
+                break
+            now = journal_keys(job.job_folder)
+            assert len(set(now)) == len(now), "a row that was finished was generated again"
+            assert now[: len(before)] == before, "a row that was finished was lost"
+            before = now
+        job.go_on()
+
+
+@pytest.mark.parametrize("job", CASES, indirect=True)
+def test_a_job_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
+    check_random_kills(job, random.Random(str(job.case)), KILLS)
+
+
+@pytest.mark.parametrize("job", ["spooled", "parquet, windows"], indirect=True)
+def test_a_finished_job_with_a_changed_input_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
+    job.prepare_changed()
+    check_random_kills(job, random.Random(1), KILLS)
+
+
+def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, after: str = "") -> int:
+    """From the job's state: a run that meets `how` at its first call, one that meets it at its second, and so on. Returns how many.
+
+    `every`: only each so manieth; `after`: only from the first call on that has this in it.
+    """
+    job.reset()
+    calls = job.run().calls
+    first = next(i for i, call in enumerate(calls, 1) if after in call)
+    met = 0
+    for at in range(first + rng.randrange(every), len(calls) + 1, every):
+        if how == "torn" and not calls[at - 1].startswith("write "):
+            continue
+        job.reset()
+        assert job.run(how=how, at=at).code == -9, calls[at - 1]
+        job.check_output(finished=False)
+        job.go_on()
+        met += 1
+    return met
+
+
+@pytest.mark.parametrize(("how", "least"), [("kill", 40), ("torn", 5), ("cut", 40)])
+@pytest.mark.parametrize("job", ["spooled"], indirect=True)
+def test_a_job_killed_before_or_in_any_step_of_assembly_and_rename_ends_as_if_not(
+    job: Job, how: str, least: int
+) -> None:
+    """`cut`: of files and folders only what was synced is left."""
+    job.prepare_generated()
+    assert check_every_call(job, how, random.Random(how), after="write " + job.partial) >= least
+
+
+STATES = ("new", "generated", "changed")
+HOWS = ("kill", "torn", "cut")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("job", CASES, indirect=True)
+def test_a_job_killed_at_calls_all_over_its_runs_ends_as_if_not(job: Job, state: str) -> None:
+    job.set_up(state)
+    rng = random.Random(state)
+    for how in HOWS:
+        check_every_call(job, how, rng, every=29 if how != "torn" else 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("job", CASES, indirect=True)
+def test_a_job_killed_at_any_call_of_its_runs_ends_as_if_not(job: Job, state: str, how: str) -> None:
+    job.set_up(state)
+    check_every_call(job, how, random.Random(state))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("job", CASES, indirect=True)
+def test_a_job_killed_a_hundred_times_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
+    check_random_kills(job, random.Random(2), 100)

@@ -1,0 +1,98 @@
+"""SIGTERM, SIGINT and SIGHUP, at any moment: their exit codes, one line, and the same command again ends as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+from harness import CASES, Ended, Job, journal_keys
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def check_stopped(job: Job, ended: Ended, signum: signal.Signals) -> None:
+    """It ended by the signal, or, where that came after the last row was written, as if there had been none."""
+    job.check_output(finished=False)
+    if ended.code == job.case.code and job.is_in_place():
+        assert ended.err == ""
+        return
+    assert ended.code == 128 + signum, ended.err
+    assert ended.err == f"batchgen: error: interrupted by {signum.name}; run the same command again to go on\n"
+    assert not job.is_in_place()
+    keys = journal_keys(job.job_folder)
+    assert len(set(keys)) == len(keys)
+
+
+def check_signals_at_calls(job: Job, rng: random.Random, every: int) -> int:
+    """A signal right before each call (or each so manieth) of a run from the job's state. Returns how many."""
+    met = 0
+    for at in range(1 + rng.randrange(every), len(job.whole.calls) + 1, every):
+        signum = rng.choice(SIGNALS)
+        job.reset()
+        check_stopped(job, job.run(how=signum.name, at=at), signum)
+        job.go_on()
+        met += 1
+    return met
+
+
+@pytest.mark.parametrize("grace", [None, "0"])
+@pytest.mark.parametrize("job", ["spooled", "windows"], indirect=True)
+def test_a_signal_at_any_call_ends_the_run_and_the_next_goes_on(job: Job, grace: str | None) -> None:
+    if grace is not None:
+        job.case = replace(job.case, options=(*job.case.options, "--grace", grace))
+    assert check_signals_at_calls(job, random.Random(3), every=20) >= 5
+
+
+@pytest.mark.parametrize("job", ["sampled, spooled"], indirect=True)
+def test_signals_at_random_moments_one_after_the_other_lose_no_row(job: Job) -> None:
+    rng = random.Random(4)
+    kept: list[bytes] = []
+    for _ in range(6):
+        signum = rng.choice(SIGNALS)
+        running = job.start()
+        upto = rng.randrange(len(job.whole.calls))
+        while running.calls() < upto and not running.ended():
+            time.sleep(0.0005)
+        running.kill(signum)
+        check_stopped(job, running.wait(), signum)
+        if job.is_in_place():
+            job.prepare()
+            kept = []
+            continue
+        now = journal_keys(job.job_folder)
+        assert now[: len(kept)] == kept
+        kept = now
+    job.go_on()
+
+
+@pytest.mark.parametrize("job", ["spooled"], indirect=True)
+def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
+    job.case = replace(job.case, options=(*job.case.options, "--grace", "600", "--max-tokens", "200", "--ignore-eos"))
+    job.prepare()
+    running = job.start()
+    while not journal_keys(job.job_folder) and not running.ended():
+        time.sleep(0.0005)
+    running.kill(signal.SIGTERM)
+    time.sleep(0.1)  # of two that are pending Python handles the one with the lower number first
+    running.kill(signal.SIGHUP)
+    ended = running.wait()
+    assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to go on")
+    kept = journal_keys(job.job_folder)
+    assert len(set(kept)) == len(kept) > 0
+    assert job.run().code == job.case.code
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("grace", [None, "0"])
+@pytest.mark.parametrize("state", ["new", "generated", "changed"])
+@pytest.mark.parametrize("job", CASES, indirect=True)
+def test_a_signal_at_every_call_of_every_job_ends_the_run_and_the_next_goes_on(
+    job: Job, state: str, grace: str | None
+) -> None:
+    if grace is not None:
+        job.case = replace(job.case, options=(*job.case.options, "--grace", grace))
+    job.set_up(state)
+    check_signals_at_calls(job, random.Random(state), every=1)

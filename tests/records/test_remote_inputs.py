@@ -1,0 +1,239 @@
+"""Inputs in a store: the same rows as from a disk, read in ranges, known by what the store says of them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import random
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from batchgen.errors import InputCorrupt, UsageError
+from batchgen.records import open_input, remote
+from batchgen.records.place import job_path
+
+ROWS = [{"prompt": "one"}, {"prompt": "two"}]
+JSONL = b'{"prompt": "one"}\n\n{"prompt": "two"}\n'
+CSV = b"prompt\none\ntwo\n"
+HINT = "check the address, your access to it and the connection"
+
+
+def opened(*names, format=None, output=None):
+    return open_input(list(names), format=format, output=output)
+
+
+def columns(*names, **options):
+    return [row.columns for row in opened(*names, **options).rows()]
+
+
+def parquet_bytes(table, **options) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(table, stream, **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(
+    ("suffix", "data"),
+    [(".jsonl", JSONL), (".csv", CSV), (".parquet", parquet_bytes(pa.Table.from_pylist(ROWS)))],
+)
+def test_every_format_reads_from_s3_as_from_a_disk(s3, suffix, data, compression):
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[compression]
+    s3.pipe_file(f"bucket/x{suffix}{compression}", pack(data))
+    source = opened(f"s3://bucket/x{suffix}{compression}")
+    assert [row.columns for row in source.rows()] == ROWS
+    assert [row.columns for row in source.rows()] == ROWS  # as often as one likes
+    assert next(source.rows()).source.startswith(f"s3://bucket/x{suffix}{compression}:")
+
+
+def test_folders_and_globs_give_their_files_sorted_without_hidden_ones_and_without_outputs_of_ours(s3):
+    for name in ("b.jsonl", "a.csv", "notes.txt", ".c.jsonl.new", ".d.jsonl", "deeper/e.jsonl", "o.jsonl", "p.jsonl"):
+        s3.pipe_file(f"bucket/in/{name}", CSV if name.endswith("csv") else JSONL)
+    folder = job_path("s3://bucket/in/o.jsonl", None)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    for name in ("s3://bucket/in", "s3://bucket/in/"):
+        source = opened(name, output="s3://bucket/in/p.jsonl")
+        assert [f.name for f in source.files] == ["s3://bucket/in/a.csv", "s3://bucket/in/b.jsonl"]
+        assert source.notes == [
+            "s3://bucket/in/o.jsonl is an output of batchgen: left out of the input",
+            "s3://bucket/in/p.jsonl is an output of batchgen: left out of the input",
+        ]
+    assert [f.name for f in opened("s3://bucket/in/[ab].*").files] == ["s3://bucket/in/a.csv", "s3://bucket/in/b.jsonl"]
+    assert [f.name for f in opened("s3://bucket/**/e.jsonl").files] == ["s3://bucket/in/deeper/e.jsonl"]
+    with pytest.raises(UsageError, match=r"^S3://bucket/in/b\.jsonl is both an input and the output"):
+        opened("s3://bucket/in/b.jsonl", output="S3://bucket/in/b.jsonl")
+
+
+def test_a_key_with_brackets_or_a_question_mark_is_no_glob(s3):
+    s3.pipe_file("bucket/x[1]?.jsonl", JSONL)
+    assert columns("s3://bucket/x[1]?.jsonl") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket/no.jsonl", "no such file: s3://bucket/no.jsonl; check the address and your access to it"),
+        ("s3://nobucket/x.jsonl", "no such file: s3://nobucket/x.jsonl; check the address and your access to it"),
+        ("s3://bucket/no*.jsonl", "no such file: s3://bucket/no*.jsonl; check the address and your access to it"),
+        ("s3://bucket/texts", "no JSONL, Parquet or CSV file in the folder s3://bucket/texts; name the files, or a glob, with --input-format"),
+        ("s3://bucket/texts/x.txt", "s3://bucket/texts/x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet or csv"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_an_input_is_refused_in_words(s3, url, message):
+    s3.pipe_file("bucket/texts/x.txt", b"x")
+    with pytest.raises(UsageError) as caught:
+        opened(url)
+    assert str(caught.value) == message
+
+
+def test_a_store_that_does_not_answer_or_lets_nobody_in_is_refused_in_one_line(s3, monkeypatch):
+    monkeypatch.setattr(s3, "info", _fail(PermissionError("Forbidden\nand a page of XML")))
+    with pytest.raises(UsageError) as caught:
+        opened("s3://bucket/x.jsonl")
+    assert str(caught.value) == f"s3://bucket/x.jsonl cannot be read: Forbidden; {HINT}"
+    monkeypatch.setattr(s3, "info", _fail(_NotAnOSError()))
+    with pytest.raises(UsageError) as caught:
+        opened("s3://bucket/x.jsonl")
+    assert str(caught.value) == f"s3://bucket/x.jsonl cannot be read: _NotAnOSError; {HINT}"
+
+
+class _NotAnOSError(Exception):
+    """As botocore's are."""
+
+
+def _fail(error):
+    def fail(*args, **options):
+        raise error
+
+    return fail
+
+
+def test_the_fingerprint_is_what_the_store_says_and_costs_no_download(s3, monkeypatch):
+    s3.pipe_file("bucket/x.jsonl", JSONL)
+    source = opened("s3://bucket/x.jsonl")
+    monkeypatch.setattr("s3fs.core._fetch_range", _fail(AssertionError("a download")))
+    before = source.fingerprint()
+    assert before == [
+        {"path": "s3://bucket/x.jsonl", "size": len(JSONL), "version": 'ETag "' + _md5(JSONL) + '"'},
+    ]
+    assert [f.fingerprint() for f in opened("s3://bucket/").files] == before  # by a listing too
+    other = JSONL.replace(b"one", b"six")
+    s3.call_s3("put_object", Bucket="bucket", Key="x.jsonl", Body=other)  # behind the back of the file system's cache
+    assert source.fingerprint() == [before[0] | {"version": 'ETag "' + _md5(other) + '"'}]
+
+
+def _md5(data: bytes) -> str:
+    import hashlib
+
+    return hashlib.md5(data).hexdigest()
+
+
+def test_of_a_store_without_versions_no_fingerprint_is_known(monkeypatch):
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "store", {})
+    fsspec.filesystem("memory").pipe("/bucket/x.jsonl", JSONL)
+    assert opened("memory://bucket/x.jsonl").fingerprint() != []
+    monkeypatch.setattr("batchgen.records.files.version_of", lambda info: None)
+    assert opened("memory://bucket/x.jsonl").fingerprint() == []
+
+
+def test_the_first_rows_of_a_large_parquet_file_do_not_cost_all_of_it(s3, monkeypatch):
+    texts = [random.Random(i).randbytes(500).hex() for i in range(8_000)]
+    data = parquet_bytes(pa.table({"prompt": texts}), row_group_size=400)
+    assert len(data) > 4_000_000
+    s3.pipe_file("bucket/x.parquet", data)
+    monkeypatch.setattr(remote, "_READ_AHEAD", 1 << 16)
+    fetched = _counted(monkeypatch)
+    source = opened("s3://bucket/x.parquet")
+    assert source.schema == pa.schema([("prompt", pa.string())])
+    assert [row.columns["prompt"] for row in source.rows(5)] == texts[:5]
+    assert sum(fetched) < len(data) / 4
+    fetched.clear()
+    assert [row.columns["prompt"] for row in source.rows()] == texts
+    assert sum(fetched) < len(data) * 1.3
+
+
+def _counted(monkeypatch) -> list[int]:
+    from s3fs.core import S3File
+
+    fetched: list[int] = []
+    real = S3File._fetch_range
+
+    def counting(self, start, end):
+        fetched.append(end - start)
+        return real(self, start, end)
+
+    monkeypatch.setattr(S3File, "_fetch_range", counting)
+    return fetched
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.jsonl.zst", "x.csv", "x.parquet"])
+def test_a_connection_that_breaks_in_the_middle_ends_the_input_there_with_what_was_read(s3, monkeypatch, name):
+    texts = [random.Random(i).randbytes(500).hex() for i in range(2_000)]
+    lines = "".join(f'{{"prompt": "{t}"}}\n' for t in texts).encode()
+    data = {
+        "x.jsonl": lines,
+        "x.jsonl.gz": gzip.compress(lines),
+        "x.jsonl.zst": zstandard.compress(lines),
+        "x.csv": ("prompt\n" + "".join(f"{t}\n" for t in texts)).encode(),
+        "x.parquet": parquet_bytes(pa.table({"prompt": texts}), row_group_size=100, compression="none"),
+    }[name]
+    s3.pipe_file(f"bucket/{name}", data)
+    monkeypatch.setattr(remote, "_READ_AHEAD", 1 << 16)
+    from s3fs.core import S3File
+
+    real = S3File._fetch_range
+
+    def breaking(self, start, end):
+        if start > len(data) / 2 and end < len(data) * 0.9:  # not the end, where Parquet's footer is
+            raise _NotAnOSError("Could not connect to the endpoint URL")
+        return real(self, start, end)
+
+    monkeypatch.setattr(S3File, "_fetch_range", breaking)
+    read = []
+    with pytest.raises(InputCorrupt) as caught:
+        read.extend(row.columns["prompt"] for row in opened(f"s3://bucket/{name}").rows())
+    assert 500 < len(read) < 1_500
+    assert read == texts[: len(read)]
+    place = {"x.csv": f"line {len(read) + 1}", "x.parquet": f"row {len(read) - 1}"}.get(name, f"line {len(read)}")
+    assert str(caught.value) == (
+        f"s3://bucket/{name} breaks off after {place}: Could not connect to the endpoint URL; "
+        "what was read before that is kept: check the connection and run the same command again"
+    )
+
+
+def test_an_object_replaced_while_it_is_read_breaks_off_and_is_not_mixed_with_the_new_one(s3, monkeypatch):
+    monkeypatch.setattr(remote, "_READ_AHEAD", 1 << 16)
+    line = b'{"prompt": "' + b"x" * 1000 + b'"}\n'
+    s3.pipe_file("bucket/x.jsonl", line * 1000)
+    rows = opened("s3://bucket/x.jsonl").rows()
+    next(rows)
+    s3.call_s3("put_object", Bucket="bucket", Key="x.jsonl", Body=line.replace(b"x", b"y") * 1000)
+    read = []
+    with pytest.raises(InputCorrupt, match=r"^s3://bucket/x\.jsonl breaks off after line "):
+        read.extend(row.columns["prompt"][0] for row in rows)
+    assert set(read) == {"x"}
+
+
+def test_files_inside_an_archive_in_a_store_are_read_by_a_chained_url(s3, tmp_path):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("b.jsonl", JSONL)
+        archive.writestr("a.csv", CSV)
+    s3.put_file(str(tmp_path / "a.zip"), "bucket/a.zip")
+    assert columns("zip://b.jsonl::s3://bucket/a.zip") == ROWS
+    source = opened("zip://*.*::s3://bucket/a.zip")
+    assert [f.name for f in source.files] == ["zip://a.csv::s3://bucket/a.zip", "zip://b.jsonl::s3://bucket/a.zip"]
+    assert [row.columns for row in source.rows()] == ROWS + ROWS
+
+
+def test_a_signed_web_address_has_the_suffix_before_its_question_mark():
+    from batchgen.records.files import split_name
+
+    assert split_name("https://host/a/x.jsonl.gz?X-Amz-Signature=b.csv") == ("x", "jsonl", "gzip")
+    assert split_name("s3://bucket/x?y.csv") == ("x?y", "csv", None)

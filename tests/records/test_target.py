@@ -1,0 +1,312 @@
+"""Outputs in a store: where the job's folder is, what is known of the object, and what a crash or a failing store leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fsspec
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.errors import OutputError, OutputLocked, UsageError
+from batchgen.records import job_folder, target
+from batchgen.records.place import job_path, jobs_folder
+from batchgen.records.target import RemoteTarget, open_target
+
+HINT = "check the address, your access to it and the connection, or use another -o"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request):
+    """A store's file system and the URL of an output in it."""
+    return request.getfixturevalue(request.param), f"{request.param}://bucket/out/o.jsonl"
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fs = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(fs), "store", {})
+    monkeypatch.setattr(type(fs), "pseudo_dirs", [""])
+    fs.mkdir("/bucket")
+    return fs
+
+
+def lines(fs, url):
+    fs.invalidate_cache()
+    return [json.loads(line)["text"] for line in fs.cat_file(url).splitlines()]
+
+
+def everything(fs):
+    fs.invalidate_cache()
+    return sorted(p.removeprefix("/") for p in fs.find("bucket"))
+
+
+def test_an_output_in_a_store_is_there_once_whole_and_known_again(store, run, write_input, tmp_path):
+    fs, url = store
+    write_input(["a", "b"])
+    job, generated = run(url)
+    assert generated == ["b", "a"]
+    assert lines(fs, url) == ["A", "B"]
+    assert everything(fs) == ["bucket/out/o.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "in.jsonl"]
+    folder = job_path(url, None)
+    assert sorted(p.name for p in folder.iterdir()) == ["keys", "lock", "manifest.json", "stats.json"]
+    again, generated = run(url)
+    assert (again.finished, generated) == (job.finished, [])
+
+
+def test_rows_that_come_later_are_added_and_the_others_are_read_from_the_store(store, run, write_input):
+    fs, url = store
+    write_input(["a", "b"])
+    run(url)
+    write_input(["c", "b", "a"])
+    job, generated = run(url)
+    assert generated == ["c"]
+    assert job.notes == [f"{url} was finished: 2 of its results are at hand"]
+    assert lines(fs, url) == ["C", "B", "A"]
+
+
+def test_an_object_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(store, run, write_input):
+    fs, url = store
+    write_input(["a"])
+    run(url)
+    fs.pipe_file(url, fs.cat_file(url))
+    assert run(url)[0].finished == {"rows": 1}
+    fs.pipe_file(url, fs.cat_file(url).replace(b"A", b"B"))
+    with pytest.raises(UsageError) as caught:
+        run(url)
+    assert (
+        str(caught.value)
+        == f"{url} was changed since batchgen wrote it; move it away, or use --overwrite to start anew"
+    )
+    assert run(url, overwrite=True)[1] == ["a"]
+    assert lines(fs, url) == ["A"]
+
+
+def test_an_object_that_is_gone_is_made_anew(store, run, write_input):
+    fs, url = store
+    write_input(["a"])
+    run(url)
+    fs.rm_file(url.partition("://")[2])
+    job, generated = run(url)
+    assert (job.notes, generated) == ([f"{url} is gone: starting anew"], ["a"])
+    assert lines(fs, url) == ["A"]
+
+
+def test_a_strangers_object_is_left_alone_unless_told(store, run, write_input):
+    fs, url = store
+    write_input(["a"])
+    fs.pipe_file(url, b"mine\n")
+    with pytest.raises(UsageError) as caught:
+        run(url)
+    assert str(caught.value) == (
+        f"{url} exists and has no job folder, so it is not known to be batchgen's; use --overwrite to replace it, or another -o"
+    )
+    assert not jobs_folder().exists()
+    run(url, overwrite=True, stop_after=0)
+    assert fs.cat_file(url) == b"mine\n"
+    assert run(url)[1] == ["a"]  # --overwrite was said when the job was begun
+    assert lines(fs, url) == ["A"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "step", ["save, before", "save, after", "upload, before", "upload, after", "last save, before", "last save, after"]
+)
+def test_a_crash_at_any_step_of_the_finish_loses_nothing(step, again, store, monkeypatch, run, write_input):
+    fs, url = store
+    write_input(["a", "b"])
+    if again:
+        run(url)
+        write_input(["a", "b", "c"])
+    what, _, when = step.partition(", ")
+    for _ in range(2):  # a crash of the run after the crash too
+        with monkeypatch.context() as patch:
+            if what == "upload":
+                _crash(patch, RemoteTarget, "put", 1, when)
+            else:
+                _crash(patch, job_folder.Manifest, "save", 2 if what == "save" else 3, when)
+            if (what, when) == ("last save", "after"):
+                with pytest.raises(KeyboardInterrupt):
+                    run(url)
+                break
+            with pytest.raises(KeyboardInterrupt):
+                run(url)
+    assert run(url)[1] == []
+    assert lines(fs, url) == (["A", "B", "C"] if again else ["A", "B"])
+    assert everything(fs) == ["bucket/out/o.jsonl"]
+    assert run(url)[0].finished is not None
+
+
+def _crash(patch, owner, method, at, when):
+    real = getattr(owner, method)
+    calls = []
+
+    def crashing(*args):
+        calls.append(1)
+        if len(calls) == at and when == "before":
+            raise KeyboardInterrupt
+        done = real(*args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return done
+
+    patch.setattr(owner, method, crashing)
+
+
+def test_a_store_that_fails_at_the_upload_is_one_line_and_nothing_is_generated_again(
+    store, monkeypatch, run, write_input
+):
+    fs, url = store
+    write_input(["a", "b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "put_file", _refuse)
+        with pytest.raises(OutputError) as caught:
+            run(url)
+    assert str(caught.value) == (
+        f"{url} cannot be written: Access Denied; "
+        "check the connection and your access, and run the same command again: what was finished is kept"
+    )
+    assert everything(fs) == []
+    assert run(url)[1] == []
+    assert lines(fs, url) == ["A", "B"]
+
+
+def test_an_upload_of_which_only_a_part_arrived_is_an_error_and_done_again(monkeypatch, store, run, write_input):
+    fs, url = store
+    write_input(["a", "b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "put_file", lambda here, there, **options: fs.pipe_file(there, b"{"))
+        with pytest.raises(OutputError, match=r"cannot be written: 1 of \d+ bytes arrived; "):
+            run(url)
+    if "s3" in fs.protocol:  # which never does that
+        fs.rm_file(url.partition("://")[2])
+    assert run(url)[1] == []
+    assert lines(fs, url) == ["A", "B"]
+
+
+def _refuse(*args, **options):
+    raise PermissionError("Access Denied")
+
+
+def test_what_shows_before_the_run_is_refused_before_it_and_nothing_is_touched(s3, monkeypatch, run, write_input):
+    write_input(["a"])
+    s3.pipe_file("bucket/folder/x", b"1")
+    for url, message in (
+        ("s3://nobucket/o.jsonl", f"s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; {HINT}"),
+        ("s3://bucket/folder", "the output s3://bucket/folder has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
+        ("zip://o.jsonl::s3://bucket/a.zip", "the output zip://o.jsonl::s3://bucket/a.zip is a file inside another; write it as a file of its own"),
+        ("nosuch://bucket/o.jsonl", "nosuch://bucket/o.jsonl cannot be written: Protocol not known: nosuch; use a path, or a URL such as s3://bucket/rows.jsonl"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            run(url)
+        assert str(caught.value) == message
+    s3.pipe_file("bucket/folder.jsonl/x", b"1")
+    with pytest.raises(UsageError) as caught:
+        run("s3://bucket/folder.jsonl")
+    assert str(caught.value) == "the output s3://bucket/folder.jsonl is a folder; name a file in it"
+    monkeypatch.setattr("s3fs.core.S3File._initiate_upload", _refuse)
+    with pytest.raises(UsageError) as caught:
+        run("s3://bucket/o.jsonl")
+    assert str(caught.value) == f"s3://bucket/o.jsonl cannot be written: Access Denied; {HINT}"
+    assert not jobs_folder().exists()
+    assert everything(s3) == ["bucket/folder.jsonl/x", "bucket/folder/x"]
+
+
+def test_trying_out_the_right_to_write_leaves_nothing_and_touches_no_object(store):
+    fs, url = store
+    fs.pipe_file(url, b"mine\n")
+    before = fs.info(url.partition("://")[2])
+    open_target(url).check()
+    fs.invalidate_cache()
+    assert fs.info(url.partition("://")[2]) == before
+    assert everything(fs) == ["bucket/out/o.jsonl"]
+    if "s3" in fs.protocol:
+        assert "Uploads" not in fs.call_s3("list_multipart_uploads", Bucket="bucket")
+
+
+def test_a_store_without_whole_uploads_gets_the_file_under_another_name_first(memory, monkeypatch, run, write_input):
+    write_input(["a"])
+    seen = []
+
+    def looking(self, source, to):
+        seen.append((sorted(self.store), source, to))
+        type(self).__mro__[1].mv(self, source, to)
+
+    monkeypatch.setattr(type(memory), "mv", looking)
+    run("memory://bucket/o.jsonl")
+    assert seen == [(["/bucket/.o.jsonl.new"], "/bucket/.o.jsonl.new", "/bucket/o.jsonl")]
+    assert sorted(memory.store) == ["/bucket/o.jsonl"]
+
+
+def test_a_store_that_tells_no_version_has_its_object_read_to_know_it(memory, monkeypatch, run, write_input):
+    monkeypatch.setattr(target, "version_of", lambda info: None)
+    write_input(["a"])
+    run("memory://bucket/o.jsonl")
+    assert run("memory://bucket/o.jsonl")[0].finished == {"rows": 1}
+    memory.pipe_file("/bucket/o.jsonl", memory.cat_file("/bucket/o.jsonl").replace(b"A", b"B"))
+    with pytest.raises(UsageError, match="was changed since batchgen wrote it"):
+        run("memory://bucket/o.jsonl")
+
+
+@pytest.mark.slow
+def test_an_upload_in_parts_is_known_again(s3, tmp_path):
+    (tmp_path / "part").write_bytes(bytes(101 << 20))
+    there = open_target("s3://bucket/big.jsonl")
+    there.check()
+    put = there.put(tmp_path / "part", "digest")
+    assert put["version"].endswith('-3"')  # an ETag of three parts
+    assert there.known_as([put]) == put
+
+
+def test_a_parquet_output_goes_to_a_store_too(store, run, write_input):
+    fs, url = store
+    write_input(["a", "b"])
+    run(url.replace(".jsonl", ".parquet"))
+    with fs.open(url.replace(".jsonl", ".parquet")) as file:
+        assert pq.read_table(file)["text"].to_pylist() == ["A", "B"]
+
+
+def test_a_second_run_on_this_host_is_refused_while_the_first_is_open(store, open_, write_input):
+    write_input(["a"])
+    job, _ = open_(store[1])
+    with job, pytest.raises(OutputLocked, match="another run holds"):
+        open_(store[1])
+
+
+def test_the_folder_of_a_remote_output_is_in_the_cache_or_the_work_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    folder = job_path("s3://bucket/a/o.jsonl", None)
+    assert (folder.parent, folder.name) == (Path("/cache/batchgen/jobs"), "o.jsonl-2bd0369e871a9677.job")
+    assert job_path("S3:///bucket/a/o.jsonl", None) == folder
+    assert job_path("s3://bucket/b/o.jsonl", None) != folder
+    assert job_path("s3://bucket/a/o.jsonl", "work") == Path("work/o.jsonl.job")
+    assert len(job_path(f"s3://bucket/{'x' * 1000}.jsonl", None).name) < 150
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the XDG specification says to ignore
+    monkeypatch.setenv("HOME", "/home/me")
+    assert jobs_folder() == Path("/home/me/.cache/batchgen/jobs")
+
+
+def test_a_work_dir_holds_the_folder_of_one_remote_output(s3, run, write_input):
+    write_input(["a"])
+    Path("work").mkdir()
+    run("s3://bucket/o.jsonl", work_dir="work")
+    assert Path("work/o.jsonl.job/keys").exists()
+    assert not jobs_folder().exists()
+    with pytest.raises(UsageError) as caught:
+        run("s3://bucket/b/o.jsonl", work_dir="work")
+    assert str(caught.value) == (
+        "work/o.jsonl.job is the job folder of s3://bucket/o.jsonl; use another --work-dir, or another -o"
+    )
+
+
+def test_a_file_url_is_a_local_file(run, texts, write_input, tmp_path):
+    write_input(["a"])
+    run(f"file://{tmp_path}/o.jsonl", inputs=(f"file://{tmp_path}/in.jsonl",))
+    assert texts() == ["A"]
+    assert Path("o.jsonl.job/keys").exists()
+    assert run("o.jsonl")[0].finished == {"rows": 1}
+    with pytest.raises(UsageError, match="is both an input and the output"):
+        run(f"file://{tmp_path}/in.jsonl")
