@@ -156,6 +156,26 @@ def test_a_first_reading_of_something_else_is_done_again(
     assert progress.read.count(rows) == 2
 
 
+def test_a_first_reading_with_other_settings_is_done_again(
+    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ended before its first result binds nobody, and so must not leave its parameters behind."""
+    source = write_jsonl(shuffled(40))
+
+    class BeforeTheFirst(Silent):
+        def phase(self, name: str) -> None:
+            if name == "loading model":
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        run_job(config_of(tiny_model_dir, source), BeforeTheFirst())
+    assert (source.parent / "out.jsonl.job" / "passes" / "done.json").exists()
+    longer = SamplingParams(max_tokens=7)
+    expected = run_job(config_of(tiny_model_dir, source, "expected.jsonl", sampling=longer))
+    got = run_job(config_of(tiny_model_dir, source, sampling=longer))
+    assert Path(got.output).read_bytes() == Path(expected.output).read_bytes()
+
+
 def test_rows_that_were_added_or_changed_are_generated_and_the_others_kept(
     tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
 ) -> None:

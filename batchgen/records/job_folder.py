@@ -228,7 +228,9 @@ class JobFolder:
             closing(Journal(self._folder / "journal", self._index, flush_every, without_failed=self._retry_errors))
         )
         self.passes = opened.enter_context(
-            closing(Passes(self._folder / "passes", self._journal, trusted=not self._retry_errors))
+            closing(
+                Passes(self._folder / "passes", self._journal, self._manifest.settings, trusted=not self._retry_errors)
+            )
         )
         if self._journal.damaged:
             self.notes.append(

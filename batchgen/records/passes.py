@@ -40,10 +40,11 @@ class Pass:
 
 
 class Passes:
-    """Keeps one first reading. `trusted`: whether an earlier one may be used at all."""
+    """Keeps one first reading. `settings` are the job's; `trusted`: whether an earlier reading may be used at all."""
 
-    def __init__(self, folder: Path, journal: Journal, *, trusted: bool) -> None:
+    def __init__(self, folder: Path, journal: Journal, settings: dict[str, Any], *, trusted: bool) -> None:
         self.folder = folder
+        self._settings = settings
         self._journal = journal
         self._trusted = trusted
         self._done = folder / "done.json"
@@ -52,7 +53,7 @@ class Passes:
         """The reading of an earlier run, whole and of the same things; None where there is none."""
         with writing(self.folder):
             there = self._read()
-            if there is None or not self._trusted or there.asked != json.loads(json.dumps(asked)):
+            if there is None or not self._trusted or there.asked != self._asked(asked):
                 return None
             if self._journal.damaged or self._journal.size < there.journal_bytes:
                 return None
@@ -74,7 +75,7 @@ class Passes:
         """All files are on disk: a later run may use them."""
         with writing(self.folder):
             sync_folder(self.folder)
-            value = asdict(done) | {"journal_bytes": self._journal.size}
+            value = asdict(done) | {"asked": self._asked(done.asked), "journal_bytes": self._journal.size}
             write_json(self._done, {"digest": _digest(value), "pass": value})
 
     def keys(self) -> Iterator[bytes]:
@@ -95,6 +96,11 @@ class Passes:
         """What is not whole is of no use to anybody."""
         if not self._done.exists():
             self.forget()
+
+    def _asked(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """As it comes back from a file."""
+        stored: dict[str, Any] = json.loads(json.dumps(asked | {"settings": self._settings}))
+        return stored
 
     def _read(self) -> Pass | None:
         try:

@@ -49,9 +49,9 @@ class Hub(BaseHTTPRequestHandler):
         else:
             self.send(b'{"error": "Repository not found"}', 404, {"X-Error-Code": "RepoNotFound"})
 
-    do_HEAD = do_GET
-
     def listing(self, folder):
+        if "recursive=true" in self.path.lower():
+            return [self.entry(name) for name in FILES]
         if not folder:
             return [{"type": "directory", "oid": "d", "size": 0, "path": "data"}, self.entry("README.md")]
         return [self.entry(name) for name in FILES if name.startswith(folder + "/")]
@@ -64,8 +64,7 @@ class Hub(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(data)), "ETag": '"x"', **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
+        self.wfile.write(data)
 
     def log_message(self, *args):
         pass
@@ -76,8 +75,11 @@ def hub(monkeypatch):
     from huggingface_hub import HfFileSystem, constants
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     HfFileSystem.clear_instance_cache()
     yield
