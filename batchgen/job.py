@@ -9,7 +9,7 @@ from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors
 from batchgen.generation import Generation
 from batchgen.grammar_check import GrammarCheck
-from batchgen.guards import memory_errors
+from batchgen.guards import few_collections, memory_errors
 from batchgen.identity import job_settings
 from batchgen.progress import Progress, Silent, Told
 from batchgen.prompts import PromptBuilder, load_tokenizer
@@ -52,7 +52,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     """
     progress = progress or Silent()
     run = RunFigures()
-    with Signals(config.grace) as signals, memory_errors():
+    with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
             check_stats_file(config.stats)
             source = open_input(config.inputs, format=config.input_format, output=config.output)

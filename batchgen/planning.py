@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.generation import request_of
-from batchgen.guards import memory_errors
+from batchgen.guards import few_collections, memory_errors
 from batchgen.identity import dtype_name
 from batchgen.kept import KeptPrefixes
 from batchgen.prefix import (
@@ -98,7 +98,7 @@ class PlanReport:
 def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
     """What a job would share and cost. Loads the tokenizer, not the weights; touches no output."""
     progress = progress or Silent()
-    with Signals(grace=0) as signals, memory_errors(), signals.interruptible():
+    with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config.inputs, format=config.input_format, output=None)
         progress.phase("loading tokenizer")
         text = load_tokenizer(config.model)

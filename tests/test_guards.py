@@ -1,9 +1,11 @@
 """When a job gives up."""
 
+import gc
+
 import pytest
 
 from batchgen.errors import ModelError, OutOfMemory, TooManyErrors
-from batchgen.guards import ErrorLimit, memory_errors
+from batchgen.guards import ErrorLimit, few_collections, memory_errors
 
 
 def test_without_a_limit_any_number_of_rows_may_fail() -> None:
@@ -60,3 +62,10 @@ def test_other_errors_pass_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as told, memory_errors():
         raise error
     assert told.value is error
+
+
+def test_the_collector_is_as_before_when_the_job_is_over() -> None:
+    before = gc.get_threshold()
+    with few_collections():
+        assert gc.get_threshold()[0] > 50 * before[0]
+    assert gc.get_threshold() == before
