@@ -42,6 +42,7 @@ from batchgen.records.output import INPUT_FILE, RowForm, output_format, output_r
 from batchgen.records.passes import Passes
 from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, job_path, make_folder
 from batchgen.records.row import Row
+from batchgen.records.space import check_space, least_bytes
 from batchgen.records.stdout_job import DoneOrder, StdoutJob
 from batchgen.records.take_back import NO_KEY, take_back
 from batchgen.records.target import Target, open_target
@@ -216,6 +217,9 @@ class JobFolder:
         self._manifest = replace(self._manifest, outputs=there)
 
     def _start(self, flush_every: float) -> None:
+        tight = check_space(self._folder, least_bytes(self._input, self.output, self._form))
+        if tight is not None:
+            self.notes.append(tight)
         self._manifest.save(self._folder / "manifest.json")
         with ExitStack() as opened:
             self._open_files(opened, flush_every)

@@ -1,0 +1,57 @@
+"""Room on the disk, looked at before a job begins."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from batchgen.errors import OutputError
+from batchgen.records import RowForm, open_input
+from batchgen.records.space import check_space, least_bytes
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch):
+    def has(count: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0, 0, count))
+
+    return has
+
+
+def test_a_disk_with_room_is_not_spoken_of(free) -> None:
+    free(3000)
+    assert check_space(Path("x.job"), 1000) is None
+    free(0)
+    assert check_space(Path("x.job"), 0) is None
+
+
+def test_a_disk_that_may_fill_up_is_mentioned(free) -> None:
+    free(2999 << 20)
+    assert check_space(Path("x.job"), 1000 << 20) == (
+        "the disk of x.job has 2.9 GiB free, and the output alone will take 1000.0 MiB: it may fill up (what is finished would be kept)"
+    )
+
+
+def test_a_job_that_cannot_fit_is_not_begun(free, open_, write_input) -> None:
+    write_input(["a", "b"])
+    free(10)
+    with pytest.raises(OutputError) as error:
+        open_()
+    assert str(error.value) == (
+        "the disk of o.jsonl.job has 10 B free, and the output alone will take 32 B; "
+        "free some, carry fewer columns with --keep, or write elsewhere with -o and --work-dir"
+    )
+    free(1 << 40)
+    job, _ = open_()
+    job.close()
+
+
+def test_the_least_is_known_from_json_lines_to_json_lines_with_all_columns(write_input) -> None:
+    write_input(["a", "b"])
+    source = open_input(["in.jsonl"], format=None, output=None)
+    assert least_bytes(source, "o.jsonl", RowForm()) == 32
+    assert least_bytes(source, "o.jsonl", RowForm(keep=())) == 0
+    assert least_bytes(source, "o.jsonl.gz", RowForm()) == least_bytes(source, "o.parquet", RowForm()) == 0
