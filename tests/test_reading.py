@@ -31,7 +31,9 @@ def test_rows_before_a_break_come_first_and_then_the_break() -> None:
         next(windows)
 
 
-def rows_of(window: int | Literal["all"] | None, output: str = "o.jsonl", *, once: bool = False, order: str = "input") -> int | None:
+def rows_of(
+    window: int | Literal["all"] | None, output: str = "o.jsonl", *, once: bool = False, order: str = "input"
+) -> int | None:
     source = SimpleNamespace(fingerprint=lambda: [] if once else [{}], files=[SimpleNamespace(shown="<stdin>")])
     return window_rows(config_of(window, order), source, output)  # type: ignore[arg-type]
 
@@ -47,7 +49,10 @@ def test_files_are_put_in_prefix_order_whole_and_what_is_read_once_window_by_win
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"once": True}, "--window all reads the input twice, which <stdin> does not allow; use --window ROWS, or a file"),
+        (
+            {"once": True},
+            "--window all reads the input twice, which <stdin> does not allow; use --window ROWS, or a file",
+        ),
         ({"output": "-"}, "--window all has no row to write before all are done; name an output with -o"),
         ({"order": "done"}, "--window all cannot be combined with --order done; use --window ROWS"),
     ],

@@ -123,7 +123,7 @@ class Input:
                 with file.open() as stream:
                     parquet = open_parquet(stream)
                     if parquet is not None:
-                        unique = {f.name: f.with_nullable(True).remove_metadata() for f in parquet.schema_arrow}
+                        unique = {f.name: f.with_nullable(True) for f in parquet.schema_arrow}
                         schemas.append(pa.schema(unique.values()))
             except (*BROKEN, *BROKEN_TABLE):
                 continue

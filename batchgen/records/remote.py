@@ -145,5 +145,7 @@ class _Stream(io.RawIOBase):
 def _as_os_error() -> Iterator[None]:
     try:
         yield
+    except BatchgenError:  # a signal came while the store was waited for
+        raise
     except Exception as e:
         raise StoreError(reason(e)) from e

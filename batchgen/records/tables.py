@@ -186,8 +186,21 @@ def _python(scalar: pa.Scalar) -> Any:
     except (ValueError, OverflowError, pa.ArrowException):
         if pa.types.is_struct(scalar.type):
             return {name: _python(value) for name, value in scalar.items()}
-        if pa.types.is_list(scalar.type) or pa.types.is_large_list(scalar.type):
+        if pa.types.is_map(scalar.type):
+            return [tuple(_python(part) for part in pair.values()) for pair in scalar.values]
+        if isinstance(scalar, pa.ListScalar):
             return [_python(value) for value in scalar.values]
-        text = None if pa.types.is_duration(scalar.type) else scalar.cast(pa.string()).as_py().replace(" ", "T")
-        # No calendar goes that far: the number that the column holds.
-        return str(scalar.cast(pa.int64()).as_py()) if text is None or text.startswith("<") else text
+        if pa.types.is_dictionary(scalar.type) or isinstance(scalar.type, pa.BaseExtensionType):
+            return _python(scalar.value)
+        if not pa.types.is_duration(scalar.type):
+            text = scalar.cast(pa.string()).as_py().replace(" ", "T")
+            if not _beyond(scalar):
+                return text
+        return str(scalar.value)  # no calendar goes that far: the number that the column holds
+
+
+def _beyond(scalar: pa.Scalar) -> bool:
+    """Whether Arrow cannot say a time either. With a zone it says another time then, without one that it is out of range."""
+    if pa.types.is_timestamp(scalar.type):
+        scalar = scalar.cast(pa.timestamp(scalar.type.unit))
+    return bool(scalar.cast(pa.string()).as_py().startswith("<"))

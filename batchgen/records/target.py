@@ -109,6 +109,10 @@ class RemoteTarget:
         if "::" in output:
             raise UsageError(f"the output {output} is a file inside another", "write it as a file of its own")
         self._scheme = self.address.partition("://")[0]
+        if self._scheme in ("http", "https"):
+            raise UsageError(
+                f"the output {output} is a web address", "name a local file, or a store: s3://bucket/o.jsonl"
+            )
         self._fs, self._path = remote(output, verb="written")
 
     def check(self) -> None:

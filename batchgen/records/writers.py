@@ -19,15 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
+from batchgen.records.arrow_values import array_of
 from batchgen.records.columns import ColumnType, clean, id_text
 from batchgen.records.jsonl import plain, to_json
 from batchgen.records.output import INPUT_FILE, RowForm, carried_names, output_format
 
 GROUP_ROWS = 5_000
 GROUP_BYTES = 1 << 25
-"""A row group is at most so many rows, or the rows that pass so many bytes of JSON."""
+"""A row group is at most so many rows, or the rows that pass so many bytes of text."""
 GROUP_LOGPROBS = 1 << 18
-"""Where rows are not spooled as JSON: or the rows that pass so many log-probabilities."""
+"""Or the rows that pass so many log-probabilities, which as Python's objects are far larger."""
 
 _TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float64())]
 _CHOICE = [
@@ -121,7 +122,7 @@ def open_writer(
         return SpoolingWriter(file, spool, results, optional)
     results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}
     carried = carried_names(schema.names, form)
-    fields = [pa.field(carried[f.name], f.type) for f in schema if f.name in carried]
+    fields = [f.with_name(carried[f.name]) for f in schema if f.name in carried]
     id_type = _id_type([schema.field(n).type for n in (form.id_column, "id", "custom_id") if n in schema.names])
     source = [pa.field(INPUT_FILE, pa.string())] if form.input_file else []
     fields = [pa.field("id", id_type), *source, *fields, *(pa.field(n, t) for n, t in results.items())]
@@ -164,13 +165,14 @@ class ParquetWriter:
         self._schema = schema
         self._parquet = pq.ParquetWriter(file, schema, compression="zstd")
         self._rows: list[dict[str, Any]] = []
-        self._logprobs = 0
+        self._bytes = self._logprobs = 0
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
         for row in rows:
             self._rows.append(row)
+            self._bytes += _size(row)
             self._logprobs += _logprobs(row)
-            if len(self._rows) >= GROUP_ROWS or self._logprobs >= GROUP_LOGPROBS:
+            if len(self._rows) >= GROUP_ROWS or self._bytes >= GROUP_BYTES or self._logprobs >= GROUP_LOGPROBS:
                 self.end_group()
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ class ParquetWriter:
     def end_group(self) -> None:
         """Write the rows that are held as a row group."""
         rows, self._rows = self._rows, []
-        self._logprobs = 0
+        self._bytes = self._logprobs = 0
         if not rows:
             return
         columns: dict[str, list[Any]] = {f.name: [row.get(f.name) for row in rows] for f in self._schema}
@@ -196,7 +198,7 @@ class ParquetWriter:
             columns["id"] = [id_text(v) for v in columns["id"]]
         if "choice_probs" in columns:  # a map is made of pairs
             columns["choice_probs"] = [v and [(clean(k), p) for k, p in v.items()] for v in columns["choice_probs"]]
-        arrays = [_array(columns[f.name], f.type) for f in self._schema]
+        arrays = [array_of(columns[f.name], f.type) for f in self._schema]
         self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
 
 
@@ -268,6 +270,15 @@ class SpoolingWriter:
         self._file.abandon()
 
 
+def _size(value: Any) -> int:
+    """About how many bytes of text and numbers it holds."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_size(v) for v in value.values())
+    return sum(_size(v) for v in value) if isinstance(value, (list, tuple)) else 8
+
+
 def _logprobs(row: dict[str, Any]) -> int:
     """How many a row has: with many likeliest tokens they are most of its memory."""
     return sum(1 + len(token["top"]) for choice in row.get("choices") or () for token in choice["logprobs"] or ())
@@ -277,37 +288,6 @@ def _id_type(types: Sequence[pa.DataType]) -> pa.DataType:
     if all(pa.types.is_integer(t) and t != pa.uint64() for t in types):
         return pa.int64()
     return pa.string()
-
-
-def _array(values: list[Any], type: pa.DataType) -> pa.Array:
-    try:
-        return pa.array(values, type)
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
-        return pa.concat_arrays([_single(v, type) for v in values])
-
-
-def _single(value: Any, type: pa.DataType) -> pa.Array:
-    """An array of one value, by what `tables` and `columns.clean` make of values that Python or UTF-8 cannot hold."""
-    attempts: list[Callable[[], pa.Array]] = [
-        lambda: pa.array([value], type),
-        lambda: pa.array([_clean(value)], type),
-        lambda: pa.array([value]).cast(type),
-        lambda: pa.array([int(value)], pa.int64()).cast(type),
-    ]
-    for attempt in attempts:
-        try:
-            return attempt()
-        except (pa.ArrowException, ValueError, TypeError, OverflowError):
-            continue
-    return pa.nulls(1, type)
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, dict):
-        return {k: _clean(v) for k, v in value.items()}
-    return [_clean(v) for v in value] if isinstance(value, list) else value
 
 
 def _quietly(close: Callable[[], Any]) -> None:

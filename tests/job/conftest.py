@@ -18,9 +18,7 @@ HERE = Path(__file__).parent
 def runs(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     root, scratch = HERE.parents[1], tmp_path_factory.mktemp("runs")
     paths = [str(root), str(root / "cli"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    one_thread = {
-        name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-    }
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     env = os.environ | one_thread
     env |= {"PYTHONPATH": os.pathsep.join(paths), "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     with (

@@ -162,7 +162,9 @@ class Watch:
         def wrapper(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
             if isinstance(file, int) or not set(mode) & set("wax+") or watch._where(os.fspath(file)) is None:
                 return real(file, mode, buffering, *args, **options)
-            raw = watch.call("open", file, lambda: WatchedFile(os.path.abspath(file), mode.replace("t", "").replace("b", "")))
+            raw = watch.call(
+                "open", file, lambda: WatchedFile(os.path.abspath(file), mode.replace("t", "").replace("b", ""))
+            )
             watch._paths[raw.fileno()] = os.path.abspath(file)
             if buffering == 0:
                 return raw

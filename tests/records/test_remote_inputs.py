@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import random
+import signal
 
 import fsspec
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from batchgen.errors import InputCorrupt, UsageError
+from batchgen.errors import InputCorrupt, Interrupted, UsageError
 from batchgen.records import open_input, remote
 from batchgen.records.place import job_path
 
@@ -204,6 +205,14 @@ def test_a_connection_that_breaks_in_the_middle_ends_the_input_there_with_what_w
         f"s3://bucket/{name} breaks off after {place}: Could not connect to the endpoint URL; "
         "what was read before that is kept: check the connection and run the same command again"
     )
+
+
+def test_a_signal_while_a_store_is_waited_for_is_no_fault_of_the_input(s3, monkeypatch):
+    s3.pipe_file("bucket/x.jsonl", JSONL)
+    source = opened("s3://bucket/x.jsonl")
+    monkeypatch.setattr("s3fs.core.S3File._fetch_range", _fail(Interrupted(signal.SIGINT)))
+    with pytest.raises(Interrupted):
+        list(source.rows())
 
 
 def test_an_object_replaced_while_it_is_read_breaks_off_and_is_not_mixed_with_the_new_one(s3, monkeypatch):

@@ -198,6 +198,7 @@ def test_what_shows_before_the_run_is_refused_before_it_and_nothing_is_touched(s
         ("s3://nobucket/o.jsonl", f"s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; {HINT}"),
         ("s3://bucket/folder", "the output s3://bucket/folder has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
         ("zip://o.jsonl::s3://bucket/a.zip", "the output zip://o.jsonl::s3://bucket/a.zip is a file inside another; write it as a file of its own"),
+        ("https://host/o.jsonl", "the output https://host/o.jsonl is a web address; name a local file, or a store: s3://bucket/o.jsonl"),
         ("nosuch://bucket/o.jsonl", "nosuch://bucket/o.jsonl cannot be written: Protocol not known: nosuch; use a path, or a URL such as s3://bucket/rows.jsonl"),
     ):  # fmt: skip
         with pytest.raises(UsageError) as caught:

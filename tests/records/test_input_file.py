@@ -1,0 +1,104 @@
+"""Which file a row came from, where there are several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+
+def output(name="o.jsonl"):
+    if name.endswith("parquet"):
+        return pq.read_table(name).to_pylist()
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+def column(name="o.jsonl"):
+    return [row.get("input_file") for row in output(name)]
+
+
+@pytest.fixture
+def two(write_input):
+    Path("data").mkdir()
+    write_input(["a", "b"], "data/x.jsonl")
+    write_input(["c"], "data/y.jsonl")
+    return "data/x.jsonl", "data/y.jsonl"
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.parquet"])
+def test_rows_of_several_files_name_theirs_as_the_user_would(name, run, two):
+    run(name, inputs=two)
+    assert list(output(name)[0])[:3] == ["id", "input_file", "prompt"]
+    assert column(name) == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
+    if name == "o.parquet":
+        assert pq.read_schema(name).field("input_file") == pa.field("input_file", pa.string())
+
+
+def test_a_folder_and_a_glob_name_the_files_in_them(run, two, tmp_path):
+    run(inputs=("data",))
+    assert column() == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
+    run(inputs=(f"{tmp_path}/data/*",), overwrite=True)
+    assert column() == [f"{tmp_path}/data/{n}.jsonl" for n in "xxy"]
+
+
+def test_rows_of_one_file_name_none_and_the_column_comes_and_goes_without_generating_anything(run, two):
+    run(inputs=two[:1])
+    assert "input_file" not in output()[0]
+    assert run(inputs=two)[1] == ["c"]
+    assert column() == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
+    assert run(inputs=two, keep=())[1] == []
+    assert column() == [None, None, None]
+
+
+def test_keep_names_it_like_a_column_of_the_input(run, two):
+    run(inputs=two, keep=())
+    assert list(output()[0]) == ["id", "text", "finish_reason", "usage", "error"]
+    run(inputs=two, keep=("prompt",))
+    assert list(output()[0])[:3] == ["id", "prompt", "text"]
+    run(inputs=two, keep=("input_file",))
+    assert list(output()[0])[:3] == ["id", "input_file", "text"]
+
+
+def test_a_malformed_row_names_its_file_too(run, two):
+    Path("data/y.jsonl").write_text("{\n")
+    run(inputs=two)
+    assert column() == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
+
+
+def test_a_column_of_that_name_is_carried_as_input_input_file(run, two):
+    row = {"prompt": "c", "input_file": "mine", "input_input_file": 1}
+    Path("data/y.jsonl").write_text(json.dumps(row) + "\n")
+    run(inputs=two)
+    assert {k: v for k, v in output()[2].items() if "file" in k} == {
+        "input_file": "data/y.jsonl",
+        "input_input_input_file": "mine",
+        "input_input_file": 1,
+    }
+    run("one.jsonl", inputs=two[1:])
+    assert output("one.jsonl")[0]["input_file"] == "mine"
+
+
+@pytest.mark.parametrize("columns", [["prompt"], ["prompt", "input_file"]])
+def test_parquet_input_has_it_as_text_beside_its_own_columns(run, columns):
+    for name in "xy":
+        pq.write_table(pa.table({c: pa.array([name], pa.large_string()) for c in columns}), f"{name}.parquet")
+    run("o.parquet", inputs=("x.parquet", "y.parquet"))
+    schema = pq.read_schema("o.parquet")
+    assert schema.names[: 2 + len(columns)] == ["id", "input_file", *columns[:1], *[f"input_{c}" for c in columns[1:]]]
+    assert schema.field("input_file").type == pa.string()
+    assert column("o.parquet") == ["x.parquet", "y.parquet"]
+
+
+def test_a_column_of_that_name_in_some_of_the_parquet_files_takes_no_other_columns_name(run):
+    pq.write_table(pa.table({"prompt": ["a"], "input_file": ["mine"]}), "x.parquet")
+    pq.write_table(pa.table({"prompt": ["b"], "input_input_file": [1]}), "y.parquet")
+    run("o.parquet", inputs=("x.parquet", "y.parquet"))
+    assert column("o.parquet") == ["x.parquet", "y.parquet"]
+    first, second = output("o.parquet")
+    assert (first["input_input_file"], second["input_input_file"]) == (
+        '"mine"',
+        "1",
+    )  # a column of mixed types holds JSON

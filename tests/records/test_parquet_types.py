@@ -1,0 +1,170 @@
+"""Columns of Parquet input come out of Parquet output as they went in: type, nulls, values to the last nanosecond, metadata of the field."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.records import RowForm, open_input, writers
+from batchgen.records.output import output_row
+from batchgen.records.writers import DigestFile, open_writer
+from batchgen.result import Result
+
+NS = 1_577_836_800_000_000_001  # 2020, and a nanosecond: more than Python's datetime holds
+FAR = 9_223_372_036_854  # seconds: the year 294247
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def carried(*tables: pa.Table, form: RowForm = RowForm(), at_once: int = 1000) -> pa.Table:  # noqa: B008 (frozen)
+    """The tables' rows as an output has them: what a job does, without its model."""
+    names = []
+    for number, table in enumerate(tables):
+        names.append(f"in{number}.parquet")
+        pq.write_table(table, names[-1], row_group_size=2)
+    source = open_input(names, format=None, output=None)
+    file = DigestFile(Path("o.partial"))
+    writer = open_writer(file, "o.parquet", schema=source.schema, spool=Path("spool"), form=form)
+    rows = [output_row(r, Result(row=r.number, text="t", finish_reason="stop"), form) for r in source.rows()]
+    for start in range(0, len(rows), at_once):
+        writer.write(rows[start : start + at_once])
+    writer.close()
+    return pq.read_table("o.partial", use_threads=False)
+
+
+def same(column: pa.Array) -> None:
+    table = pa.table([column], schema=pa.schema([pa.field("c", column.type, metadata={"unit": "m/s"})]))
+    for at_once in (1000, 1):
+        out = carried(table, at_once=at_once)
+        expected = pq.read_table("in0.parquet", use_threads=False)  # where Parquet has no such type, the nearest
+        assert out.schema.field("c").equals(expected.schema.field("c"), check_metadata=False)
+        assert out["c"].combine_chunks().equals(expected["c"].combine_chunks())
+        assert out.schema.field("c").metadata[b"unit"] == b"m/s"
+
+
+def extension(type, values):
+    return pa.ExtensionArray.from_storage(type, pa.array(values, type.storage_type))
+
+
+TYPES = {
+    "bool": pa.array([True, False, None]),
+    "int8": pa.array([-128, 127, None], pa.int8()),
+    "uint64": pa.array([2**64 - 1, 0, None], pa.uint64()),
+    "float16": pa.array([1.5, -0.25, None], pa.float16()),
+    "float32": pa.array([0.1, float("inf"), None], pa.float32()),
+    "decimal32": pa.array([Decimal("1.10"), Decimal("-2.00"), None], pa.decimal32(5, 2)),
+    "decimal128": pa.array([Decimal("1.10"), Decimal("-2.00"), None], pa.decimal128(20, 2)),
+    "decimal256": pa.array([Decimal("1.10"), Decimal("9" * 45 + ".01"), None], pa.decimal256(60, 2)),
+    "large string": pa.array(["a", "", None], pa.large_string()),
+    "string view": pa.array(["a", "longer than is kept in line", None], pa.string_view()),
+    "binary": pa.array([b"\xff\x00", b"", None]),
+    "large binary": pa.array([b"\xff", b"", None], pa.large_binary()),
+    "binary of fixed size": pa.array([b"ab", b"\xff\x00", None], pa.binary(2)),
+    "null": pa.nulls(3),
+    "date": pa.array([0, -719_163, None], pa.date32()),
+    "date beyond the calendar": pa.array([10_000_000, -1_000_000, 2_000_000_000, None], pa.date32()),
+    "date64": pa.array([0, 86_400_000, None], pa.date64()),
+    "time of seconds": pa.array([1, 86_399, None], pa.time32("s")),
+    "time of nanoseconds": pa.array([1, 2_001, None], pa.time64("ns")),
+    "timestamp of seconds": pa.array([1, -1, None], pa.timestamp("s")),
+    "timestamp with a zone": pa.array([1_603_585_800_000_000, 1_603_589_400_000_000, None], pa.timestamp("us", "Europe/Berlin")),  # an hour that comes twice
+    "timestamp with an offset": pa.array([1, 2, None], pa.timestamp("ms", "+05:30")),
+    "timestamp of nanoseconds": pa.array([NS, 0, None], pa.timestamp("ns")),
+    "timestamp of nanoseconds with a zone": pa.array([NS, 0, None], pa.timestamp("ns", "Europe/Berlin")),
+    "timestamp beyond the calendar": pa.array([FAR * 1000 + 7, -FAR * 1000, None], pa.timestamp("ms")),
+    "timestamp beyond the calendar with a zone": pa.array([FAR * 1000 + 7, 0, None], pa.timestamp("ms", "UTC")),
+    "duration": pa.array([1, 10**12, None], pa.duration("s")),
+    "duration of nanoseconds": pa.array([1, 1_000, None], pa.duration("ns")),
+    "dictionary": pa.array(["a", "b", None, "a"]).dictionary_encode(),
+    "ordered dictionary of small indices": pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.int8()), ["a", "b"], ordered=True),
+    "dictionary of nanoseconds": pa.array([NS, 0, None], pa.timestamp("ns")).dictionary_encode(),
+    "list of dictionary": pa.ListArray.from_arrays([0, 1, 2, 3], pa.array(["a", "b", None]).dictionary_encode()),
+    "list of struct": pa.array([[{"a": 1, "b": "x"}, None], [], None], pa.list_(pa.struct([("a", pa.int32()), ("b", pa.string())]))),
+    "list of what is never null": pa.array([[1], [], None], pa.list_(pa.field("item", pa.int32(), nullable=False))),
+    "list of null": pa.array([[], [None], None], pa.list_(pa.null())),
+    "large list": pa.array([[1], [], None], pa.large_list(pa.int64())),
+    "list view": pa.array([[1], [], None], pa.list_view(pa.int64())),
+    "list of fixed size": pa.array([[1.5, 2.5], [3.0, None], None], pa.list_(pa.float32(), 2)),
+    "struct in struct": pa.array([{"a": None, "b": {"c": [1]}}, {"a": 1, "b": None}, None], pa.struct([("a", pa.int8()), ("b", pa.struct([("c", pa.list_(pa.int16()))]))])),
+    "map": pa.array([[("a", 1), ("b", None), ("a", 2)], [], None], pa.map_(pa.string(), pa.int32())),
+    "map in struct": pa.array([{"m": [("a", 1)]}, {"m": None}, None], pa.struct([("m", pa.map_(pa.string(), pa.int32()))])),
+    "uuid": extension(pa.uuid(), [b"a" * 16, b"b" * 16, None]),
+    "json": extension(pa.json_(), ['{"a": 1}', "[]", None]),
+    "bool8": extension(pa.bool8(), [1, 0, None]),
+    "opaque": extension(pa.opaque(pa.string(), "t", "v"), ["a", "b", None]),
+    "tensor": extension(pa.fixed_shape_tensor(pa.int32(), [2]), [[1, 2], [3, 4], None]),
+    "list of uuid": pa.ListArray.from_arrays([0, 1, 2, 2], extension(pa.uuid(), [b"a" * 16, b"b" * 16])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_column_is_carried_as_it_is(name):
+    same(TYPES[name])
+
+
+@pytest.mark.parametrize(
+    ("type", "value"),
+    [(pa.timestamp("ns"), NS), (pa.time64("ns"), 1), (pa.duration("ns"), 1), (pa.date32(), 10_000_000)],
+    ids=str,
+)
+def test_what_python_cannot_hold_is_carried_at_any_depth_too(type, value):
+    same(pa.array([[value, None], [], None], pa.list_(type)))
+    same(pa.array([[value, None], [], None], pa.list_view(type)))
+    same(pa.array([[value], [None], None], pa.list_(type, 1)))
+    same(pa.array([{"t": value, "n": 1}, {"t": None, "n": 2}, None], pa.struct([("t", type), ("n", pa.int8())])))
+    same(pa.array([[("a", value)], [("b", None)], [], None], pa.map_(pa.string(), type)))
+    same(pa.array([[(value, 1)], [], None], pa.map_(type, pa.int32())))
+    same(pa.array([[{"m": [("k", [value])]}], [], None], pa.large_list(pa.struct([("m", pa.map_(pa.string(), pa.list_(type)))]))))  # fmt: skip
+
+
+def test_an_extension_type_that_nobody_here_knows_stays_named():
+    metadata = {"ARROW:extension:name": "geoarrow.point", "ARROW:extension:metadata": '{"crs": "x"}'}
+    point = pa.struct([("x", pa.float64()), pa.field("y", pa.float64(), metadata={"axis": "north"})])
+    table = pa.table(
+        [pa.array([{"x": 1.0, "y": 2.0}], point)], schema=pa.schema([pa.field("p", point, metadata=metadata)])
+    )
+    field = carried(table).schema.field("p")
+    assert field.metadata == {k.encode(): v.encode() for k, v in metadata.items()}
+    assert field.type.field("y").metadata == {b"axis": b"north"}
+
+
+def test_metadata_of_the_whole_file_which_speaks_of_its_columns_alone_is_not_carried():
+    out = carried(pa.table({"a": [1]}, schema=pa.schema([("a", pa.int64())], metadata={"huggingface": "{}"})))
+    assert out.schema.metadata is None
+
+
+def test_files_of_types_that_widen_into_each_other_have_the_wider_and_other_metadata_is_no_matter():
+    narrow = pa.schema(
+        [pa.field("n", pa.int8(), metadata={"a": "1"}), pa.field("s", pa.struct([("t", pa.timestamp("s"))]))]
+    )
+    wide = pa.schema(
+        [pa.field("n", pa.int64(), metadata={"a": "2"}), pa.field("s", pa.struct([("t", pa.timestamp("ns"))]))]
+    )
+    out = carried(
+        pa.table([pa.array([1], pa.int8()), pa.array([{"t": 1}], narrow.field("s").type)], schema=narrow),
+        pa.table([pa.array([2**40]), pa.array([{"t": NS}], wide.field("s").type)], schema=wide),
+    )
+    assert out.schema.field("n") == pa.field("n", pa.int64())
+    assert out["n"].to_pylist() == [1, 2**40]
+
+
+def test_the_schema_does_not_depend_on_which_rows_are_written_together():
+    rows = [{"a": None, "b": []}, {"a": None, "b": None}, {"a": {"x": 1}, "b": [1.5]}]
+    table = pa.Table.from_pylist(rows)
+    outs = [carried(table, at_once=n) for n in (1, 2, 3)]
+    assert [out.schema for out in outs] == [outs[0].schema] * 3
+    assert [out.select(["a", "b"]).to_pylist() for out in outs] == [rows] * 3
+
+
+def test_a_row_group_ends_where_its_rows_become_large(monkeypatch):
+    monkeypatch.setattr(writers, "GROUP_BYTES", 1000)
+    carried(pa.table({"prompt": ["x" * 300] * 10, "tags": [["y" * 100, "z"]] * 10}))
+    metadata = pq.read_metadata("o.partial")
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [3, 3, 3, 1]

@@ -1,0 +1,120 @@
+"""Whole jobs from a store into a store: the command, its exit codes and lines, and a kill during the upload."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+PROMPTS = ["one", "two", "three"]
+KILLED = """
+import os, signal, sys
+from s3fs import S3FileSystem
+real = S3FileSystem._put_file
+async def put(self, *args, **options):
+    if "{when}" == "after":
+        await real(self, *args, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+S3FileSystem._put_file = put
+from batchgen_cli.app import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def store(s3):
+    s3.pipe_file("bucket/in/a.jsonl", b"".join(json.dumps({"prompt": p}).encode() + b"\n" for p in PROMPTS))
+    return s3
+
+
+@pytest.fixture
+def run(cli, tiny_model_dir):
+    def run(*inputs, output, **options):
+        flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+        return cli("run", *inputs, "-m", tiny_model_dir, "--max-tokens", "4", "-o", output, *flags)
+
+    return run
+
+
+def rows(s3, name="bucket/o.jsonl"):
+    s3.invalidate_cache()
+    return [json.loads(line) for line in s3.cat_file(name).splitlines()]
+
+
+def test_a_job_from_a_store_to_a_store_gives_what_one_on_a_disk_gives_and_is_done_once(store, run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(store.cat_file("bucket/in/a.jsonl"))
+    assert run(tmp_path / "a.jsonl", output=tmp_path / "o.jsonl").code == 0
+    assert run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl").code == 0
+    assert store.cat_file("bucket/o.jsonl") == (tmp_path / "o.jsonl").read_bytes()
+    again = run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
+    assert (again.code, again.out) == (0, "")
+    assert "nothing to do" in again.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "cache", "o.jsonl", "o.jsonl.job"]
+
+
+def test_an_input_that_changed_in_its_store_has_only_its_new_rows_generated(store, run):
+    run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
+    store.pipe_file("bucket/in/a.jsonl", store.cat_file("bucket/in/a.jsonl") + b'{"prompt": "four"}\n')
+    said = run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
+    assert "s3://bucket/o.jsonl was finished: 3 of its results are at hand" in said.err
+    assert [row["prompt"] for row in rows(store)] == [*PROMPTS, "four"]
+
+
+def test_a_folder_of_parquet_in_a_store_becomes_parquet_there_with_the_file_of_each_row(store, run):
+    for name in "xy":
+        stream = io.BytesIO()
+        pq.write_table(pa.table({"prompt": [name], "at": pa.array([1], pa.timestamp("ns", "UTC"))}), stream)
+        store.pipe_file(f"bucket/parquet/{name}.parquet", stream.getvalue())
+    assert run("s3://bucket/parquet", output="s3://bucket/parquet/out.parquet").code == 0
+    table = pq.read_table(io.BytesIO(store.cat_file("bucket/parquet/out.parquet")))
+    assert table["input_file"].to_pylist() == ["s3://bucket/parquet/x.parquet", "s3://bucket/parquet/y.parquet"]
+    assert table.schema.field("at").type == pa.timestamp("ns", "UTC")
+    assert run("s3://bucket/parquet", output="s3://bucket/parquet/out.parquet").code == 0  # and is no input of itself
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_job_killed_while_it_uploads_is_finished_by_the_next_run_without_the_model(
+    store, run, when, tiny_model_dir, command_environment, tmp_path
+):
+    command = ["run", "s3://bucket/in/a.jsonl", "-m", str(tiny_model_dir), "--max-tokens", "4", "-o", "s3://bucket/o.jsonl"]  # fmt: skip
+    environment = command_environment | {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "XDG_"))}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED.format(when=when), *command], env=environment, capture_output=True, timeout=120
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    store.invalidate_cache()
+    assert store.exists("bucket/o.jsonl") == (when == "after")
+    said = run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl", stats=str(tmp_path / "s.json"))
+    assert said.code == 0
+    assert [row["prompt"] for row in rows(store)] == PROMPTS
+    assert "loading model" not in said.err
+    assert json.loads((tmp_path / "s.json").read_text())["rows_resumed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("s3://nobucket/o.jsonl", "s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; check the address, your access to it and the connection, or use another -o"),
+        ("s3://bucket/in/a.jsonl", "s3://bucket/in/a.jsonl is both an input and the output; name another output with -o (or quote a glob: outputs are left out then)"),
+        ("s3://bucket/mine.jsonl", "s3://bucket/mine.jsonl exists and has no job folder, so it is not known to be batchgen's; use --overwrite to replace it, or another -o"),
+    ],
+)  # fmt: skip
+def test_what_a_store_refuses_is_wrong_use_and_one_line(store, run, output, message):
+    store.pipe_file("bucket/mine.jsonl", b"mine")
+    said = run("s3://bucket/in/a.jsonl", output=output)
+    assert said.code == 2
+    assert said.err.splitlines()[-1] == f"batchgen: error: {message}"
+    assert store.cat_file("bucket/mine.jsonl") == b"mine"
+
+
+def test_a_remote_input_needs_an_output_named(cli, store, tiny_model_dir):
+    said = cli("run", "s3://bucket/in/a.jsonl", "-m", tiny_model_dir)
+    assert said.code == 2
+    assert "the remote input s3://bucket/in/a.jsonl needs an output; name it with -o" in said.err
