@@ -27,6 +27,11 @@ def check_line(ended: Ended, job: Job, how: str, call: str) -> None:
     assert "run the same command again" in match[3] or "-o" in match[3], (call, shown)
 
 
+def harmless(call: str) -> bool:
+    """Letting go of the lock: the name in it is a dead process's."""
+    return call.split()[0] == "ftruncate"
+
+
 def check_faults(job: Job, rng: random.Random, every: int) -> int:
     """A fault at each call (or each so manieth) of a run from the job's state, then the same command without it. Returns how many."""
     job.reset()
@@ -38,7 +43,7 @@ def check_faults(job: Job, rng: random.Random, every: int) -> int:
         job.reset()
         ended = job.run(how=how, at=at, lasting=lasting)
         if ended.code == job.case.code:
-            assert harmless(calls[at - 1], lasting), (call, ended.err)
+            assert harmless(calls[at - 1]), (call, ended.err)
         else:
             check_line(ended, job, how, call)
         job.check_output(finished=False)
