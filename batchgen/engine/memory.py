@@ -186,6 +186,9 @@ class Memory:
             shelf[kept] = None
         elif shelf is not None:
             kept.saved = None
+        if not filled and kept.saved is not None:
+            # What is loaded has pages of its own. Run again, it can write on in its parent's last one: where memory is short, that is less.
+            filled = self._fill(span, span.parent, span.start, None, reserve)
         return filled
 
     def _fill(self, span: Span, source: Branch | None, known: int, saved: Saved | None, reserve: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -62,6 +63,11 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
     new.replace(path)
     sync_folder(path.parent)
+
+
+def json_digest(value: Any) -> str:
+    """By which a file of JSON tells that nothing of it was changed."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def move_file(source: Path, target: Path) -> None:

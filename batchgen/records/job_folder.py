@@ -206,6 +206,8 @@ class JobFolder:
         """Whether there is nothing to do."""
         if self.previous is None or old.request != self._manifest.request or not old.request["inputs"]:
             return False
+        if file_digest(self._folder / "stats.json") != old.stats:
+            return False
         return not (self._retry_errors and self.previous["job"]["rows_failed"])
 
     def _start_anew(self) -> None:
@@ -320,7 +322,10 @@ class JobFolder:
             partial = self._folder / "output.partial"
             new = self._target.to_be(partial, self._file.hexdigest())
             self._manifest = replace(
-                self._manifest, outputs=[*self._manifest.outputs, new], keys=self._keys.hexdigest()
+                self._manifest,
+                outputs=[*self._manifest.outputs, new],
+                keys=self._keys.hexdigest(),
+                stats=file_digest(self._folder / "stats.json"),
             )
             self._manifest.save(self._folder / "manifest.json")
             (self._folder / "keys.partial").replace(self._folder / "keys")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.records.disk import write_json
+from batchgen.records.disk import json_digest, write_json
 
 SCHEMA = "batchgen.job/1"
 DIGEST = "digest"
@@ -34,9 +34,12 @@ class Manifest:
     """`identity` of the files that may stand at the output's place as ours: what was there before, and what was put there."""
     keys: str = ""
     """Digest of the file of keys of a finished output."""
+    stats: str = ""
+    """Digest of the figures of a finished job."""
 
     def save(self, path: Path) -> None:
-        write_json(path, {"schema": SCHEMA, **asdict(self)})
+        value = asdict(self)
+        write_json(path, {"schema": SCHEMA, DIGEST: json_digest(value), **value})
 
 
 def load_manifest(path: Path) -> Manifest | None:
@@ -48,12 +51,10 @@ def load_manifest(path: Path) -> Manifest | None:
         return None
     except ValueError as e:
         raise UsageError(f"{path} is damaged", way_out) from e
-    if (
-        not isinstance(value, dict)
-        or value.pop("schema", None) != SCHEMA
-        or value.keys() != {f.name for f in fields(Manifest)}
-    ):
+    if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
         raise UsageError(f"{path} was written by another version of batchgen", way_out)
+    if value.pop(DIGEST, None) != json_digest(value) or value.keys() != {f.name for f in fields(Manifest)}:
+        raise UsageError(f"{path} is damaged", way_out)
     return Manifest(**value)
 
 

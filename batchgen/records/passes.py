@@ -8,7 +8,6 @@ passes/done.json  what was read, and the digests of the files: written last, onc
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.records.disk import sync_folder, write_json, writing
+from batchgen.records.disk import json_digest, sync_folder, write_json, writing
 from batchgen.records.journal import Journal
 from batchgen.records.listing import Listing, read_failed, read_keys
 from batchgen.records.manifest import file_digest
@@ -76,7 +75,7 @@ class Passes:
         with writing(self.folder):
             sync_folder(self.folder)
             value = asdict(done) | {"asked": self._asked(done.asked), "journal_bytes": self._journal.size}
-            write_json(self._done, {"digest": _digest(value), "pass": value})
+            write_json(self._done, {"digest": json_digest(value), "pass": value})
 
     def keys(self) -> Iterator[bytes]:
         """The key of every row, in input order; `NO_KEY` for one that failed."""
@@ -110,11 +109,7 @@ class Passes:
         if (
             not isinstance(value, dict)
             or value.keys() != {"digest", "pass"}
-            or value["digest"] != _digest(value["pass"])
+            or value["digest"] != json_digest(value["pass"])
         ):
             return None
         return Pass(**value["pass"])
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

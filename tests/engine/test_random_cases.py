@@ -130,3 +130,8 @@ def test_windows_that_run_together_are_right(sim, policy):
                 count = 0
         s.finish()
         assert len(s.done) == count or not count
+
+
+def test_what_could_be_loaded_is_run_again_where_that_takes_fewer_pages(sim) -> None:
+    """A leaf whose KV is in host memory, in a pool of which its parent has the one page too many: found by chance, it stood still."""
+    check(sim, 123577, 0, "fifo", 1, 1.0, False)

@@ -87,7 +87,7 @@ STATES = ("new", "generated", "changed")
 HOWS = ("kill", "torn", "cut")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("job", CASES, indirect=True)
 def test_a_job_killed_at_calls_all_over_its_runs_ends_as_if_not(job: Job, state: str) -> None:
