@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from batchgen.errors import OutputError
 
+_HINT = "check the disk and run the same command again: what was finished is kept"
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command again: what was finished is kept",
     errno.EDQUOT: "free some of your quota and run the same command again: what was finished is kept",
@@ -29,16 +30,26 @@ _HINTS = {
 @contextmanager
 def writing(what: str | Path) -> Iterator[None]:
     """Turns an error of the disk into `OutputError`: what cannot be written, why, and the way out."""
+    with _in_words(f"{what} cannot be written"):
+        yield
+
+
+@contextmanager
+def reading(what: str | Path) -> Iterator[None]:
+    """The same for a job's own files, when they are read again."""
+    with _in_words(f"{what} cannot be read"):
+        yield
+
+
+@contextmanager
+def _in_words(failure: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
         reason = os.strerror(e.errno) if e.errno else str(e)
-        hint = _HINTS.get(e.errno or 0, "check the disk and run the same command again: what was finished is kept")
-        raise OutputError(f"{what} cannot be written: {reason}", hint) from e
-    except (sqlite3.OperationalError, sqlite3.DatabaseError, pa.ArrowException) as e:
-        raise OutputError(
-            f"{what} cannot be written: {e}", "check the disk and run the same command again: what was finished is kept"
-        ) from e
+        raise OutputError(f"{failure}: {reason}", _HINTS.get(e.errno or 0, _HINT)) from e
+    except (sqlite3.Error, pa.ArrowException) as e:
+        raise OutputError(f"{failure}: {e}", _HINT) from e
 
 
 def sync_folder(folder: Path) -> None:

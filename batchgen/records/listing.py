@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from batchgen.errors import OutputError
 from batchgen.records.disk import writing
 from batchgen.records.journal import decode, encode
 from batchgen.records.take_back import KEY_BYTES, NO_KEY
@@ -54,10 +55,10 @@ def read_keys(path: Path) -> Iterator[bytes]:
 
 
 def read_failed(path: Path) -> Iterator[Result]:
-    """The results of the rows that never became requests, in input order. Raises `ValueError` where the file is damaged."""
+    """The results of the rows that never became requests, in input order. Raises `OutputError` where the file is damaged."""
     with path.open("rb") as file:
         for line in file:
             record = decode(line)
             if record is None:
-                raise ValueError(f"{path} is damaged")
+                raise OutputError(f"{path} is damaged", "run the same command again: the input is read anew")
             yield replace(record[1], row=int.from_bytes(record[0], "big"))

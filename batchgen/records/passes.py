@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.records.disk import json_digest, sync_folder, write_json, writing
+from batchgen.records.disk import json_digest, reading, sync_folder, write_json, writing
 from batchgen.records.journal import Journal
 from batchgen.records.listing import Listing, read_failed, read_keys
 from batchgen.records.manifest import file_digest
@@ -79,11 +79,13 @@ class Passes:
 
     def keys(self) -> Iterator[bytes]:
         """The key of every row, in input order; `NO_KEY` for one that failed."""
-        return read_keys(self.folder / "keys")
+        with reading(self.folder):
+            yield from read_keys(self.folder / "keys")
 
     def failed(self) -> Iterator[Any]:
         """The results of the rows that failed, in input order."""
-        return read_failed(self.folder / "failed")
+        with reading(self.folder):
+            yield from read_failed(self.folder / "failed")
 
     def forget(self) -> None:
         """No later run is to use it."""

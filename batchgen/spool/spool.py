@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from batchgen.prefix.order import common_length, depth_first_order
-from batchgen.records.disk import writing
+from batchgen.records.disk import reading, writing
 from batchgen.records.writers import DigestFile
 from batchgen.request import Request
 from batchgen.spool.blocks import Block, cut, read_blocks, sort_key, write_blocks
@@ -109,7 +109,7 @@ class Spool:
         self._runs.append(name)
 
     def _merged(self, names: Sequence[str]) -> Iterator[Block]:
-        with ExitStack() as files:
+        with reading(self._folder), ExitStack() as files:
             runs = [_Head(read_blocks(files.enter_context((self._folder / name).open("rb")))) for name in names]
             yield from merged([run for run in runs if run.advance()])
 

@@ -108,7 +108,8 @@ class Watch:
             path = self._paths.get(path)
             if path is None:
                 return None
-        full = os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
+        folder, name = os.path.split(os.path.abspath(path))
+        full = os.path.join(os.path.realpath(folder), name)
         if full == self._folder:
             return "."
         return full[len(self._folder) + 1 :] if full.startswith(self._folder + os.sep) else None

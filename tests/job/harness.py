@@ -71,6 +71,12 @@ class Running:
         """How many calls it has made so far."""
         return self._files.with_suffix(".log").read_bytes().count(b"\n")
 
+    def until_stopped(self) -> None:
+        """Waits for it to stop itself (`how="SIGSTOP"`)."""
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert not self.ended(), self.wait().err
+            time.sleep(0.002)
+
     def wait(self) -> Ended:
         status = self._status if self._status is not None else self._wait(block=True)
         assert status is not None
@@ -94,20 +100,20 @@ class Runs:
         arguments: Sequence[str | Path],
         *,
         settings: Mapping[str, Any] | None = None,
-        ignored: Sequence[int] = (),
-        stdin: str = os.devnull,
+        file_size: int | None = None,
         stdout: str | None = None,
         **plan: Any,
     ) -> Running:
-        """`settings`: constants of modules (`module:NAME`) that are others in this run. `plan`: fields of `faults.Plan`."""
+        """`settings`: constants of modules (`module:NAME`) that are others in this run. `file_size`: no file may grow beyond it.
+        `plan`: fields of `faults.Plan`.
+        """
         self._count += 1
         files = self._scratch / f"{self._count:05d}"
         order = {
             "folder": str(folder),
             "arguments": ["run", *map(str, arguments), "-m", str(self._model)],
             "set": dict(settings or {}),
-            "ignored": list(ignored),
-            "stdin": stdin,
+            "file_size": file_size,
             "stdout": stdout or f"{files}.out",
             "stderr": f"{files}.err",
             "log": f"{files}.log",
@@ -144,8 +150,7 @@ class Case:
 
     @property
     def arguments(self) -> list[str]:
-        common = ("--max-tokens", "6", "--batch-size", "5", "-q")
-        return [*self.inputs, "-o", self.output, *common, *self.options]
+        return [*self.inputs, "-o", self.output, "--max-tokens", "6", "--batch-size", "5", *self.options]
 
 
 CASES = {
@@ -222,6 +227,7 @@ class Job:
         self.output = folder / case.output
         self.job_folder = folder / ("work" if "--work-dir" in case.options else "") / f"{case.output}.job"
         self.partial = str((self.job_folder / "output.partial").relative_to(folder))
+        self.journal = str((self.job_folder / "journal").relative_to(folder))
         self.prepare()
         self.whole = self.run()
         assert self.whole.code == case.code, self.whole.err
@@ -270,11 +276,13 @@ class Job:
             shutil.rmtree(self.folder)
             shutil.copytree(self._state, self.folder)
 
-    def run(self, **plan: Any) -> Ended:
-        return self.start(**plan).wait()
+    def run(self, *more: str | Path, **plan: Any) -> Ended:
+        """`more`: options beyond the case's."""
+        return self.start(*more, **plan).wait()
 
-    def start(self, **plan: Any) -> Any:
-        return self.runs.start(self.folder, self.case.arguments, settings=self.case.settings, **plan)
+    def start(self, *more: str | Path, quiet: bool = True, **plan: Any) -> Running:
+        arguments = [*self.case.arguments, *more, *(["-q"] if quiet else [])]
+        return self.runs.start(self.folder, arguments, settings=self.case.settings, **plan)
 
     def check_output(self, *, finished: bool) -> None:
         """Absent or old, or else whole."""

@@ -54,7 +54,7 @@ def check_faults(job: Job, rng: random.Random, every: int) -> int:
 
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
 def test_a_call_that_fails_ends_the_run_in_one_line_and_the_next_goes_on(job: Job) -> None:
-    assert check_faults(job, random.Random(1), every=6) > 20
+    assert check_faults(job, random.Random(1), every=11) > 10
 
 
 @pytest.mark.nightly

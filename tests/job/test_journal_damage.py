@@ -208,7 +208,7 @@ def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
 
 
 SOME = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 MANY = settings(SOME, max_examples=3000)
 
@@ -262,3 +262,21 @@ def test_any_damaged_file_of_the_folder_is_noticed_or_harmless_in_the_long_run_t
     folder: Folder, data: st.DataObject
 ) -> None:
     check_damaged_file(folder, data)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["manifest.json", "stats.json"])
+@pytest.mark.parametrize("state", ["begun", "finished", "changed"])
+def test_a_flipped_bit_in_any_byte_of_a_small_file_is_noticed_or_harmless(
+    folder: Folder, state: str, name: str
+) -> None:
+    expected = expected_output(folder, state)
+    folder.back_to(state)
+    path = folder.job_folder / name
+    if not path.exists():
+        pytest.skip(f"there is no {name} then")
+    content = path.read_bytes()
+    for at in range(len(content)):
+        folder.back_to(state)
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 7]) + content[at + 1 :])
+        check_goes_on(folder, state, expected)

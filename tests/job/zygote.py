@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
+import resource
 import sys
 import traceback
 from pathlib import Path
@@ -61,16 +61,16 @@ def _child(order: dict[str, Any]) -> None:
     code = 70
     try:
         os.chdir(order["folder"])
-        for fd, name in ((0, order["stdin"]), (1, order["stdout"]), (2, order["stderr"])):
-            there = os.open(name, os.O_RDONLY if fd == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for fd, name in ((1, order["stdout"]), (2, order["stderr"])):
+            there = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(there, fd)
             os.close(there)
         for place, value in order["set"].items():
             module, name = place.split(":")
             assert hasattr(importlib.import_module(module), name), place
             setattr(importlib.import_module(module), name, value)
-        for signum in order["ignored"]:
-            signal.signal(signum, signal.SIG_IGN)
+        if order["file_size"] is not None:  # Python ignores SIGXFSZ, so a write that passes it fails with EFBIG
+            resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
         from batchgen_cli.app import main as batchgen
 
         Watch(Path(order["folder"]), Plan(**order["plan"]), Path(order["log"])).install()

@@ -1,0 +1,178 @@
+"""Disks that fill up, and files that go away under a running job: one line, and the same command goes on once they are back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from harness import Job, Running, journal_keys, read_output
+
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="stops are seen in /proc")
+each = pytest.mark.parametrize("job", ["spooled", "windows"], indirect=True)
+
+
+def stopped_at(job: Job, what: str, at: int = 3) -> Running:
+    """A run that has stopped itself right before so manieth call that has `what` in it."""
+    running = job.start(how="SIGSTOP", at=at, only=what)
+    running.until_stopped()
+    return running
+
+
+@pytest.mark.parametrize("size", [600, 3_000, 30_000, 60_000])
+@pytest.mark.parametrize("job", ["spooled"], indirect=True)
+def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_keeps_what_was_finished(job: Job, size: int) -> None:
+    """A limit of the system's on every file of the job: what write(2) really does, half of a block first."""
+    job.prepare()
+    note = json.dumps({"note": "x" * 3_000})[1:]
+    lines = (job.folder / "in.jsonl").read_text(encoding="utf-8").split("\n")
+    (job.folder / "in.jsonl").write_text("\n".join(x[:-1] + ", " + note if x.endswith("}") else x for x in lines))
+    job.keep_state()
+    job.run()
+    job.expected = read_output(job.output)
+    job.reset()
+    ended = job.run(file_size=size)
+    assert (ended.code, ended.out) == (1, "")
+    # SQLite has its own words for what it met.
+    assert re.fullmatch(
+        r"out\.jsonl\S* cannot be written: (File too large|disk I/O error); check the disk .+", ended.error
+    )
+    kept = journal_keys(job.job_folder)
+    assert len(set(kept)) == len(kept)
+    job.check_output(finished=False)
+    job.go_on()
+
+
+@linux
+@each
+def test_an_input_that_vanishes_while_it_is_worked_on_can_be_put_back(job: Job) -> None:
+    job.prepare()
+    running = stopped_at(job, "write " + job.journal)
+    source = job.folder / "in.jsonl"
+    source.rename(job.folder / "away")
+    running.kill(signal.SIGCONT)
+    ended = running.wait()
+    if job.case.settings:  # read twice
+        assert (ended.code, ended.err.count("\n")) == (1, 1)
+        assert "in.jsonl" in ended.error
+        job.check_output(finished=False)
+    (job.folder / "away").rename(source)
+    again = job.go_on()
+    assert "write " + job.journal not in again.calls, "what was finished was generated again"
+
+
+@linux
+@pytest.mark.parametrize("job", ["spooled"], indirect=True)
+def test_an_input_that_changes_while_it_is_worked_on_is_read_anew_by_the_next_run(job: Job) -> None:
+    job.prepare_changed()
+    expected, changed = job.expected, (job.folder / "in.jsonl").read_bytes()
+    job.prepare()
+    running = stopped_at(job, "write " + job.journal)
+    (job.folder / "in.jsonl").write_bytes(changed)
+    running.kill(signal.SIGCONT)
+    ended = running.wait()
+    assert ended.code == 1
+    assert ended.error == (
+        "in.jsonl changed while it was worked on; run the same command again: the results of rows that are still there are kept"
+    )
+    assert not job.output.exists()
+    job.expected = expected
+    again = job.go_on()
+    assert again.calls.count("write " + job.journal) == 4, "the rows that were there before were generated again"
+
+
+@linux
+@each
+@pytest.mark.parametrize("what", ["job folder", "all"])
+def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what: str) -> None:
+    job.prepare()
+    running = stopped_at(job, "write " + job.journal)
+    if what == "all":
+        job.folder.rename(job.folder.with_name("gone"))
+    else:
+        shutil.rmtree(job.job_folder)
+    running.kill(signal.SIGCONT)
+    ended = running.wait()
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    if what == "all" and job.case.settings:  # the input is read again before anything is written
+        assert ended.error.startswith("in.jsonl ")
+    else:
+        assert re.fullmatch(r"\S+ cannot be (written|read): No such file or directory; check the disk .+", ended.error)
+    if what == "all":
+        job.prepare()
+    assert not job.output.exists()
+    job.go_on()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("job", ["jsonl"], indirect=True)
+def test_a_folder_that_may_not_be_written_is_named(job: Job) -> None:
+    job.prepare()
+    job.folder.chmod(0o555)
+    try:
+        ended = job.run()
+    finally:
+        job.folder.chmod(0o755)
+    assert (ended.code, ended.error) == (
+        1,
+        "out.jsonl.job cannot be written: Permission denied; check the permissions, or write to another place with -o",
+    )
+    job.go_on()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("job", ["jsonl"], indirect=True)
+def test_standard_output_and_figures_that_do_not_fit_are_named(job: Job) -> None:
+    job.prepare()
+    ended = job.run("-o", "-", stdout="/dev/full")
+    assert ended.code == 1
+    assert ended.error.startswith("standard output cannot be written: No space left on device; ")
+    ended = job.run("--stats", "/dev/full")
+    assert (ended.code, ended.error) == (1, "--stats /dev/full cannot be written: No space left on device")
+    job.check_output(finished=True)
+    assert job.run().code == job.case.code
+
+
+@linux
+@pytest.mark.parametrize("job", ["spooled"], indirect=True)
+def test_a_second_run_is_refused_and_does_not_disturb_the_first(job: Job) -> None:
+    job.prepare()
+    running = stopped_at(job, "write " + job.journal)
+    second = job.run()
+    assert second.code == 75
+    host = socket.gethostname()
+    assert second.error.startswith(f"another run holds out.jsonl (process {running.pid} on {host}, since ")
+    assert second.error.endswith("); wait for it to end, or stop it")
+    assert set(second.calls) == {
+        "mkdir out.jsonl.job", "open .", "fsync .", "open out.jsonl.job/lock", "flock out.jsonl.job/lock",
+    }  # fmt: skip
+    running.kill(signal.SIGCONT)
+    assert running.wait().code == job.case.code
+    job.check_output(finished=True)
+
+
+@pytest.mark.parametrize("job", ["spooled"], indirect=True)
+def test_a_dead_runs_lock_is_taken_over_and_another_hosts_is_not(job: Job) -> None:
+    job.prepare_generated()
+    lock = job.job_folder / "lock"
+    dead = json.loads(lock.read_text())
+    theirs = json.dumps(dead | {"host": "elsewhere"})
+    lock.write_text(theirs)
+    before = {p: p.read_bytes() for p in job.job_folder.rglob("*") if p.is_file()}
+    refused = job.run()
+    assert refused.code == 75
+    assert refused.error.startswith(f"another run holds out.jsonl (process {dead['pid']} on elsewhere, since ")
+    assert refused.error.endswith("wait for it; if it is dead, delete out.jsonl.job/lock")
+    assert {p: p.read_bytes() for p in job.job_folder.rglob("*") if p.is_file()} == before
+    lock.write_text(json.dumps(dead))
+    ended = job.run(quiet=False)
+    assert ended.code == job.case.code
+    assert (
+        f"batchgen: the run before (process {dead['pid']}) ended without finishing: going on from there\n" in ended.err
+    )
+    job.check_output(finished=True)
