@@ -26,12 +26,16 @@ class ModelConfig:
     device_map: str | None = None
     """auto: the layers are spread over the devices that there are; None: all on `device`."""
     trust_remote_code: bool = False
+    compile: str = "auto"
+    """Kernels of our own for the CPU, compiled once on the machine: auto (where it has a C++ compiler), on or off."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise UsageError(f"--dtype {self.dtype!r} is unknown", "use auto, float32, bfloat16 or float16")
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise UsageError(f"--device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+        if self.compile not in ("auto", "on", "off"):
+            raise UsageError(f"--compile {self.compile!r} is unknown", "use auto, on or off")
         if self.device_map not in (None, "auto"):
             raise UsageError(f"--device-map {self.device_map!r} is unknown", "use auto")
         if self.device_map is not None and self.device != "auto":

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from batchgen.ahead import Ahead
 from batchgen.config import JobConfig
 from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import ErrorLimit
 from batchgen.identity import dtype_name
 from batchgen.kept import KeptPrefixes
-from batchgen.prefix import plan_prefixes
+from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.progress import Progress
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder
 from batchgen.prompts.tokenizer import quiet
 from batchgen.records import JobFolder, Row, StdoutJob
-from batchgen.request import Request, leaves_of, row_key
+from batchgen.request import Leaf, Request, leaves_of, row_key
 from batchgen.result import Result
 from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, figures
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
 
 FAILURES_KEPT = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A window of requests with its plan."""
+
+    leaves: list[Leaf]
+    plan: PrefixPlan
+    prefill_tokens_min: int
+    """Less what earlier windows have left."""
+    keys: dict[int, bytes]
+    """By row."""
 
 
 class Generation:
@@ -47,6 +60,7 @@ class Generation:
         self.total: int | None = None
         """Rows of the input, where that is known."""
         self.engine: Engine | None = None
+        self._loading: Ahead[Engine] | None = None
         self.ready_at = self.last_token_at = 0.0
         self.failures: list[str] = []
         """The first few rows that failed: where, and why."""
@@ -82,7 +96,10 @@ class Generation:
         occurrences = self.job.occurrences([draft.digest for draft in drafts])
         keys = [row_key(draft.digest, n) for draft, n in zip(drafts, occurrences, strict=True)]
         self.keys.update((draft.row, key) for draft, key in zip(drafts, keys, strict=True))
-        return self.lacking([request_of(draft, key) for draft, key in zip(drafts, keys, strict=True)])
+        lacking = self.lacking([request_of(draft, key) for draft, key in zip(drafts, keys, strict=True)])
+        if lacking:
+            self.expect_model()
+        return lacking
 
     def lacking(self, requests: list[Request]) -> list[Request]:
         """Those that an earlier run left no result of; the others' are put into `results`."""
@@ -94,47 +111,80 @@ class Generation:
                 self._resumed(replace(stored[request.key], row=request.row))
         return [r for r in requests if r.key not in stored]
 
-    def generate(self, requests: list[Request], *, follow_on: bool = False) -> None:
-        """Generates; the results go to the job as they come. `follow_on`: these come, in order, right after those of the call before."""
+    def planned(self, requests: list[Request], *, follow_on: bool = False) -> Planned:
+        """A window's plan. `follow_on`: these come, in order, right after those of the call before. May be done ahead, in another thread."""
+        leaves = leaves_of(requests)
+        prompts = [leaf.tokens for leaf in leaves]
+        plan = plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
+        carried = self.kept.carried(plan, prompts, and_last=follow_on)
+        least = plan.prefill_tokens_min
+        if any(request.texts for request in requests):  # whose tokens are in the plan, and are no prompt's
+            least = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False).prefill_tokens_min
+        return Planned(leaves, plan, max(0, least - carried), {r.row: r.key for r in requests})
+
+    def generate(
+        self, window: Planned, more: Callable[[int], Planned | None] = lambda waiting: None, *, forget: bool = False
+    ) -> None:
+        """Generates; the results go to the job as they come, and with `forget` nowhere else.
+
+        `more` is asked before every step, with the number of leaves that wait for their turn, whether there is another window: what runs of
+        one window then runs together with the beginning of the next.
+        """
         engine = self._engine()
-        with self.signals.interruptible(), self.run.timed("plan"):
-            leaves = leaves_of(requests)
-            prompts = [leaf.tokens for leaf in leaves]
-            plan = plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
-            carried = self.kept.carried(plan, prompts, and_last=follow_on)
-            least = plan.prefill_tokens_min
-            if any(request.texts for request in requests):  # whose tokens are in the plan, and are no prompt's
-                least = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False).prefill_tokens_min
-        self.run.prefill_tokens_min += max(0, least - carried)
-        self.run.groups += len(plan.groups)
-        self.run.prefix_nodes += len(plan.nodes)
         self.progress.phase("generating")
-        self.keys.update((r.row, r.key) for r in requests)
+        on_result = self._generated_last if forget else self._generated
+        self._add(engine, window, on_result)
+
+        def stop() -> str | None:
+            self.progress.running(max(0, engine.stats.completion_tokens - self.run.completion_tokens))
+            wish = self.signals.stop()
+            another = more(engine.waiting) if wish is None else None
+            if another is not None:
+                self._add(engine, another, on_result)
+            return wish
+
         try:
-            engine.generate(leaves, plan, on_result=self._generated, stop=self._stop)
+            engine.run(stop)
         finally:
             self.last_token_at = time.perf_counter()
             self._tell(engine)
 
-    def _stop(self) -> str | None:
-        """Asked by the engine before every step."""
-        if self.engine is not None:
-            self.progress.running(max(0, self.engine.stats.completion_tokens - self.run.completion_tokens))
-        return self.signals.stop()
+    def _add(self, engine: Engine, window: Planned, on_result: Callable[[Result], None]) -> None:
+        self.run.prefill_tokens_min += window.prefill_tokens_min
+        self.run.groups += len(window.plan.groups)
+        self.run.prefix_nodes += len(window.plan.nodes)
+        self.keys.update(window.keys)
+        engine.add(window.leaves, window.plan, on_result)
+
+    def expect_model(self) -> None:
+        """The model will be needed, and is loaded meanwhile."""
+        if self.engine is None and self._loading is None:
+            self._loading = Ahead(self._load)
+
+    def _load(self) -> Engine:
+        with quiet():  # torchao, where it is installed, has much to say
+            from batchgen.engine.engine import Engine  # imports torch
+            from batchgen.engine.loading import load_model
+
+        return Engine(load_model(self.config.model, self.text), self.text, self.config.engine)
 
     def _engine(self) -> Engine:
         """The model is loaded when the first row needs it: a job that has nothing left to generate never does."""
         if self.engine is None:
             self.progress.phase("loading model")
-            with self.signals.interruptible(), self.run.timed("load"):
-                with quiet():  # torchao, where it is installed, has much to say
-                    from batchgen.engine.engine import Engine  # imports torch
-                    from batchgen.engine.loading import load_model
-
-                self.engine = Engine(load_model(self.config.model, self.text), self.text, self.config.engine)
+            with self.signals.interruptible():
+                self.expect_model()
+                assert self._loading is not None
+                self.engine = self._loading.result()
+            self.run.seconds["load"] += self._loading.ended - self._loading.began
+            self.ready_at = self._loading.ended
             self._tell(self.engine)
-            self.ready_at = time.perf_counter()
         return self.engine
+
+    def close(self) -> None:
+        """The job ends: a model that is still being loaded is not waited for."""
+        if self._loading is not None:
+            self._loading.stop()
 
     def _tell(self, engine: Engine) -> None:
         """What the engine has to say, each once."""
@@ -144,6 +194,10 @@ class Generation:
     def _generated(self, result: Result) -> None:
         self.job.append(self.keys[result.row], result)
         self.done(result)
+
+    def _generated_last(self, result: Result) -> None:
+        self._generated(result)
+        del self.results[result.row], self.keys[result.row]
 
     def done(self, result: Result) -> None:
         """A row of this run is done, well or not."""
@@ -176,14 +230,12 @@ class Generation:
 
     def figures(self) -> dict[str, Any]:
         self.run.seconds["generate"] = max(0.0, self.last_token_at - self.ready_at)
-        from batchgen.engine.attention.cascade import Cascade
-
         engine = self.engine
         setting = Setting(
             model=self.config.model.model,
             dtype=dtype_name(self.config.model, self.text.hf_config),
             device=str(engine.runner.model.device) if engine else "",
-            attention=Cascade.__name__.lower() if engine else "",
+            attention=engine.runner.attention if engine else "",
         )
         return figures(self.run, engine.stats if engine else EngineStats(), setting, earlier=self.job.previous)
 

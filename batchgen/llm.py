@@ -36,7 +36,7 @@ class _Arrival:
 class LLM:
     """A loaded model. Prefixes that calls share are not run again, while memory lasts.
 
-    `model` is a folder or a hub name; `dtype`, `device`, `device_map`, `revision` and `trust_remote_code` are those of
+    `model` is a folder or a hub name; `dtype`, `device`, `device_map`, `revision`, `trust_remote_code` and `compile` are those of
     `ModelConfig`; `engine` says how the work is batched. Raises `BatchgenError`.
 
     `generate` and `score` do a list of prompts and return. `add` gives prompts to a running loop, `run` is the loop: callbacks
@@ -52,6 +52,7 @@ class LLM:
         device_map: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        compile: str = "auto",
         engine: EngineConfig | None = None,
     ) -> None:
         with quiet():  # torchao, where it is installed, has much to say
@@ -65,6 +66,7 @@ class LLM:
             device=device,
             device_map=device_map,
             trust_remote_code=trust_remote_code,
+            compile=compile,
         )
         self.config = engine or EngineConfig()
         self.text: LoadedTokenizer = load_tokenizer(config)

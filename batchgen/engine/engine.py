@@ -16,13 +16,13 @@ from batchgen.engine.kv_cache import KVCache
 from batchgen.engine.memory import Memory
 from batchgen.engine.pages import PagePool
 from batchgen.engine.policy import POLICIES
-from batchgen.engine.prepared import LoadedModel
+from batchgen.engine.prepared import LoadedModel, with_pages
 from batchgen.engine.rows import OnResult, OnToken, Rows
 from batchgen.engine.runner import Runner
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.scoring import score_step
-from batchgen.engine.sizing import Sizes, size_engine
+from batchgen.engine.sizing import Sizes, page_size_of, size_engine
 from batchgen.engine.spans import Branch, Stops
 from batchgen.engine.spans import Sequence as Running
 from batchgen.engine.steps import Step
@@ -46,6 +46,7 @@ class Engine:
         """What the user should hear; grows."""
         if model.device.type == "cpu":
             keep_freed_memory()
+        model = with_pages(model, page_size_of(config.chunk_size))
         self.sizes: Sizes = size_engine(model, config, text.context_length)
         pool = PagePool(self.sizes.num_pages)
         cache = KVCache(model.layers, pool.num_pages, self.sizes.page_size, model.dtype)
@@ -133,6 +134,11 @@ class Engine:
         self._count()
         if self.config.debug:
             self.check()
+
+    @property
+    def waiting(self) -> int:
+        """Leaves that are not done and do not run."""
+        return self.scheduler.unfinished - len(self.scheduler.running)
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, if it is not done by then: what it has is its result. Any thread may call this."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from batchgen.config import ModelConfig
 from batchgen.engine.architectures import check_architecture, is_verified
 from batchgen.engine.attention.base import NAME, register
+from batchgen.engine.kernels.build import NoKernels, library
 from batchgen.engine.prepared import LoadedModel, prepare
 from batchgen.engine.self_check import self_check
 from batchgen.errors import ModelError
@@ -24,6 +27,7 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
     notes = _check(config, text.hf_config)
+    kernels = Kernels(config, device)
     register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
@@ -53,13 +57,42 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
         module = module.to(device)
     else:
         check_device_map(getattr(module, "hf_device_map", {}))
-    return prepare_model(module, notes)
+    library, note = kernels.wait()
+    return prepare_model(module, notes + note, library)
 
 
-def prepare_model(module: Any, notes: tuple[str, ...] = ()) -> LoadedModel:
+def prepare_model(module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None) -> LoadedModel:
     """A transformers model already in memory, its attention switched to ours. Whether it is exact there is the caller's to know."""
     check_architecture(module.config)
-    return prepare(module, notes)
+    return prepare(module, notes, kernels)
+
+
+class Kernels:
+    """Our kernels, being compiled while the model is loaded."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        """Raises `ModelError` where they are asked for and not for this device."""
+        self._asked = config.compile == "on"
+        self._made: Future[ctypes.CDLL] | None = None
+        if config.compile == "off":
+            return
+        if device.type == "cpu" and config.device_map is None:
+            pool = ThreadPoolExecutor(1)
+            self._made = pool.submit(library)
+            pool.shutdown(wait=False)
+        elif self._asked:
+            raise ModelError("--compile on: the compiled kernels are for the CPU", "leave it out, or give --device cpu")
+
+    def wait(self) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
+        """The library, or None and what the user should know. Raises `ModelError` where they were asked for and cannot be had."""
+        if self._made is None:
+            return None, ()
+        try:
+            return self._made.result(), ()
+        except NoKernels as e:
+            if self._asked:
+                raise ModelError(f"--compile on: {e.message}", "leave it out, and plain torch runs") from e
+            return None, (f"{e.message}; plain torch runs, which is slower on a CPU",)
 
 
 def pick_device(name: str) -> torch.device:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchgen.engine.attention.base import NAME, LayerOptions, register
+from batchgen.engine.attention.packed import DTYPES, VECTOR, storage
 from batchgen.engine.kv_cache import LayerShape
 from batchgen.errors import ModelError
 
@@ -25,18 +27,20 @@ class LoadedModel:
     dtype: torch.dtype
     """Of keys and values: what the model computes in, also where its weights are quantized."""
     layers: dict[int, LayerShape]
-    """KV of each attention layer, by layer index."""
+    """KV of each attention layer as it is stored, by layer index."""
     vocab_size: int
     """Width of the logits."""
     sliding_window: int | None = None
     """The widest sliding window where every layer has one: no position behind it is ever read again."""
     spread: bool = False
     """Whether the parameters lie on several devices."""
+    kernels: ctypes.CDLL | None = None
+    """Our own kernels for the CPU, where they are wanted and compiled."""
     notes: tuple[str, ...] = ()
     """What the user should know of how the model was loaded, a sentence each."""
 
 
-def prepare(module: Any, notes: tuple[str, ...] = ()) -> LoadedModel:
+def prepare(module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None) -> LoadedModel:
     """Switches a model's attention to ours. Raises `ModelError` where that cannot be."""
     register()
     if module.config._attn_implementation != NAME:
@@ -47,7 +51,15 @@ def prepare(module: Any, notes: tuple[str, ...] = ()) -> LoadedModel:
     probe, vocab_size = _probe(module, device, spread)
     windows = [window for window in probe.windows if window is not None]
     sliding = max(windows) if len(windows) == len(probe.windows) else None
-    return LoadedModel(module, device, probe.dtype, probe.layers, vocab_size, sliding, spread, notes)
+    return LoadedModel(module, device, probe.dtype, probe.layers, vocab_size, sliding, spread, kernels, notes)
+
+
+def with_pages(model: LoadedModel, page_size: int) -> LoadedModel:
+    """The model as an engine with such pages runs it: its KV stored as our kernels want it, or without them."""
+    on_cpu = all(shape.device.type == "cpu" for shape in model.layers.values())
+    if model.kernels is None or not on_cpu or model.dtype not in DTYPES or page_size % VECTOR:
+        return replace(model, kernels=None)
+    return replace(model, layers=storage(model.layers, model.dtype))
 
 
 def logits_at(places: NDArray[np.int64], device: torch.device, spread: bool) -> torch.Tensor | list[int]:

@@ -10,6 +10,7 @@ import torch
 
 from batchgen.engine.attention.base import StepAttention
 from batchgen.engine.attention.cascade import Cascade
+from batchgen.engine.attention.packed import PackedAttention
 from batchgen.engine.attention.plan import plan_attention
 from batchgen.engine.kv_cache import KVCache
 from batchgen.engine.prepared import LoadedModel, logits_at
@@ -21,8 +22,9 @@ class Runner:
     """Runs steps; the only one, with the sampler, that touches the device."""
 
     def __init__(self, model: LoadedModel, cache: KVCache) -> None:
-        self.model = model
+        self.model = model  # `with_pages`
         self.cache = cache
+        self.attention = "cascade" if model.kernels is None else "packed"
         self.attention_parts = 0  # summed over steps
         self.most_tokens: int | None = None
         """After out-of-memory: the largest forward that is tried."""
@@ -72,18 +74,23 @@ class Runner:
 
     def _forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
         device = self.model.device
-        plan = plan_attention(works, self.cache.page_size)
-        self.attention_parts += len(plan.shared) + len(plan.causal) + (plan.paged is not None)
-        attention = StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)
+        attention = self._attention(works)
+        self.attention_parts += attention.num_parts
         wanted = _wanted(works)
         output = self.model.module(
             input_ids=torch.from_numpy(_tokens(works)).to(device).unsqueeze(0),
-            position_ids=torch.from_numpy(plan.positions).to(device).unsqueeze(0),
+            position_ids=torch.from_numpy(attention.positions).to(device).unsqueeze(0),
             use_cache=False,
             step_attention=attention,
             logits_to_keep=logits_at(wanted, device, self.model.spread),
         )
         return [output.logits[0].to(device)] if len(wanted) else []
+
+    def _attention(self, works: Sequence[Work]) -> PackedAttention | StepAttention:
+        if self.model.kernels is not None:
+            return PackedAttention(self.model.kernels, works, self.cache)
+        plan = plan_attention(works, self.cache.page_size)
+        return StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)
 
 
 def _halves(works: Sequence[Work]) -> tuple[list[Work], list[Work]]:

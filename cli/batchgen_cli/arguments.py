@@ -49,6 +49,7 @@ class Shared:
 class RunOptions(Shared):
     device: o.Device = "auto"
     device_map: o.DeviceMap = None
+    compile: o.Compile = "auto"
     id_column: o.IdColumn = None
     temperature: o.Temperature = 0.0
     top_p: o.TopP = 1.0

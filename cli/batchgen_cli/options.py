@@ -155,6 +155,14 @@ Window = Annotated[
     ),
 ]
 Share = Annotated[bool, _engine("--share/--no-share", help="Run shared prefixes once.")]
+Compile = Annotated[
+    str,
+    _engine(
+        "--compile",
+        metavar="auto|on|off",
+        help="Kernels for this CPU, compiled once; auto: where there is a C++ compiler.",
+    ),
+]
 Debug = Annotated[bool, _engine("--debug", help="Check invariants after every step.")]
 
 # job

@@ -29,7 +29,9 @@ def run(given: RunOptions) -> None:
             output=given.output,
             input_format=given.input_format,
             id_column=given.id_column,
-            model=replace(v.model_config(given), device=given.device, device_map=given.device_map),
+            model=replace(
+                v.model_config(given), device=given.device, device_map=given.device_map, compile=given.compile
+            ),
             prompts=replace(v.prompt_config(given), priority_column=given.priority_column),
             sampling=v.sampling_params(**v.shared_sampling(given), **v.run_sampling(given)),
             engine=v.engine_config(given),

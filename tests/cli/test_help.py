@@ -24,7 +24,7 @@ CONTRACT = """
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
     --choices --regex --json-schema --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
-    --policy --priority-column --window --share --no-share --debug
+    --policy --priority-column --window --share --no-share --compile --debug
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
     --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
+from batchgen.engine.kernels.build import NoKernels, library
 from batchgen.engine.loading import prepare_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
@@ -64,9 +66,17 @@ def reference_model(model_type: str) -> Any:
     return build(model_type)
 
 
+def kernels() -> ctypes.CDLL | None:
+    """Our kernels, where this machine can compile them: what a user runs there by default."""
+    try:
+        return library()
+    except NoKernels:
+        return None
+
+
 @cache
-def packed_model(model_type: str) -> Any:
-    return prepare_model(copy.deepcopy(reference_model(model_type)))
+def packed_model(model_type: str, *, compiled: bool = True) -> Any:
+    return prepare_model(copy.deepcopy(reference_model(model_type)), kernels=kernels() if compiled else None)
 
 
 def text(context_length: int = 512, eos: tuple[int, ...] = ()) -> LoadedTokenizer:

@@ -53,6 +53,8 @@ class StepAttention:
         self._slots = {device: torch.from_numpy(plan.slots).to(device) for device in backends}
         self._backends = backends
         self._cache = cache
+        self.positions = plan.positions
+        self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
         self.layers_run = 0
 
     def __call__(

@@ -87,7 +87,7 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class Block:
     """Consecutive queries of one span: [q_start, q_end) in the packed batch, from position `start`."""
 
     q_start: int
@@ -99,9 +99,37 @@ class _Block:
     flat: list[tuple[int, int]]
     """Table ranges [from, to) above the own pages, too small to be a shared part: read with them."""
 
+    def indices(self, page_size: int) -> list[int]:
+        """Indices in the table of the pages that it reads, in the order of their positions."""
+        last = (self.start + self.q_end - self.q_start - 1) // page_size
+        own = range(self.own_page, last + 1)
+        return [*(i for first, end in self.flat for i in range(first, end)), *own] if self.flat else list(own)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """A step cut into shared parts and blocks; every query is in one block, which has its own token among its pages."""
+
+    num_tokens: int
+    positions: NDArray[np.int64]
+    """[T]"""
+    slots: NDArray[np.int64]
+    """[T]"""
+    shared: list[SharedPart]
+    blocks: list[Block]
+    """In the order of their queries."""
+
 
 def plan_attention(works: Sequence[Work], page_size: int, shared_reads: int = SHARED_READS) -> AttentionPlan:
     """Plans a step whose works are in depth-first order."""
+    cuts = cut(works, page_size, shared_reads, CAUSAL_BLOCK)
+    paged = _paged([b for b in cuts.blocks if b.q_end - b.q_start == 1], page_size)
+    causal = _causal([b for b in cuts.blocks if b.q_end - b.q_start > 1], cuts.num_tokens, page_size)
+    return AttentionPlan(cuts.num_tokens, cuts.positions, cuts.slots, tuple(cuts.shared), paged, causal, page_size)
+
+
+def cut(works: Sequence[Work], page_size: int, shared_reads: int, block: int) -> Cuts:
+    """Cuts a step whose works are in depth-first order, into blocks of at most `block` queries of one span."""
     sizes = [w.stop - w.start for w in works]
     num_tokens = sum(sizes)
     positions = np.concatenate([np.arange(w.start, w.stop) for w in works])
@@ -117,10 +145,8 @@ def plan_attention(works: Sequence[Work], page_size: int, shared_reads: int = SH
             slots[at : at + size] = table[place // page_size] * page_size + place % page_size
         at += size
     parts, flat = _node_parts(works, sizes, page_size, shared_reads)
-    blocks = _blocks(works, sizes, flat, parts, page_size, shared_reads)
-    paged = _paged([b for b in blocks if b.q_end - b.q_start == 1], page_size)
-    causal = _causal([b for b in blocks if b.q_end - b.q_start > 1], num_tokens, page_size)
-    return AttentionPlan(num_tokens, positions, slots, tuple(parts), paged, causal, page_size)
+    blocks = _blocks(works, sizes, flat, parts, page_size, shared_reads, block)
+    return Cuts(num_tokens, positions, slots, parts, blocks)
 
 
 def _node_parts(
@@ -178,26 +204,27 @@ def _blocks(
     parts: list[SharedPart],
     page_size: int,
     shared_reads: int,
-) -> list[_Block]:
+    most: int,
+) -> list[Block]:
     """Cuts the works into blocks of queries; what a block has behind it in its own span may become a shared part."""
-    blocks: list[_Block] = []
+    blocks: list[Block] = []
     at = 0
     for work, size, ranges in zip(works, sizes, flat, strict=True):
         table, own = work.span.table, max(work.span.start // page_size, work.span.dropped)
-        for offset in range(0, size, CAUSAL_BLOCK):
+        for offset in range(0, size, most):
             start = work.start + offset
-            q_start, q_end = at + offset, at + min(offset + CAUSAL_BLOCK, size)
+            q_start, q_end = at + offset, at + min(offset + most, size)
             behind = start // page_size
             if size > 1 and (q_end - q_start) * (behind - own) >= shared_reads:
                 parts.extend(_runs(table, own, behind, q_start, q_end, page_size))
-                blocks.append(_Block(q_start, q_end, start, table, behind, ranges))
+                blocks.append(Block(q_start, q_end, start, table, behind, ranges))
             else:
-                blocks.append(_Block(q_start, q_end, start, table, own, ranges))
+                blocks.append(Block(q_start, q_end, start, table, own, ranges))
         at += size
     return blocks
 
 
-def _paged(blocks: list[_Block], page_size: int) -> PagedPart | None:
+def _paged(blocks: list[Block], page_size: int) -> PagedPart | None:
     if not blocks:
         return None
     pages: list[int] = []
@@ -225,13 +252,11 @@ def _paged(blocks: list[_Block], page_size: int) -> PagedPart | None:
     )
 
 
-def _causal(blocks: list[_Block], num_tokens: int, page_size: int) -> tuple[CausalPart, ...]:
+def _causal(blocks: list[Block], num_tokens: int, page_size: int) -> tuple[CausalPart, ...]:
     """Batches blocks of similar shape, so that padding costs at most half."""
-    shapes: dict[tuple[int, int], list[tuple[_Block, list[int]]]] = {}
+    shapes: dict[tuple[int, int], list[tuple[Block, list[int]]]] = {}
     for block in blocks:
-        last = (block.start + block.q_end - block.q_start - 1) // page_size
-        indices = [i for first, end in block.flat for i in range(first, end)]
-        indices += range(block.own_page, last + 1)
+        indices = block.indices(page_size)
         shape = ((block.q_end - block.q_start - 1).bit_length(), (len(indices) - 1).bit_length())
         shapes.setdefault(shape, []).append((block, indices))
     parts: list[CausalPart] = []
@@ -245,7 +270,7 @@ def _causal(blocks: list[_Block], num_tokens: int, page_size: int) -> tuple[Caus
     return tuple(parts)
 
 
-def _causal_batch(batch: list[tuple[_Block, list[int]]], L: int, S: int, num_tokens: int, page_size: int) -> CausalPart:
+def _causal_batch(batch: list[tuple[Block, list[int]]], L: int, S: int, num_tokens: int, page_size: int) -> CausalPart:
     B = len(batch)
     part = CausalPart(
         queries=np.full((B, L), num_tokens, dtype=np.int64),

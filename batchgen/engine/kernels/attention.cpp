@@ -1,0 +1,316 @@
+// Attention of one step over the paged KV pool, and the writing of the step's KV into it.
+//
+// The step's queries are cut into tiles of neighbours. A tile meets its keys in pieces: the shared parts above it, each read once
+// for all of its rows, then every block's own pages. The softmax goes along (online softmax: Milakov and Gimelshein,
+// arXiv:1805.02867; tiles: FlashAttention, arXiv:2205.14135), so that scores never leave the cache and nothing is merged through
+// memory. A row is a query head of a token; the heads that share a key/value head are neighbouring rows.
+//
+// In the pool a page of keys is [words of D][page_size] and a page of values [words of page_size][V rounded up to 16]: whatever the
+// products read is 16 words that lie side by side. See `vec.h` for words, packed.py for the same layout in Python.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vec.h"
+
+namespace {
+
+constexpr int GROUP = 8;  // vectors of 16 keys whose scores are in hand at a time
+constexpr int ROWS = 6, VECTORS = 4;  // of the block of sums that a product keeps in registers
+
+struct Plan {  // a step; `_Plan` in packed.py is the same
+    int64_t num_tokens, page_size, num_shared, num_blocks, tile;
+    const int32_t* positions;  // [num_tokens]
+    const int32_t* slots;      // [num_tokens] place in the pool of each token's KV: page * page_size + offset
+    const int32_t* shared;     // [num_shared][5] first page, pages, first query, end of the queries, position of the first key
+    const int32_t* blocks;     // [num_blocks + 1][2] first query, first of its pages
+    const int32_t* pages;      // of all blocks, one after the other
+    const int32_t* starts;     // position of each of these pages' first key
+};
+
+struct Layer {  // `_Layer` in packed.py is the same
+    int64_t heads, kv_heads, size, v_size, num_pages, window;  // window 0: none
+    int64_t q_head, q_token, k_head, k_token, v_head, v_token;  // elements from one head, one token, to the next
+    double scale, softcap;  // softcap 0: none
+    const float* sinks;     // [heads] or null
+    const void *q, *k, *v;  // the step's
+    void *keys, *values;    // the layer's pool
+    void* out;              // [num_tokens][heads][v_size]
+};
+
+INLINE int64_t words_of(int64_t n, int64_t per_word) { return (n + per_word - 1) / per_word; }
+INLINE int64_t width_of(int64_t v_size) { return (v_size + 15) / 16 * 16; }
+
+// sums[r][n] += A row r times the vectors at b + 16 n, over `count` words; B's next word is `step` words on.
+template <class E, int R, int N>
+INLINE void product(f16v (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const* b, int64_t at, int64_t step, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        u16v words[N];
+        for (int n = 0; n < N; n++) words[n] = load<u16v>(b[n] + at + i * step);
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] = E::dot(sums[r][n], words[n], a[r * a_row + i]);
+    }
+}
+
+struct Keys {  // 16 keys of a page
+    const uint32_t *keys, *values;
+    int64_t position;  // of the first
+};
+
+template <class E>
+class Tile {
+   public:
+    Tile(const Plan& plan, const Layer& layer)
+        : plan_(plan), layer_(layer), group_(layer.heads / layer.kv_heads), words_(words_of(layer.size, E::per_word)),
+          width_(width_of(layer.v_size)) {
+        int64_t rows = plan.tile * group_;
+        q_.assign(rows * words_, 0);
+        scores_.resize(rows * GROUP * 16);
+        sums_.resize(rows * width_);
+        top_.resize(rows);
+        total_.resize(rows);
+    }
+
+    void run(int64_t tile, int64_t head) {
+        begin_ = tile * plan_.tile;
+        end_ = std::min(begin_ + plan_.tile, plan_.num_tokens);
+        head_ = head;
+        take_queries();
+        for (int64_t i = 0; i < plan_.num_shared; i++) {
+            const int32_t* part = plan_.shared + 5 * i;
+            read(part[2], part[3], part[1], [=](int64_t i) { return part[0] + i; }, [=](int64_t i) { return part[4] + i * plan_.page_size; });
+        }
+        for (int64_t i = first_block(); i < plan_.num_blocks && plan_.blocks[2 * i] < end_; i++) {
+            const int32_t* block = plan_.blocks + 2 * i;
+            const int32_t *pages = plan_.pages + block[1], *starts = plan_.starts + block[1];
+            read(block[0], block[2], block[3] - block[1], [=](int64_t i) { return pages[i]; }, [=](int64_t i) { return starts[i]; });
+        }
+        give();
+    }
+
+   private:
+    int64_t first_block() const {  // the one that the tile's first query is in
+        int64_t low = 0, high = plan_.num_blocks;
+        while (high - low > 1) {
+            int64_t middle = (low + high) / 2;
+            (plan_.blocks[2 * middle] <= begin_ ? low : high) = middle;
+        }
+        return low;
+    }
+
+    void take_queries() {
+        typedef typename E::type T;
+        for (int64_t t = begin_; t < end_; t++)
+            for (int64_t g = 0; g < group_; g++) {
+                const T* from = static_cast<const T*>(layer_.q) + (head_ * group_ + g) * layer_.q_head + t * layer_.q_token;
+                std::memcpy(&q_[row(t, g) * words_], from, layer_.size * sizeof(T));
+            }
+        std::fill(sums_.begin(), sums_.end(), 0.0f);
+        std::fill(top_.begin(), top_.end(), -INFINITY);
+        std::fill(total_.begin(), total_.end(), 0.0f);
+    }
+
+    int64_t row(int64_t token, int64_t g) const { return (token - begin_) * group_ + g; }
+
+    // Queries [from, to), as far as they are in the tile, against `num_pages` pages.
+    template <class Page, class Start>
+    INLINE void read(int64_t from, int64_t to, int64_t num_pages, Page page, Start start) {
+        from = std::max(from, begin_), to = std::min(to, end_);
+        if (from >= to) return;
+        auto [lowest, highest] = std::minmax_element(plan_.positions + from, plan_.positions + to);
+        const int64_t low = *lowest, high = *highest, size = plan_.page_size;
+        const int64_t key_words = size * words_, value_words = size / E::per_word * width_;
+        const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + head_ * layer_.num_pages * key_words;
+        const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + head_ * layer_.num_pages * value_words;
+        Keys some[GROUP];
+        int n = 0;
+        for (int64_t i = 0; i < num_pages; i++) {
+            const int64_t p = page(i), position = start(i);
+            for (int64_t at = 0; at < size; at += 16) {
+                if (position + at > high || (layer_.window && position + at + 15 <= low - layer_.window)) continue;
+                some[n++] = {keys + p * key_words + at, values + p * value_words + at / E::per_word * width_, position + at};
+                if (n == GROUP) meet(from, to, some, n), n = 0;
+            }
+        }
+        if (n) meet(from, to, some, n);
+    }
+
+    void meet(int64_t from, int64_t to, const Keys* keys, int n) {
+        const int64_t first = row(from, 0), end = row(to, 0);
+        int64_t r = first;
+        for (; r + ROWS <= end; r += ROWS) score<ROWS>(r, keys, n);
+        switch (end - r) {
+            case 5: score<5>(r, keys, n); break;
+            case 4: score<4>(r, keys, n); break;
+            case 3: score<3>(r, keys, n); break;
+            case 2: score<2>(r, keys, n); break;
+            case 1: score<1>(r, keys, n); break;
+        }
+        for (r = first; r < end; r++) n == GROUP ? weigh<GROUP>(r, keys, n) : weigh<0>(r, keys, n);
+        for (r = first; r + ROWS <= end; r += ROWS) add<ROWS>(r, keys, n);
+        switch (end - r) {
+            case 5: add<5>(r, keys, n); break;
+            case 4: add<4>(r, keys, n); break;
+            case 3: add<3>(r, keys, n); break;
+            case 2: add<2>(r, keys, n); break;
+            case 1: add<1>(r, keys, n); break;
+        }
+    }
+
+    // Scores of rows r to r + R against n vectors of keys.
+    template <int R>
+    INLINE void score(int64_t r, const Keys* keys, int n) {
+        int v = 0;
+        for (; v + VECTORS <= n; v += VECTORS) score<R, VECTORS>(r, keys, v);
+        for (; v < n; v++) score<R, 1>(r, keys, v);
+    }
+
+    template <int R, int N>
+    INLINE void score(int64_t r, const Keys* keys, int v) {
+        f16v sums[R][N] = {};
+        const uint32_t* b[N];
+        for (int i = 0; i < N; i++) b[i] = keys[v + i].keys;
+        product<E, R, N>(sums, &q_[r * words_], words_, b, 0, plan_.page_size, words_);
+        for (int i = 0; i < R; i++)
+            for (int j = 0; j < N; j++) store(&scores_[((r + i) * GROUP + v + j) * 16], sums[i][j]);
+    }
+
+    // A row's scores become its weights, in place, as words; what it had is scaled to the new largest score. COUNT 0: n is less than GROUP.
+    template <int COUNT>
+    INLINE void weigh(int64_t r, const Keys* keys, int n) {
+        if (COUNT) n = COUNT;
+        float* row = &scores_[r * GROUP * 16];
+        const int64_t position = plan_.positions[begin_ + r / group_];
+        f16v s[GROUP], most = splat(-INFINITY);
+        for (int v = 0; v < n; v++) {
+            s[v] = load<f16v>(row + 16 * v) * float(layer_.scale);
+            if (layer_.softcap != 0) s[v] = capped(s[v]);
+            if (keys[v].position + 15 > position || (layer_.window && keys[v].position <= position - layer_.window))
+                s[v] = select(seen(keys[v].position, position), s[v], splat(-INFINITY));
+            most = max(most, s[v]);
+        }
+        const float top = std::max(top_[r], largest(most));
+        const f16v shift = splat(top == -INFINITY ? 0.0f : top);  // all masked so far: the weights are 0
+        f16v total = {};
+        for (int v = 0; v < n; v++) {
+            f16v weight = exp(s[v] - shift);
+            total += weight;
+            store_floats(reinterpret_cast<typename E::type*>(row) + 16 * v, weight);
+        }
+        if (top != top_[r]) {
+            const float scale = top_[r] == -INFINITY ? 0.0f : std::exp(top_[r] - top);
+            total_[r] *= scale;
+            for (int64_t c = 0; c < width_; c += 16) store(&sums_[r * width_ + c], load<f16v>(&sums_[r * width_ + c]) * scale);
+            top_[r] = top;
+        }
+        total_[r] += sum(total);
+    }
+
+    INLINE f16v capped(f16v s) const {  // cap tanh(s / cap)
+        const float cap = float(layer_.softcap);
+        return cap - 2.0f * cap / (exp(s * (2.0f / cap)) + 1.0f);
+    }
+
+    INLINE i16v seen(int64_t key, int64_t query) const {
+        const i16v at = i16v{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + int32_t(key);
+        i16v yes = at <= i16v{} + int32_t(query);
+        return layer_.window ? yes & (at > i16v{} + int32_t(query - layer_.window)) : yes;
+    }
+
+    // Weights times values of rows r to r + R.
+    template <int R>
+    INLINE void add(int64_t r, const Keys* keys, int n) {
+        int64_t c = 0;
+        for (; c + 16 * VECTORS <= width_; c += 16 * VECTORS) add<R, VECTORS>(r, keys, n, c);
+        for (; c < width_; c += 16) add<R, 1>(r, keys, n, c);
+    }
+
+    template <int R, int N>
+    INLINE void add(int64_t r, const Keys* keys, int n, int64_t c) {
+        f16v sums[R][N];
+        for (int i = 0; i < R; i++)
+            for (int j = 0; j < N; j++) sums[i][j] = load<f16v>(&sums_[(r + i) * width_ + c + 16 * j]);
+        const uint32_t* weights = reinterpret_cast<const uint32_t*>(&scores_[r * GROUP * 16]);
+        constexpr int words = 16 / E::per_word;
+        for (int v = 0; v < n; v++) {
+            const uint32_t* b[N];
+            for (int j = 0; j < N; j++) b[j] = keys[v].values + c + 16 * j;
+            product<E, R, N>(sums, weights + v * words, GROUP * 16, b, 0, width_, words);
+        }
+        for (int i = 0; i < R; i++)
+            for (int j = 0; j < N; j++) store(&sums_[(r + i) * width_ + c + 16 * j], sums[i][j]);
+    }
+
+    void give() {
+        typedef typename E::type T;
+        for (int64_t t = begin_; t < end_; t++)
+            for (int64_t g = 0; g < group_; g++) {
+                const int64_t r = row(t, g), head = head_ * group_ + g;
+                float total = total_[r];
+                if (layer_.sinks) total += std::exp(layer_.sinks[head] - top_[r]);
+                T* to = static_cast<T*>(layer_.out) + (t * layer_.heads + head) * layer_.v_size;
+                const float* from = &sums_[r * width_];
+                for (int64_t c = 0; c < layer_.v_size; c += 16) {
+                    T some[16];
+                    store_floats(some, load<f16v>(from + c) / total);
+                    std::memcpy(to + c, some, std::min<int64_t>(16, layer_.v_size - c) * sizeof(T));
+                }
+            }
+    }
+
+    const Plan& plan_;
+    const Layer& layer_;
+    const int64_t group_, words_, width_;
+    std::vector<uint32_t> q_;    // [rows][words of D]
+    std::vector<float> scores_;  // [rows][GROUP * 16], then weights in their place
+    std::vector<float> sums_;    // [rows][V], unnormalised
+    std::vector<float> top_;     // [rows] largest score yet
+    std::vector<float> total_;   // [rows] sum of the weights relative to it
+    int64_t begin_ = 0, end_ = 0, head_ = 0;
+};
+
+template <class E>
+void attend(const Plan& plan, const Layer& layer, int threads) {
+    const int64_t tiles = words_of(plan.num_tokens, plan.tile);
+#pragma omp parallel num_threads(threads)
+    {
+        Tile<E> tile(plan, layer);
+        // Head by head, so that a part's keys of one head stay in the cache for the tiles below it.
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < tiles * layer.kv_heads; i++) tile.run(i % tiles, i / tiles);
+    }
+}
+
+// A token whose values are not all numbers gets a NaN key and values of 0: whoever attends to it gets NaN, but not who masks it
+// (0 * NaN is NaN), such as a later sequence in the same page.
+template <class E>
+void write(const Plan& plan, const Layer& layer, int threads) {
+    typedef typename E::type T;
+    constexpr int64_t U = E::per_word;
+    const int64_t size = plan.page_size, words = words_of(layer.size, U), width = width_of(layer.v_size);
+    const T nan = sizeof(T) == 2 ? T(0x7fc0) : T(NAN);
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
+    for (int64_t head = 0; head < layer.kv_heads; head++)
+        for (int64_t t = 0; t < plan.num_tokens; t++) {
+            const int64_t page = plan.slots[t] / size, at = plan.slots[t] % size;
+            const T* k = static_cast<const T*>(layer.k) + head * layer.k_head + t * layer.k_token;
+            const T* v = static_cast<const T*>(layer.v) + head * layer.v_head + t * layer.v_token;
+            T* keys = static_cast<T*>(layer.keys) + (head * layer.num_pages + page) * size * words * U;
+            T* values = static_cast<T*>(layer.values) + (head * layer.num_pages + page) * size * width;
+            float check = 0;
+            for (int64_t c = 0; c < layer.v_size; c++) check += to_float(v[c]) * 0.0f;
+            const bool numbers = check == 0;
+            for (int64_t c = 0; c < layer.size; c++) keys[(c / U * size + at) * U + c % U] = numbers ? k[c] : nan;
+            for (int64_t c = 0; c < layer.v_size; c++) values[(at / U * width + c) * U + at % U] = numbers ? v[c] : T(0);
+        }
+}
+
+}  // namespace
+
+EXPORT void batchgen_attend(const Plan* plan, const Layer* layer, int is_bfloat16, int threads) {
+    is_bfloat16 ? attend<Bfloat>(*plan, *layer, threads) : attend<Float>(*plan, *layer, threads);
+}
+
+EXPORT void batchgen_write(const Plan* plan, const Layer* layer, int is_bfloat16, int threads) {
+    is_bfloat16 ? write<Bfloat>(*plan, *layer, threads) : write<Float>(*plan, *layer, threads);
+}
