@@ -16,6 +16,8 @@
 namespace {
 
 constexpr int GROUP = 8;  // vectors of 16 keys whose scores are in hand at a time
+constexpr double LOG2E = 1.44269504088896340736;
+constexpr int FETCHED = 4;  // pages of the next block that are asked for ahead
 constexpr int ROWS = 6, VECTORS = 4;  // of the block of sums that a product keeps in registers
 
 struct Plan {  // a step; `_Plan` in packed.py is the same
@@ -83,6 +85,7 @@ class Tile {
         for (int64_t i = first_block(); i < plan_.num_blocks && plan_.blocks[2 * i] < end_; i++) {
             const int32_t* block = plan_.blocks + 2 * i;
             const int32_t *pages = plan_.pages + block[1], *starts = plan_.starts + block[1];
+            if (i + 1 < plan_.num_blocks && block[2] < end_) fetch(block[3], std::min(block[5], block[3] + FETCHED));
             read(block[0], block[2], block[3] - block[1], [=](int64_t i) { return pages[i]; }, [=](int64_t i) { return starts[i]; });
         }
         give();
@@ -111,6 +114,18 @@ class Tile {
     }
 
     int64_t row(int64_t token, int64_t g) const { return (token - begin_) * group_ + g; }
+
+    // A decoding sequence's own pages are read once a step, and so come from memory: asked for while another's are worked on.
+    void fetch(int64_t from, int64_t to) const {
+        const int64_t key_words = plan_.page_size * words_, value_words = plan_.page_size / E::per_word * width_;
+        const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + head_ * layer_.num_pages * key_words;
+        const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + head_ * layer_.num_pages * value_words;
+        for (int64_t i = from; i < to; i++) {
+            const uint32_t *k = keys + plan_.pages[i] * key_words, *v = values + plan_.pages[i] * value_words;
+            for (int64_t at = 0; at < key_words; at += 16) __builtin_prefetch(k + at, 0, 2);
+            for (int64_t at = 0; at < value_words; at += 16) __builtin_prefetch(v + at, 0, 2);
+        }
+    }
 
     // Queries [from, to), as far as they are in the tile, against `num_pages` pages.
     template <class Page, class Start>
@@ -175,30 +190,35 @@ class Tile {
             for (int j = 0; j < N; j++) store(&scores_[((r + i) * GROUP + v + j) * 16], sums[i][j]);
     }
 
-    // A row's scores become its weights, in place, as words; what it had is scaled to the new largest score. COUNT 0: n is less than GROUP.
+    // A row's scores become its weights, in place, as words; what it had is scaled to the new largest score. Scores are in powers
+    // of 2. COUNT 0: n is less than GROUP.
     template <int COUNT>
     INLINE void weigh(int64_t r, const Keys* keys, int n) {
         if (COUNT) n = COUNT;
         float* row = &scores_[r * GROUP * 16];
         const int64_t position = plan_.positions[begin_ + r / group_];
+        float factor = float(layer_.scale * LOG2E);
         f16v s[GROUP], most = splat(-INFINITY);
+        for (int v = 0; v < n; v++) s[v] = load<f16v>(row + 16 * v);
+        if (layer_.softcap != 0) {
+            for (int v = 0; v < n; v++) s[v] = capped(s[v] * float(layer_.scale)) * float(LOG2E);
+            factor = 1;
+        }
         for (int v = 0; v < n; v++) {
-            s[v] = load<f16v>(row + 16 * v) * float(layer_.scale);
-            if (layer_.softcap != 0) s[v] = capped(s[v]);
             if (keys[v].position + 15 > position || (layer_.window && keys[v].position <= position - layer_.window))
                 s[v] = select(seen(keys[v].position, position), s[v], splat(-INFINITY));
             most = max(most, s[v]);
         }
-        const float top = std::max(top_[r], largest(most));
-        const f16v shift = splat(top == -INFINITY ? 0.0f : top);  // all masked so far: the weights are 0
+        const float top = std::max(top_[r], largest(most) * factor);
+        const float shift = top == -INFINITY ? 0 : top;  // all masked so far: the weights are 0
         f16v total = {};
         for (int v = 0; v < n; v++) {
-            f16v weight = exp(s[v] - shift);
+            f16v weight = exp2_of_negative(s[v] * factor - shift);
             total += weight;
             store_floats(reinterpret_cast<typename E::type*>(row) + 16 * v, weight);
         }
         if (top != top_[r]) {
-            const float scale = top_[r] == -INFINITY ? 0.0f : std::exp(top_[r] - top);
+            const float scale = top_[r] == -INFINITY ? 0.0f : std::exp2(top_[r] - top);
             total_[r] *= scale;
             for (int64_t c = 0; c < width_; c += 16) store(&sums_[r * width_ + c], load<f16v>(&sums_[r * width_ + c]) * scale);
             top_[r] = top;
@@ -247,7 +267,7 @@ class Tile {
             for (int64_t g = 0; g < group_; g++) {
                 const int64_t r = row(t, g), head = head_ * group_ + g;
                 float total = total_[r];
-                if (layer_.sinks) total += std::exp(layer_.sinks[head] - top_[r]);
+                if (layer_.sinks) total += std::exp2(layer_.sinks[head] * float(LOG2E) - top_[r]);
                 T* to = static_cast<T*>(layer_.out) + (t * layer_.heads + head) * layer_.v_size;
                 const float* from = &sums_[r * width_];
                 for (int64_t c = 0; c < layer_.v_size; c += 16) {
@@ -264,7 +284,7 @@ class Tile {
     std::vector<uint32_t> q_;    // [rows][words of D]
     std::vector<float> scores_;  // [rows][GROUP * 16], then weights in their place
     std::vector<float> sums_;    // [rows][V], unnormalised
-    std::vector<float> top_;     // [rows] largest score yet
+    std::vector<float> top_;     // [rows] largest score yet, as a power of 2
     std::vector<float> total_;   // [rows] sum of the weights relative to it
     int64_t begin_ = 0, end_ = 0, head_ = 0;
 };
@@ -281,6 +301,25 @@ void attend(const Plan& plan, const Layer& layer, int threads) {
     }
 }
 
+// Whether all are finite.
+template <class T>
+INLINE bool finite(const T* v, int64_t count) {
+    f16v zeros = {};
+    int64_t c = 0;
+    for (; c + 16 <= count; c += 16) zeros += load_floats(v + c) * 0.0f;
+    float rest = sum(zeros);
+    for (; c < count; c++) rest += to_float(v[c]) * 0.0f;
+    return rest == 0;
+}
+
+// A token's values among those of its page: words that it has for itself, or shares with its neighbour.
+INLINE void put_values(float* row, const float* v, int64_t count, int64_t) { std::memcpy(row, v, count * sizeof(float)); }
+INLINE void put_values(bf16* row, const bf16* v, int64_t count, int64_t half) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(row);
+    const uint32_t shift = half ? 16 : 0, other = half ? 0xffffu : 0xffff0000u;
+    for (int64_t c = 0; c < count; c++) words[c] = (words[c] & other) | uint32_t(v[c]) << shift;
+}
+
 // A token whose values are not all numbers gets a NaN key and values of 0: whoever attends to it gets NaN, but not who masks it
 // (0 * NaN is NaN), such as a later sequence in the same page.
 template <class E>
@@ -288,21 +327,24 @@ void write(const Plan& plan, const Layer& layer, int threads) {
     typedef typename E::type T;
     constexpr int64_t U = E::per_word;
     const int64_t size = plan.page_size, words = words_of(layer.size, U), width = width_of(layer.v_size);
-    const T nan = sizeof(T) == 2 ? T(0x7fc0) : T(NAN);
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
-    for (int64_t head = 0; head < layer.kv_heads; head++)
-        for (int64_t t = 0; t < plan.num_tokens; t++) {
-            const int64_t page = plan.slots[t] / size, at = plan.slots[t] % size;
-            const T* k = static_cast<const T*>(layer.k) + head * layer.k_head + t * layer.k_token;
-            const T* v = static_cast<const T*>(layer.v) + head * layer.v_head + t * layer.v_token;
-            T* keys = static_cast<T*>(layer.keys) + (head * layer.num_pages + page) * size * words * U;
-            T* values = static_cast<T*>(layer.values) + (head * layer.num_pages + page) * size * width;
-            float check = 0;
-            for (int64_t c = 0; c < layer.v_size; c++) check += to_float(v[c]) * 0.0f;
-            const bool numbers = check == 0;
-            for (int64_t c = 0; c < layer.size; c++) keys[(c / U * size + at) * U + c % U] = numbers ? k[c] : nan;
-            for (int64_t c = 0; c < layer.v_size; c++) values[(at / U * width + c) * U + at % U] = numbers ? v[c] : T(0);
-        }
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<T> key(words * U), zeros(layer.v_size);
+        const std::vector<T> nan(words * U, sizeof(T) == 2 ? T(0x7fc0) : T(NAN));
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t head = 0; head < layer.kv_heads; head++)
+            for (int64_t t = 0; t < plan.num_tokens; t++) {
+                const int64_t page = plan.slots[t] / size, at = plan.slots[t] % size;
+                const T* v = static_cast<const T*>(layer.v) + head * layer.v_head + t * layer.v_token;
+                const bool numbers = finite(v, layer.v_size);
+                std::memcpy(key.data(), static_cast<const T*>(layer.k) + head * layer.k_head + t * layer.k_token, layer.size * sizeof(T));
+                const T* from = numbers ? key.data() : nan.data();
+                T* to = static_cast<T*>(layer.keys) + ((head * layer.num_pages + page) * words * size + at) * U;
+                for (int64_t w = 0; w < words; w++) std::memcpy(to + w * size * U, from + w * U, sizeof(uint32_t));
+                T* values = static_cast<T*>(layer.values) + ((head * layer.num_pages + page) * size + at / U * U) * width;
+                put_values(values, numbers ? v : zeros.data(), layer.v_size, at % U);
+            }
+    }
 }
 
 }  // namespace

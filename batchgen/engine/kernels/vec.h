@@ -96,6 +96,32 @@ INLINE f16v exp(f16v x) {
     return select(x > high, splat(__builtin_inff()), select(x != x, x, y));
 }
 
+// 2 to the power of x <= 0, to about 1 unit in the last place; 0 below -126, NaN of NaN. Cephes' exp2f.
+INLINE f16v exp2_of_negative(f16v x) {
+#if defined(__AVX512F__)
+    const f16v t = (f16v)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // the second where one is NaN
+    const f16v n = (f16v)_mm512_roundscale_ps((__m512)t, 0);
+#else
+    const f16v t = select(x < splat(-126.0f), splat(-126.0f), x);
+    f16v n = t + 12582912.0f;  // rounds to an integer in the low bits
+    const i16v whole = (i16v)n - 0x4b400000;
+    n -= 12582912.0f;
+#endif
+    const f16v r = t - n;
+    f16v p = splat(1.535336188319500e-4f);
+    p = p * r + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.0f;
+#if defined(__AVX512F__)
+    return (f16v)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return select(x < splat(-126.0f), f16v{}, select(x != x, x, p * (f16v)((whole + 127) << 23)));
+#endif
+}
+
 INLINE float sum(f16v v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
