@@ -15,9 +15,9 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.compare import ENGINES, Case, call
 from benchmarks.machine import cores
 from benchmarks.models import DTYPES, SHAPES, model_folder
+from benchmarks.programs import GENERATE, OURS, PROGRAMS, Case, EngineFailed, Launcher
 from benchmarks.workloads import WORKLOADS, workload_file
 
 NEAR_TIE = 1e-3
@@ -25,10 +25,11 @@ NEAR_TIE = 1e-3
 bfloat16 cannot tell them apart so: there the gaps are only shown."""
 
 
-def ids_of(engine: str, case: Case, threads: int) -> list[list[int]]:
+def ids_of(engine: str, case: Case, launcher: Launcher) -> list[list[int]]:
+    launcher.prepare(engine, case)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "ids.jsonl"
-        call(engine, case, ["--ids-out", str(file)], threads=threads, timeout=None)
+        launcher.call(engine, case, ["--ids-out", str(file)])
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
@@ -55,18 +56,30 @@ def main() -> None:
     p.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="NAME")
     p.add_argument("--model", choices=list(SHAPES), default="30m")
     p.add_argument("--dtype", choices=DTYPES, default="float32")
-    p.add_argument("--engine", choices=ENGINES[1:], default=ENGINES[1], help="to compare with (%(default)s)")
+    p.add_argument(
+        "--engine", choices=[e for e in PROGRAMS if e != OURS], default=GENERATE, help="to compare with (%(default)s)"
+    )
     p.add_argument("--threads", type=int)
     p.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "batchgen-benchmarks"))
+    p.add_argument(
+        "--engines-folder", type=Path, help="what setup_engines.sh made (default: batchgen-engines beside --work)"
+    )
     args = p.parse_args()
     disable_progress_bar()
-    work, threads, unexplained = Path(args.work), args.threads or cores(), 0
+    work, unexplained = Path(args.work), 0
+    launcher = Launcher(args.engines_folder or work.absolute().parent / "batchgen-engines", args.threads or cores())
+    missing = launcher.missing(args.engine)
+    if missing:
+        p.error(missing)
     folder = model_folder(work, args.model, args.dtype)
     for workload in args.workloads:
         file, _ = workload_file(work, workload, folder, args.rows)
         case = Case(args.model, args.dtype, workload, folder, file)
         prompts = [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()]
-        ours, theirs = (ids_of(engine, case, threads) for engine in ("batchgen", args.engine))
+        try:
+            ours, theirs = (ids_of(engine, case, launcher) for engine in (OURS, args.engine))
+        except EngineFailed as e:
+            raise SystemExit(str(e)) from e
         different = [row for row in range(len(prompts)) if ours[row] != theirs[row]]
         print(f"{case}: {len(different)} of {len(prompts)} rows differ from {args.engine}", flush=True)
         for row in different:

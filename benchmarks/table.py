@@ -1,8 +1,8 @@
-"""A result file of `compare.py` as a markdown table; kept between two markers of README.md, so that it can be made again and checked.
+"""A result file of `compare.py` as markdown tables; kept between two markers of README.md, so that it can be made again and checked.
 
-    python -m benchmarks.table benchmarks/results/cpu.json                        prints it
-    python -m benchmarks.table benchmarks/results/cpu.json --write README.md      puts it between the markers
-    python -m benchmarks.table benchmarks/results/cpu.json --check README.md      fails if it is not what is there
+    python -m benchmarks.table benchmarks/results/cpu.json                        prints them
+    python -m benchmarks.table benchmarks/results/cpu.json --write README.md      puts them between the markers
+    python -m benchmarks.table benchmarks/results/cpu.json --check README.md      fails if they are not what is there
 
 The markers are `<!-- benchmarks:NAME:begin -->` and `<!-- benchmarks:NAME:end -->`, with the name of the result.
 """
@@ -12,73 +12,105 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import ENGINES, GENERATE, SCHEMA, medians
+from benchmarks.models import DTYPES, SHAPES
+from benchmarks.programs import OURS, PROGRAMS
+from benchmarks.result_file import SCHEMA, medians, shares
+from benchmarks.workloads import WORKLOADS
 
-LABELS = {
-    "batchgen": "batchgen",
-    "transformers-generate": "transformers `generate`",
-    "transformers-continuous": "transformers continuous batching",
-}
-
-
-def cases(result: dict[str, Any]) -> list[dict[str, str]]:
-    """Every (model, dtype, workload) that was measured, in the order of the measurements."""
-    keys = ("model", "dtype", "workload")
-    seen = {tuple(m[key] for key in keys): None for m in result["measurements"]}
-    return [dict(zip(keys, case, strict=True)) for case in seen]
+MISSING = "–"
 
 
 def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def best_batch(result: dict[str, Any], case: dict[str, str]) -> int | None:
-    for m in result["measurements"]:
-        if m["engine"] == GENERATE and all(m[key] == value for key, value in case.items()):
-            return int(m["extras"]["batch"])
-    return None
+def tables(result: dict[str, Any]) -> str:
+    """A table a model, and what they say in words."""
+    return "\n".join(f"{table(result, model)}\n" for model in SHAPES if model in _models(result)) + caption(result)
 
 
-def table(result: dict[str, Any]) -> str:
-    """Rows: cases. Columns: tokens/s of each engine, and how many times batchgen's that is."""
-    engines = [e for e in ENGINES if any(m["engine"] == e for m in result["measurements"])]
-    head = ["workload", "model"]
-    for engine in engines:
-        head += [LABELS[engine]] if engine == "batchgen" else [LABELS[engine], "ratio"]
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
-    for case in cases(result):
-        rates = medians(result, case)
-        cells = [case["workload"].replace("-", " "), f"{case['model']} {case['dtype']}"]
-        for engine in engines:
-            rate, ours = rates.get(engine), rates.get("batchgen")
-            batch = f" (batch {best_batch(result, case)})" if engine == GENERATE and rate else ""
-            cells.append(f"{number(rate)}{batch}" if rate else "–")
-            if engine != "batchgen":
-                cells.append(f"**{ours / rate:.1f}x**" if rate and ours else "–")
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + caption(result)
+def table(result: dict[str, Any], model: str) -> str:
+    """Rows: workloads in each dtype. Columns: tokens/s and share of the roofline of batchgen, tokens/s and ratio of the others."""
+    others = [
+        e for e in PROGRAMS if e != OURS and any(e in _engines(result, kind) for kind in ("measurements", "failures"))
+    ]
+    title = f"{model} ({number(result['models'][model]['parameters'] / 1e6)}M parameters)"
+    lines = [[title, "", OURS, "of the roofline", *(PROGRAMS[e].label for e in others)]]
+    lines.append(["---", "---", *["---:"] * (len(others) + 2)])
+    for workload in WORKLOADS:
+        for dtype in DTYPES:
+            names = {"model": model, "dtype": dtype, "workload": workload, "limit": result["settings"]["limit"]}
+            if not _entries(result, "measurements", names) and not _entries(result, "failures", names):
+                continue
+            ours = medians(result, names).get(OURS)
+            share = shares(result, names).get(OURS)
+            cells = [workload.replace("-", " "), dtype, number(ours) if ours else MISSING]
+            cells += [f"{share:.0%}" if share else MISSING]
+            lines.append(cells + [cell(result, engine, names) for engine in others])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def cell(result: dict[str, Any], engine: str, names: dict[str, Any]) -> str:
+    """Tokens/s of an engine, and how many times as many batchgen made of the same rows."""
+    rows = result["settings"]["engine_rows"].get(engine)
+    limits = [names["limit"]] if rows is None else [rows, names["limit"]]
+    for limit in limits:
+        of = names | {"limit": limit}
+        rates = medians(result, of)
+        if engine in rates:
+            ratio = f" **{rates[OURS] / rates[engine]:.1f}x**" if OURS in rates else ""
+            fewer = f" ({limit} rows)" if limit != names["limit"] else ""
+            return f"{number(rates[engine])}{ratio}{fewer}"
+        for failure in _entries(result, "failures", of):
+            if failure["engine"] == engine:
+                after = failure["timed_out_after"]
+                return "failed" if after is None else f"not in {after:g} s"
+    return MISSING
+
+
+def _entries(result: dict[str, Any], kind: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+    return [e for e in result[kind] if all(e[key] == value for key, value in names.items())]
+
+
+def _engines(result: dict[str, Any], kind: str) -> set[str]:
+    return {e["engine"] for e in result[kind]}
+
+
+def _models(result: dict[str, Any]) -> set[str]:
+    return {m["model"] for m in result["measurements"]}
 
 
 def caption(result: dict[str, Any]) -> str:
     machine, settings = result["machine"], result["settings"]
-    versions = machine["versions"]
-    measured = [
-        sum(m["engine"] == "batchgen" and all(m[k] == v for k, v in case.items()) for m in result["measurements"])
-        for case in cases(result)
-    ]
-    repeats = min(measured, default=0)
+    versions: dict[str, str] = {}
+    for m in result["measurements"]:
+        versions |= _named_versions(m)
+    listed = "".join(f", {name} {version}" for name, version in versions.items())
     text = (
-        f"Completion tokens/s, medians of {repeats} interleaved runs; tokenizing is in, the load of the model is not; the ratio is batchgen's to that engine's. "
-        f"{machine['cpu']}, {settings['threads']} threads, torch {versions['torch']}, transformers {versions['transformers']}, {machine['date'][:10]}."
+        f"Completion tokens/s, {_repeats(result)}; tokenizing is in, the load of the model is not; in bold how many times as fast batchgen is. The roofline is the "
+        f"time that the linear layers and attention alone would take at this machine's own rates. {machine['cpu']}, {settings['threads']} threads{listed}, "
+        f"{machine['date'][:10]}."
     )
     if settings["limit"]:
         text += f" Only the first {settings['limit']} rows of each workload."
-    for failure in result["failures"]:
-        text += f" {failure['workload']}, {failure['model']} {failure['dtype']}: {failure['message']}."
     return text + "\n"
+
+
+def _named_versions(measurement: dict[str, Any]) -> dict[str, str]:
+    """Of an engine in an environment of its own its own version, which it names first; else those of what runs the model."""
+    listed = [(n, v) for n, v in measurement["versions"].items() if n != "python"]
+    own = PROGRAMS[measurement["engine"]].environment is not None
+    return dict(listed[:1]) if own else {n: v for n, v in listed if n in ("torch", "transformers")}
+
+
+def _repeats(result: dict[str, Any]) -> str:
+    counts = Counter((m["engine"], m["model"], m["dtype"], m["workload"], m["limit"]) for m in result["measurements"])
+    least, most = min(counts.values(), default=0), max(counts.values(), default=0)
+    return f"medians of {least if least == most else f'{least} to {most}'} interleaved runs"
 
 
 def put(text: str, name: str, content: str) -> str:
@@ -96,8 +128,8 @@ def main() -> None:
     )
     p.add_argument("result", type=Path)
     what = p.add_mutually_exclusive_group()
-    what.add_argument("--write", type=Path, metavar="FILE", help="put the table between its markers in this file")
-    what.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 if the table in this file is another")
+    what.add_argument("--write", type=Path, metavar="FILE", help="put the tables between their markers in this file")
+    what.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 if the tables in this file are others")
     args = p.parse_args()
     try:
         result = json.loads(args.result.read_text(encoding="utf-8"))
@@ -105,7 +137,7 @@ def main() -> None:
         p.error(f"{args.result} cannot be read: {e}")
     if result.get("schema") != SCHEMA:
         p.error(f"{args.result} is not a result of compare.py ({SCHEMA})")
-    content = table(result)
+    content = tables(result)
     file = args.write or args.check
     if file is None:
         print(content, end="")

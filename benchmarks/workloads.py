@@ -48,9 +48,14 @@ def long_prefix(text: Text, rnd: random.Random) -> list[Prompt]:
     return [(prefix + text(rnd.randint(16, 64)), 32) for _ in range(64)]
 
 
+def varied_lengths(text: Text, rnd: random.Random) -> list[Prompt]:
+    """128 rows of 16–256 tokens that share nothing, 1–256 out, short outputs as likely as long ones on a scale of doublings."""
+    return [(text(rnd.randint(16, 256)), round(256 ** rnd.random())) for _ in range(128)]
+
+
 WORKLOADS: dict[str, Callable[[Text, random.Random], list[Prompt]]] = {
     workload.__name__.replace("_", "-"): workload
-    for workload in (shared_prefix, nested_groups, few_shot, nothing_shared, long_prefix)
+    for workload in (shared_prefix, nested_groups, few_shot, nothing_shared, long_prefix, varied_lengths)
 }
 
 

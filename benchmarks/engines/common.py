@@ -1,15 +1,24 @@
-"""What every engine script shares: its arguments, its rows, its one JSON line of figures."""
+"""What every engine script shares: its arguments, its rows, its one JSON line of figures. The standard library alone.
+
+A script runs with the Python of its engine's own environment, where neither batchgen nor torch need be.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from batchgen.stats import memory_bytes_peak, versions
+PATIENCE = 2
+"""A sweep ends after this many sizes in a row that are slower than the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +33,41 @@ class Work:
         return sum(self.max_tokens)
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str, converts: bool = False) -> argparse.ArgumentParser:
+    """`converts`: the engine has a form of its own for models, made beforehand by the same script with `--convert`."""
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--model", required=True, help="model folder")
     p.add_argument("--input", required=True, help="JSONL of {id, prompt, sampling_params: {max_tokens}}")
     p.add_argument("--ids-out", help="write the completions' token ids there, a JSON list a row (not for timing)")
+    if converts:
+        p.add_argument("--converted", type=Path, required=True, help="the model in the engine's own form")
+        p.add_argument("--convert", action="store_true", help="make that, and nothing else")
     return p
+
+
+def threads() -> int:
+    """Of the engine: `compare.py` says so by what OpenMP goes by."""
+    return int(os.environ["OMP_NUM_THREADS"])
+
+
+def model_dtype(model: str) -> str:
+    """ "float32" or "bfloat16", as the checkpoint says."""
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    return str(config.get("dtype") or config["torch_dtype"])
+
+
+def shared_prefix(ids: Sequence[Sequence[Any]]) -> int:
+    """Tokens that all prompts begin with; each keeps at least one of its own, from which it goes on."""
+    first, last = min(ids), max(ids)
+    most = min(map(len, ids)) - 1
+    return next((i for i in range(most) if first[i] != last[i]), most)
+
+
+def add_sweep(p: argparse.ArgumentParser, batch: int) -> None:
+    """Options of an engine whose best batch size is looked for first."""
+    p.add_argument("--batch", type=int, default=batch)
+    p.add_argument("--sweep", type=lambda text: [int(size) for size in text.split(",")], help="sizes to try instead")
+    p.add_argument("--sweep-rows", type=int, default=32)
 
 
 def read_work(path: str) -> Work:
@@ -47,7 +85,16 @@ def check_and_write_ids(path: str | None, ids: Sequence[Sequence[int]], work: Wo
         Path(path).write_text("".join(json.dumps(list(map(int, row))) + "\n" for row in ids), encoding="utf-8")
 
 
-def report(engine: str, *, wall_s: float, load_s: float, completion_tokens: int, rows: int, **extras: Any) -> None:
+def report(
+    engine: str,
+    *,
+    wall_s: float,
+    load_s: float,
+    completion_tokens: int,
+    rows: int,
+    packages: Sequence[str],
+    **extras: Any,
+) -> None:
     """Prints the line that `compare.py` reads. `wall_s`: generation with tokenizing in it, without the load of the model."""
     print(
         json.dumps(
@@ -59,9 +106,28 @@ def report(engine: str, *, wall_s: float, load_s: float, completion_tokens: int,
                 "completion_tokens": completion_tokens,
                 "tokens_per_s": round(completion_tokens / wall_s, 3),
                 "memory_bytes_peak": memory_bytes_peak(),
-                "versions": versions(),
+                "versions": {"python": platform.python_version()} | {name: version_of(name) for name in packages},
                 "extras": extras,
             }
         ),
         flush=True,
     )
+
+
+def version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def memory_bytes_peak() -> int:
+    """Most memory of this process so far."""
+    try:
+        # getrusage also counts what the parent held when it started this process; the kernel's own mark does not.
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

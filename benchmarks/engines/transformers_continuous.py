@@ -77,6 +77,7 @@ def main() -> None:
         load_s=load,
         completion_tokens=work.completion_tokens,
         rows=len(ids),
+        packages=("torch", "transformers", "tokenizers"),
         max_batch_tokens=a.max_batch_tokens,
         page_size=config.page_size,
         num_blocks=config.num_blocks,

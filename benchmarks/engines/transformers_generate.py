@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.engines.common import Work, check_and_write_ids, parser, read_work, report
+from benchmarks.engines.common import PATIENCE, Work, add_sweep, check_and_write_ids, parser, read_work, report
 from benchmarks.machine import memory_bytes
 
 Batch = list[int]
-PATIENCE = 2
-"""A sweep ends after this many sizes in a row that are slower than the best."""
 MEMORY_SHARE = 0.6
 """Of the machine's memory: a batch that would need more is not tried."""
 
@@ -94,16 +92,14 @@ def sweep(generator: Generator, work: Work, sizes: list[int], rows: int) -> dict
 
 def main() -> None:
     p = parser((__doc__ or "").splitlines()[0])
-    p.add_argument("--batch", type=int, default=16)
-    p.add_argument("--sweep", help="batch sizes to try instead, with commas")
-    p.add_argument("--sweep-rows", type=int, default=32)
+    add_sweep(p, batch=16)
     a = p.parse_args()
     work = read_work(a.input)
     start = time.perf_counter()
     generator = Generator(a.model)
     load = time.perf_counter() - start
     if a.sweep:
-        print(json.dumps(sweep(generator, work, [int(size) for size in a.sweep.split(",")], a.sweep_rows)), flush=True)
+        print(json.dumps(sweep(generator, work, a.sweep, a.sweep_rows)), flush=True)
         return
     start = time.perf_counter()
     ids = generator.tokenize(work)
@@ -118,6 +114,7 @@ def main() -> None:
         load_s=load,
         completion_tokens=work.completion_tokens,
         rows=len(ids),
+        packages=("torch", "transformers", "tokenizers"),
         batch=a.batch,
         attention=generator.model.config._attn_implementation,
     )

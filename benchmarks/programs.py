@@ -1,0 +1,180 @@
+"""The engines there are, each run as a process of its own with the Python that has it.
+
+batchgen and transformers are where this process has them; the others are in environments made by `setup_engines.sh`.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class EngineFailed(Exception):
+    """An engine's process ended without a result."""
+
+
+class NotDone(EngineFailed):
+    """An engine's process was ended for it took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    label: str
+    """In tables."""
+    module: str
+    environment: str | None = None
+    """Its folder among the engines' environments; None: this Python."""
+    converted: str | None = None
+    """What is added to a model folder's name for the model in the engine's own form; None: it takes the folder."""
+    swept: bool = False
+    """Whether its best batch size is looked for first."""
+
+
+PROGRAMS: dict[str, Program] = {
+    "batchgen": Program("batchgen", "benchmarks.engines.batchgen"),
+    "transformers-generate": Program("transformers `generate`", "benchmarks.engines.transformers_generate", swept=True),
+    "transformers-continuous": Program(
+        "transformers continuous batching", "benchmarks.engines.transformers_continuous"
+    ),
+    "vllm": Program("vLLM", "benchmarks.engines.vllm_cpu", "vllm"),
+    "openvino": Program("OpenVINO GenAI", "benchmarks.engines.openvino_cpu", "openvino", "openvino"),
+    "llamacpp": Program("llama.cpp", "benchmarks.engines.llamacpp", "llamacpp", "gguf", swept=True),
+    "ctranslate2": Program("CTranslate2", "benchmarks.engines.ctranslate2_cpu", "ctranslate2", "ctranslate2"),
+}
+OURS = "batchgen"
+GENERATE = "transformers-generate"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model in one dtype on one workload, or on the first rows of it."""
+
+    model: str
+    dtype: str
+    workload: str
+    folder: Path
+    input: Path
+    limit: int | None = None
+
+    def names(self) -> dict[str, Any]:
+        return {"model": self.model, "dtype": self.dtype, "workload": self.workload, "limit": self.limit}
+
+    def __str__(self) -> str:
+        rows = f" ({self.limit} rows)" if self.limit else ""
+        return f"{self.workload}{rows}, {self.model} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Starts engines. One at a time, each with so many threads and for so long at most."""
+
+    engines_folder: Path
+    threads: int
+    timeout: float | None = None
+
+    def missing(self, engine: str) -> str | None:
+        """Why an engine cannot be run here, in a line; None if it can."""
+        environment = PROGRAMS[engine].environment
+        if environment is None or (self.engines_folder / environment / "ready").exists():
+            return None
+        setup = f"bash benchmarks/setup_engines.sh {self.engines_folder} {environment}"
+        return f"{engine} is left out: it is not in {self.engines_folder / environment} ({setup})"
+
+    def prepare(self, engine: str, case: Case) -> None:
+        """Makes the model in the engine's own form, once for a model."""
+        target = converted(engine, case.folder)
+        if target is None or target.exists():
+            return
+        unfinished = target.with_name(f"{target.name}.unfinished")
+        self._run(engine, case, ["--convert"], unfinished, timeout=None)
+        unfinished.rename(target)
+
+    def call(self, engine: str, case: Case, options: Sequence[str]) -> dict[str, Any]:
+        """The JSON line of an engine's script. Raises `EngineFailed`."""
+        stdout = self._run(engine, case, options, converted(engine, case.folder), timeout=self.timeout)
+        return last_json(engine, stdout)
+
+    def _run(self, engine: str, case: Case, options: Sequence[str], target: Path | None, timeout: float | None) -> str:
+        command = [self._python(engine), "-m", PROGRAMS[engine].module]
+        command += ["--model", str(case.folder), "--input", str(case.input), *options]
+        command += ["--converted", str(target)] if target else []
+        return run(engine, command, self._environment(engine), timeout)
+
+    def _python(self, engine: str) -> str:
+        environment = PROGRAMS[engine].environment
+        return str(self.engines_folder / environment / "bin" / "python") if environment else sys.executable
+
+    def _environment(self, engine: str) -> dict[str, str]:
+        own = PROGRAMS[engine].environment is None
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH") if own else None]))
+        return environment_of(self.threads, path) | (self._preloads() if engine == "vllm" else {})
+
+    def _preloads(self) -> dict[str, str]:
+        """vLLM is several times slower without Intel's OpenMP and a faster malloc."""
+        openmp = self.engines_folder / "vllm" / "lib" / "libiomp5.so"
+        found = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp) if openmp.exists() else None]
+        return {"LD_PRELOAD": ":".join(filter(None, found))}
+
+
+def converted(engine: str, folder: Path) -> Path | None:
+    suffix = PROGRAMS[engine].converted
+    return folder.with_name(f"{folder.name}.{suffix}") if suffix else None
+
+
+def environment_of(threads: int, path: str) -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false" if threads == 1 else "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def end_children_too() -> None:
+    """SIGTERM ends this process as an interrupt does, so that `run` ends what it started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def run(name: str, command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> str:
+    """What a command prints. It is ended, with all that it started, when its time is up or this process is interrupted."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as e:
+        raise NotDone(f"{name}: not done after {timeout:g} s") from e
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        last = (stderr.strip().splitlines() or ["no message"])[-1]
+        raise EngineFailed(f"{name}: exit {process.returncode}: {last}")
+    return stdout
+
+
+def last_json(name: str, stdout: str) -> dict[str, Any]:
+    """The last line that is a JSON object: engines say other things before it."""
+    lines = [line for line in stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise EngineFailed(f"{name}: printed no figures")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found

@@ -1,0 +1,96 @@
+"""This machine's rates, for the roofline: torch's best at a model's own matrix products, and at reading memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from benchmarks.roofline import Rates, Shape
+
+TOKENS = (256, 512, 1024, 2048, 4096)
+"""Rows of a product; the best of them counts."""
+QUERIES = (64, 256)
+KEYS = (512, 1024, 2048)
+COPIED_BYTES = 2**28
+REPEATS = 5
+LEAST_SECONDS = 0.05
+"""What is quick is tried until so much time has passed, if that is more often."""
+
+
+def best_seconds(run: Callable[[], object]) -> float:
+    """Of some tries: what the machine can do, not what else it does meanwhile."""
+    run()
+    best, passed, tries = float("inf"), 0.0, 0
+    while tries < REPEATS or passed < LEAST_SECONDS:
+        began = time.perf_counter()
+        run()
+        took = time.perf_counter() - began
+        best, passed, tries = min(best, took), passed + took, tries + 1
+    return best
+
+
+@torch.inference_mode()
+def measure(
+    shape: Shape, tokens: Sequence[int] = TOKENS, keys: Sequence[int] = KEYS, copied_bytes: int = COPIED_BYTES
+) -> Rates:
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    torch.manual_seed(0)
+    return Rates(
+        linear={name: max(linear(*size, dtype, tokens)) for name, size in shape.linears().items()},
+        attention=max(attention(shape, dtype, tokens, keys)),
+        bandwidth=bandwidth(copied_bytes),
+    )
+
+
+def linear(out: int, into: int, dtype: torch.dtype, tokens: Sequence[int]) -> Iterable[float]:
+    """Operations a second, for each number of tokens, with the weight as it is and laid out for the library."""
+    weight = torch.randn(out, into).to(dtype)
+    for count in tokens:
+        x = torch.randn(count, into).to(dtype)
+        operations = 2 * count * out * into
+        yield operations / best_seconds(lambda x=x: torch.nn.functional.linear(x, weight))  # type: ignore[misc]
+        if torch.backends.mkldnn.is_available():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, count)
+            yield operations / best_seconds(
+                lambda x=x, packed=packed: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")  # type: ignore[misc]
+            )
+
+
+def attention(shape: Shape, dtype: torch.dtype, tokens: Sequence[int], key_counts: Sequence[int]) -> Iterable[float]:
+    """Operations a second of the two products, without the softmax between them, over keys and values in a cache: for all heads
+    at once as they lie there, and one head's as if its keys were a layer's weight (in float32 some processors' batched products are slow).
+    """
+    group = shape.heads // shape.kv_heads
+    for keys in key_counts:
+        k, v = torch.randn(2, shape.kv_heads, keys, shape.head_dim).to(dtype)
+        turned = k.transpose(1, 2)
+        scoring = max(linear(keys, shape.head_dim, dtype, tokens))
+        summing = max(linear(shape.head_dim, keys, dtype, tokens))
+        yield 2 / (1 / scoring + 1 / summing)
+        for queries in QUERIES:
+            q = torch.randn(shape.kv_heads, group * queries, shape.head_dim).to(dtype)
+            scores = torch.empty(shape.kv_heads, group * queries, keys, dtype=dtype)
+            found = torch.empty_like(q)
+            operations = 4 * shape.heads * shape.head_dim * queries * keys
+            for stored in (turned, turned.contiguous()):
+
+                def both(
+                    q: torch.Tensor = q,
+                    k: torch.Tensor = stored,
+                    v: torch.Tensor = v,
+                    scores: torch.Tensor = scores,
+                    found: torch.Tensor = found,
+                ) -> None:
+                    torch.bmm(q, k, out=scores)
+                    torch.bmm(scores, v, out=found)
+
+                yield operations / best_seconds(both)
+
+
+def bandwidth(copied_bytes: int) -> float:
+    """Bytes a second: a large copy, which reads and writes."""
+    source = torch.ones(copied_bytes // 4)
+    target = torch.empty_like(source)
+    return 2 * copied_bytes / best_seconds(lambda: target.copy_(source))

@@ -1,0 +1,115 @@
+"""The result of a comparison: what was measured, written after every measurement, taken up again, read as medians."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.programs import OURS, PROGRAMS, ROOT, Case
+
+SCHEMA = "batchgen.benchmarks/2"
+SAME_SETTINGS = ("threads", "limit", "sweep", "sweep_rows", "quick")
+SAME_MACHINE = ("cpu", "cores", "versions")
+"""With others of these, figures are no longer of one run."""
+
+
+class OtherRun(Exception):
+    """The file's measurements cannot be gone on with."""
+
+
+def new_result(name: str, machine: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "machine": dict(machine),
+        "settings": dict(settings),
+        "source": source_digest(),
+        "models": {},
+        "workloads": {},
+        "rooflines": [],
+        "sweeps": [],
+        "measurements": [],
+        "failures": [],
+    }
+
+
+def source_digest() -> str:
+    """Of batchgen's own code: its figures are of this code and no other."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "batchgen").rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class ResultFile:
+    """A result and its place."""
+
+    def __init__(self, path: Path, result: dict[str, Any]) -> None:
+        self.path = path
+        self.result = result
+
+    def take_up(self) -> list[str]:
+        """Goes on with the measurements of the file that is there, and says in lines what of them is kept.
+
+        Raises `OtherRun` if they were made with other settings or on another machine. What failed for another reason than its
+        time is tried again. Figures of an older batchgen are dropped.
+        """
+        if not self.path.exists():
+            return [f"{self.path} is not there yet: begun anew"]
+        old = json.loads(self.path.read_text(encoding="utf-8"))
+        if old.get("schema") != SCHEMA:
+            raise OtherRun(f"{self.path} is not a result of compare.py ({SCHEMA})")
+        for part, names in (("settings", SAME_SETTINGS), ("machine", SAME_MACHINE)):
+            for name in names:
+                before, now = old[part].get(name), self.result[part].get(name)
+                if before != now:
+                    raise OtherRun(f"{self.path} was made with {part} {name} {before}, not {now}; --name another")
+        kept = [m for m in old["measurements"] if m["engine"] != OURS or old["source"] == self.result["source"]]
+        dropped = len(old["measurements"]) - len(kept)
+        self.result |= {name: old[name] for name in ("models", "workloads", "rooflines", "sweeps")}
+        self.result["measurements"] = kept
+        self.result["settings"]["engine_rows"] = old["settings"]["engine_rows"] | self.result["settings"]["engine_rows"]
+        self.result["failures"] = [f for f in old["failures"] if f["timed_out_after"] is not None]
+        lines = [f"{self.path}: {len(kept)} measurements are kept"]
+        if dropped:
+            lines.append(f"{OURS} is not what it was: {dropped} measurements of it are made again")
+        return lines
+
+    def find(self, kind: str, case: Case, **more: Any) -> dict[str, Any] | None:
+        """The first entry of a kind ("rooflines", "measurements"…) that is of this case and has these values."""
+        wanted = case.names() | more
+        entries = (e for e in self.result[kind] if all(e.get(name) == value for name, value in wanted.items()))
+        return next(entries, None)
+
+    def add(self, kind: str, case: Case, entry: Mapping[str, Any]) -> None:
+        self.result[kind].append(case.names() | dict(entry))
+        self.save()
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(self.path)
+
+
+def medians(result: Mapping[str, Any], names: Mapping[str, Any], figure: str = "tokens_per_s") -> dict[str, float]:
+    """The median of a figure for each engine that was measured on a case, in the order of `PROGRAMS`."""
+    found: dict[str, list[float]] = {}
+    for m in result["measurements"]:
+        if all(m[key] == value for key, value in names.items()):
+            found.setdefault(m["engine"], []).append(m[figure])
+    return {engine: statistics.median(found[engine]) for engine in PROGRAMS if engine in found}
+
+
+def shares(result: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, float]:
+    """Of the roofline, by engine: its seconds over those of the engine's median."""
+    for roofline in result["rooflines"]:
+        if all(roofline[key] == value for key, value in names.items()):
+            least = roofline["seconds"]["total"]
+            return {engine: least / wall for engine, wall in medians(result, names, "wall_s").items()}
+    return {}

@@ -1,0 +1,85 @@
+"""The tables of a result, to the letter."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.programs import Case
+from benchmarks.table import put, tables
+
+
+def rows_of(result: Any) -> list[str]:
+    """The lines of the tables."""
+    return [line for line in tables(result.json).splitlines() if line.startswith("|")]
+
+
+def test_a_table_has_medians_ratios_and_the_share_of_the_roofline(result: Any) -> None:
+    result.ran("batchgen", 2613.0, 2500.0, 2700.0)
+    result.ran("transformers-generate", 194.0, 190.0, 200.0)
+    result.ran("vllm", 2200.0, 2100.0, 2300.0)
+    result.roofline(1000 / 5226)
+    assert tables(result.json) == (
+        "| 30m (32.0M parameters) |  | batchgen | of the roofline | transformers `generate` | vLLM |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: |\n"
+        "| few shot | bfloat16 | 2,613 | 50% | 194 **13.5x** | 2,200 **1.2x** |\n"
+        "\n"
+        "Completion tokens/s, medians of 3 interleaved runs; tokenizing is in, the load of the model is not; in bold how many times as fast batchgen is. "
+        "The roofline is the time that the linear layers and attention alone would take at this machine's own rates. A CPU, 2 threads, torch 1.2, "
+        "transformers 1.2, vllm 1.2, 2026-01-02.\n"
+    )
+
+
+def test_what_was_not_measured_is_shown_as_such(result: Any, case: Case) -> None:
+    result.ran("batchgen", 100.0)
+    result.ran("vllm", 50.0, case=replace(case, dtype="float32"))
+    result.ran("openvino", 50.0, case=replace(case, dtype="float32"))
+    result.failed("ctranslate2", after=900.0)
+    result.failed("openvino")
+    assert rows_of(result)[2:] == [
+        "| few shot | float32 | – | – | 50.0 | 50.0 | – |",
+        "| few shot | bfloat16 | 100 | – | – | failed | not in 900 s |",
+    ]
+
+
+def test_an_engine_with_fewer_rows_has_the_ratio_on_those_rows(result: Any, case: Case) -> None:
+    result.json["settings"]["engine_rows"] = {"transformers-continuous": 32}
+    fewer = replace(case, limit=32)
+    result.ran("batchgen", 900.0)
+    result.ran("batchgen", 300.0, case=fewer)
+    result.ran("transformers-continuous", 20.0, case=fewer)
+    assert rows_of(result)[2:] == ["| few shot | bfloat16 | 900 | – | 20.0 **15.0x** (32 rows) |"]
+
+
+def test_each_model_has_a_table_and_rows_are_in_one_order(result: Any, case: Case) -> None:
+    result.json["models"]["0.3b"] = {"parameters": 300_000_000}
+    for model, dtype, workload in (
+        ("0.3b", "bfloat16", "few-shot"),
+        ("30m", "bfloat16", "few-shot"),
+        ("30m", "bfloat16", "shared-prefix"),
+        ("30m", "float32", "shared-prefix"),
+    ):
+        result.ran("batchgen", 1.0, case=replace(case, model=model, dtype=dtype, workload=workload))
+    assert [row.split(" | ")[:2] for row in rows_of(result)] == [
+        ["| 30m (32.0M parameters)", ""],
+        ["| ---", "---"],
+        ["| shared prefix", "float32"],
+        ["| shared prefix", "bfloat16"],
+        ["| few shot", "bfloat16"],
+        ["| 0.3b (300M parameters)", ""],
+        ["| ---", "---"],
+        ["| few shot", "bfloat16"],
+    ]
+
+
+def test_the_caption_says_when_repeats_are_not_all_there(result: Any) -> None:
+    result.ran("batchgen", 1.0, 1.0, 1.0)
+    result.ran("vllm", 1.0)
+    assert "medians of 1 to 3 interleaved runs" in tables(result.json)
+
+
+def test_tables_go_between_their_markers() -> None:
+    text = "a\n<!-- benchmarks:cpu:begin -->\nold\n<!-- benchmarks:cpu:end -->\nb\n"
+    assert put(text, "cpu", "new\n") == text.replace("old", "new")
+    with pytest.raises(ValueError, match="must be there once each"):
+        put("no markers", "cpu", "new\n")

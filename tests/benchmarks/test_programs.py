@@ -1,0 +1,154 @@
+"""Engines as processes: what is missing is said, what takes too long is ended, models are converted once."""
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engines.common import shared_prefix
+from benchmarks.programs import (
+    OURS,
+    PROGRAMS,
+    ROOT,
+    Case,
+    EngineFailed,
+    Launcher,
+    NotDone,
+    converted,
+    last_json,
+    run,
+)
+
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+OTHERS = [name for name, program in PROGRAMS.items() if program.environment]
+
+
+def alive(process: int) -> bool:
+    """Whether a process that was just ended is there after a moment."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def imports(module: str) -> set[str]:
+    """Packages that a module imports, wherever in it."""
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return names
+
+
+def test_what_all_engines_share_needs_the_standard_library_alone() -> None:
+    assert {name.split(".")[0] for name in imports("benchmarks.engines.common")} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+def test_an_engine_of_its_own_environment_imports_nothing_of_ours(engine: str) -> None:
+    found = imports(PROGRAMS[engine].module)
+    ours = {name for name in found if name.startswith(("batchgen", "benchmarks"))}
+    assert ours <= {"benchmarks.engines.common", "benchmarks.engines.gguf_file"}
+    assert not {"torch", "transformers"} & {name.split(".")[0] for name in found}
+
+
+def test_an_engine_without_its_environment_is_missing_in_one_line(tmp_path: Path) -> None:
+    assert Launcher(tmp_path, 1).missing("vllm") == (
+        f"vllm is left out: it is not in {tmp_path}/vllm (bash benchmarks/setup_engines.sh {tmp_path} vllm)"
+    )
+
+
+def test_an_environment_that_was_not_finished_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "vllm" / "bin").mkdir(parents=True)
+    assert Launcher(tmp_path, 1).missing("vllm") is not None
+    (tmp_path / "vllm" / "ready").touch()
+    assert Launcher(tmp_path, 1).missing("vllm") is None
+
+
+def test_what_runs_with_this_python_is_never_missing(tmp_path: Path) -> None:
+    assert [name for name in PROGRAMS if Launcher(tmp_path, 1).missing(name) is None] == [
+        OURS,
+        "transformers-generate",
+        "transformers-continuous",
+    ]
+
+
+@NEEDS_PROC
+def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    script = (
+        "import subprocess, sys, time, pathlib\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(file)!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(NotDone, match=r"^slow: not done after 2 s$"):
+        run("slow", [sys.executable, "-c", script], os.environ, 2.0)
+    assert not alive(int(file.read_text()))
+
+
+def test_a_process_that_fails_is_told_by_the_last_line_it_wrote() -> None:
+    with pytest.raises(EngineFailed, match=r"^x: exit 3: why$"):
+        run(
+            "x", [sys.executable, "-c", "import sys; print('no\\nwhy', file=sys.stderr); sys.exit(3)"], os.environ, 20.0
+        )
+
+
+def test_the_figures_are_the_last_json_of_what_is_printed() -> None:
+    assert last_json("x", 'loading\n{"a": 1}\n{"a": 2}\nbye\n') == {"a": 2}
+    with pytest.raises(EngineFailed, match=r"^x: printed no figures$"):
+        last_json("x", "loading\n")
+
+
+def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("30m", "float32", "few-shot", tmp_path / "model", tmp_path / "rows.jsonl")
+    made: list[Path] = []
+
+    def convert(self: Launcher, engine: str, case: Case, options: list[str], target: Path, timeout: None) -> str:
+        assert options == ["--convert"]
+        made.append(target)
+        target.touch()
+        return ""
+
+    monkeypatch.setattr(Launcher, "_run", convert)
+    launcher = Launcher(tmp_path, 1)
+    for engine in ("llamacpp", "llamacpp", "vllm"):
+        launcher.prepare(engine, case)
+    assert made == [tmp_path / "model.gguf.unfinished"]
+    assert converted("llamacpp", case.folder) == tmp_path / "model.gguf"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf"]
+
+
+def test_the_prefix_of_all_rows_leaves_each_a_token_of_its_own() -> None:
+    assert shared_prefix([[1, 2, 3], [1, 2, 4, 5]]) == 2
+    assert shared_prefix([[1, 2], [1, 2, 3]]) == 1
+    assert shared_prefix([[1, 2], [1, 2]]) == 1
+    assert shared_prefix([[1], [2]]) == 0
+
+
+@NEEDS_PROC
+def test_a_process_that_is_terminated_ends_what_it_runs(tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    inner = f"import os, pathlib, time; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    outer = (
+        "import os, sys\n"
+        "from benchmarks.programs import end_children_too, run\n"
+        "end_children_too()\n"
+        f"run('x', [sys.executable, '-c', {inner!r}], os.environ, None)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer], cwd=ROOT, stderr=subprocess.DEVNULL)
+    for _ in range(500):
+        if file.exists() and file.read_text():
+            break
+        time.sleep(0.02)
+    process.terminate()
+    process.wait(10)
+    assert not alive(int(file.read_text()))
