@@ -102,6 +102,8 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
                 way.keep()
                 _keep(work, job)
                 raise
+            finally:
+                work.close()
             return _finish(work, job, output)
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from batchgen.ahead import Ahead
 from batchgen.errors import InputCorrupt, OutputError
-from batchgen.generation import Generation
+from batchgen.generation import Generation, Planned
 from batchgen.prompts import Draft
 from batchgen.reading import BLOCK_ROWS, read_windows
 from batchgen.records import Input, JobFolder, Row
 from batchgen.records.listing import Listing
 from batchgen.records.passes import Pass
 from batchgen.records.take_back import NO_KEY
-from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.spool import Spool
 from batchgen.stats import versions
@@ -39,17 +40,10 @@ class Whole:
             work.progress.phase("planning")
             there = self._job.passes.earlier(self._asked())
             spool = self._first_reading() if there is None else self._take_up(there)
-        in_order = work.config.prompts.priority_column is None
-        follow_on = False
-        for requests in self._windows(spool):
-            lacking = requests if there is None else work.lacking(requests)  # else the first reading has just looked
-            if lacking:
-                work.generate(lacking, follow_on=follow_on)
-            follow_on = in_order
-            work.signals.check()
-            work.forget()
-            requests.clear()  # freed before the next ones are read
-            lacking.clear()
+        with closing(_Windows(work, spool, looked=there is None)) as windows:
+            while (window := windows.next()) is not None:
+                work.generate(window, windows.more, forget=True)
+                work.signals.check()
         if self._broken is not None:
             raise self._broken
         self._write()
@@ -126,15 +120,6 @@ class Whole:
         work.show()
         return Spool.of(self._job.passes.folder, {name: there.digests[name] for name in there.runs})
 
-    def _windows(self, spool: Spool) -> Iterator[list[Request]]:
-        windows = spool.windows()
-        while True:
-            with self._work.signals.interruptible(), self._work.run.timed("plan"):
-                window = next(windows, None)
-            if window is None:
-                return
-            yield window
-
     def _write(self) -> None:
         """The second reading: the rows in input order, each with its result."""
         work, passes = self._work, self._job.passes
@@ -173,6 +158,54 @@ class Whole:
         if self._source.fingerprint() != self._inputs:
             self._job.passes.forget()
             raise _changed(self._source)
+
+
+class _Windows:
+    """The windows of a spool, planned one ahead while another runs. `looked`: no request has a result yet, it has just been looked."""
+
+    def __init__(self, work: Generation, spool: Spool, *, looked: bool) -> None:
+        self._work, self._looked = work, looked
+        self._windows = spool.windows()
+        self._follow_on = False
+        self._ahead: Ahead[Planned | None] | None = None
+        self._size = 0
+        """Leaves of the window that was taken last."""
+
+    def next(self) -> Planned | None:
+        """The next window, waited for; None where there are no more."""
+        with self._work.signals.interruptible():
+            return self._take()
+
+    def more(self, waiting: int) -> Planned | None:
+        """The next window once nothing of the last one waits, if it is planned by then: while the last one's second half waits."""
+        if not self._size or waiting > self._size // 2:
+            return None
+        if self._looked and self._ahead is None:  # the journal is for one thread
+            self._ahead = Ahead(self._plan)
+        if waiting or (self._ahead is not None and not self._ahead.ready):
+            return None
+        return self._take()
+
+    def _take(self) -> Planned | None:
+        window = self._plan() if self._ahead is None else self._ahead.result()
+        self._ahead = None
+        self._size = 0 if window is None else len(window.leaves)
+        return window
+
+    def _plan(self) -> Planned | None:
+        """Those of the next window that lack a result, planned; None at the end."""
+        work = self._work
+        with work.run.timed("plan"):
+            for requests in self._windows:
+                lacking = requests if self._looked else work.lacking(requests)
+                follow_on, self._follow_on = self._follow_on, work.config.prompts.priority_column is None
+                if lacking:
+                    return work.planned(lacking, follow_on=follow_on)
+        return None
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
 
 
 def _changed(source: Input) -> InputCorrupt:

@@ -32,8 +32,9 @@ class Windowed:
             work.progress.phase(f"planning rows {rows[0].number + 1:,}–{rows[-1].number + 1:,}")
             with work.run.timed("plan"):
                 requests = work.requests(rows, work.built(rows))
-        if requests:
-            work.generate(requests)
+                window = work.planned(requests) if requests else None
+        if window is not None:
+            work.generate(window)
         work.signals.check()
         self._write(rows)
 

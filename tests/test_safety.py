@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +38,9 @@ def forbidden(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_source_unpickles_evaluates_or_starts_a_program(path: Path) -> None:
-    assert forbidden(path.read_text("utf-8")) == []
+def test_no_source_unpickles_evaluates_or_starts_a_program_but_the_compiler(path: Path) -> None:
+    compiler = ["subprocess.Popen", "subprocess.Popen", "subprocess.run"] if path.name == "build.py" else []
+    assert sorted(forbidden(path.read_text("utf-8"))) == compiler
 
 
 def test_the_search_finds_what_it_looks_for() -> None:
@@ -85,9 +87,11 @@ def test_a_job_writes_beside_its_output_and_nowhere_else(
     out = there(folders["out"])
     assert {name.split("/")[0] for name in out} == {"o.parquet", "o.parquet.job"}
     assert there(folders["in"]) == ["a.jsonl", "b.jsonl"]
-    assert {name: there(folders[name]) for name in ("home", "tmp", "cwd", "cache")} == {
-        "home": [], "tmp": [], "cwd": [], "cache": [],
-    }  # fmt: skip
+    assert {name: there(folders[name]) for name in ("tmp", "cwd", "cache")} == {"tmp": [], "cwd": [], "cache": []}
+    kept = [name for name in there(folders["home"]) if not (folders["home"] / name).is_dir()]
+    assert [re.sub(r"-[0-9a-f]{20}/", "-*/", name) for name in kept] in (
+        [".cache/batchgen/kernels-*/kernels.so"], [],  # without a compiler
+    )  # fmt: skip
     assert there(tiny_chat_model_dir) == model_before
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
 from batchgen import reading as reading_module
+from batchgen import whole as whole_module
 from batchgen.errors import InputCorrupt, Interrupted, OutputError
 from batchgen.progress import Silent
 from batchgen.records.journal import decode
@@ -154,6 +155,53 @@ def test_a_first_reading_of_something_else_is_done_again(
     rows = run_job(config_of(tiny_model_dir, source, **change), progress).stats["job"]["rows"]
     assert rows == change.get("limit", 40)
     assert progress.read.count(rows) == 2
+
+
+def test_the_end_of_a_window_runs_with_the_beginning_of_the_next(
+    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long row in each window of ten: left to itself it would decode alone."""
+    rows = [row | {"sampling_params": {"max_tokens": 40 if i % 10 == 0 else 4}} for i, row in enumerate(shuffled(60))]
+    source = write_jsonl(rows)
+    sampling = SamplingParams(ignore_eos=True)
+    engine = EngineConfig(batch_size=4)
+    # Whether the next window is planned by the time it could run is a matter of threads: here it always is.
+    monkeypatch.setattr(whole_module._Windows, "more", _waiting_for_it)
+    together = run_job(config_of(tiny_model_dir, source, "together.jsonl", sampling=sampling, engine=engine))
+    monkeypatch.setattr(whole_module._Windows, "more", lambda self, waiting: None)
+    apart = run_job(config_of(tiny_model_dir, source, "apart.jsonl", sampling=sampling, engine=engine))
+    assert Path(together.output).read_bytes() == Path(apart.output).read_bytes()
+    assert together.stats["steps"] < 0.75 * apart.stats["steps"]
+    for figure in ("prefill_tokens", "prefill_tokens_min", "completion_tokens"):
+        assert together.stats[figure] == apart.stats[figure]
+
+
+def _waiting_for_it(windows: Any, waiting: int) -> Any:
+    found = more(windows, waiting)
+    if found is None and windows._ahead is not None and not waiting:
+        windows._ahead.result()
+        found = more(windows, waiting)
+    return found
+
+
+more = whole_module._Windows.more
+
+
+def test_a_window_that_cannot_be_read_is_an_error_when_the_one_before_is_done(
+    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any) -> Iterator[Any]:
+        yield next(windows(self))
+        raise OutputError("the disk is gone")
+
+    windows = spool_module.Spool.windows
+    monkeypatch.setattr(spool_module.Spool, "windows", broken)
+    progress = StopAt(-1)
+    with pytest.raises(OutputError, match="the disk is gone"):
+        run_job(config_of(tiny_model_dir, write_jsonl(shuffled(40))), progress)
+    monkeypatch.setattr(spool_module.Spool, "windows", windows)
+    stats = run_job(config_of(tiny_model_dir, write_jsonl(shuffled(40)))).stats
+    assert stats["rows_resumed"] == 10
 
 
 def test_a_first_reading_with_other_settings_is_done_again(

@@ -232,7 +232,8 @@ class Engine:
             if reason is None:
                 self.scheduler.finish(seq)
             reason = "stop"
-        self.rows.drew(seq, token, reason)
+        if reason is not None or self.rows.watched:
+            self.rows.drew(seq, token, reason)
 
     def _abandon(self) -> None:
         running = list(self.scheduler.running)

@@ -54,18 +54,22 @@ class PagePool:
 
     def share(self, pages: Iterable[int]) -> None:
         """One more reference to each of these pages, which must be in use."""
+        references = self._references  # every row that starts passes here with all pages of its prefix
         for page in pages:
-            if self._references[page] == 0:
+            count = references[page]
+            if not count:
                 raise ValueError(f"page {page} is free and cannot be shared")
-            self._references[page] += 1
+            references[page] = count + 1
 
     def release(self, pages: Iterable[int]) -> None:
         """One reference less; a page that nothing refers to becomes free."""
+        references = self._references
         for page in pages:
-            if self._references[page] == 0:
+            count = references[page]
+            if not count:
                 raise ValueError(f"page {page} is free already")
-            self._references[page] -= 1
-            if self._references[page] == 0:
+            references[page] = count - 1
+            if count == 1:
                 self._free_map[page] = _FREE
                 self.num_free += 1
 

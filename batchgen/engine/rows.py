@@ -107,12 +107,15 @@ class Rows:
         self._rows: dict[Request, Row] = {}
         self._deadlines: deque[tuple[float, Request]] = deque()  # in order: all rows have as much time
         self._cancelled: deque[Request] = deque()
+        self.watched = False
+        """Whether any row is told of each of its tokens."""
 
     def __contains__(self, request: Request) -> bool:
         return request in self._rows
 
     def add(self, window: Window, on_result: OnResult, on_token: OnToken | None) -> None:
         """Takes in the rows of a window whose leaves are to run."""
+        self.watched |= on_token is not None
         for place, leaf in enumerate(window.leaves):
             if place not in window.ended:
                 if leaf.request not in self._rows:

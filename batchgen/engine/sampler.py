@@ -48,6 +48,7 @@ _SLOT = np.dtype(
     ]
 )
 
+_EMPTY = np.zeros((), dtype=_SLOT)
 _CACHED = 2**18  # logits worked on at once on the CPU
 
 
@@ -71,6 +72,9 @@ class Sampler:
         # Cumulative sums are in float64: in float32 their rounding would move the draws. MPS has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._slots = np.zeros(0, dtype=_SLOT)
+        self._params: SamplingParams | None = None
+        """Those that came last, and what a slot holds of them."""
+        self._record_of = _EMPTY
         self._seen = VocabularyRows(vocab_size, torch.bool, device)
         self._counts = VocabularyRows(vocab_size, torch.int32, device)
 
@@ -89,15 +93,13 @@ class Sampler:
         record = self._slots[slot]
         if record["used"]:
             raise ValueError(f"slot {slot} is in use")
-        for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
-            record[name] = getattr(params, name)
-        record["top_k"] = min(params.top_k, self._vocab_size)
-        # Divides differences of logits in float32, where it must become neither 0 nor infinite.
-        record["temperature"] = 0 if params.greedy else min(max(params.temperature, 1e-30), 1e30)
+        if params is not self._params:
+            self._params, self._record_of = params, self._settings(params)
+        self._slots[slot] = self._record_of
         record["key"] = np.frombuffer(key, dtype="<u8")
         record["choice"] = choice
-        record["logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
-        record["seen"] = record["counts"] = -1
+        if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
+            return
         drawn = np.asarray(generated, dtype=np.int64)
         if params.repetition_penalty != 1:
             seen = np.zeros(self._vocab_size, dtype=np.bool_)
@@ -107,16 +109,29 @@ class Sampler:
         if params.presence_penalty or params.frequency_penalty:
             counts = np.bincount(drawn, minlength=self._vocab_size).astype(np.int32)
             record["counts"] = self._counts.take(counts)
+
+    def _settings(self, params: SamplingParams) -> NDArray[Any]:
+        """A slot's record with the parameters in it. Rows without parameters of their own have one object of them."""
+        record = np.zeros((), dtype=_SLOT)
+        for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
+            record[name] = getattr(params, name)
+        record["top_k"] = min(params.top_k, self._vocab_size)
+        # Divides differences of logits in float32, where it must become neither 0 nor infinite.
+        record["temperature"] = 0 if params.greedy else min(max(params.temperature, 1e-30), 1e30)
+        record["logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        record["seen"] = record["counts"] = -1
         record["used"] = True
+        return record
 
     def remove(self, slot: int) -> None:
         """The sequence leaves; nothing of it stays."""
         if slot >= len(self._slots) or not self._slots[slot]["used"]:
             raise ValueError(f"slot {slot} is not in use")
+        record = self._slots[slot]
         for name, rows in (("seen", self._seen), ("counts", self._counts)):
-            if self._slots[slot][name] >= 0:
-                rows.give_back(int(self._slots[slot][name]))
-        self._slots[slot] = np.zeros((), dtype=_SLOT)
+            if record[name] >= 0:
+                rows.give_back(int(record[name]))
+        self._slots[slot] = _EMPTY
 
     @torch.no_grad()
     def sample(

@@ -188,14 +188,16 @@ class Sequence(Span):
     """By drawn token, where they are wanted: `sampler.TokenLogprobs`."""
     text_scores: list[tuple[float, bool]] = field(default_factory=list)
     """Of a text that has been scored: its tokens' log-probabilities, and whether each was the likeliest."""
+    # Of the leaf, asked for several times a token.
+    request: Request = field(init=False)
+    scoring: bool = field(init=False)
+    start_tokens: int = field(init=False)
+    """What is run before the first token is drawn."""
 
-    @property
-    def request(self) -> Request:
-        return self.leaf.request
-
-    @property
-    def scoring(self) -> bool:
-        return bool(self.leaf.request.texts)
+    def __post_init__(self) -> None:
+        self.request = self.leaf.request
+        self.scoring = bool(self.request.texts)
+        self.start_tokens = len(self.leaf.tokens)
 
     def next_tokens(self, position: int) -> list[int]:
         return [int(self.leaf.scored[-1])] if position == self.end - 1 else Span.next_tokens(self, position)
@@ -214,7 +216,7 @@ class Sequence(Span):
 
     @property
     def end(self) -> int:
-        return len(self.leaf.tokens) + len(self.generated)
+        return self.start_tokens + len(self.generated)
 
     @property
     def most_tokens(self) -> int:

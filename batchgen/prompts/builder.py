@@ -58,7 +58,7 @@ class PromptBuilder:
         self._params = RowParams(prompts.row_params, sampling)
         self._renderer = Renderer(text, prompts, self._params)
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
-        self._encoder = Encoder(text.tokenizer)
+        self._encoder = Encoder(text.tokenizer, self._renderer.note)
         self._texts = TextEncoder(text, self._encoder)
         self._fitting = Fitting(text, prompts.on_long_prompt)
         self._check_sampling(sampling)

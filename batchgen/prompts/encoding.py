@@ -9,6 +9,7 @@ import numpy as np
 
 from batchgen.errors import RowError
 from batchgen.prompts.messages import first_line
+from batchgen.prompts.shared_text import SharedText
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import TokenArray
 
@@ -21,8 +22,13 @@ _LONGEST_TEXT = 10_000_000  # characters; that of 100,000,000 would need 25 GB, 
 class Encoder:
     """A tokenizer over many texts; one that cannot be tokenized fails alone."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._encode = _rust(tokenizer) or _python(tokenizer)
+    def __init__(self, tokenizer: Any, note: Callable[[str], None] = lambda text: None) -> None:
+        """`note` is told what the user should hear."""
+        rust = _rust(tokenizer)
+        self._encode = rust or _python(tokenizer)
+        self._shared: SharedText | None = None
+        if rust and not tokenizer.split_special_tokens:
+            self._shared = SharedText(tokenizer.backend_tokenizer, self._each, note)
         adds_bos = self._encode([""], True)[0][:1].tolist() == [tokenizer.bos_token_id]
         self._bos: str | None = tokenizer.bos_token if adds_bos else None
         """The beginning-of-text token, where the tokenizer puts it by itself."""
@@ -33,35 +39,55 @@ class Encoder:
         `special`: with the special tokens that the tokenizer puts around a text; a text that begins with the
         beginning-of-text token, written out, is not given a second one.
         """
-        out: list[TokenArray | RowError] = []
+        out: dict[int, TokenArray | RowError] = {}
+        for i, text in enumerate(texts):
+            if len(text) > _LONGEST_TEXT:
+                error = f"{what} has {len(text)} characters; more than {_LONGEST_TEXT} are never tokenized"
+                out[i] = RowError("prompt_too_long", error)
+        left = [i for i in range(len(texts)) if i not in out]
+        for i, tokens in zip(left, self._all([texts[i] for i in left], special), strict=True):
+            out[i] = (
+                self._error(texts[i], special, what)
+                if tokens is None
+                else self._with_one_bos(texts[i], tokens, special)
+            )
+        return [out[i] for i in range(len(texts))]
+
+    def _all(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
+        shared = self._shared.encode(texts, special) if self._shared else None
+        return self._each(texts, special) if shared is None else shared
+
+    def _each(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
+        """The tokens of every text as a whole; None for one that cannot be tokenized."""
+        out: list[TokenArray | None] = []
         for batch in _batches(texts):
-            if len(batch[0]) > _LONGEST_TEXT:  # it is alone
-                error = f"{what} has {len(batch[0])} characters; more than {_LONGEST_TEXT} are never tokenized"
-                out.append(RowError("prompt_too_long", error))
-                continue
             try:
-                out += self._arrays(batch, special)
+                out += self._encode(batch, special)
             except BaseException as e:
                 if not _of_a_text(e):
                     raise
-                out += [self._alone(text, special, what) for text in batch]
+                out += self._halves(batch, special)
         return out
 
-    def _arrays(self, texts: Sequence[str], special: bool) -> list[TokenArray]:
-        arrays = self._encode(texts, special)
-        if special and self._bos is not None:
-            for i, text in enumerate(texts):
-                if text.startswith(self._bos) and len(arrays[i]) > 1 and arrays[i][0] == arrays[i][1]:
-                    arrays[i] = arrays[i][1:].copy()
-        return arrays
+    def _halves(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
+        """Finds those that are to blame."""
+        if len(texts) == 1:
+            return [None]
+        middle = len(texts) // 2
+        return self._each(texts[:middle], special) + self._each(texts[middle:], special)
 
-    def _alone(self, text: str, special: bool, what: str) -> TokenArray | RowError:
+    def _with_one_bos(self, text: str, tokens: TokenArray, special: bool) -> TokenArray:
+        written = special and self._bos is not None and text.startswith(self._bos)
+        return tokens[1:].copy() if written and len(tokens) > 1 and tokens[0] == tokens[1] else tokens
+
+    def _error(self, text: str, special: bool, what: str) -> RowError:
         try:
-            return self._arrays([text], special)[0]
+            self._encode([text], special)
         except BaseException as e:
             if not _of_a_text(e):
                 raise
             return RowError("invalid_row", f"{what} cannot be tokenized: {_reason(text, e)}")
+        raise AssertionError("a text that could not be tokenized can be")
 
 
 def _rust(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] | None:

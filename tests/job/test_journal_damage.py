@@ -41,7 +41,11 @@ class Oracle:
         self.answered: list[int] = []
         """The rows."""
 
-    def generate(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None], stop: Any) -> None:
+    def add(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None]) -> None:
+        self.added = leaves, on_result
+
+    def run(self, stop: Any) -> None:
+        leaves, on_result = self.added
         for leaf in leaves:
             if len(self.answered) == self.most:
                 raise Killed
@@ -106,6 +110,7 @@ def folder(
     tokenizers: dict[ModelConfig, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Generation, "_engine", lambda self: oracle)
+        patch.setattr(Generation, "expect_model", lambda self: None)
         patch.setattr(
             batchgen.job,
             "load_tokenizer",

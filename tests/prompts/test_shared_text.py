@@ -1,0 +1,135 @@
+"""Text that many texts begin with is tokenized once, and nothing else about it changes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchgen.prompts import shared_text
+from batchgen.prompts.encoding import Encoder
+from batchgen.prompts.shared_text import common_length
+
+ROOT = "A task: say whether the film is good.\n" * 10
+GROUPS = [ROOT + f"Examples of kind {kind}: " + "it was fine, it was not. " * 12 for kind in "abc"]
+
+
+class Watched:
+    """An encoder, and what goes to the tokenizer."""
+
+    def __init__(self, tools, monkeypatch, **options):
+        monkeypatch.setattr(shared_text, "_LEAST_CALL", 0)
+        self.notes: list[str] = []
+        self.encoder = Encoder(tools.byte_tokenizer(**options), self.notes.append)
+        self.whole = Encoder(tools.byte_tokenizer(**options))
+        self.whole._shared = None
+        self.seen: list[str] = []
+        encode = self.encoder._encode
+
+        def watched(texts, special):
+            self.seen += texts
+            return encode(texts, special)
+
+        self.encoder._encode = watched
+
+    def same(self, texts, special=True):
+        found = [ids.tolist() for ids in self.encoder.encode(texts, special=special)]
+        assert found == [ids.tolist() for ids in self.whole.encode(texts, special=special)]
+
+    def shared(self, texts):
+        """Characters that were tokenized, but for the checks, which are of whole texts."""
+        return sum(len(text) for text in self.seen if text not in texts)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("eos", [True, False])
+def test_a_beginning_that_all_have_is_tokenized_once(tools, monkeypatch, special, eos):
+    watched = Watched(tools, monkeypatch, eos=eos)
+    texts = [f"{ROOT}Film {i}: good?" for i in range(50)]
+    watched.same(texts, special)
+    head = len(ROOT) + len("Film")
+    assert watched.shared(texts) - 2 * len(shared_text._PROBE) * special == head + sum(len(t) - head for t in texts)
+    watched.seen.clear()
+    watched.same([f"{ROOT}Film {i}: bad?" for i in range(50)], special)
+    assert not any(text.startswith(ROOT) and len(text) == head for text in watched.seen), "it was kept"
+    assert watched.notes == []
+
+
+def test_beginnings_nest_whatever_order_the_texts_are_in(tools, monkeypatch):
+    watched = Watched(tools, monkeypatch)
+    texts = [f"{group}Now {i}: " + "x" * (i % 7) for group in GROUPS for i in range(20)]
+    random.Random(1).shuffle(texts)
+    watched.same(texts)
+    assert watched.shared(texts) < len(ROOT) + sum(len(g) - len(ROOT) for g in GROUPS) + 60 * 40
+
+
+def test_texts_that_share_little_go_to_the_tokenizer_whole(tools, monkeypatch):
+    watched = Watched(tools, monkeypatch)
+    texts = [f"{i} is a number" for i in range(50)]
+    watched.same(texts, False)
+    assert watched.seen == texts
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", ROOT, *GROUPS, "<s>" + ROOT]), st.text(max_size=8)).map("".join), max_size=12
+    ),
+    st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_texts_have_the_tokens_of_whole_tokenization(tools, texts, special):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Watched(tools, monkeypatch).same(texts, special)
+
+
+def test_a_text_that_cannot_be_tokenized_fails_alone(tools, monkeypatch):
+    watched = Watched(tools, monkeypatch)
+    texts = [f"{ROOT}Film {i}" for i in range(9)] + [f"{ROOT}Film \ud800"]
+    out = watched.encoder.encode(texts, special=True)
+    assert (
+        out[9].message
+        == f"the prompt cannot be tokenized: character {len(ROOT) + 5} is half of a surrogate pair (U+D800)"
+    )
+    assert [ids.tolist() for ids in out[:9]] == [ids.tolist() for ids in watched.whole.encode(texts[:9], special=True)]
+    assert watched.notes == []
+
+
+def test_a_difference_turns_it_off_and_is_said_once(tools, monkeypatch):
+    watched = Watched(tools, monkeypatch)
+    encode = watched.encoder._encode
+
+    def broken(texts, special):
+        longer = {f"{ROOT}Film": np.array([9], dtype=np.int32)}
+        return [
+            np.append(ids, longer.get(text, ids[:0])) for text, ids in zip(texts, encode(texts, special), strict=True)
+        ]
+
+    watched.encoder._encode = broken
+    texts = [f"{ROOT}Film {i}" for i in range(9)]
+    watched.same(texts)
+    watched.same(texts)
+    assert watched.notes == [
+        "shared text is not tokenized once: put together from its parts, a prompt has other tokens than as a whole; "
+        "please report it, with the name of the model"
+    ]
+
+
+def test_what_is_kept_is_bounded(tools, monkeypatch):
+    monkeypatch.setattr(shared_text, "_CACHE_BYTES", 6000)
+    watched = Watched(tools, monkeypatch)
+    for group in GROUPS * 2:
+        watched.same([f"{group}Now {i}" for i in range(5)])
+        assert 0 < watched.encoder._shared._cached <= 6000
+    assert watched.encoder._shared._cached == sum(
+        shared_text._size(piece, ids) for piece, ids in watched.encoder._shared._cache.items()
+    )
+
+
+@given(st.text("ab", max_size=300), st.text("ab", max_size=5), st.text("ab", max_size=5), st.integers(0, 400))
+def test_the_common_length_of_two_texts(begin, a, b, guess):
+    one, other = begin + a, begin + b
+    expected = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+    assert common_length(one, other, guess) == expected
