@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from batchgen.engine.attention.base import NAME, LayerOptions, register
 from batchgen.engine.attention.packed import DTYPES, VECTOR, storage
+from batchgen.engine.fused import fuse
 from batchgen.engine.kv_cache import LayerShape
 from batchgen.errors import ModelError
 
@@ -48,6 +49,8 @@ def prepare(module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | Non
     module.eval()
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1
+    if kernels is not None:
+        fuse(module)
     probe, vocab_size = _probe(module, device, spread)
     windows = [window for window in probe.windows if window is not None]
     sliding = max(windows) if len(windows) == len(probe.windows) else None

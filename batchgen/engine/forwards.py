@@ -1,0 +1,174 @@
+"""Forwards of transformers' modules that kernels stand in for, written as they are there.
+
+A module is taken for one of these if its own forward compiles to the same bytecode: nothing is known by its name.
+"""
+
+# ruff: noqa: RET504
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def is_written_as(function: Any, known: Callable[..., Any]) -> bool:
+    """Whether two functions are the same but for their names, annotations and docstrings."""
+    code = getattr(function, "__code__", None)
+    return (
+        code is not None
+        and code.co_argcount == known.__code__.co_argcount
+        and code.co_flags & ~_DOCSTRING == known.__code__.co_flags & ~_DOCSTRING
+        and [(i.opname, i.argval) for i in dis.get_instructions(code)]
+        == [(i.opname, i.argval) for i in dis.get_instructions(known)]
+    )
+
+
+_DOCSTRING = 0x4000000 | 0x1000000  # CO_HAS_DOCSTRING; the __future__ annotations of a module
+
+
+class LlamaNorm:
+    """Llama, Mistral, Qwen, Granite, Phi-3 and most others."""
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class OlmoNorm:
+    """OLMo 2 and 3, GPT-OSS."""
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return (self.weight * hidden_states).to(input_dtype)
+
+
+class HeliumNorm:
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return (self.weight.to(torch.float32) * hidden_states).to(input_dtype)
+
+
+class GemmaNorm:
+    """Gemma, Gemma 2 and 3."""
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        output = self._norm(x.float())
+        output = output * (1.0 + self.weight.float())
+        return output.type_as(x)
+
+
+class Gemma4Norm:
+    """Gemma 3n and 4."""
+
+    def _norm(self, hidden_states):
+        mean_squared = hidden_states.pow(2).mean(-1, keepdim=True) + self.eps
+        return hidden_states * torch.pow(mean_squared, -0.5)
+
+    def forward(self, hidden_states):
+        normed_output = self._norm(hidden_states.float())
+        if self.with_scale:
+            normed_output = normed_output * self.weight.float()
+        return normed_output.type_as(hidden_states)
+
+
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def rotary(q, k, cos, sin, unsqueeze_dim=1):
+    """Llama and most others."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+def rotary_kept(q, k, cos, sin, unsqueeze_dim=1):
+    """OLMo: the types stay, whatever that of cos and sin."""
+    q_type, k_type = q.dtype, k.dtype
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed.to(q_type), k_embed.to(k_type)
+
+
+def rotary_partial(q, k, cos, sin, unsqueeze_dim=1):
+    """GPT-NeoX, GLM 4 MoE: the first elements of each head."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+
+    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+
+    q_embed = torch.cat([q_embed, q_pass], dim=-1)
+    k_embed = torch.cat([k_embed, k_pass], dim=-1)
+    return q_embed, k_embed
+
+
+def rotary_phi(q, k, cos, sin, unsqueeze_dim=1):
+    """Phi-3."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+
+    q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
+    k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
+    return q_embed, k_embed
+
+
+class LlamaMLP:
+    """Llama and most others."""
+
+    def forward(self, x):
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+class PhiMLP:
+    """Phi-3, GLM 4: gate and up in one layer."""
+
+    def forward(self, hidden_states):
+        up_states = self.gate_up_proj(hidden_states)
+
+        gate, up_states = up_states.chunk(2, dim=-1)
+        up_states = up_states * self.activation_fn(gate)
+
+        return self.down_proj(up_states)
+
+
+class GraniteMLP:
+    """The shared MLP of Granite's mixtures of experts."""
+
+    def forward(self, hidden_states):
+        hidden_states = self.input_linear(hidden_states)
+        chunked_hidden_states = hidden_states.chunk(2, dim=-1)
+        hidden_states = self.activation(chunked_hidden_states[0]) * chunked_hidden_states[1]
+        hidden_states = self.output_linear(hidden_states)
+        return hidden_states

@@ -1,0 +1,114 @@
+// Norms and rotary embedding, in the arithmetic of transformers' modules: float32, rounded where they round.
+#include <algorithm>
+#include <cmath>
+
+#include "activation.h"
+#include "vec.h"
+
+namespace {
+
+constexpr int64_t LEAST = 4096;  // elements worth a thread
+
+INLINE int threads_for(int64_t elements, int64_t threads) {
+    return int(std::max<int64_t>(1, std::min(threads, elements / LEAST)));
+}
+
+template <class T>
+INLINE f16v load_at(const T* p, int64_t i, int64_t size) {
+    return i + 16 <= size ? load_floats(p + i) : load_some(p + i, size - i);
+}
+template <class T>
+INLINE void store_at(T* p, int64_t i, int64_t size, f16v v) {
+    if (i + 16 <= size)
+        store_floats(p + i, v);
+    else
+        store_some(p + i, v, size - i);
+}
+
+struct Norm {  // `_Norm` in elementwise.py is the same
+    int64_t outer, inner, size;       // rows [outer][inner] of so many elements
+    int64_t x_outer, x_inner;         // elements from one to the next
+    int64_t rounds_first;             // x / rms is rounded before it is multiplied by the weight
+    int64_t threads;
+    double eps;
+    const float* weight;
+    const void* x;
+    void* y;  // [outer][inner][size]
+};
+
+template <class T>
+void norm_row(const Norm& n, const T* x, T* y) {
+    f16v squares[4] = {};
+    int64_t i = 0;
+    for (; i + 64 <= n.size; i += 64)
+        for (int j = 0; j < 4; j++) {
+            const f16v v = load_floats(x + i + j * 16);
+            squares[j] += v * v;
+        }
+    for (; i < n.size; i += 16) {
+        const f16v v = load_at(x, i, n.size);
+        squares[0] += v * v;
+    }
+    const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / float(n.size);
+    const float scale = 1.0f / std::sqrt(mean + float(n.eps));
+    for (i = 0; i < n.size; i += 16) {
+        f16v v = load_at(x, i, n.size) * scale;
+        if (n.rounds_first) v = rounded<T>(v);
+        store_at(y, i, n.size, v * load_at(n.weight, i, n.size));
+    }
+}
+
+template <class T>
+void norm(const Norm& n) {
+    const int64_t rows = n.outer * n.inner;
+#pragma omp parallel for num_threads(threads_for(rows * n.size, n.threads)) if (threads_for(rows * n.size, n.threads) > 1)
+    for (int64_t row = 0; row < rows; row++)
+        norm_row<T>(n, (const T*)n.x + row / n.inner * n.x_outer + row % n.inner * n.x_inner, (T*)n.y + row * n.size);
+}
+
+struct Rotary {  // `_Rotary` in elementwise.py is the same
+    int64_t tokens, q_heads, k_heads, size, turned;  // the first `turned` elements of each head are rotated
+    int64_t q_token, q_head, k_token, k_head, cos_token;  // elements from one to the next; sin lies as cos does
+    int64_t threads;
+    const void *q, *k, *cos, *sin;
+    void *q_out, *k_out;  // [tokens][heads][size]
+};
+
+// x cos + rotate_half(x) sin. T is the heads' type, C that of cos and sin: the products are rounded to it.
+template <class T, class C>
+INLINE void turn(const T* x, const C* cos, const C* sin, T* y, int64_t size, int64_t turned) {
+    const int64_t half = turned / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        const f16v a = load_at(x, i, half), b = load_at(x + half, i, half);
+        const f16v ac = rounded<C>(a * load_at(cos, i, half)), bs = rounded<C>(b * load_at(sin, i, half));
+        const f16v bc = rounded<C>(b * load_at(cos + half, i, half)), as = rounded<C>(a * load_at(sin + half, i, half));
+        store_at(y, i, half, ac - bs);
+        store_at(y + half, i, half, bc + as);
+    }
+    std::copy(x + turned, x + size, y + turned);
+}
+
+template <class T, class C>
+void rotary(const Rotary& r) {
+    const int64_t elements = r.tokens * (r.q_heads + r.k_heads) * r.size;
+#pragma omp parallel for num_threads(threads_for(elements, r.threads)) if (threads_for(elements, r.threads) > 1)
+    for (int64_t t = 0; t < r.tokens; t++) {
+        const C *cos = (const C*)r.cos + t * r.cos_token, *sin = (const C*)r.sin + t * r.cos_token;
+        for (int64_t h = 0; h < r.q_heads; h++) {
+            T* out = (T*)r.q_out + (t * r.q_heads + h) * r.size;
+            turn<T, C>((const T*)r.q + t * r.q_token + h * r.q_head, cos, sin, out, r.size, r.turned);
+        }
+        for (int64_t h = 0; h < r.k_heads; h++) {
+            T* out = (T*)r.k_out + (t * r.k_heads + h) * r.size;
+            turn<T, C>((const T*)r.k + t * r.k_token + h * r.k_head, cos, sin, out, r.size, r.turned);
+        }
+    }
+}
+
+}  // namespace
+
+EXPORT void batchgen_norm_float32(const Norm* n) { norm<float>(*n); }
+EXPORT void batchgen_norm_bfloat16(const Norm* n) { norm<bf16>(*n); }
+EXPORT void batchgen_rotary_float32(const Rotary* r) { rotary<float, float>(*r); }
+EXPORT void batchgen_rotary_bfloat16(const Rotary* r) { rotary<bf16, bf16>(*r); }
+EXPORT void batchgen_rotary_bfloat16_by_float32(const Rotary* r) { rotary<bf16, float>(*r); }
