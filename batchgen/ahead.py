@@ -50,9 +50,8 @@ class Ahead(Generic[T]):
             while self._thread.is_alive() and time.monotonic() < give_up:
                 thread = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(StoppedError))
-                self._thread.join(
-                    0.05
-                )  # and again: what it met with may have been a callback, which ends no more than itself
+                # And again: what it met with may have been a callback, which ends no more than itself.
+                self._thread.join(0.05)
 
     def _run(self) -> None:
         with suppress(StoppedError):

@@ -15,7 +15,8 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from batchgen.engine import forwards
 from batchgen.engine.forwards import is_written_as
-from batchgen.engine.kernels.elementwise import DTYPES, rms_norm, rotate
+from batchgen.engine.kernels.build import DTYPES
+from batchgen.engine.kernels.elementwise import rms_norm, rotate
 from batchgen.engine.kernels.linear import Activation, PackedLinear, fits, is_fast
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from batchgen.engine.attention.base import NAME, LayerOptions, register
-from batchgen.engine.attention.packed import DTYPES, VECTOR, storage
+from batchgen.engine.attention.packed import VECTOR, storage
 from batchgen.engine.fused import fuse
+from batchgen.engine.kernels.build import DTYPES
 from batchgen.engine.kv_cache import LayerShape
 from batchgen.errors import ModelError
 

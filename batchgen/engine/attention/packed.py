@@ -26,7 +26,6 @@ TILE_ROWS = 64
 SHARED_READS = 2
 """A run of pages becomes a shared part where queries x pages reaches this."""
 NO_LIMIT = 1 << 62
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def storage(layers: dict[int, LayerShape], dtype: torch.dtype) -> dict[int, LayerShape]:
@@ -61,11 +60,9 @@ class _Layer(ctypes.Structure):
 class PackedAttention:
     """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
 
-    def __init__(
-        self, library: ctypes.CDLL, works: Sequence[Work], cache: KVCache, shared_reads: int = SHARED_READS
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, works: Sequence[Work], cache: KVCache) -> None:
         size = cache.page_size
-        cuts = cut(works, size, shared_reads, NO_LIMIT)
+        cuts = cut(works, size, SHARED_READS, NO_LIMIT)
         self.positions = cuts.positions
         self.num_parts = len(cuts.shared) + 1
         self._library = library

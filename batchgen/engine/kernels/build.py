@@ -17,6 +17,7 @@ import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ SOURCES = Path(__file__).parent
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""What the kernels compute in, by the names that their functions have."""
 TIMEOUT = 300.0
 """Seconds that the compiler may take."""
 
@@ -53,6 +56,14 @@ def library() -> ctypes.CDLL:
     except OSError as e:
         raise NoKernels(f"compiled kernels cannot be kept in {target.parent}: {e.strerror or e}") from e
     return _load(target)
+
+
+@cache
+def kernel(name: str, dtype: torch.dtype, more: str = "") -> Any:
+    """The function of this name for one of `DTYPES`; it returns nothing. Raises `NoKernels`."""
+    function = library()[f"batchgen_{name}_{DTYPES[dtype]}{more}"]
+    function.restype = None
+    return function
 
 
 def _compile(to: Path) -> None:

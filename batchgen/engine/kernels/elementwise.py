@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from batchgen.engine.kernels.build import library
-
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+from batchgen.engine.kernels.build import DTYPES, kernel
 
 
 class _Norm(ctypes.Structure):
@@ -53,7 +49,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bo
         outer, inner, size, x_outer, x.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
         weight.data_ptr(), x.data_ptr(), y.data_ptr(),
     )  # fmt: skip
-    _function("norm", x.dtype)(ctypes.byref(norm))
+    kernel("norm", x.dtype)(ctypes.byref(norm))
     return y
 
 
@@ -73,7 +69,7 @@ def rotate(
         tokens, heads, kv_heads, size, cos.shape[2], q.stride(2), q.stride(1), k.stride(2), k.stride(1), cos.stride(1),
         torch.get_num_threads(), q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_out.data_ptr(), k_out.data_ptr(),
     )  # fmt: skip
-    _function("rotary", q.dtype, "" if cos.dtype == q.dtype else "_by_float32")(ctypes.byref(rotary))
+    kernel("rotary", q.dtype, "" if cos.dtype == q.dtype else "_by_float32")(ctypes.byref(rotary))
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
 
@@ -101,10 +97,3 @@ def _is_two_deep(x: torch.Tensor) -> bool:
     """Whether all dimensions before the last two can be walked as one."""
     steps = [(x.stride(i), x.shape[i]) for i in range(x.dim() - 2) if x.shape[i] != 1]
     return all(before[0] == after[0] * after[1] for before, after in pairwise(steps))
-
-
-@cache
-def _function(name: str, dtype: torch.dtype, more: str = "") -> Any:
-    function = library()[f"batchgen_{name}_{DTYPES[dtype]}{more}"]
-    function.restype = None
-    return function

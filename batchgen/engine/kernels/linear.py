@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
-from functools import cache
-from typing import Any
 
 import torch
 
-from batchgen.engine.kernels.build import library
+from batchgen.engine.kernels.build import kernel, library
 
 PANEL = 64
 """Columns that lie side by side."""
@@ -77,7 +75,7 @@ class PackedLinear(torch.nn.Module):
             torch.get_num_threads(), rows.data_ptr(), weights.data_ptr(), None if biases is None else biases.data_ptr(),
             y.data_ptr(),
         )  # fmt: skip
-        _function(self.dtype)(ctypes.byref(product))
+        kernel("linear", self.dtype)(ctypes.byref(product))
         return y
 
     @property
@@ -99,10 +97,3 @@ def _panels(parts: list[torch.Tensor]) -> torch.Tensor:
         parts = [torch.cat([part, fill]) for part in parts]
     panels = [part.view(-1, width, *part.shape[1:]) for part in parts]
     return panels[0] if len(panels) == 1 else torch.cat(panels, 1)
-
-
-@cache
-def _function(dtype: torch.dtype) -> Any:
-    function = library().batchgen_linear_bfloat16 if dtype == torch.bfloat16 else library().batchgen_linear_float32
-    function.restype = None
-    return function

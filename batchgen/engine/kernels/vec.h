@@ -26,7 +26,6 @@ template <class V, class P>
 INLINE void store(P* p, V v) { std::memcpy(p, &v, sizeof v); }
 
 INLINE f16v splat(float x) { return f16v{} + x; }
-INLINE u16v splat_word(uint32_t x) { return u16v{} + x; }
 
 INLINE float to_float(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -36,17 +35,10 @@ INLINE float to_float(bf16 x) {
 }
 INLINE float to_float(float x) { return x; }
 
-// To nearest, ties to even, as torch rounds; NaN stays NaN.
-INLINE bf16 to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
-    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 INLINE f16v load_floats(const float* p) { return load<f16v>(p); }
 INLINE f16v load_floats(const bf16* p) { return (f16v)(__builtin_convertvector(load<h16v>(p), u16v) << 16); }
 
+// To nearest, ties to even, as torch rounds; NaN stays NaN.
 INLINE h16v to_bf16(f16v x) {
 #if defined(__AVX512BF16__)
     // vcvtneps2bf16 flushes denormals to zero; torch does not, but such values are below 1e-38.
@@ -164,7 +156,7 @@ struct Bfloat {
         __m512i x = _mm512_set1_epi32(int(a)), y = (__m512i)b;
         return (f16v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)y, (__m512bh)x);
 #else
-        u16v x = splat_word(a);
+        u16v x = u16v{} + a;
         acc += (f16v)(b << 16) * (f16v)(x << 16);
         return acc + (f16v)(b & 0xffff0000u) * (f16v)(x & 0xffff0000u);
 #endif
