@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-import numpy as np
 import torch
 
 from batchgen.engine.attention.base import StepAttention
@@ -13,6 +12,7 @@ from batchgen.engine.attention.cascade import Cascade
 from batchgen.engine.attention.packed import PackedAttention
 from batchgen.engine.attention.plan import plan_attention
 from batchgen.engine.kv_cache import KVCache
+from batchgen.engine.packing import halves, size_of, tokens_of, wanted_of
 from batchgen.engine.prepared import LoadedModel, logits_at
 from batchgen.engine.steps import Copy, Load, Save, Step, Work
 from batchgen.errors import OutOfMemory, is_out_of_memory
@@ -54,7 +54,7 @@ class Runner:
                     self.cache.load(move.source.kv, move.first, move.pages)
 
     def _run(self, works: Sequence[Work]) -> list[torch.Tensor]:
-        size = _size(works)
+        size = size_of(works)
         if self.most_tokens is None or size <= self.most_tokens:
             try:
                 return self._forward(works)
@@ -70,15 +70,15 @@ class Runner:
             self.most_tokens = -(-size // 2)
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return [logits for half in _halves(works) for logits in self._run(half)]
+        return [logits for half in halves(works) for logits in self._run(half)]
 
     def _forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
         device = self.model.device
         attention = self._attention(works)
         self.attention_parts += attention.num_parts
-        wanted = _wanted(works)
+        wanted = wanted_of(works)
         output = self.model.module(
-            input_ids=torch.from_numpy(_tokens(works)).to(device).unsqueeze(0),
+            input_ids=torch.from_numpy(tokens_of(works)).to(device).unsqueeze(0),
             position_ids=torch.from_numpy(attention.positions).to(device).unsqueeze(0),
             use_cache=False,
             step_attention=attention,
@@ -91,36 +91,3 @@ class Runner:
             return PackedAttention(self.model.kernels, works, self.cache)
         plan = plan_attention(works, self.cache.page_size)
         return StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)
-
-
-def _halves(works: Sequence[Work]) -> tuple[list[Work], list[Work]]:
-    """Works of two or more tokens as two sets of about as many, in their order; one of them may be cut in two."""
-    room = _size(works) // 2
-    first: list[Work] = []
-    second: list[Work] = []
-    for work in works:
-        cut = min(work.stop, work.start + room)
-        room -= cut - work.start
-        if cut > work.start:
-            first.append(Work(work.span, work.start, cut, min(work.logits, cut)))
-        if cut < work.stop:
-            second.append(Work(work.span, cut, work.stop, max(work.logits, cut)))
-    return first, second
-
-
-def _size(works: Sequence[Work]) -> int:
-    return sum(work.stop - work.start for work in works)
-
-
-def _tokens(works: Sequence[Work]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.concatenate([w.span.tokens(w.start, w.stop) for w in works]).astype(np.int64)
-
-
-def _wanted(works: Sequence[Work]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Places in the packed batch whose logits are wanted."""
-    places: list[int] = []
-    end = 0
-    for work in works:
-        end += work.stop - work.start
-        places += range(end - (work.stop - work.logits), end)
-    return np.asarray(places, dtype=np.int64)

@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from batchgen.engine import rows as module
-from batchgen.engine.runner import _halves
+from batchgen.engine.packing import halves
 from batchgen.engine.steps import Work
 from batchgen.errors import OutOfMemory
 
@@ -174,7 +174,7 @@ def test_other_errors_of_a_forward_are_not_taken_for_out_of_memory():
 
 def test_halves_of_a_step_keep_its_order_and_its_logits():
     works = [Work("a", 0, 7, 6), Work("b", 3, 4, 3), Work("c", 0, 2, 2)]
-    first, second = _halves(works)
+    first, second = halves(works)
     assert first == [Work("a", 0, 5, 5)]
     assert second == [Work("a", 5, 7, 6), Work("b", 3, 4, 3), Work("c", 0, 2, 2)]
 
