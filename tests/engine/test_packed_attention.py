@@ -109,6 +109,21 @@ def test_the_kernels_are_the_reference_under_every_option(sim, kernels, options,
     random_steps(sim, 4, lambda works: compare(kernels, works, 32, dtype=dtype, **options), page_size=32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 0.7, "G": 3}], ids=str)
+def test_the_kernels_are_the_reference_over_more_keys_than_they_have_in_hand_at_a_time(sim, kernels, options, dtype):
+    rng = random.Random(8)
+    shared = [rng.randrange(3) for _ in range(1100)]
+    s = sim.Simulation(
+        pages=PAGES, page_size=32, tokens=600, batch_size=8, prefill=600,
+        every_step=lambda step, plan: compare(kernels, step.works, 32, dtype=dtype, **options),
+    )  # fmt: skip
+    s.load([shared + [rng.randrange(3) for _ in range(n)] for n in (1, 40, 530)], [3, 3, 3])
+    while s.scheduler.unfinished:
+        s.step()
+    assert s.scheduler.steps > 5
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_kernels_are_the_reference_on_random_trees(sim, kernels, data):

@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int GROUP = 8;  // vectors of 16 keys whose scores are in hand at a time
+constexpr int GROUP = 32;  // vectors of 16 keys whose scores a row has in hand at a time: fewer cost more in largest scores and sums
 constexpr double LOG2E = 1.44269504088896340736;
 constexpr int FETCHED = 4;  // pages of the next block that are asked for ahead
 constexpr int ROWS = 6, VECTORS = 4;  // of the block of sums that a product keeps in registers
