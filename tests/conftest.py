@@ -28,6 +28,13 @@ signal.signal(
     signal.SIGHUP, signal.SIG_DFL
 )  # under nohup it is ignored, and so it would be in every run that a test starts
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's kernels run on its interpreter, on the CPU, but under `-m gpu`. It is decided when triton is imported, by whomever."""
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 BYTE_COUNT = 256
 """Ids 0..255 of the tiny tokenizer are the bytes of UTF-8 in the order of its alphabet; the special tokens follow."""
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")

@@ -1,4 +1,6 @@
-"""Which tokens the running sequences may draw next. Knows slots and token ids, no logits, nor how grammars are written.
+"""Which tokens the running sequences may draw next. Knows token ids, no logits, nor how grammars are written.
+
+A sequence goes by any name that its caller gives it, from its `add` to its `remove`.
 
 A token may follow when what was drawn and its bytes begin a text of the row's grammar (grammars.py). The row's end tokens,
 the model's and its `stop_token_ids`, may follow where the text is whole and nowhere else; other special tokens never. So a
@@ -11,7 +13,7 @@ Shapes: N rows, V vocabulary; 32 tokens to a word of a mask, the first in the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,7 +45,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Work:
-    slots: list[int]
+    names: list[Hashable]
     masks: Future[NDArray[np.uint32]]
 
 
@@ -57,7 +59,7 @@ class Constraints:
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
         self._vocab_size = vocab_size
         self._eos = frozenset(i for i in eos_token_ids if i < vocab_size)
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[Hashable, _Row] = {}
         self._thread = ThreadPoolExecutor(1, "masks")  # begins with the first work
         self._work: _Work | None = None
 
@@ -71,56 +73,66 @@ class Constraints:
             if fault:
                 raise ValueError(fault)
 
-    def add(self, slot: int, params: SamplingParams, generated: Sequence[int] = ()) -> None:
-        """A sequence takes `slot`. After a preemption `generated` are the tokens it had already drawn.
+    @property
+    def used(self) -> bool:
+        """Whether any sequence has a grammar."""
+        return bool(self._rows)
+
+    def add(self, name: Hashable, params: SamplingParams, generated: Sequence[int] = ()) -> None:
+        """A sequence begins. After a preemption `generated` are the tokens it had already drawn.
 
         A grammar that cannot be used is raised by `accept`, for its row alone; `UsageError` as in `check`.
         """
         self._settle()
-        if slot in self._rows:
-            raise ValueError(f"slot {slot} is in use")
+        if name in self._rows:
+            raise ValueError(f"{name} is in use")
         if not params.constrained:
             return
         grammar = self._vocabulary.grammar(params)
         ends = self._eos | {i for i in params.stop_token_ids if i < self._vocab_size}
         error = RowError("constraint_error", grammar.fault) if grammar.fault else None
-        row = self._rows[slot] = _Row(grammar, grammar.matcher.deep_copy(), ends, list(generated), error)
+        row = self._rows[name] = _Row(grammar, grammar.matcher.deep_copy(), ends, list(generated), error)
         if error is None and row.tokens and not row.matcher.consume_tokens(row.tokens):
             self._mend(row)
 
-    def remove(self, slot: int) -> None:
-        """The sequence leaves; nothing of it stays. Does nothing for a slot without a grammar."""
-        if slot in self._rows:
+    def remove(self, name: Hashable) -> None:
+        """The sequence leaves; nothing of it stays. Does nothing for one without a grammar."""
+        if name in self._rows:
             self._settle()
-            del self._rows[slot]
+            del self._rows[name]
 
-    def start(self, slots: Sequence[int]) -> None:
-        """Begins to compute the masks of `slots` in another thread. `mask` of the same slots then takes them."""
+    def clear(self) -> None:
+        """All sequences leave."""
         self._settle()
-        rows = [self._rows.get(slot) for slot in slots]
-        if any(rows):
-            self._work = _Work(list(slots), self._thread.submit(self._masks, rows))
+        self._rows.clear()
 
-    def mask(self, slots: Sequence[int]) -> torch.Tensor | None:
-        """The tokens that may follow, int32 [N, ceil(V / 32)] on the host, in the order of `slots`; None when no slot has a grammar.
+    def start(self, names: Sequence[Hashable]) -> None:
+        """Begins to compute the masks of these sequences in another thread. `mask` of the same ones then takes them."""
+        self._settle()
+        rows = [self._rows.get(name) for name in names] if self._rows else []
+        if any(rows):
+            self._work = _Work(list(names), self._thread.submit(self._masks, rows))
+
+    def mask(self, names: Sequence[Hashable]) -> torch.Tensor | None:
+        """The tokens that may follow, int32 [N, ceil(V / 32)] on the host, in the order of `names`; None when none of them has a grammar.
 
         Waits for what `start` began, or computes it now. Rows without a grammar have all bits set; those whose grammar went
         wrong have all but the end tokens', so that they come to `accept`.
         """
-        if self._work is None or self._work.slots != list(slots):
-            self.start(slots)
+        if self._work is None or self._work.names != list(names):
+            self.start(names)
         if self._work is None:
             return None
         masks = self._work.masks.result()
         return torch.from_numpy(masks.view(np.int32)[:, : (self._vocab_size + 31) // 32])
 
-    def accept(self, slot: int, token: int) -> bool:
-        """The token was drawn, by the slot's mask. Returns whether the text is whole and nothing may follow: the completion ends with `stop`.
+    def accept(self, name: Hashable, token: int) -> bool:
+        """The token was drawn, by the sequence's mask. Returns whether the text is whole and nothing may follow: the completion ends with `stop`.
 
         Raises `RowError("constraint_error")` when the row's grammar went wrong, here or before.
         """
         self._settle()
-        row = self._rows.get(slot)
+        row = self._rows.get(name)
         if row is None:
             return False
         ended = token in row.ends

@@ -1,16 +1,17 @@
-"""The loop: schedule, run, score, draw, retire. Leaves of requests and their plan in, results out as the rows finish."""
+"""The loop: schedule, launch, land, retire. Leaves of requests and their plan in, results out as the rows finish.
+
+On CUDA the loop is one step ahead: the next step is scheduled, packed and launched while the device runs the present one, and only then are
+the present one's tokens looked at. A sequence that has ended by then has run once too often; that token is dropped, and nothing else is.
+"""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
-
 from batchgen.config import EngineConfig
 from batchgen.engine.constraints import Constraints
-from batchgen.engine.figures import count_step
+from batchgen.engine.flight import Flight, Launcher
 from batchgen.engine.host_memory import keep_freed_memory
 from batchgen.engine.kv_cache import KVCache
 from batchgen.engine.memory import Memory
@@ -21,10 +22,9 @@ from batchgen.engine.rows import OnResult, OnToken, Rows
 from batchgen.engine.runner import Runner
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.scoring import score_step
 from batchgen.engine.sizing import Sizes, page_size_of, size_engine
-from batchgen.engine.spans import Branch, Stops
 from batchgen.engine.spans import Sequence as Running
+from batchgen.engine.spans import Stops
 from batchgen.engine.steps import Step
 from batchgen.engine.stopping import Detokenizer, Stopper
 from batchgen.errors import RowError
@@ -52,9 +52,14 @@ class Engine:
         cache = KVCache(model.layers, pool.num_pages, self.sizes.page_size, model.dtype)
         self.memory = Memory(pool, self.sizes.page_size, model.sliding_window, self.sizes.host_pages)
         self.scheduler = Scheduler(self.memory, self.sizes.limits, self._stopper, POLICIES[config.policy])
-        self.runner = Runner(model, cache)
-        self.sampler = Sampler(model.vocab_size, model.device)
+        self.runner = Runner(model, cache, self.sizes.limits, self.notes)
+        self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
         self.constraints = Constraints(text.tokenizer, model.vocab_size, text.eos_token_ids)
+        self._launcher = Launcher(self.scheduler, self.runner, self.sampler, self.constraints, self.stats)
+        self._flights: deque[Flight] = deque()
+        # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
+        self.ahead = model.device.type == "cuda" and not model.spread
+        """Whether a step is launched before the tokens of the one before it are known."""
         self._eos = frozenset(text.eos_token_ids)
         self._detokenizer = Detokenizer(text.tokenizer)
         self.rows = Rows(self.scheduler, self._unseat, self._detokenizer.piece, config.row_timeout)
@@ -97,7 +102,7 @@ class Engine:
         returns at once; None goes on. Raises `OutOfMemory` when the device has no room for a single token.
         """
         try:
-            while self.scheduler.unfinished or self._unfit:
+            while self.scheduler.unfinished or self._flights or self._unfit:
                 while self._unfit:
                     on_result, result = self._unfit.popleft()
                     on_result(result)
@@ -106,34 +111,48 @@ class Engine:
                     break
                 if self.scheduler.unfinished:
                     self.step(admit=wish is None)
+                else:
+                    self._settle()  # a callback may add something
+            self._settle()
         finally:
-            if self.scheduler.unfinished or self._unfit:
+            if self.unfinished or self._flights:
                 self._abandon()
 
     def step(self, admit: bool = True) -> None:
-        """One forward pass and what follows from it."""
+        """Launches the next step, and does what follows from the one before it; without `ahead` from this one.
+
+        Where memory is short, only the step in flight is dealt with: it may end sequences, and who is preempted must be known whole.
+        """
+        if self.rows.overdue:
+            self._settle()  # what was drawn in a row's time is its own
         self.rows.end_due()
         step = self.scheduler.schedule(admit)
+        if step is None:
+            self._land()
+            return
         self._seat(step)
-        began = time.perf_counter()
-        drawing = self._drawing(step)
-        self.constraints.start([seq.slot for seq in drawing])
-        logits = self.runner.run(step)
-        if logits is not None:
-            score_step(step.works, logits)
-            self._keep_logits(step, logits)
-        sampled = self._sample(step, logits, drawing)
-        self.stats.forward_seconds += time.perf_counter() - began
+        self._flights.append(self._launcher.launch(step, self._land if self._flights else None))
         self._shrink()
-        count_step(self.stats, step, len(drawing))
-        for seq in (*step.scored, *self.scheduler.ran(step)):
-            self.rows.scored(seq)
-        for seq, token, valid, logprobs in sampled:
-            if seq.request in self.rows:  # else another of its completions has failed
-                self._drew(seq, token, valid, logprobs)
+        while len(self._flights) > self.ahead:
+            self._land()
         self._count()
         if self.config.debug:
             self.check()
+
+    @property
+    def unfinished(self) -> int:
+        """Rows that have no result yet."""
+        return len(self.rows) + len(self._unfit)
+
+    @property
+    def device(self) -> str:
+        """Where token ids go in and logits come out."""
+        return str(self.runner.model.device)
+
+    @property
+    def attention(self) -> str:
+        """Which kernels attend."""
+        return self.runner.attention
 
     @property
     def waiting(self) -> int:
@@ -143,6 +162,9 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, if it is not done by then: what it has is its result. Any thread may call this."""
         self.rows.cancel(request)
+
+    def close(self) -> None:
+        """Nothing to give back: the memory goes with the object. (`devices.Workers` has processes.)"""
 
     def check(self) -> None:
         """Raises `AssertionError` unless pages, tables and running sequences add up."""
@@ -163,56 +185,37 @@ class Engine:
             if not request.texts:
                 self.sampler.add(seq.slot, request.params, request.key, request.tokens, seq.generated, seq.leaf.choice)
                 if request.params.constrained:
-                    self.constraints.add(seq.slot, request.params, seq.generated)
+                    self.constraints.add(seq, request.params, seq.generated)
 
     def _unseat(self, seq: Running) -> None:
-        if not seq.scoring:
+        if seq.slot >= 0 and not seq.scoring:  # else it has left the sampler already
             self.sampler.remove(seq.slot)
-            self.constraints.remove(seq.slot)
         seq.slot = -1
+        self.constraints.remove(seq)
 
-    def _drawing(self, step: Step) -> list[Running]:
-        """The sequences that draw a token in this step: in the order of the works, then those that draw at a node."""
-        works = (w.span for w in step.works if w.logits < w.stop)
-        return [*(s for s in works if isinstance(s, Running) and not s.scoring), *step.ready]
+    def _settle(self) -> None:
+        """All that is in flight is dealt with, before anything else is launched."""
+        while self._flights:
+            self.rows.end_cancelled()
+            self._land()
 
-    def _keep_logits(self, step: Step, logits: torch.Tensor) -> None:
-        """A node's last logits stay for the prompts that end there."""
-        at = 0
-        for work in step.works:
-            at += work.stop - work.logits
-            span = work.span
-            if isinstance(span, Branch) and work.stop == span.end and span.window.draws_at[span.node.index]:
-                span.logits = logits[at - 1].clone()
-
-    def _sample(
-        self, step: Step, logits: torch.Tensor | None, drawing: list[Running]
-    ) -> list[tuple[Running, int, bool, object]]:
-        if not drawing:
-            return []
-        rows: list[int] = []
-        at = 0
-        for work in step.works:
-            at += work.stop - work.logits
-            if work.logits < work.stop and isinstance(work.span, Running) and not work.span.scoring:
-                rows.append(at - 1)
-        parts: list[torch.Tensor] = []
-        if logits is not None and rows:
-            parts.append(logits if len(rows) == len(logits) else logits[rows])
-        if step.ready:
-            parts.append(torch.stack([s.path[-1].logits for s in step.ready]))
-        slots = [s.slot for s in drawing]
-        sampled = self.sampler.sample(
-            parts[0] if len(parts) == 1 else torch.cat(parts),
-            slots,
-            [len(s.generated) for s in drawing],
-            self.constraints.mask(slots),
-        )
-        logprobs = sampled.logprobs or [None] * len(drawing)
-        return list(zip(drawing, sampled.tokens, sampled.valid, logprobs, strict=True))
+    def _land(self) -> None:
+        """What follows from the first step in flight. Of its sequences some may have ended since it was launched: what it says of them is dropped."""
+        flight = self._flights[0]
+        sampled = self._launcher.land(flight)
+        for seq in flight.scored:
+            if seq.running:
+                self.scheduler.finish(seq)
+                self.rows.scored(seq)
+        logprobs = sampled.logprobs or [None] * len(flight.drawing)
+        for seq, token, valid, numbers in zip(flight.drawing, sampled.tokens, sampled.valid, logprobs, strict=True):
+            if seq.running:
+                self._drew(seq, token, valid, numbers)
+        self._flights.popleft()
 
     def _drew(self, seq: Running, token: int, valid: bool, logprobs: object) -> None:
         """A token was drawn for a sequence."""
+        self.stats.decode_sequences += 1
         if not valid:
             what = f"the model's logits after {len(seq.generated)} tokens are not numbers"
             self.rows.fail(seq, RowError("numerical_error", what))
@@ -222,7 +225,7 @@ class Engine:
         whole = False
         if seq.request.params.constrained:
             try:
-                whole = self.constraints.accept(seq.slot, token)
+                whole = self.constraints.accept(seq, token)
             except RowError as e:
                 self.rows.fail(seq, e)
                 return
@@ -236,10 +239,10 @@ class Engine:
             self.rows.drew(seq, token, reason)
 
     def _abandon(self) -> None:
-        running = list(self.scheduler.running)
         self.scheduler.abandon()
-        for seq in running:
-            self._unseat(seq)
+        self.sampler.clear()
+        self.constraints.clear()
+        self._flights.clear()
         self.rows.clear()
         self._unfit.clear()
         self._count()

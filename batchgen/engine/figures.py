@@ -7,10 +7,9 @@ from batchgen.engine.steps import Step
 from batchgen.stats import EngineStats
 
 
-def count_step(stats: EngineStats, step: Step, drawn: int) -> None:
-    """Counts a step that has run and not yet changed its spans; `drawn` sequences got a token."""
+def count_step(stats: EngineStats, step: Step) -> None:
+    """Counts a step that is launched and has not yet changed its spans; what it draws is counted when it is known."""
     stats.steps += 1
-    stats.decode_sequences += drawn
     for work in step.works:
         span = work.span
         if isinstance(span, Sequence) and span.state is State.DECODING:

@@ -17,6 +17,7 @@ from batchgen.engine.attention.base import NAME, register
 from batchgen.engine.kernels.build import NoKernels, library
 from batchgen.engine.prepared import LoadedModel, prepare
 from batchgen.engine.self_check import self_check
+from batchgen.engine.weights import check_room
 from batchgen.errors import ModelError
 from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
 
@@ -27,7 +28,14 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
     notes = _check(config, text.hf_config)
+    on_cuda = device.type == "cuda" and config.device_map is None
     kernels = Kernels(config, device)
+    if on_cuda:
+        check_room(config, text.hf_config, device)
+    use_exact_float32()
+    # A tensor at a time from the file to the device, and cast there. Without accelerate the files are mapped, so that the host holds a copy
+    # of the model only where it is cast, and it is moved then.
+    direct = on_cuda and find_spec("accelerate") is not None
     register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
@@ -40,7 +48,7 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
                 attn_implementation=NAME,
                 use_safetensors=True,
                 output_loading_info=True,
-                device_map=config.device_map,
+                device_map={"": device} if direct else config.device_map,
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())
@@ -53,22 +61,32 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
     missing = sorted(found["missing_keys"])
     if missing:  # transformers would go on with random numbers there
         raise ModelError(f"the weights of {config.model!r} lack {len(missing)} tensors, {missing[0]} the first")
-    if config.device_map is None:
+    if config.device_map is None and not direct:
         module = module.to(device)
-    else:
+    elif config.device_map is not None:
         check_device_map(getattr(module, "hf_device_map", {}))
     library, note = kernels.wait()
-    return prepare_model(module, notes + note, library)
+    return prepare_model(module, notes + note, library, config.compile)
 
 
-def prepare_model(module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None) -> LoadedModel:
+def prepare_model(
+    module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None, compile: str = "auto"
+) -> LoadedModel:
     """A transformers model already in memory, its attention switched to ours. Whether it is exact there is the caller's to know."""
     check_architecture(module.config)
-    return prepare(module, notes, kernels)
+    return prepare(module, notes, kernels, compile)
+
+
+def use_exact_float32() -> None:
+    """Keeps float32 products in float32 on GPUs, for all of the process: not in TF32, which has 10 bits of mantissa."""
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # torch's default, but an environment variable or other code may have changed it
+    torch.backends.cudnn.allow_tf32 = False  # here TF32 is the default
 
 
 class Kernels:
-    """Our kernels, being compiled while the model is loaded."""
+    """Our kernels for the CPU, being compiled while the model is loaded."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         """Raises `ModelError` where they are asked for and not for this device."""
@@ -80,8 +98,8 @@ class Kernels:
             pool = ThreadPoolExecutor(1)
             self._made = pool.submit(library)
             pool.shutdown(wait=False)
-        elif self._asked:
-            raise ModelError("--compile on: the compiled kernels are for the CPU", "leave it out, or give --device cpu")
+        elif self._asked and (device.type != "cuda" or config.device_map is not None):
+            raise ModelError("--compile on is for the CPU and for one CUDA device", "leave it out")
 
     def wait(self) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
         """The library, or None and what the user should know. Raises `ModelError` where they were asked for and cannot be had."""
@@ -99,7 +117,7 @@ def pick_device(name: str) -> torch.device:
     """The device of `--device`. Raises `ModelError` for one that this machine does not have."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device = torch.device(name)
+    device = torch.device("cpu" if name.startswith("cpu") else name)  # cpu:N is a process, of which torch knows nothing
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = f"{torch.cuda.device_count()} CUDA device(s)"
         raise ModelError(f"--device {name}: this machine has {found}", "use --device auto or cpu")

@@ -171,7 +171,10 @@ class Memory:
     def _open(self, span: Span, reserve: int) -> bool:
         """Fills the span's table for positions [0, end), leaving `reserve` pages free. False when memory is short."""
         kept, known = span.window.sources.get(span.item, (None, 0))
-        if kept is None or (kept.evicted and kept.saved is None):
+        while kept is not None and kept.evicted and kept.saved is None:  # since the window was matched
+            kept = kept.successor
+            known = min(known, kept.computed if kept else 0)
+        if kept is None or known <= span.start or kept.dropped * self.page_size > self._needed_from(known):
             return self._fill(span, span.parent, span.start, None, reserve)
         # What it takes over must not be given up to make room for it.
         shelf = self.idle if kept in self.idle else self.parked if kept in self.parked else None
@@ -181,6 +184,8 @@ class Memory:
         # Else every window would leave one more copy of a prefix that all of them have.
         replaced = filled and isinstance(span, Branch) and _covers(span, kept, known)
         if shelf is self.idle and replaced:
+            assert isinstance(span, Branch)
+            kept.successor = span
             self.evict(kept)
         elif shelf is not None and not replaced:
             shelf[kept] = None

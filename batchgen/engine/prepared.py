@@ -15,6 +15,7 @@ from batchgen.engine.attention.packed import VECTOR, storage
 from batchgen.engine.fused import fuse
 from batchgen.engine.kernels.build import DTYPES
 from batchgen.engine.kv_cache import LayerShape
+from batchgen.engine.staging import put
 from batchgen.errors import ModelError
 
 
@@ -32,17 +33,23 @@ class LoadedModel:
     """KV of each attention layer as it is stored, by layer index."""
     vocab_size: int
     """Width of the logits."""
+    group: int = 1
+    """Most query heads to a key/value head."""
     sliding_window: int | None = None
     """The widest sliding window where every layer has one: no position behind it is ever read again."""
     spread: bool = False
     """Whether the parameters lie on several devices."""
     kernels: ctypes.CDLL | None = None
     """Our own kernels for the CPU, where they are wanted and compiled."""
+    compile: str = "auto"
+    """On one CUDA device: off, steps run as they are; auto, as CUDA graphs where these pay; on, always, and under `torch.compile`."""
     notes: tuple[str, ...] = ()
     """What the user should know of how the model was loaded, a sentence each."""
 
 
-def prepare(module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None) -> LoadedModel:
+def prepare(
+    module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None, compile: str = "auto"
+) -> LoadedModel:
     """Switches a model's attention to ours. Raises `ModelError` where that cannot be."""
     register()
     if module.config._attn_implementation != NAME:
@@ -55,7 +62,19 @@ def prepare(module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | Non
     probe, vocab_size = _probe(module, device, spread)
     windows = [window for window in probe.windows if window is not None]
     sliding = max(windows) if len(windows) == len(probe.windows) else None
-    return LoadedModel(module, device, probe.dtype, probe.layers, vocab_size, sliding, spread, kernels, notes)
+    return LoadedModel(
+        module=module,
+        device=device,
+        dtype=probe.dtype,
+        layers=probe.layers,
+        vocab_size=vocab_size,
+        group=probe.group,
+        sliding_window=sliding,
+        spread=spread,
+        kernels=kernels,
+        compile=compile,
+        notes=notes,
+    )
 
 
 def with_pages(model: LoadedModel, page_size: int) -> LoadedModel:
@@ -71,7 +90,7 @@ def logits_at(places: NDArray[np.int64], device: torch.device, spread: bool) -> 
 
     A list where the model is spread: hooks move tensors to the first device, and the head may be on the last.
     """
-    return places.tolist() if spread else torch.from_numpy(places).to(device)
+    return places.tolist() if spread else put(places, device)
 
 
 class _Probe:
@@ -80,6 +99,7 @@ class _Probe:
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.windows: list[int | None] = []
+        self.group = 1
         self.dtype = torch.float32
 
     def __call__(
@@ -91,6 +111,7 @@ class _Probe:
         self.windows.append(options.window)
         self.dtype = v_KTV.dtype
         group = q_HTD.shape[0] // k_KTD.shape[0]
+        self.group = max(self.group, group)
         k, v = k_KTD.repeat_interleave(group, 0), v_KTV.repeat_interleave(group, 0)
         out = torch.nn.functional.scaled_dot_product_attention(q_HTD, k, v, is_causal=True, scale=options.scale)
         return out.transpose(0, 1)

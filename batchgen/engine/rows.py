@@ -14,7 +14,7 @@ import numpy as np
 
 from batchgen.engine.randoms import uniforms
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.spans import Sequence
+from batchgen.engine.spans import Sequence, TokenScore
 from batchgen.engine.window import Window
 from batchgen.errors import RowError
 from batchgen.request import Request
@@ -37,7 +37,7 @@ class Row:
     """By number of a leaf: its depth-first place in the window."""
     completions: dict[int, Completion] = field(default_factory=dict)
     """By number: those that have ended."""
-    scores: dict[int, list[tuple[float, bool]]] = field(default_factory=dict)
+    scores: dict[int, list[TokenScore]] = field(default_factory=dict)
     """By number: `Sequence.text_scores` of the texts that have been scored."""
     began: bool = False
     """Whether one of its leaves has run."""
@@ -71,7 +71,7 @@ class Row:
 
     def _scored(self) -> Result:
         scores = [self.scores[i] for i in range(self.request.leaves)]
-        sums = [math.fsum(logprob for logprob, _ in tokens) for tokens in scores]
+        sums = [math.fsum(token.logprob for token in tokens) for tokens in scores]
         if any(math.isnan(total) for total in sums):
             return self.failed(RowError("numerical_error", "the model's logits for the text are not numbers"))
         result = partial(
@@ -82,14 +82,14 @@ class Row:
             probs = _normalised(sums)
             text = choices[_chosen(sums, probs, self.request)]
             return result(text=text, finish_reason="stop", choice_probs=dict(zip(choices, probs, strict=True)))
-        greedy = all(likeliest for _, likeliest in scores[0])
+        greedy = all(token.likeliest for token in scores[0])
         return result(text=None, finish_reason=None, score=Score(sums[0], len(scores[0]), greedy))
 
 
 class Rows:
     """The rows under way: what has ended of each, when its time is up, and the result of those that are done.
 
-    `unseat` frees a sequence's places outside the scheduler, `piece` is the text of a token, `timeout` in seconds from a row's
+    `unseat` frees what places a sequence has outside the scheduler, `piece` is the text of a token, `timeout` in seconds from a row's
     start.
     """
 
@@ -110,8 +110,8 @@ class Rows:
         self.watched = False
         """Whether any row is told of each of its tokens."""
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._rows
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def add(self, window: Window, on_result: OnResult, on_token: OnToken | None) -> None:
         """Takes in the rows of a window whose leaves are to run."""
@@ -142,10 +142,9 @@ class Rows:
     def scored(self, seq: Sequence) -> None:
         """A text has been scored to its end."""
         self._unseat(seq)
-        row = self._rows.get(seq.request)
-        if row is not None:
-            row.scores[seq.leaf.choice] = seq.text_scores
-            self._finish(row)
+        row = self._rows[seq.request]
+        row.scores[seq.leaf.choice] = seq.text_scores
+        self._finish(row)
 
     def fail(self, seq: Sequence, error: RowError) -> None:
         """The row of a running sequence fails because of it."""
@@ -158,11 +157,20 @@ class Rows:
         if request in self._rows:
             self._cancelled.append(request)
 
-    def end_due(self) -> None:
-        """Ends the rows that were cancelled, and those whose time is up."""
+    @property
+    def overdue(self) -> bool:
+        """Whether some row's time is up."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= time.monotonic()
+
+    def end_cancelled(self) -> None:
+        """Ends the rows that were cancelled."""
         while self._cancelled:
             self._end(self._rows.get(self._cancelled.popleft()), "cancelled")
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+
+    def end_due(self) -> None:
+        """Ends the rows that were cancelled, and those whose time is up."""
+        self.end_cancelled()
+        while self.overdue:
             self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
 
     def clear(self) -> None:
@@ -201,7 +209,7 @@ class Rows:
     def _cut(self, row: Row, place: int) -> Sequence | None:
         """Ends a leaf where it stands; its sequence, if it had begun."""
         seq = self._scheduler.cancel(row.window, place)
-        if seq is not None and seq.slot >= 0:
+        if seq is not None:
             self._unseat(seq)
         return seq
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -11,36 +12,42 @@ from batchgen.engine.attention.base import StepAttention
 from batchgen.engine.attention.cascade import Cascade
 from batchgen.engine.attention.packed import PackedAttention
 from batchgen.engine.attention.plan import plan_attention
+from batchgen.engine.device_step import device_step
 from batchgen.engine.kv_cache import KVCache
-from batchgen.engine.packing import halves, size_of, tokens_of, wanted_of
+from batchgen.engine.packing import drawn_of, halves, size_of, tokens_of, wanted_of
 from batchgen.engine.prepared import LoadedModel, logits_at
-from batchgen.engine.steps import Copy, Load, Save, Step, Work
+from batchgen.engine.staging import put
+from batchgen.engine.steps import Copy, Limits, Load, Save, Step, Work
 from batchgen.errors import OutOfMemory, is_out_of_memory
 
 
 class Runner:
     """Runs steps; the only one, with the sampler, that touches the device."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache) -> None:
+    def __init__(self, model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str]) -> None:
+        """Steps keep to the `limits`. What the user should know goes into `notes`."""
         self.model = model  # `with_pages`
         self.cache = cache
-        self.attention = "cascade" if model.kernels is None else "packed"
+        self._device_step = device_step(model, cache, limits, notes)
+        self.attention = "triton" if self._device_step else "cascade" if model.kernels is None else "packed"
         self.attention_parts = 0  # summed over steps
         self.most_tokens: int | None = None
         """After out-of-memory: the largest forward that is tried."""
 
     @torch.inference_mode()
-    def run(self, step: Step) -> torch.Tensor | None:
-        """Logits [N, vocabulary] after the wanted positions of the works, in their order; None when none are wanted.
+    def run(self, step: Step, last: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Logits [N, vocabulary] after the wanted positions of the works, in their order, valid until the next run; None when none are wanted.
 
+        `last` [slots] int64, on the device, has by slot the newest token of sequences that the host has not seen it of (`drawn_of`).
         A step for which the device has not the memory is run in halves: the works do not depend on one another, and what a
         forward that failed has written is written again. Raises `OutOfMemory` when not even one token goes through.
         """
-        self._move(step.moves)
-        logits = self._run(step.works) if step.works else []
-        if not logits:
-            return None
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
+            self._move(step.moves)
+            logits = self._run(step.works, last) if step.works else []
+            if not logits:
+                return None
+            return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _move(self, moves: Sequence[Copy | Save | Load]) -> None:
         for kind, some in groupby(moves, type):
@@ -53,11 +60,11 @@ class Runner:
                 elif isinstance(move, Load):
                     self.cache.load(move.source.kv, move.first, move.pages)
 
-    def _run(self, works: Sequence[Work]) -> list[torch.Tensor]:
+    def _run(self, works: Sequence[Work], last: torch.Tensor | None) -> list[torch.Tensor]:
         size = size_of(works)
         if self.most_tokens is None or size <= self.most_tokens:
             try:
-                return self._forward(works)
+                return self._forward(works, last)
             except (MemoryError, RuntimeError) as e:
                 if not is_out_of_memory(e):
                     raise
@@ -70,16 +77,26 @@ class Runner:
             self.most_tokens = -(-size // 2)
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return [logits for half in halves(works) for logits in self._run(half)]
+        # The next half may put its logits where these are.
+        return [logits.clone() for half in halves(works) for logits in self._run(half, last)]
 
-    def _forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+    def _forward(self, works: Sequence[Work], last: torch.Tensor | None) -> list[torch.Tensor]:
+        if self._device_step is not None:
+            logits = self._device_step(works, last)
+            self.attention_parts += self._device_step.attention.num_parts
+            return logits
         device = self.model.device
         attention = self._attention(works)
         self.attention_parts += attention.num_parts
         wanted = wanted_of(works)
+        tokens = put(tokens_of(works), device)
+        if last is not None:
+            places, slots = drawn_of(works)
+            if len(places):
+                tokens.index_copy_(0, put(places, device), last.index_select(0, put(slots, device)))
         output = self.model.module(
-            input_ids=torch.from_numpy(tokens_of(works)).to(device).unsqueeze(0),
-            position_ids=torch.from_numpy(attention.positions).to(device).unsqueeze(0),
+            input_ids=tokens.unsqueeze(0),
+            position_ids=put(attention.positions, device).unsqueeze(0),
             use_cache=False,
             step_attention=attention,
             logits_to_keep=logits_at(wanted, device, self.model.spread),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,8 @@ from batchgen.config import EngineConfig, parse_memory
 from batchgen.engine.kv_cache import bytes_per_token, devices_of
 from batchgen.engine.prepared import LoadedModel
 from batchgen.engine.steps import Limits
-from batchgen.errors import RowError, UsageError
+from batchgen.engine.warmup import step_bytes
+from batchgen.errors import OutOfMemory, RowError, UsageError
 from batchgen.request import Leaf
 
 PAGE_TOKENS = 32
@@ -20,8 +21,20 @@ BATCH_SIZE = 256
 BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
 SCORED_LOGITS = 1 << 25
 """Most logits of texts to score in one forward: tokens times vocabulary."""
-AUTO_SHARE = {"cpu": 0.5, "mps": 0.5, "cuda": 0.8}
-"""Of the memory that is free once the model is loaded; the rest is for activations and other programs."""
+AUTO_SHARE = {"cpu": 0.5, "mps": 0.5}
+"""Of the memory that is free once the model is loaded; the rest is for activations and other programs. On CUDA it is measured."""
+STEP_SHARE = 0.5
+"""On CUDA: the largest step takes at most so much of the free memory, else it is made smaller."""
+LEAST_STEP = 256
+"""A step of so many tokens is not made smaller."""
+STEP_SLACK = 1.5
+"""What a step takes of memory, as a multiple of what it holds: steps of other sizes leave gaps, and graphs have memory of their own."""
+DRAWING = 6
+"""Float32 copies of a full batch's logits, at most, while tokens are drawn from them."""
+GRAPHS_BYTES = 512 << 20
+"""For what CUDA graphs take beside their tensors."""
+SPARE = 0.02
+"""Of the free memory, for whatever else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,40 +77,85 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     """Sizes for this model on this device. Raises `UsageError` when the KV memory does not hold a single page."""
     page_size = page_size_of(config.chunk_size)
     token = bytes_per_token(model.layers, model.dtype)
-    batch_tokens = config.max_batch_tokens or BATCH_TOKENS[model.device.type]
-    batch_size = min(config.batch_size or BATCH_SIZE, batch_tokens)
+    limits = _limits(model, config)
     wish = parse_memory(config.kv_memory)
     if isinstance(wish, int):
         num_pages = wish // (page_size * token)
+    elif wish is None and model.device.type == "cuda":
+        limits, room = _measured(model, limits, page_size)
+        num_pages = min(
+            size // (page_size * bytes_per_token(model.layers, model.dtype, on)) for on, size in room.items()
+        )
     else:  # a page has a share on every device: the tightest decides
         num_pages = min(
-            int(free_memory(device) * (wish or AUTO_SHARE[device.type]))
+            int(
+                free_memory(device)
+                * (wish or AUTO_SHARE[device.type])
+                / (config.processes if device.type == "cpu" else 1)
+            )
             // (page_size * bytes_per_token(model.layers, model.dtype, device))
             for device in devices_of(model.layers)
         )
     if wish is None:  # more than a full batch of the longest sequences, twice, is of no use
-        num_pages = min(num_pages, 2 * batch_size * -(-context_length // page_size))
+        num_pages = min(num_pages, 2 * limits.batch_size * -(-context_length // page_size))
     if num_pages < 1:
         raise UsageError(
             f"--kv-memory {config.kv_memory} holds no page of {page_size} tokens ({page_size * token} bytes)",
             "give more, or lower --chunk-size",
         )
-    limits = Limits(
-        batch_size=batch_size,
+    if config.host_kv_memory is not None and model.device.type != "cuda":
+        raise UsageError(f"--host-kv-memory is for CUDA devices, not for {model.device}", "raise --kv-memory instead")
+    host = parse_memory(config.host_kv_memory) if config.host_kv_memory else 0
+    return Sizes(page_size, num_pages, token, limits, int(host or 0) // config.processes // (page_size * token))
+
+
+def _limits(model: LoadedModel, config: EngineConfig) -> Limits:
+    batch_tokens = config.max_batch_tokens or BATCH_TOKENS[model.device.type]
+    return Limits(
+        batch_size=min(config.batch_size or BATCH_SIZE, batch_tokens),
         max_batch_tokens=batch_tokens,
         max_prefill_tokens=min(config.max_prefill_tokens or batch_tokens, batch_tokens),
         max_scored_tokens=max(1, SCORED_LOGITS // model.vocab_size),
         max_kv_read=config.max_kv_read,
     )
-    if config.host_kv_memory is not None and model.device.type != "cuda":
-        raise UsageError(f"--host-kv-memory is for CUDA devices, not for {model.device}", "raise --kv-memory instead")
-    host = parse_memory(config.host_kv_memory) if config.host_kv_memory else 0
-    return Sizes(page_size, num_pages, token, limits, int(host or 0) // (page_size * token))
+
+
+def _measured(model: LoadedModel, limits: Limits, page_size: int) -> tuple[Limits, dict[torch.device, int]]:
+    """Bytes for pages on each CUDA device, when a largest step has been run; and the limits, where it had to be made smaller for that."""
+    drawing = DRAWING * 4 * limits.batch_size * model.vocab_size
+    while True:
+        free = {device: free_memory(device) for device in devices_of(model.layers)}
+        steps = step_bytes(model, limits, page_size)
+        if steps is not None and (
+            limits.max_batch_tokens <= LEAST_STEP or all(steps[on] <= STEP_SHARE * free[on] for on in free)
+        ):
+            drawn_on = model.device
+            return limits, {on: room_for_pages(free[on], steps[on], drawing if on == drawn_on else 0) for on in free}
+        if limits.max_batch_tokens == 1:
+            raise OutOfMemory(f"{model.device} has not the memory for a forward of one token", "use a smaller --dtype")
+        limits = halved(limits)
+
+
+def room_for_pages(free: int, step: int, drawing: int) -> int:
+    """Of a CUDA device's free bytes those for pages, where the largest step holds `step` and drawing tokens takes `drawing`."""
+    return max(0, free - int(STEP_SLACK * step) - drawing - GRAPHS_BYTES - int(SPARE * free))
+
+
+def halved(limits: Limits) -> Limits:
+    """The same for steps of half as many tokens."""
+    most = max(1, limits.max_batch_tokens // 2)
+    return replace(
+        limits,
+        batch_size=min(limits.batch_size, most),
+        max_batch_tokens=most,
+        max_prefill_tokens=min(limits.max_prefill_tokens, most),
+    )
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as f:

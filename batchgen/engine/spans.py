@@ -7,6 +7,7 @@ being generated, or a text being scored.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,8 @@ class State(Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PREEMPTED = "preempted"
+    LEAVING = "leaving"
+    """All of it is drawn or scored, on the device: it holds no pages and no slot any more, only its last numbers are to come."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -34,19 +37,31 @@ class State(Enum):
 
 LEGAL: dict[State, frozenset[State]] = {
     # A text to score that lies whole on the nodes above it has nothing left to run.
-    State.WAITING: frozenset({State.PREFILLING, State.DECODING, State.FINISHED, State.FAILED, State.CANCELLED}),
-    State.PREFILLING: frozenset({State.DECODING, State.PREEMPTED, State.FINISHED, State.FAILED, State.CANCELLED}),
-    State.DECODING: frozenset({State.PREEMPTED, State.FINISHED, State.FAILED, State.CANCELLED}),
+    State.WAITING: frozenset({State.PREFILLING, State.DECODING, State.LEAVING, State.FAILED, State.CANCELLED}),
+    State.PREFILLING: frozenset({State.DECODING, State.PREEMPTED, State.LEAVING, State.FAILED, State.CANCELLED}),
+    State.DECODING: frozenset({State.PREEMPTED, State.LEAVING, State.FINISHED, State.FAILED, State.CANCELLED}),
     State.PREEMPTED: frozenset({State.PREFILLING, State.DECODING, State.FAILED, State.CANCELLED}),
+    State.LEAVING: frozenset({State.FINISHED, State.FAILED, State.CANCELLED}),
     State.FINISHED: frozenset(),
     State.FAILED: frozenset(),
     State.CANCELLED: frozenset(),
 }
 
+_RUNNING = frozenset({State.PREFILLING, State.DECODING, State.LEAVING})
+
 # Place in depth-first order: (first leaf below, depth); a leaf comes after the nodes that begin with it. Leaves are numbered
 # through all windows.
 Place = tuple[int, int]
 AFTER_NODES = 1 << 40
+
+
+@dataclass(slots=True)
+class TokenScore:
+    """Of a token of a given text; filled in when the numbers come from the device, with all others of its step."""
+
+    logprob: float = math.nan
+    likeliest: bool = False
+    """Whether it is the likeliest in its place."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,8 +84,8 @@ class Span:
     """The branches above, from the root down."""
     dropped: int = 0
     """Pages at the beginning of the table that lie behind every sliding window and were given back."""
-    scores: dict[tuple[int, int], tuple[float, bool]] = field(default_factory=dict)
-    """By (position, next token): the next token's log-probability, and whether it is the likeliest; where a text is scored."""
+    scores: dict[tuple[int, int], TokenScore] = field(default_factory=dict)
+    """By (position, next token), where a text is scored."""
 
     @property
     def item(self) -> int:
@@ -102,7 +117,7 @@ class Span:
         raise NotImplementedError
 
     def tokens(self, start: int, stop: int) -> TokenArray:
-        """Token ids at positions [start, stop), int32."""
+        """Token ids at positions [start, stop), int32; of those that the host has seen."""
         raise NotImplementedError
 
 
@@ -125,6 +140,8 @@ class Branch(Span):
     evicted: bool = False
     saved: Saved | None = None
     """Its KV in host memory, where it was moved there when it was evicted."""
+    successor: Branch | None = None
+    """The node that has its tokens now, where it was evicted because of that."""
     logits: Any = None
     """Logits after the last token [vocabulary], kept while prompts that end here wait to draw their first token."""
 
@@ -179,6 +196,9 @@ class Sequence(Span):
     stops: Stops | None
     """None for a text to score."""
     generated: list[int] = field(default_factory=list)
+    """The tokens drawn, as far as the host has seen them."""
+    unseen: int = 0
+    """Tokens drawn beyond those: on the device only."""
     state: State = State.WAITING
     slot: int = -1
     """Its row in the sampler while it runs."""
@@ -186,8 +206,8 @@ class Sequence(Span):
     """The last step that it decoded in."""
     logprobs: list[Any] = field(default_factory=list)
     """By drawn token, where they are wanted: `sampler.TokenLogprobs`."""
-    text_scores: list[tuple[float, bool]] = field(default_factory=list)
-    """Of a text that has been scored: its tokens' log-probabilities, and whether each was the likeliest."""
+    text_scores: list[TokenScore] = field(default_factory=list)
+    """Of a text that has been scored: its tokens'."""
     # Of the leaf, asked for several times a token.
     request: Request = field(init=False)
     scoring: bool = field(init=False)
@@ -216,7 +236,17 @@ class Sequence(Span):
 
     @property
     def end(self) -> int:
-        return self.start_tokens + len(self.generated)
+        return self.start_tokens + self.drawn
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn so far, seen or not."""
+        return len(self.generated) + self.unseen
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs, or is leaving: what is drawn for it counts."""
+        return self.state in _RUNNING
 
     @property
     def most_tokens(self) -> int:

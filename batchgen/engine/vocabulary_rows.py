@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from batchgen.engine.staging import put
+
 
 class VocabularyRows:
     """A tensor [rows, V] on the device whose rows are lent to sequences; allocated and grown when a row is taken."""
@@ -25,7 +27,7 @@ class VocabularyRows:
             with torch.inference_mode(False), torch.no_grad():
                 self.rows = torch.cat([self.rows, self.rows.new_zeros((old + 8, self.rows.shape[1]))])
         row = self._free.pop()
-        self.rows[row] = torch.from_numpy(values).to(self.rows.device)
+        self.rows[row] = put(values, self.rows.device)
         return row
 
     def give_back(self, row: int) -> None:

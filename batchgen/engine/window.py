@@ -72,6 +72,8 @@ class Window:
     """Preempted sequences by depth-first position."""
     running: dict[int, Sequence] = field(default_factory=dict)
     """Running ones."""
+    leaving: dict[int, Sequence] = field(default_factory=dict)
+    """Those whose last numbers are to come."""
     ended: set[int] = field(default_factory=set)
     """Leaves that are done."""
     left: int = 0

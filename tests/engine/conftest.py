@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 from batchgen.engine.attention.plan import AttentionPlan, plan_attention
 from batchgen.engine.figures import count_step
 from batchgen.engine.memory import Memory
+from batchgen.engine.packing import drawn_of, tokens_of
 from batchgen.engine.pages import PagePool
 from batchgen.engine.policy import POLICIES
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.spans import Branch, Sequence, Span, State
+from batchgen.engine.spans import Branch, Sequence, Span, State, TokenScore
 from batchgen.engine.steps import Copy, Limits, Save, Step
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
@@ -25,16 +27,17 @@ from batchgen.stats import EngineStats
 
 
 class Length:
-    """Ends a completion at its length; its text is empty."""
+    """Ends a completion at its length or with one of the tokens `ends`; its text is empty."""
 
     text = ""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, ends: Container[int] = ()) -> None:
         self.left = count
+        self.ends = ends
 
     def append(self, token: int) -> str | None:
         self.left -= 1
-        return None if self.left else "length"
+        return "stop" if token in self.ends else None if self.left else "length"
 
 
 def make_leaves(
@@ -64,24 +67,29 @@ def make_leaves(
     )
 
 
-def prefix(span: Span, count: int) -> tuple[int, ...]:
-    """The first `count` tokens of the span's path: what the KV of the last of them depends on."""
-    return tuple(span.tokens(0, count).tolist())
-
-
 def slot(span: Span, position: int, page_size: int) -> int:
     return span.table[position // page_size] * page_size + position % page_size
 
 
-def score(path: tuple[int, ...], token: int) -> tuple[float, bool]:
+def score(path: tuple[int, ...], token: int) -> TokenScore:
     """What a model might say of `token` after `path`."""
-    return (-float(hash((path, token)) % 1000), hash((path, token)) % 3 == 0)
+    return TokenScore(-float(hash((path, token)) % 1000), hash((path, token)) % 3 == 0)
+
+
+@dataclass
+class Flight:
+    """A step whose numbers are not told yet."""
+
+    scores: list[tuple[TokenScore, TokenScore]] = field(default_factory=list)
+    scored: list[Sequence] = field(default_factory=list)
+    drawn: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class Simulation:
     """A scheduler whose steps are carried out on paper, every step checked.
 
-    A slot holds the tokens from the start of its path to its own: the KV is right if and only if they are.
+    A slot holds the tokens from the start of its path to its own: the KV is right if and only if they are. `ahead`: the tokens and scores of a
+    step are told when the next one is under way, as on a device. Tokens in `ends` end a completion.
     """
 
     def __init__(
@@ -89,10 +97,11 @@ class Simulation:
         scored: int = 1000, kv_read: int | None = None, sliding: int | None = None, policy: str = "prefix",
         host_pages: int = 0,
         shared_reads: int = 4, every_step: Callable[[Step, AttentionPlan | None], None] | None = None,
+        ahead: bool = False, ends: Container[int] = (),
     ) -> None:  # fmt: skip
         self.memory = Memory(PagePool(pages), page_size, sliding, host_pages)
         self.limits = Limits(batch_size, tokens, prefill, scored, kv_read)
-        self.scheduler = Scheduler(self.memory, self.limits, lambda r: Length(r.max_tokens), POLICIES[policy])
+        self.scheduler = Scheduler(self.memory, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy])
         self.page_size = page_size
         self.shared_reads = shared_reads
         self.sliding = sliding
@@ -103,17 +112,30 @@ class Simulation:
         self.loaded = 0
         self.prefilled = self.recomputed = self.steps = 0
         self.stats = EngineStats()
+        self.ahead = ahead
+        self.drawn: dict[Sequence, list[int]] = {}
+        """What the device has drawn for each."""
+        self.last: dict[int, int] = {}
+        """By slot, the token drawn last."""
+        self.late = 0
+        """Tokens drawn for sequences that had ended."""
+        self._flight: Flight | None = None
 
     @property
     def rows(self) -> list[int]:
         """Rows that are done."""
         return sorted({row for row, _ in self.done})
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is still to come."""
+        return bool(self.scheduler.unfinished or self._flight)
+
     def load(
         self, prompts: Iterable[Iterable[int]], lengths: Iterable[int], share: bool = True, **rows: Any
     ) -> PrefixPlan:
         """Adds a window; see `make_leaves`. The window is `self.window`."""
-        if not self.scheduler.unfinished:
+        if not self.busy:
             self.done, self.loaded = {}, 0
         leaves = make_leaves(prompts, lengths, **rows, first=self.loaded)
         self.loaded += len({leaf.request.row for leaf in leaves})
@@ -127,6 +149,7 @@ class Simulation:
         while self.scheduler.unfinished:
             self.step()
             assert self.steps - before < most_steps, "no end in sight"
+        self._land()
         assert not self.scheduler.running
         assert not self.scheduler.prefilling
         assert not self.memory.live
@@ -134,38 +157,59 @@ class Simulation:
 
     def step(self, admit: bool = True) -> Step:
         step = self.scheduler.schedule(admit)
+        if step is None:
+            assert self.ahead, "all is known, and no step can be made"
+            self._land()
+            return self.step(admit)
         self.steps += 1
         self._check_budgets(step)
-        for move in step.moves:
-            if isinstance(move, Copy):
-                self._fill(move.to, self._page(move.source))
-            elif isinstance(move, Save):
-                move.to.kv = [self._page(page) for page in move.pages]
-            else:
-                for page, slots in zip(move.pages, move.source.kv[move.first :], strict=False):
-                    self._fill(page, slots)
+        self._move(step)
         plan = plan_attention(step.works, self.page_size, self.shared_reads) if step.works else None
         if plan is not None:
+            self._check_tokens(step)
             self._write(step, plan)
             self._check_reads(step, plan)
         if self.every_step is not None:
             self.every_step(step, plan)
-        drawing = self._draws(step)
+        flight = Flight()
+        drawing = self._draws(step, flight)
         before = (self.stats.prefill_tokens, self.stats.recomputed_tokens)
-        count_step(self.stats, step, len(drawing))
+        count_step(self.stats, step)
         self.prefilled += self.stats.prefill_tokens - before[0]
         self.recomputed += self.stats.recomputed_tokens - before[1]
-        for seq in (*step.scored, *self.scheduler.ran(step)):
+        flight.scored += [*step.scored, *self.scheduler.ran(step)]
+        for seq in drawing:
+            token = 1000 + (7 * seq.request.row + seq.drawn + 3 * seq.leaf.choice) % 11
+            self.drawn.setdefault(seq, []).append(token)
+            self.last[seq.slot] = token
+            flight.drawn.append((seq, token))
+        self.scheduler.draws(drawing)
+        self.check()
+        self._land()
+        self._flight = flight
+        if not self.ahead:
+            self._land()
+        self.check()
+        return step
+
+    def _land(self) -> None:
+        """What was launched last is known."""
+        flight, self._flight = self._flight or Flight(), None
+        for entry, value in flight.scores:
+            entry.logprob, entry.likeliest = value.logprob, value.likeliest
+        for seq in flight.scored:
+            if not seq.running:
+                continue
             path, prompt = tuple(seq.leaf.tokens.tolist()), len(seq.request.tokens)
             want = [score(path[: prompt + k], t) for k, t in enumerate(seq.leaf.scored.tolist())]
             assert seq.text_scores == want, "scores of another text"
+            self.scheduler.finish(seq)
             self._end(seq, seq.text_scores)
-        for seq in drawing:
-            draw = 7 * seq.request.row + len(seq.generated) + 3 * seq.leaf.choice
-            if self.scheduler.drew(seq, 1000 + draw % 11):
+        for seq, token in flight.drawn:
+            if not seq.running:
+                self.late += 1
+            elif self.scheduler.drew(seq, token):
                 self._end(seq, seq.generated)
-        self.check()
-        return step
 
     def cancel(self, index: int) -> None:
         """Cancels the leaf at this depth-first place of the last window."""
@@ -175,9 +219,34 @@ class Simulation:
     def check(self) -> None:
         spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
         self.memory.pool.check(span.table[span.dropped :] for span in spans)
+        assert self.scheduler._under.held_tokens == sum(seq.end for seq in self.scheduler.running)
         for span in spans:
             for position in range(span.dropped * self.page_size, span.computed):
-                assert self.held[slot(span, position, self.page_size)] == prefix(span, position + 1)
+                assert self.held[slot(span, position, self.page_size)] == self._prefix(span, position + 1)
+
+    def _prefix(self, span: Span, count: int) -> tuple[int, ...]:
+        """The first `count` tokens of the span's path: what the KV of the last of them depends on."""
+        if isinstance(span, Sequence):
+            return (*span.leaf.tokens.tolist(), *self.drawn.get(span, ()))[:count]
+        return tuple(span.tokens(0, count).tolist())
+
+    def _move(self, step: Step) -> None:
+        for move in step.moves:
+            if isinstance(move, Copy):
+                self._fill(move.to, self._page(move.source))
+            elif isinstance(move, Save):
+                move.to.kv = [self._page(page) for page in move.pages]
+            else:
+                for page, slots in zip(move.pages, move.source.kv[move.first :], strict=False):
+                    self._fill(page, slots)
+
+    def _check_tokens(self, step: Step) -> None:
+        tokens = tokens_of(step.works)
+        places, slots = drawn_of(step.works)
+        assert all(w.span.unseen == 0 for w in step.works if isinstance(w.span, Sequence)) or self.ahead
+        tokens[places] = [self.last[slot] for slot in slots.tolist()]
+        want = [self._prefix(w.span, w.stop)[w.start :] for w in step.works]
+        assert tokens.tolist() == [token for some in want for token in some], "other tokens are run than were drawn"
 
     def _page(self, page: int) -> list[tuple[int, ...]]:
         return [self.held.get(page * self.page_size + offset, ()) for offset in range(self.page_size)]
@@ -186,7 +255,7 @@ class Simulation:
         for offset, what in enumerate(slots):
             self.held[page * self.page_size + offset] = what
 
-    def _draws(self, step: Step) -> list[Sequence]:
+    def _draws(self, step: Step, flight: Flight) -> list[Sequence]:
         drawing = []
         for work in step.works:
             span = work.span
@@ -195,10 +264,11 @@ class Simulation:
                     drawing.append(span)
                 elif span.scoring:
                     for token in span.next_tokens(position):
-                        span.scores[position, token] = score(prefix(span, position + 1), token)
+                        entry = span.scores[position, token] = TokenScore()
+                        flight.scores.append((entry, score(self._prefix(span, position + 1), token)))
             if isinstance(span, Branch) and work.stop == span.end and span.window.draws_at[span.item]:
                 assert work.logits < work.stop
-                span.logits = prefix(span, work.stop)
+                span.logits = self._prefix(span, work.stop)
         for seq in step.ready:
             assert seq.path[-1].logits == tuple(seq.request.tokens.tolist()), "logits of another prompt"
         return [*drawing, *step.ready]
@@ -233,7 +303,7 @@ class Simulation:
         for work in step.works:
             for position in range(work.start, work.stop):
                 assert plan.positions[at] == position
-                self.held[int(plan.slots[at])] = prefix(work.span, position + 1)
+                self.held[int(plan.slots[at])] = self._prefix(work.span, position + 1)
                 at += 1
 
     def _check_reads(self, step: Step, plan: AttentionPlan) -> None:
@@ -241,7 +311,7 @@ class Simulation:
         at = 0
         for work in step.works:
             for position in range(work.span.dropped * self.page_size, work.stop):
-                assert self.held[slot(work.span, position, self.page_size)] == prefix(work.span, position + 1)
+                assert self.held[slot(work.span, position, self.page_size)] == self._prefix(work.span, position + 1)
             for position in range(work.start, work.stop):
                 first = 0 if self.sliding is None else max(0, position + 1 - self.sliding)
                 want = [(p, slot(work.span, p, self.page_size)) for p in range(first, position + 1)]

@@ -1,6 +1,13 @@
 import numpy as np
 import pytest
+import tiny
 from tiny import PAGE, TOKEN, VOCAB, build, engine_of, planned, requests_of, run
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["step by step", "a step ahead"])
+def ahead(request, monkeypatch):
+    monkeypatch.setattr(tiny, "AHEAD", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -247,4 +254,4 @@ def test_no_place_in_the_sampler_is_left_behind(model):
     engine = engine_of(model, batch_size=3, pages=4)
     run(engine, requests_of(PROMPTS, LENGTHS, repetition_penalty=1.3))
     run(engine, requests_of(PROMPTS, LENGTHS), stop_after(4, "now"))
-    assert not engine.sampler._slots["used"].any()
+    assert not engine.sampler.used

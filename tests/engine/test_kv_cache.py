@@ -106,3 +106,52 @@ def test_bytes_of_a_token_are_those_on_one_device_where_that_is_asked():
     assert bytes_per_token(SPREAD, torch.float32) == (2 + 12 + 2) * 4
     assert bytes_per_token(SPREAD, torch.float32, CPU) == 4 * 4
     assert bytes_per_token(SPREAD, torch.float32, META) == 12 * 4
+
+
+def test_layers_of_one_shape_lie_in_one_tensor_and_none_is_a_view():
+    """A page is moved in all layers at once; to torch.compile views of one tensor that are written to would be one."""
+    cache = cache_of(4, 2, {0: LayerShape(2, 3, 3), 1: LayerShape(2, 3, 5), 2: LayerShape(1, 3, 3)})
+    assert [tuple(pool.shape) for pool in cache.pools] == [(2 * 3, 8, 3), (2, 8, 5), (1 * 2, 8, 3)]
+    tensors = [*cache.keys.values(), *cache.values.values()]
+    assert not any(tensor._is_view() for tensor in tensors)
+    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 6
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i)
+    assert [int(tensor.min()) for tensor in tensors] == [int(tensor.max()) for tensor in tensors] == [*range(6)]
+
+
+@pytest.mark.parametrize(("first", "pages"), [(0, [5, 0, 3]), (1, [0, 5]), (2, [1])])
+def test_saved_pages_come_back_wherever_they_are_loaded(first, pages):
+    layers = {0: LayerShape(2, 3, 3), 1: LayerShape(1, 4, 2)}
+    cache = numbered(cache_of(6, 2, layers))
+    saved = cache.save([2, 4, 3])
+    before = numbered(cache_of(6, 2, layers))
+    for tensor in (*cache.keys.values(), *cache.values.values()):
+        tensor.zero_()
+    cache.load(saved, first, pages)
+    for i, shape in layers.items():
+        for got, was, size in ((cache.keys, before.keys, shape.k_size), (cache.values, before.values, shape.v_size)):
+            paged, kept = (of[i].view(shape.heads, 6, 2, size) for of in (got, was))
+            for source, to in zip([2, 4, 3][first:], pages, strict=True):
+                assert torch.equal(paged[:, to], kept[:, source])
+            rest = [page for page in range(6) if page not in pages]
+            assert not paged[:, rest].any()
+
+
+@pytest.mark.gpu
+def test_pages_are_saved_while_the_device_goes_on_and_are_what_they_were():
+    cuda = torch.device("cuda", 0)
+    cache = numbered(cache_of(64, 32, {i: LayerShape(8, 128, 128, cuda) for i in range(4)}))
+    want = [pool.clone() for pool in cache.pools]
+    pages = list(range(40, 56))
+    torch.cuda._sleep(10**8)
+    saved = cache.save(pages)
+    assert not any(kept.there.query() for kept in saved)  # nobody has waited
+    assert all(kept.pages.is_pinned() for kept in saved)
+    for pool in cache.pools:
+        pool.zero_()
+    cache.load(saved, 4, pages[4:])
+    del saved
+    for pool, was in zip(cache.pools, want, strict=True):
+        assert torch.equal(pool[:, 44 * 32 : 56 * 32], was[:, 44 * 32 : 56 * 32])
+        assert not pool[:, : 44 * 32].any()

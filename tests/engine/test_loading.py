@@ -53,6 +53,58 @@ def test_weights_are_in_the_dtype_that_is_asked_for(tiny_model_dir, dtype):
     assert {p.dtype for p in model.module.parameters()} == {model.dtype}
 
 
+def test_float32_is_not_rounded_to_tf32(tiny_model_dir, monkeypatch):
+    torch.set_float32_matmul_precision("high")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    load(tiny_model_dir)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("compile", ["auto", "off", "on"])
+def test_what_is_compiled_is_known_to_the_model(tiny_model_dir, compile, monkeypatch):
+    monkeypatch.setattr(loading, "library", lambda: None)
+    assert load(tiny_model_dir, compile=compile).compile == compile
+
+
+@pytest.mark.parametrize(("device", "device_map"), [("mps", None), ("cuda", "auto")])
+def test_to_compile_is_refused_where_nothing_is(device, device_map):
+    config = ModelConfig(model="m", device_map=device_map, compile="on")
+    with pytest.raises(ModelError) as e:
+        loading.Kernels(config, torch.device(device))
+    assert str(e.value) == "--compile on is for the CPU and for one CUDA device; leave it out"
+
+
+@pytest.mark.parametrize("compile", ["auto", "off", "on"])
+def test_there_are_no_kernels_of_the_cpu_on_cuda(compile):
+    config = ModelConfig(model="m", device="cuda", compile=compile)
+    assert loading.Kernels(config, torch.device("cuda")).wait() == (None, ())
+
+
+@pytest.mark.parametrize("accelerate", [True, False])
+def test_on_cuda_weights_go_from_the_files_to_the_device(tiny_model_dir, accelerate, monkeypatch):
+    """Without accelerate, which transformers needs for that, they are moved there afterwards."""
+    asked = {}
+
+    class Loads:
+        @staticmethod
+        def from_pretrained(name, **options):
+            asked.update(options)
+            module = AutoModelForCausalLM.from_pretrained(name)
+            monkeypatch.setattr(module, "to", lambda device: asked.update(moved=device) or module)
+            return module, {"missing_keys": []}
+
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(loading, "AutoModelForCausalLM", Loads)
+    monkeypatch.setattr(loading, "pick_device", lambda name: cuda)
+    monkeypatch.setattr(loading, "check_room", lambda config, hf_config, device: asked.update(room_on=device))
+    monkeypatch.setattr(loading, "find_spec", lambda name: accelerate or None)
+    load(tiny_model_dir)
+    assert asked["room_on"] == cuda
+    assert asked["device_map"] == ({"": cuda} if accelerate else None)
+    assert asked.get("moved") == (None if accelerate else cuda)
+
+
 def test_auto_is_the_dtype_of_the_checkpoint(folder):
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     assert load(folder).dtype == torch.bfloat16

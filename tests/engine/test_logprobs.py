@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from drawing import Sampler
 
 from batchgen.engine import logprobs as module
 from batchgen.engine.filters import forbid
 from batchgen.engine.logprobs import TokenLogprobs, measure, read
-from batchgen.engine.sampler import Sampler
 from batchgen.sampling_params import SamplingParams
 
 V = 70

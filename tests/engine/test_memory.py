@@ -345,6 +345,26 @@ def test_a_longer_node_is_kept_beside_a_shorter_one_that_takes_part_of_it_over(m
     assert list(memory.idle) == [kept, branch]
 
 
+def test_windows_that_wait_together_take_over_the_node_of_an_earlier_one(sim):
+    """The first of them replaces the node that all were matched with."""
+    s = sim.Simulation(page_size=2)
+    s.load([[*range(5), 50], [*range(5), 60]], [1, 1])
+    s.finish()
+    for i in range(4):
+        s.load([[*range(5), 70 + i], [*range(5), 80 + i]], [1, 1])
+    s.finish()
+    assert s.prefilled == 5 + 5 * 2
+
+
+def test_a_successor_that_is_still_computed_is_taken_over_as_far_as_it_is(memory, sim):
+    resident(memory, 8)
+    first, second = (adopt(memory, sim, [range(8), range(8)]) for _ in range(2))
+    replacing = memory.open_branch(first, 0, 0)
+    assert (replacing.computed, len(memory.idle)) == (7, 0)
+    replacing.computed = 6
+    assert memory.open_branch(second, 0, 0).computed == 6
+
+
 def test_only_so_many_idle_nodes_are_kept(sim, monkeypatch):
     """Else a long file would fill the pool with nodes that nobody asks for again."""
     monkeypatch.setattr(module, "IDLE_NODES", 3)

@@ -160,11 +160,11 @@ def test_a_page_is_copied_saved_and_loaded_whatever_its_layout(kernels):
         kernels, keys, values, [*range(80, 96), *range(48, 64), *range(16, 24)], 16
     )  # pages 5, 3, half of 1
     cache.copy([(1, 5)])
-    for pool, other in zip(cache._pools(), again._pools(), strict=True):
+    for pool, other in zip(cache.pools, again.pools, strict=True):
         assert torch.equal(cache._paged(pool)[:, 5], again._paged(other)[:, 5])
     saved = cache.save([2, 1])
     cache.load(saved, 0, [3, 4])
-    for pool, other in zip(cache._pools(), again._pools(), strict=True):
+    for pool, other in zip(cache.pools, again.pools, strict=True):
         assert torch.equal(cache._paged(pool)[:, 3], again._paged(other)[:, 3])
         assert torch.equal(cache._paged(pool)[:, 4], again._paged(other)[:, 5])
 

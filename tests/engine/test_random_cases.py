@@ -51,7 +51,18 @@ def prompt_trie(w):
     return len({tuple(p[: i + 1]) for p in w["prompts"] for i in range(len(p))})
 
 
-def check(sim, seed, spare, policy, sliding, scored, cancels):
+ENDS = (1003, 1008)  # of the eleven tokens that are drawn
+
+
+def check(sim, seed, spare, policy, sliding, scored, cancels, ends=()):
+    """A step at a time and a step ahead; where nothing is cancelled, with the same results."""
+    one, other = (
+        check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, ahead) for ahead in (False, True)
+    )
+    assert one == other or cancels
+
+
+def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, ahead):
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 3, 4])
     tokens = rng.choice([1, 2, 5, 16, 100])
@@ -61,7 +72,9 @@ def check(sim, seed, spare, policy, sliding, scored, cancels):
         pages=least + spare, page_size=page_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
         prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]), kv_read=rng.choice([None, None, 1, 10, 40]),
         sliding=sliding, policy=policy, host_pages=rng.choice([0, 0, 4, 100]), shared_reads=rng.choice([1, 4, 1000]),
+        ahead=ahead, ends=ends,
     )  # fmt: skip
+    results = []
     for number, w in enumerate(windows):
         before = s.prefilled
         s.load(**w)
@@ -77,12 +90,15 @@ def check(sim, seed, spare, policy, sliding, scored, cancels):
             cancelled.add((leaf.request.row, leaf.choice))
         s.finish()
         assert leaves(w) - cancelled <= s.done.keys() <= leaves(w)
+        results.append(s.done)
         if not cancels and spare == 1000:
             assert s.scheduler.preemptions == s.recomputed == 0
             prefilled = s.prefilled - before
             assert prefilled == prompt_trie(w) if number == 0 else prefilled <= prompt_trie(w)
+    assert not s.late or (ahead and (ends or cancels))
     s.memory.evict_all()
     assert s.memory.pool.num_used == 0
+    return results
 
 
 cases = given(
@@ -92,15 +108,16 @@ cases = given(
     sliding=st.sampled_from([None, None, 1, 4, 9]),
     scored=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
     cancels=st.booleans(),
+    ends=st.sampled_from([(), ENDS]),
 )
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @cases
 def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
-    sim, seed, spare, policy, sliding, scored, cancels
+    sim, seed, spare, policy, sliding, scored, cancels, ends
 ):
-    check(sim, seed, spare, policy, sliding, scored, cancels)
+    check(sim, seed, spare, policy, sliding, scored, cancels, ends)
 
 
 @pytest.mark.slow
@@ -109,15 +126,16 @@ def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @cases
-def test_every_leaf_is_right_in_many_more_cases(sim, seed, spare, policy, sliding, scored, cancels):
-    check(sim, seed, spare, policy, sliding, scored, cancels)
+def test_every_leaf_is_right_in_many_more_cases(sim, seed, spare, policy, sliding, scored, cancels, ends):
+    check(sim, seed, spare, policy, sliding, scored, cancels, ends)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_windows_that_run_together_are_right(sim, policy):
+def test_windows_that_run_together_are_right(sim, policy, ahead):
     for seed in range(20):
         rng = random.Random(seed)
-        s = sim.Simulation(pages=40, page_size=2, tokens=9, batch_size=4, policy=policy)
+        s = sim.Simulation(pages=40, page_size=2, tokens=9, batch_size=4, policy=policy, ahead=ahead, ends=ENDS)
         count = 0
         for _ in range(4):
             w = random_window(rng, 0.3)
@@ -126,7 +144,7 @@ def test_windows_that_run_together_are_right(sim, policy):
             for _ in range(rng.randint(0, 6)):
                 if s.scheduler.unfinished:
                     s.step()
-            if not s.scheduler.unfinished:
+            if not s.busy:
                 count = 0
         s.finish()
         assert len(s.done) == count or not count

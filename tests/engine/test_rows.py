@@ -13,6 +13,12 @@ from batchgen.engine.steps import Work
 from batchgen.errors import OutOfMemory
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["step by step", "a step ahead"])
+def ahead(request, monkeypatch):
+    monkeypatch.setattr(tiny, "AHEAD", request.param)
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny.build()
@@ -60,7 +66,7 @@ def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
     assert {row: r for row, r in results.items() if row not in spoiled} == {
         row: r for row, r in clean.items() if row not in spoiled
     }
-    assert not engine.sampler._slots["used"].any()
+    assert not engine.sampler.used
     engine.memory.evict_all()
     assert engine.memory.pool.num_used == 0
 
@@ -98,7 +104,7 @@ def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(mode
     assert (results[0].finish_reason, results[0].token_ids) == ("cancelled", want[0].token_ids[:4])
     assert (results[4].finish_reason, results[4].token_ids, results[4].text) == ("cancelled", (), "")
     assert [results[i] for i in (1, 2, 3)] == [want[i] for i in (1, 2, 3)]
-    assert not engine.sampler._slots["used"].any()
+    assert not engine.sampler.used
     engine.cancel(requests[1])  # done already
     assert tiny.run(engine, requests) == want
 

@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from drawing import Sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,6 @@ from transformers.generation.logits_process import (
 
 from batchgen.engine import filters
 from batchgen.engine import sampler as module
-from batchgen.engine.sampler import Sampler
 from batchgen.sampling_params import SamplingParams
 
 V = 64
@@ -380,11 +380,11 @@ def test_a_slot_taken_again_has_nothing_of_the_sequence_before():
 
 def test_penalty_tensors_exist_only_for_sequences_that_have_penalties_and_are_used_again():
     sampler = sampler_of(SamplingParams(temperature=1.0, top_p=0.5), SamplingParams())
-    assert (len(sampler._seen.rows), len(sampler._counts.rows)) == (0, 0)
+    assert [len(rows.rows) for rows in (sampler._penalties._seen, sampler._penalties._counts)] == [0, 0]
     for i in range(100):
         sampler.add(2, SamplingParams(repetition_penalty=1.1), key(i), PROMPT)
         sampler.remove(2)
-    assert (len(sampler._seen.rows), len(sampler._counts.rows)) == (8, 0)
+    assert [len(rows.rows) for rows in (sampler._penalties._seen, sampler._penalties._counts)] == [8, 0]
 
 
 def test_many_sequences_with_penalties_keep_theirs_while_storage_grows():
@@ -421,6 +421,35 @@ def test_misuse_is_refused_in_words():
         sampler.sample(random_logits(2), [0, 7], [0, 0])
     with pytest.raises(ValueError, match=r"^logits are \(1, 32\), not \(1, 64\)$"):
         sampler.sample(random_logits(1, 32), [0], [0])
+
+
+def test_a_top_k_of_the_whole_vocabulary_is_none_beside_rows_that_have_none():
+    wide, none = SamplingParams(temperature=1.0, top_k=V, top_p=0.8), SamplingParams(temperature=1.0, top_p=0.8)
+    logits = random_logits(1).expand(2, V)
+    for params in ((wide, none), (none, wide)):
+        got = sampler_of(*params).probabilities(logits, [0, 1])
+        assert torch.equal(got[0], got[1])
+        torch.testing.assert_close(got[0], by_transformers(logits[0], none), atol=1e-5, rtol=0)
+
+
+def test_draws_by_the_table_on_the_device_are_those_by_the_records_of_the_host():
+    """With sequences that come and go in the slots, in steps of some of them."""
+    params = [ALL, SamplingParams(), SamplingParams(temperature=1.3, logprobs=2), *COMBINATIONS[::5]]
+    count = len(params)
+    samplers = [Sampler(V, CPU, slots=3) for _ in range(2)]
+    samplers[1]._slots._tabled = True
+    drawn = [[], []]
+    for sampler, found in zip(samplers, drawn, strict=True):
+        for i, p in enumerate(params):
+            sampler.add(i, p, key(i), PROMPT, [i])
+        for step, slots in enumerate((range(count), range(0, count, 3), range(count - 1, -1, -2), range(count))):
+            found.append(sampler.sample(random_logits(len(slots), seed=step), slots, [step] * len(slots)))
+            if step == 1:
+                sampler.remove(4)
+                sampler.add(4, params[7], key(99), PROMPT)
+        found.append(sampler.last[:count].tolist())
+    assert drawn[0] == drawn[1]
+    assert drawn[0][-1] == drawn[0][-2].tokens
 
 
 def test_no_rows_draw_nothing():
@@ -492,8 +521,8 @@ def test_a_small_top_k_gives_the_probabilities_of_the_whole_vocabulary(combinati
         logits = logits.round()
     params = [SamplingParams(temperature=0.6 + 0.1 * k, top_k=k, **combination) for k in range(1, 9)]
     sampler = sampler_of(*params)
-    records = sampler._records(logits, range(8))
-    weights = sampler._weights(logits, logits.max(dim=-1).values, records)
+    batch, _ = sampler._slots.batch(range(8), sampler._records(logits, range(8)), np.zeros(8))
+    weights = sampler._weights(logits, logits.max(dim=-1).values, batch)
     want = weights / weights.sum(dim=-1, keepdim=True)
     torch.testing.assert_close(sampler.probabilities(logits, range(8)), want, atol=1e-6, rtol=1e-5)
     assert (want > 0).sum(dim=-1).tolist() != [V] * 8

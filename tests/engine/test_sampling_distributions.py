@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drawing import Sampler
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -16,7 +17,6 @@ from transformers.generation.logits_process import (
 )
 
 from batchgen.engine.filters import forbid
-from batchgen.engine.sampler import Sampler
 from batchgen.sampling_params import SamplingParams
 
 V = 48

@@ -3,8 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from batchgen.engine import scheduler as module
-from batchgen.engine import window
+from batchgen.engine import underway, window
 from batchgen.engine.spans import LEGAL, Branch, State
 from batchgen.prefix import plan_prefixes
 
@@ -245,11 +244,11 @@ def heap_calls(monkeypatch, sim, waiting, steps):
     plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
     s.scheduler.load([leaves[i] for i in plan.order], plan)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "heapq", fake)
+        patch.setattr(underway, "heapq", fake)
         patch.setattr(window, "heapq", fake)
         for _ in range(steps):
             s.step()
-    return len(calls), len(s.scheduler._queue)
+    return len(calls), len(s.scheduler._under.queue)
 
 
 def test_a_step_costs_the_same_however_many_wait(sim, monkeypatch):

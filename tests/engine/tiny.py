@@ -15,6 +15,9 @@ from batchgen.sampling_params import SamplingParams
 VOCAB = 97
 PAGE = 32
 TOKEN = 256  # bytes of KV
+AHEAD = (
+    None  # whether engines launch a step before the tokens of the one before it are known; None: as the device has it
+)
 
 
 class Numbers:
@@ -49,7 +52,10 @@ def engine_of(model, eos=(), pages=None, **config):
         tokenizer=Numbers(), hf_config=None, context_length=2048, eos_token_ids=eos, vocab_size=VOCAB
     )
     options = {"kv_memory": f"{pages * PAGE * TOKEN}B" if pages else "64MiB", "debug": True} | config
-    return Engine(model, text, EngineConfig(**options))
+    engine = Engine(model, text, EngineConfig(**options))
+    if AHEAD is not None:
+        engine.ahead = AHEAD
+    return engine
 
 
 def requests_of(prompts, lengths, priorities=None, **params):

@@ -98,9 +98,12 @@ def make_requests(prompts: list[list[int]], max_tokens: list[int], **params: Any
     return requests
 
 
-def engine_for(model: Any, eos: tuple[int, ...] = (), **config: Any) -> Engine:
+def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **config: Any) -> Engine:
+    """`ahead`: a step is launched before the tokens of the one before it are known, as on CUDA."""
     options = {"kv_memory": "64MiB", "debug": True} | config
-    return Engine(model, text(eos=eos), EngineConfig(**options))
+    engine = Engine(model, text(eos=eos), EngineConfig(**options))
+    engine.ahead = ahead
+    return engine
 
 
 def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Result]:

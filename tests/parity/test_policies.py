@@ -34,7 +34,15 @@ def expected():
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_size": 4}, {"max_batch_tokens": 16, "batch_size": 9}, {"max_kv_read": 300}]
+    "options",
+    [
+        {},
+        {"batch_size": 4},
+        {"max_batch_tokens": 16, "batch_size": 9},
+        {"max_kv_read": 300},
+        {"ahead": True},
+        {"ahead": True, "max_batch_tokens": 16, "batch_size": 9},
+    ],
 )
 def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy, options):
     engine = engine_for(packed_model("llama"), policy=policy, **options)
@@ -44,12 +52,15 @@ def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy,
     assert engine.stats.preemptions == 0
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_quarter_of_the_memory_changes_no_token(expected, policy):
+def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
     whole = engine_for(packed_model("llama"), policy=policy)
     run(whole, make_requests(PROMPTS, LENGTHS))
     pages = whole.memory.pool.peak_used // 4
-    engine = engine_for(packed_model("llama"), policy=policy, kv_memory=f"{pages * 32 * whole.sizes.bytes_per_token}B")
+    engine = engine_for(
+        packed_model("llama"), ahead=ahead, policy=policy, kv_memory=f"{pages * 32 * whole.sizes.bytes_per_token}B"
+    )
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
     assert engine.memory.pool.peak_used <= pages
@@ -64,7 +75,7 @@ def test_every_fork_writes_what_the_prompt_alone_does(name):
     root = numbers(rng, 45)
     prompts = [root, root + numbers(rng, 5), root + numbers(rng, 20), numbers(rng, 3)]
     want = [generate(reference_model(name), p, 9) for p in prompts]
-    for options in ({}, {"batch_size": 3}, {"max_batch_tokens": 8, "batch_size": 5}, {"policy": "fifo"}):
+    for options in ({}, {"batch_size": 3}, {"max_batch_tokens": 8, "batch_size": 5}, {"policy": "fifo", "ahead": True}):
         engine = engine_for(packed_model(name), **options)
         results = run(engine, make_requests(prompts, [9] * 4, n=3))
         for result, tokens in zip(results, want, strict=True):
@@ -73,13 +84,14 @@ def test_every_fork_writes_what_the_prompt_alone_does(name):
         assert engine.stats.prefill_tokens == 45 + 5 + 20 + 3
 
 
-def test_pages_behind_every_sliding_window_are_given_back():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pages_behind_every_sliding_window_are_given_back(ahead):
     rng = random.Random(8)
     root = numbers(rng, 200)
     prompts = [root + numbers(rng, n) for n in (9, 60, 3)]
     name = "mistral/window"  # 24 tokens in every layer
     want = [generate(reference_model(name), p, 100) for p in prompts]
-    engine = engine_for(packed_model(name))
+    engine = engine_for(packed_model(name), ahead=ahead)
     assert engine.memory.sliding == 24
     held = []
     counted = engine._count

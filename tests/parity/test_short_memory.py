@@ -91,6 +91,7 @@ def check(seed, policy):
         "chunk_size": 4,
         "batch_size": min(tokens, rng.choice([3, 20])),
         "max_batch_tokens": tokens,
+        "ahead": rng.random() < 0.5,
     }
     model = packed_model("llama")
     whole = engine_for(model, kv_memory="4MiB", debug=False, **options)
@@ -116,7 +117,7 @@ def check(seed, policy):
         assert all(list(t) == written(prompt)[: len(t)] for t in texts)
     engine.memory.evict_all()
     assert engine.memory.pool.num_used == 0
-    assert not engine.sampler._slots["used"].any()
+    assert not engine.sampler.used
     preempted.append(engine.stats.preemptions)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from batchgen.engine.attention.plan import AttentionPlan
 from batchgen.engine.kv_cache import KVCache
@@ -71,13 +71,11 @@ class StepAttention:
 
 
 def register() -> None:
-    """Makes `attn_implementation="batchgen"` known to transformers: our attention, and a mask that is never built."""
+    """Makes `attn_implementation="batchgen"` known to transformers: our attention, and no mask, since the plan says who sees what.
+
+    transformers builds none where it knows of none; it would ask the device for the positions first, and wait for them, if one were registered.
+    """
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The plan says who sees what."""
 
 
 # Keyword arguments that change no result of a packed step without dropout, gradients or padding.

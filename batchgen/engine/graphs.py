@@ -1,0 +1,154 @@
+"""Forwards of fixed shapes, captured once and replayed: which shapes there are, when a capture pays, and how CUDA does it.
+
+Knows nothing of models and plans: a forward is a function without arguments that reads and writes static buffers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from batchgen.errors import is_out_of_memory
+
+CAPTURE_AFTER = 4
+"""Steps of a shape that run without a graph before one is captured. A capture costs about as much as they did (a wait for the
+device, a forward to warm up, one to capture, and making the graph of it), so it is made when what it saves has been spent once:
+however the job goes on, at most twice the least is paid."""
+MOST_TOKENS = 2048
+"""Larger steps keep a device busy for longer than the host needs to launch them."""
+MOST_GRAPHS = 64
+"""Each takes some megabytes of the device's memory, whatever its shape."""
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+"""Captures what a forward does on the device, which runs at least once for it; what it gives does the same again."""
+
+
+class Shape(NamedTuple):
+    """What a forward's inputs are padded to."""
+
+    tokens: int
+    logits: int
+    """Tokens after which logits are wanted."""
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """1, 2, 4, 8, and on in steps of 8 or, where that is more, an eighth of the power of two below; `most` is the last."""
+    sizes = []
+    size = 1
+    while size < most:
+        sizes.append(size)
+        size += size if size < 8 else max(8, (1 << size.bit_length()) // 16)
+    return [*sizes, most]
+
+
+class Graphs:
+    """The graphs of one engine's steps. All share their memory: one is replayed at a time, and its results are read before the next."""
+
+    def __init__(
+        self,
+        new_capture: Callable[[], Capture],
+        most_tokens: int,
+        most_logits: int,
+        notes: list[str],
+        after: int = CAPTURE_AFTER,
+    ) -> None:
+        """`new_capture` gives what captures with memory of its own. `notes` is what the user hears."""
+        self._new_capture = new_capture
+        self._capture = new_capture()
+        most_tokens = min(most_tokens, max(MOST_TOKENS, most_logits))
+        self._tokens = sorted({*sizes_up_to(most_tokens), most_logits})
+        self._logits = sizes_up_to(most_logits)
+        self._after = after
+        self._notes = notes
+        self._met: Counter[Shape] = Counter()
+        self._graphs: dict[Shape, Replay] = {}
+        self._given_up = False
+
+    @property
+    def largest(self) -> Shape:
+        """The shape of a full batch's decode step."""
+        return Shape(self._logits[-1], self._logits[-1])
+
+    @property
+    def captured(self) -> tuple[Shape, ...]:
+        """In the order of their capture."""
+        return tuple(self._graphs)
+
+    def shape_of(self, tokens: int, logits: int) -> Shape | None:
+        """The smallest shape that holds such a step, where it is run as a graph from now on; None where it runs as it is."""
+        if not logits or tokens > self._tokens[-1] or logits > self._logits[-1]:
+            return None
+        shape = Shape(self._tokens[bisect_left(self._tokens, tokens)], self._logits[bisect_left(self._logits, logits)])
+        if shape in self._graphs:
+            return shape
+        if self._given_up or len(self._graphs) == MOST_GRAPHS:
+            return None
+        self._met[shape] += 1
+        return shape if self._met[shape] > self._after else None
+
+    def run(self, shape: Shape, forward: Callable[[], None]) -> None:
+        """Runs the forward of that shape: its graph, captured where there is none yet."""
+        replay = self._graphs.get(shape)
+        if replay is not None:
+            replay()
+        elif not self.capture(shape, forward):
+            forward()
+
+    def capture(self, shape: Shape, forward: Callable[[], None]) -> bool:
+        """Whether there is a graph of the shape now. A capture that fails is the last: without graphs everything runs as well."""
+        if shape in self._graphs:
+            return True
+        if self._given_up:
+            return False
+        try:
+            self._graphs[shape] = self._capture(forward)
+        except (MemoryError, RuntimeError) as e:
+            self._given_up = True
+            self._notes.append(
+                "no memory for more CUDA graphs; steps of other sizes run without, which is slower (--kv-memory, given by hand and lower, leaves more)"
+                if is_out_of_memory(e)
+                else f"the model cannot be captured as a CUDA graph and runs without, which is slower: {_line(e)}"
+            )
+            return False
+        return True
+
+    def void(self) -> None:
+        """The buffers that graphs read are no more: they are captured anew, as soon as that pays."""
+        self._capture = self._new_capture()
+        self._graphs.clear()
+        self._met.clear()
+
+
+class CudaCapture:
+    """Captures on one CUDA device; the graphs share memory, so a forward must keep no tensor that it makes."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)  # graphs that it takes the place of may still run
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, forward: Callable[[], None]) -> Replay:
+        current = torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Libraries make their workspaces and kernels are compiled: neither can be captured.
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                forward()
+            current.wait_stream(self._stream)
+            # Other threads may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                forward()
+        finally:
+            torch.cuda.set_stream(current)  # torch leaves the other one current where a capture fails
+        return graph.replay
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

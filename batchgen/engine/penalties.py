@@ -1,0 +1,70 @@
+"""Repetition, presence and frequency penalties: the tokens that each sequence has had, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchgen.engine.slots import Batch
+from batchgen.engine.vocabulary_rows import VocabularyRows
+from batchgen.request import TokenArray
+from batchgen.sampling_params import SamplingParams
+
+
+class Penalties:
+    """Of the sequences that have any. What a slot's record names as `seen` and `counts` are rows here."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._seen = VocabularyRows(vocab_size, torch.bool, device)
+        self._counts = VocabularyRows(vocab_size, torch.int32, device)
+
+    def add(self, record: Any, params: SamplingParams, prompt: TokenArray, generated: Sequence[int]) -> None:
+        """Takes the rows that a sequence needs and puts them into its slot's record."""
+        if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
+            return
+        drawn = np.asarray(generated, dtype=np.int64)
+        if params.repetition_penalty != 1:
+            seen = np.zeros(self._vocab_size, dtype=np.bool_)
+            ids = np.concatenate([prompt, drawn])
+            seen[ids[ids < self._vocab_size]] = True  # a prompt may hold ids that the model has no logits for
+            record["seen"] = self._seen.take(seen)
+        if params.presence_penalty or params.frequency_penalty:
+            counts = np.bincount(drawn, minlength=self._vocab_size).astype(np.int32)
+            record["counts"] = self._counts.take(counts)
+
+    def remove(self, record: Any) -> None:
+        """The sequence leaves; whoever takes its rows next sets them after its last step, in the device's order."""
+        for name, rows in (("seen", self._seen), ("counts", self._counts)):
+            if record[name] >= 0:
+                rows.give_back(int(record[name]))
+
+    def applied(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The logits [N, V] themselves where no row has a penalty, else a float32 copy with the penalties in it."""
+        repetition, counted = (np.flatnonzero(batch.records[name] >= 0) for name in ("seen", "counts"))
+        if not repetition.size and not counted.size:
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        if repetition.size:
+            some, at = batch.part(repetition)
+            part, penalty = scores[at], some.column("repetition_penalty")
+            seen = self._seen.rows[some.rows("seen")]
+            scores[at] = torch.where(seen, torch.where(part < 0, part * penalty, part / penalty), part)
+        if counted.size:
+            some, at = batch.part(counted)
+            counts = self._counts.rows[some.rows("counts")]
+            part = scores[at] - some.column("frequency_penalty") * counts
+            scores[at] = part - some.column("presence_penalty") * (counts > 0)
+        return scores
+
+    def note(self, tokens: torch.Tensor, batch: Batch) -> None:
+        """These tokens [N] were drawn."""
+        for name, state in (("seen", self._seen), ("counts", self._counts)):
+            has = np.flatnonzero(batch.records[name] >= 0)
+            if has.size:
+                some, at = batch.part(has)
+                rows, ids = some.rows(name), tokens[at]
+                state.rows[rows, ids] = True if name == "seen" else state.rows[rows, ids] + 1

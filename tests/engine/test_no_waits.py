@@ -1,0 +1,277 @@
+"""The decode loop asks the device for nothing but what `Readback` brings, one step late.
+
+Shown on a device without values (`meta`): whatever asks it for a number raises, on its way through the same branches as on CUDA. And what
+goes there from the host has to go through `staging`, which pins it: other copies wait for the device.
+"""
+
+import random
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, build, engine_of, planned, requests_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from batchgen.engine import flight, staging
+from batchgen.engine.flight import Launcher
+from batchgen.engine.loading import prepare_model
+from batchgen.engine.runner import Runner
+from batchgen.engine.sampler import Sampler
+from batchgen.request import Request
+from batchgen.sampling_params import SamplingParams
+
+NOWHERE = torch.device("meta")
+EOS = 90
+
+
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.to, torch.ops.aten.copy_)
+
+
+class Waits(AssertionError):
+    pass
+
+
+class Copies(TorchDispatchMode):
+    """Raises where the device gets something from the host otherwise than in a copy from pinned memory that nobody waits for."""
+
+    def __init__(self, there):
+        """`there` are the tensors that the device has."""
+        super().__init__()
+        self.pinned = set()
+        self.count = 0
+        self.there = WeakTensorKeyDictionary(dict.fromkeys(there))
+
+    def pin(self, tensor):
+        self.pinned.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        ours, theirs = [], []
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                (theirs if tensor.device == NOWHERE else ours).append(tensor)
+        if not all(tensor in self.there for tensor in theirs):
+            raise Waits(f"{func} takes a tensor that was made of a list")
+        out = func(*args, **kwargs)
+        made = [t for t in tree_iter(out) if isinstance(t, torch.Tensor) and t.device == NOWHERE]
+        self.there.update(dict.fromkeys(made))
+        if (theirs or made) and any(tensor.dim() for tensor in ours):
+            if func.overloadpacket not in COPIES or not all(
+                t.untyped_storage().data_ptr() in self.pinned for t in ours
+            ):
+                raise Waits(f"{func} meets memory of the host that is not pinned")
+            if not (kwargs.get("non_blocking") or any(arg is True for arg in args)):
+                raise Waits(f"{func} waits for its copy")
+            self.count += 1
+        return out
+
+
+class Attention:
+    """Stands in for attention, which has tests of its own."""
+
+    num_parts = 0
+
+    def __init__(self, works):
+        self.positions = np.concatenate([np.arange(w.start, w.stop) for w in works])
+
+    def __call__(self, layer, q_HTD, k_KTD, v_KTV, options):
+        return q_HTD.new_empty((q_HTD.shape[1], q_HTD.shape[0], v_KTV.shape[2]))
+
+
+class Told:
+    """What a device would have said: any tokens, and that all of them are numbers."""
+
+    rng = random.Random(0)
+
+    def __init__(self, parts, device):
+        assert device == NOWHERE
+        assert all(part.device == NOWHERE for part in parts)
+        self.parts = parts
+
+    def lists(self):
+        return [
+            [Told.rng.randrange(VOCAB) if part.dtype == torch.int64 else 1 for _ in range(part.numel())]
+            for part in self.parts
+        ]
+
+
+@contextmanager
+def guarded(monkeypatch, engine):
+    """The steps of this engine, on a device without values."""
+    module, slots, penalties = engine.runner.model.module, engine.sampler._slots, engine.sampler._penalties
+    tensors = [slots.last, slots._table, penalties._seen.rows, penalties._counts.rows]
+    copies = Copies([*module.parameters(), *module.buffers(), *tensors])
+    staged = staging.staged
+    monkeypatch.setattr(staging, "staged", lambda values, device: copies.pin(staged(values, device)))
+    step = engine.step
+
+    def watched(admit=True):
+        with copies:
+            step(admit)
+
+    monkeypatch.setattr(engine, "step", watched)
+    yield copies
+
+
+@cache
+def models():
+    model = build(layers=1)
+    return model, replace(model, module=deepcopy(model.module).to(NOWHERE), device=NOWHERE)
+
+
+def engine_without_values(monkeypatch, **options):
+    here, model = models()
+    engine = engine_of(here, eos=(EOS,), **options)
+    engine.ahead = True
+    monkeypatch.setattr(flight, "Readback", Told)
+    runner = Runner(model, engine.runner.cache, engine.sizes.limits, engine.notes)
+    runner._attention = Attention
+    runner._move = lambda moves: None  # of pages: kv_cache's
+    engine.runner, engine.sampler = runner, Sampler(model.vocab_size, NOWHERE)
+    engine._launcher = Launcher(engine.scheduler, runner, engine.sampler, engine.constraints, engine.stats)
+    return engine
+
+
+KINDS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.02, "n": 3},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"frequency_penalty": 0.5, "logprobs": 3},
+    {"logprobs": 0, "seed": 7, "temperature": 1.0},
+]
+
+
+def mixed_requests():
+    """Rows of all kinds under shared prefixes, some of which end at a node; texts to score among them."""
+    rng = random.Random(3)
+    group = list(range(20))
+    requests = []
+    for row in range(21):
+        prompt = [*group[: rng.choice([0, 8, 20])], *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 9)))] or [1]
+        params = SamplingParams(max_tokens=rng.randint(1, 16), **KINDS[row % len(KINDS)])
+        (request,) = requests_of([prompt], [params.max_tokens])
+        request = replace_request(request, row=row, params=params, max_tokens=params.max_tokens)
+        if row % 9 == 4:
+            texts = tuple(np.array([rng.randrange(VOCAB) for _ in range(k)], dtype=np.int32) for k in (1, 4))
+            request = replace_request(request, texts=texts[1:], params=SamplingParams())
+        requests.append(request)
+    return requests
+
+
+def replace_request(request, **changes):
+    return Request(**{name: getattr(request, name) for name in Request.__slots__} | changes)
+
+
+def run(engine, requests):
+    results = {}
+    engine.generate(*planned(requests), on_result=lambda r: results.__setitem__(r.row, r))
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, {"pages": 4}, {"batch_size": 5, "max_batch_tokens": 16}])
+def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
+    engine = engine_without_values(monkeypatch, **options)
+    with guarded(monkeypatch, engine) as copies:
+        results = run(engine, mixed_requests())
+    assert sorted(results) == list(range(21))
+    assert {r.error_type for r in results.values()} == {None}
+    assert {r.finish_reason for r in results.values()} == {"stop", "length", None}
+    assert copies.count > engine.stats.steps
+    assert (engine.stats.preemptions > 0) == (options == {"pages": 4})
+
+
+def test_a_step_takes_few_copies_to_the_device(monkeypatch):
+    """Of tokens, positions and wanted places; of slots and uniform numbers; no more where all rows are alike."""
+    engine = engine_without_values(monkeypatch)
+    requests = requests_of([[i] for i in range(20)], [12] * 20, temperature=1.0, top_k=9, ignore_eos=True)
+    with guarded(monkeypatch, engine) as copies:
+        run(engine, requests)
+    assert engine.stats.steps == 12
+    # Tokens that are on the device already: their places and slots. When they begin, the slots' parameters.
+    assert copies.count == 12 * (3 + 1) + 11 * 2 + 1
+
+
+MISTAKES = {
+    "item": lambda x: x[0, 0].item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "a copy to the host": lambda x: torch.empty(x.shape).copy_(x),
+    "a copy that is not waited for, into memory that is not pinned": lambda x: x.to("cpu", non_blocking=True),
+    "a condition": lambda x: 1 if x.isnan().any() else 0,
+    "int": lambda x: int(x[0, 0]),
+    "float": lambda x: float(x[0, 0]),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "nonzero": lambda x: x.nonzero(),
+    "a boolean index": lambda x: x[x > 0],
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "repeat_interleave by the device": lambda x: x.repeat_interleave(torch.ones(len(x), device=NOWHERE).long(), 0),
+    "an index in a list": lambda x: x[[0] * 2],
+    "an index on the host": lambda x: x[torch.tensor([0])],
+    "a tensor made of a list": lambda x: torch.tensor([1, 2], device=x.device) + 1,
+    "memory that is not pinned": lambda x: torch.arange(3).to(x.device, non_blocking=True),
+    "a copy that waits": lambda x: staging.staged(np.arange(3), x.device).to(x.device),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("where", ["sampler", "runner"])
+def test_a_launch_that_waits_is_found(monkeypatch, mistake, where):
+    engine = engine_without_values(monkeypatch)
+    sample, forward = engine.sampler.sample, engine.runner._forward
+
+    def sampled(logits, *args):
+        MISTAKES[mistake](logits)
+        return sample(logits, *args)
+
+    def forwarded(works, last):
+        MISTAKES[mistake](last[None])
+        return forward(works, last)
+
+    if where == "sampler":
+        monkeypatch.setattr(engine.sampler, "sample", sampled)
+    else:
+        monkeypatch.setattr(engine.runner, "_forward", forwarded)
+    with guarded(monkeypatch, engine), pytest.raises((Waits, NotImplementedError, RuntimeError, TypeError)):
+        run(engine, requests_of([[1], [2]], [3, 3]))
+
+
+@pytest.mark.gpu
+def test_the_loop_on_a_gpu_waits_for_nothing_but_the_step_before(monkeypatch):
+    """torch raises where a launch waits; what is compiled on the way is there from a first run."""
+    here, _ = models()
+    requests = mixed_requests()
+    want = run(engine_of(here, eos=(EOS,)), requests)
+    engine = engine_of(prepare_model(deepcopy(here.module).to("cuda"), compile="off"), eos=(EOS,))
+    assert engine.ahead
+    first = run(engine, requests)
+    assert {row: r.token_ids for row, r in first.items()} == {row: r.token_ids for row, r in want.items()}
+    step, land = engine.step, engine._land
+    modes = []
+
+    def watched(admit=True):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(admit)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def landed():
+        modes.append(torch.cuda.get_sync_debug_mode())
+        land()
+
+    monkeypatch.setattr(engine, "step", watched)
+    monkeypatch.setattr(engine, "_land", landed)
+    again = run(engine, requests)
+    assert {row: r.token_ids for row, r in again.items()} == {row: r.token_ids for row, r in want.items()}
+    assert 2 in modes  # landing asks for an event, which is not forbidden

@@ -1,0 +1,255 @@
+"""A step ahead of its tokens the engine gives what it gives step by step."""
+
+import random
+
+import numpy as np
+import pytest
+import tiny
+from tiny import VOCAB
+
+from batchgen.config import EngineConfig
+from batchgen.engine.policy import POLICIES
+from batchgen.llm import LLM
+from batchgen.request import Request
+from batchgen.sampling_params import SamplingParams
+
+EOS = (11, 60)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.build()
+
+
+def some_params(rng):
+    most = rng.randint(1, 24)
+    chosen = [
+        {},
+        {"temperature": 1.0, "seed": rng.randrange(9)},
+        {"temperature": 1.4, "top_k": 20, "repetition_penalty": 1.3},
+        {"frequency_penalty": 0.6, "presence_penalty": 0.2, "logprobs": 2},
+        {"temperature": 0.9, "top_p": 0.9, "n": 3, "logprobs": 0},
+        {"ignore_eos": True},
+        {"stop": (f" {rng.randrange(VOCAB)} ", f"{rng.randrange(VOCAB)} {rng.randrange(VOCAB)}")},
+        {"stop_token_ids": tuple(rng.randrange(VOCAB) for _ in range(6))},
+    ]
+    return SamplingParams(max_tokens=most, **rng.choice(chosen))
+
+
+def some_requests(rng):
+    group = [rng.randrange(VOCAB) for _ in range(24)]
+    requests = []
+    for row in range(rng.randint(3, 16)):
+        prompt = group[: rng.choice([0, 9, 24])] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))] or [1]
+        params = some_params(rng)
+        texts = ()
+        if rng.random() < 0.25:
+            params = SamplingParams(choices=("a", "b"), temperature=rng.choice([0, 1.0]))
+            texts = tuple(
+                np.array([rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))], dtype=np.int32) for _ in "ab"
+            )
+        requests.append(
+            Request(
+                row=row, tokens=np.array(prompt, dtype=np.int32), params=params, max_tokens=params.max_tokens,
+                key=rng.randbytes(16), texts=texts, priority=rng.choice([0.0, 0.0, 1.0]),
+            )
+        )  # fmt: skip
+    return requests
+
+
+def run(engine, requests, after=0, cancelled=()):
+    """Results, tokens as they were told, and the figures that must not depend on when an end is noticed."""
+    results, told = {}, {}
+
+    def on_token(row, choice, token):
+        told.setdefault((row, choice), []).append(token)
+        if row == 0 and len(told[row, choice]) == after:
+            for request in cancelled:
+                engine.cancel(request)
+
+    half = len(requests) * 2 // 3
+    for some in (requests[:half], requests[half:]):  # two windows that run together
+        engine.add(*tiny.planned(some), lambda r: results.__setitem__(r.row, r), on_token)
+    engine.run()
+    assert not engine.sampler.used
+    assert not engine.constraints.used
+    engine.memory.evict_all()
+    assert engine.memory.pool.num_used == 0
+    assert engine.memory._promised == 0
+    stats = engine.stats
+    return results, told, (stats.prefill_tokens, stats.completion_tokens, stats.decode_sequences, stats.scored_tokens)
+
+
+def rounded(result):
+    """Log-probabilities depend a little on what else is in the batch."""
+    completions = [
+        (
+            c.token_ids,
+            c.text,
+            c.finish_reason,
+            [(t.token, pytest.approx(t.logprob, abs=1e-4)) for t in c.logprobs or ()],
+        )
+        for c in result.completions
+    ]
+    probs = {text: pytest.approx(p, abs=1e-4) for text, p in (result.choice_probs or {}).items()}
+    return (result.text, result.token_ids, result.finish_reason, result.error_type, completions, probs)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeypatch, seed):
+    rng = random.Random(seed)
+    requests = some_requests(rng)
+    tokens = rng.choice([4, 64, 2048])
+    options = {
+        "policy": rng.choice(sorted(POLICIES)), "max_batch_tokens": tokens, "batch_size": min(tokens, rng.choice([2, 5, 64])),
+        "pages": rng.choice([4, 6, 64]),
+    }  # fmt: skip
+    runs = []
+    for ahead in (False, True):
+        monkeypatch.setattr(tiny, "AHEAD", ahead)
+        engine = tiny.engine_of(model, eos=EOS, **options)
+        runs.append((*run(engine, requests), engine.stats.preemptions))
+    (want, told, figures, preempted), (got, told_ahead, figures_ahead, preempted_ahead) = runs
+    assert {row: rounded(r) for row, r in got.items()} == {row: rounded(r) for row, r in want.items()}
+    assert told_ahead == told
+    assert figures_ahead[1:3] == figures[1:3]
+    if not preempted and not preempted_ahead:
+        assert figures_ahead == figures
+
+
+@pytest.mark.parametrize("after", [1, 2, 5, 8])
+def test_what_a_callback_cancels_ends_where_it_would_have_ended(model, monkeypatch, after):
+    """Also rows whose last token is being drawn, that have not begun, or that wait for their scores."""
+    lengths = [after, after + 1, 30, after, after + 2, 30]
+    requests = tiny.requests_of([[1, 2], [1, 2, 3], [5], [6], [7], [8]], lengths)
+    texts = [np.array([n, 9], dtype=np.int32) for n in range(3)]
+    for n, text in enumerate(texts, 6):
+        key = bytes([n]) * 16
+        params, tokens = SamplingParams(), np.array([n], dtype=np.int32)
+        requests.append(
+            Request(row=n, tokens=tokens, params=params, max_tokens=1, key=key, texts=(text,), priority=1.0)
+        )
+    runs = []
+    for ahead in (False, True):
+        monkeypatch.setattr(tiny, "AHEAD", ahead)
+        runs.append(run(tiny.engine_of(model, batch_size=4), requests, after, [*requests[1:5], *requests[6:]]))
+    (want, told, _), (got, told_ahead, _) = runs
+    assert {row: rounded(r) for row, r in want.items()} == {row: rounded(r) for row, r in got.items()}
+    assert [want[row].finish_reason for row in (0, 2, 5)] == ["length", "cancelled", "length"]
+    assert {want[row].error_type for row in (6, 7, 8)} == {"cancelled"}
+    assert told_ahead == told
+
+
+def launches_and_landings(engine, monkeypatch):
+    """The order in which steps are launched and their numbers are asked for, as 0, 1, ... and ~0, ~1, ..."""
+    order = []
+    launch, land = engine._launcher.launch, engine._launcher.land
+    flights = []
+
+    def launched(*args):
+        order.append(len(flights))
+        flights.append(None)
+        flights[-1] = flight = launch(*args)
+        return flight
+
+    monkeypatch.setattr(engine._launcher, "launch", launched)
+    monkeypatch.setattr(engine._launcher, "land", lambda f: (order.append(~flights.index(f)), land(f))[1])
+    return order
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_waited_for(model, monkeypatch):
+    requests = tiny.requests_of([[1], [2, 3]], [4, 2])
+    for ahead, want in (
+        (False, [0, ~0, 1, ~1, 2, ~2, 3, ~3]),
+        (True, [0, 1, ~0, 2, ~1, 3, ~2, ~3]),  # the length is known: nothing is run too often
+    ):
+        monkeypatch.setattr(tiny, "AHEAD", ahead)
+        engine = tiny.engine_of(model)
+        order = launches_and_landings(engine, monkeypatch)
+        tiny.run(engine, requests)
+        assert order == want
+
+
+def test_an_end_that_only_the_token_tells_costs_one_token_that_is_dropped(model, monkeypatch):
+    free = tiny.run(tiny.engine_of(model), tiny.requests_of([[1, 2, 3]], [9]))[0].token_ids
+    end = free[4]
+    assert end not in free[:4]
+    works = []
+    for ahead in (False, True):
+        monkeypatch.setattr(tiny, "AHEAD", ahead)
+        engine = tiny.engine_of(model, eos=(end,))
+        order = launches_and_landings(engine, monkeypatch)
+        (result,) = tiny.run(engine, tiny.requests_of([[1, 2, 3]], [9])).values()
+        assert (result.token_ids, result.finish_reason) == (free[:5], "stop")
+        assert (engine.stats.completion_tokens, engine.stats.decode_sequences) == (5, 5)
+        works.append(len([step for step in order if step >= 0]))
+    assert works == [5, 6]
+
+
+def test_memory_that_is_short_waits_for_what_is_in_flight(model, monkeypatch):
+    monkeypatch.setattr(tiny, "AHEAD", True)
+    engine = tiny.engine_of(model, pages=3)
+    order = launches_and_landings(engine, monkeypatch)
+    results = tiny.run(engine, tiny.requests_of([[1] * 30, [2] * 30], [34, 34]))
+    assert engine.stats.preemptions == 1
+    alone = order.index(~1, 0)
+    assert order[alone - 1] == 2
+    settled = [
+        place for place, step in enumerate(order[:-1]) if step < 0 and order[place + 1] == ~step + 1 and step != -1
+    ]
+    assert len(settled) == 1  # once, a step was over before the next was made
+    assert {r.finish_reason for r in results.values()} == {"length"}
+
+
+GRAMMARS = [
+    {"regex": "[ab]{3,12}"},
+    {"json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'},
+    {"regex": "x+y"},
+    {},
+    {"temperature": 1.0, "regex": "[0-9]{1,40}", "n": 2},
+    {"temperature": 1.0},
+]
+
+
+@pytest.mark.parametrize("batch_size", [3, 256])
+def test_rows_under_a_grammar_are_the_same_beside_others(tiny_model_dir, batch_size):
+    pytest.importorskip("llguidance")
+    runs = []
+    for ahead in (False, True):
+        llm = LLM(str(tiny_model_dir), engine=EngineConfig(batch_size=batch_size))
+        llm.engine.ahead = ahead
+        results = []
+        for number, kind in enumerate(GRAMMARS):
+            for length in (3, 20):
+                params = SamplingParams(max_tokens=length, **kind)
+                llm.add([f"prompt {number}"], params, on_result=results.append)
+        llm.run()
+        assert not llm.engine.constraints.used
+        assert not llm.engine.sampler.used
+        runs.append({r.row: (r.text, r.finish_reason, r.completions) for r in results})
+    assert runs[0] == runs[1]
+    assert {"stop", "length"} == {reason for _, reason, _ in runs[0].values()}
+
+
+def test_a_row_that_is_cancelled_while_its_last_token_is_drawn_leaves_no_grammar_behind(tiny_model_dir):
+    pytest.importorskip("llguidance")
+    outcomes = []
+    for ahead in (False, True):
+        llm = LLM(str(tiny_model_dir))
+        llm.engine.ahead = ahead
+        results = []
+        params = SamplingParams(max_tokens=4, regex="[ab]{9}")
+        (other,) = llm.add(["b"], params, on_result=results.append)
+        drawn = []
+
+        def on_token(row, choice, token, llm=llm, other=other, drawn=drawn):
+            drawn.append(token)
+            if len(drawn) == 3:
+                llm.cancel(other)
+
+        llm.add(["a"], SamplingParams(max_tokens=4, regex="[ab]{9}"), on_result=results.append, on_token=on_token)
+        llm.run()
+        assert not llm.engine.constraints.used
+        outcomes.append({r.row: (r.finish_reason, r.token_ids) for r in results})
+    assert outcomes[0] == outcomes[1]
+    assert (outcomes[0][other][0], len(outcomes[0][other][1])) == ("cancelled", 3)
