@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,24 +23,37 @@ class ModelConfig:
     dtype: str = "auto"
     """auto (the checkpoint's own), float32, bfloat16 or float16"""
     device: str = "auto"
-    """auto (CUDA, else MPS, else the CPU), cpu, mps, cuda or cuda:N"""
+    """auto (CUDA, else MPS, else the CPU), cpu, mps, cuda, cuda:N; several, with a process each: cuda:0,1 (GPUs) or cpu:0,1 (shares of the
+    CPU's threads)"""
     device_map: str | None = None
     """auto: the layers are spread over the devices that there are; None: all on `device`."""
     trust_remote_code: bool = False
     compile: str = "auto"
-    """Kernels of our own for the CPU, compiled once on the machine: auto (where it has a C++ compiler), on or off."""
+    """On the CPU kernels of our own, compiled once on the machine: auto (where it has a C++ compiler), on or off. On one CUDA device steps as
+    CUDA graphs: auto (where they pay), on (from the first step, and under torch.compile) or off."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise UsageError(f"--dtype {self.dtype!r} is unknown", "use auto, float32, bfloat16 or float16")
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
-            raise UsageError(f"--device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+        if not re.fullmatch(r"auto|mps|(cpu|cuda)(:[0-9]{1,4}(,[0-9]{1,4})*)?", self.device):
+            raise UsageError(
+                f"--device {self.device!r} is unknown", "use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"
+            )
+        twice = [device for device, times in Counter(self.devices).items() if times > 1]
+        if twice:
+            raise UsageError(f"--device {self.device} names {twice[0]} twice", "name each device once")
         if self.compile not in ("auto", "on", "off"):
             raise UsageError(f"--compile {self.compile!r} is unknown", "use auto, on or off")
         if self.device_map not in (None, "auto"):
             raise UsageError(f"--device-map {self.device_map!r} is unknown", "use auto")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("--device-map chooses the devices itself", "leave --device out")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Each by its name: cuda:0 and cuda:1 of cuda:0,1."""
+        kind, _, numbers = self.device.partition(":")
+        return tuple(f"{kind}:{int(number)}" for number in numbers.split(",")) if numbers else (kind,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +103,7 @@ class EngineConfig:
     max_prefill_tokens: int | None = None
     """Of those, prompt tokens."""
     kv_memory: str = "auto"
-    """KV memory: auto, a size (8GiB, 500MB) or a share of what is free (80%)."""
+    """KV memory of each device: auto, a size (8GiB, 500MB) or a share of what is free (80%)."""
     max_kv_read: int | None = None
     """Tokens of KV that a step may read (a shared part counts once); None: no limit. A step always takes one sequence."""
     policy: str = "prefix"
@@ -100,6 +114,8 @@ class EngineConfig:
     """Seconds from a row's start to its end; what it has by then is its result."""
     host_kv_memory: str | None = None
     """Host memory for KV of prefixes that the device has no room for (a size); None: they are run again. CUDA only."""
+    processes: int = 1
+    """Engines on this machine, this one among them: each has its part of the host's memory."""
     debug: bool = False
     """Check the engine's invariants after every step."""
 

@@ -7,6 +7,7 @@ BatchgenError            exit 1: the job failed; what was finished is kept
 ├── OutputError          exit 1: the output or its job folder cannot be written (disk full, read-only)
 ├── TooManyErrors        exit 1: more rows failed than --max-errors allows
 ├── OutOfMemory          exit 1: not even one row fits
+├── DevicesLost          exit 1: of several devices, the process of the last one has ended
 ├── OutputLocked         exit 75: another run holds this output
 ├── Interrupted          exit 128 + signal: stopped by a signal; resumable
 └── ClosedPipe           exit 141: standard output was closed by its reader
@@ -60,6 +61,13 @@ class TooManyErrors(BatchgenError):
 
 class OutOfMemory(BatchgenError):
     """The device has not enough memory for a single row."""
+
+
+class DevicesLost(BatchgenError):
+    """The process of a device has ended before its time, and no other is left."""
+
+    def __init__(self, message: str, hint: str = "run the same command again to go on") -> None:
+        super().__init__(message, hint)
 
 
 class OutputLocked(BatchgenError):

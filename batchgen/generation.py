@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchgen.ahead import Ahead
 from batchgen.config import JobConfig
+from batchgen.devices import AnyEngine, open_engine
 from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import ErrorLimit
 from batchgen.identity import dtype_name
@@ -16,15 +17,11 @@ from batchgen.kept import KeptPrefixes
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.progress import Progress
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder
-from batchgen.prompts.tokenizer import quiet
 from batchgen.records import JobFolder, Row, StdoutJob
 from batchgen.request import Leaf, Request, leaves_of, row_key
 from batchgen.result import Result
 from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, figures
-
-if TYPE_CHECKING:
-    from batchgen.engine.engine import Engine
 
 FAILURES_KEPT = 5
 
@@ -59,8 +56,8 @@ class Generation:
         self.run, self.signals, self.progress = run, signals, progress
         self.total: int | None = None
         """Rows of the input, where that is known."""
-        self.engine: Engine | None = None
-        self._loading: Ahead[Engine] | None = None
+        self.engine: AnyEngine | None = None
+        self._loading: Ahead[AnyEngine] | None = None
         self.ready_at = self.last_token_at = 0.0
         self.failures: list[str] = []
         """The first few rows that failed: where, and why."""
@@ -136,6 +133,7 @@ class Generation:
         self._add(engine, window, on_result)
 
         def stop() -> str | None:
+            self._tell(engine)
             self.progress.running(max(0, engine.stats.completion_tokens - self.run.completion_tokens))
             wish = self.signals.stop()
             another = more(engine.waiting) if wish is None else None
@@ -149,7 +147,7 @@ class Generation:
             self.last_token_at = time.perf_counter()
             self._tell(engine)
 
-    def _add(self, engine: Engine, window: Planned, on_result: Callable[[Result], None]) -> None:
+    def _add(self, engine: AnyEngine, window: Planned, on_result: Callable[[Result], None]) -> None:
         self.run.prefill_tokens_min += window.prefill_tokens_min
         self.run.groups += len(window.plan.groups)
         self.run.prefix_nodes += len(window.plan.nodes)
@@ -161,14 +159,10 @@ class Generation:
         if self.engine is None and self._loading is None:
             self._loading = Ahead(self._load)
 
-    def _load(self) -> Engine:
-        with quiet():  # torchao, where it is installed, has much to say
-            from batchgen.engine.engine import Engine  # imports torch
-            from batchgen.engine.loading import load_model
+    def _load(self) -> AnyEngine:
+        return open_engine(self.config.model, self.text, self.config.engine)
 
-        return Engine(load_model(self.config.model, self.text), self.text, self.config.engine)
-
-    def _engine(self) -> Engine:
+    def _engine(self) -> AnyEngine:
         """The model is loaded when the first row needs it: a job that has nothing left to generate never does."""
         if self.engine is None:
             self.progress.phase("loading model")
@@ -185,8 +179,10 @@ class Generation:
         """The job ends: a model that is still being loaded is not waited for."""
         if self._loading is not None:
             self._loading.stop()
+            if self._loading.ready:
+                self._loading.result().close()
 
-    def _tell(self, engine: Engine) -> None:
+    def _tell(self, engine: AnyEngine) -> None:
         """What the engine has to say, each once."""
         while engine.notes:
             self.progress.note(engine.notes.pop(0))
@@ -234,8 +230,8 @@ class Generation:
         setting = Setting(
             model=self.config.model.model,
             dtype=dtype_name(self.config.model, self.text.hf_config),
-            device=str(engine.runner.model.device) if engine else "",
-            attention=engine.runner.attention if engine else "",
+            device=engine.device if engine else "",
+            attention=engine.attention if engine else "",
         )
         return figures(self.run, engine.stats if engine else EngineStats(), setting, earlier=self.job.previous)
 

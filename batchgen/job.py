@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config import JobConfig
-from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors
+from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyErrors
 from batchgen.generation import Generation
 from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import few_collections, memory_errors
@@ -98,7 +98,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
                 way = Whole(work, job, source)
             try:
                 way.run()
-            except (Interrupted, InputCorrupt, TooManyErrors):
+            except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost):
                 way.keep()
                 _keep(work, job)
                 raise

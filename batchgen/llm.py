@@ -9,11 +9,11 @@ from itertools import count
 from typing import Any
 
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
+from batchgen.devices import AnyEngine, open_engine
 from batchgen.generation import request_of
 from batchgen.grammar_check import GrammarCheck
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
-from batchgen.prompts.tokenizer import quiet
 from batchgen.records import Row
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.result import Result
@@ -41,6 +41,9 @@ class LLM:
 
     `generate` and `score` do a list of prompts and return. `add` gives prompts to a running loop, `run` is the loop: callbacks
     of either may add and cancel, and so may other threads; everything else is for one thread.
+
+    With several devices (`device="cuda:0,1"`) each has the model in a process of its own: `on_token` is then told of tokens some hundredths of a
+    second after they were drawn.
     """
 
     def __init__(
@@ -55,10 +58,6 @@ class LLM:
         compile: str = "auto",
         engine: EngineConfig | None = None,
     ) -> None:
-        with quiet():  # torchao, where it is installed, has much to say
-            from batchgen.engine.engine import Engine  # imports torch
-            from batchgen.engine.loading import load_model
-
         config = ModelConfig(
             model=str(model),
             revision=revision,
@@ -70,7 +69,7 @@ class LLM:
         )
         self.config = engine or EngineConfig()
         self.text: LoadedTokenizer = load_tokenizer(config)
-        self.engine = Engine(load_model(config, self.text), self.text, self.config)
+        self.engine: AnyEngine = open_engine(config, self.text, self.config)
         self._grammars = GrammarCheck(self.text)
         self._numbers = count()
         self._arriving: deque[_Arrival] = deque()
@@ -142,7 +141,7 @@ class LLM:
         self._running = True
         try:
             self._take()
-            while self.engine.scheduler.unfinished:
+            while self.engine.unfinished:
                 self.engine.run(stop=self._take)
                 self._take()
         except BaseException:
@@ -151,6 +150,10 @@ class LLM:
             raise
         finally:
             self._running = False
+
+    def close(self) -> None:
+        """Ends the processes of several devices, which the program's end does too. The model cannot be used any more."""
+        self.engine.close()
 
     def _do(
         self, rows: list[dict[str, Any]], params: SamplingParams | None, options: PromptConfig | None

@@ -7,9 +7,9 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,15 @@ class EngineStats:
     kv_bytes_unshared: int = 0
     """What the same sequences would have held, at the worst moment, with a copy of the prefix each."""
     forward_seconds: float = 0.0
-    """Time inside the model."""
+    """Time inside the model: launching steps and, on a device that runs beside the host, waiting for them."""
+    process_bytes_peak: int = 0
+    """Most memory of the engine's process, where that is not the job's own."""
+
+
+def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:
+    """The figures of engines that run at the same time: sums, and the time inside the model on the average, so that it is a part of the wall time."""
+    sums = {f.name: sum(getattr(engine, f.name) for engine in engines) for f in fields(EngineStats)}
+    return EngineStats(**sums | {"forward_seconds": sums["forward_seconds"] / max(1, len(engines))})
 
 
 _RESUMED = ("rows_resumed", "resumed_failed", "resumed_prompt_tokens", "resumed_completion_tokens")
@@ -163,7 +171,7 @@ def figures(
         "preemptions": engine.preemptions,
         "kv_bytes_peak": engine.kv_bytes_peak,
         "kv_bytes_unshared": engine.kv_bytes_unshared,
-        "memory_bytes_peak": memory_bytes_peak(),
+        "memory_bytes_peak": memory_bytes_peak() + engine.process_bytes_peak,
         "groups": run.groups,
         "prefix_nodes": run.prefix_nodes,
         "model": setting.model,

@@ -30,7 +30,14 @@ Revision = Annotated[str | None, _model("--revision", help="Branch, tag or commi
 DtypeOption = Annotated[
     str, _model("--dtype", metavar="auto|float32|bfloat16|float16", help="auto is the checkpoint's own.")
 ]
-Device = Annotated[str, _model("--device", metavar="auto|cpu|mps|cuda[:N]", help="Where the model runs.")]
+Device = Annotated[
+    str,
+    _model(
+        "--device",
+        metavar="auto|cpu|mps|cuda[:N,…]",
+        help="Where the model runs; cuda:0,1 on several GPUs, with a process each.",
+    ),
+]
 DeviceMap = Annotated[
     str | None,
     _model("--device-map", metavar="auto", help="Spread the layers over all devices.", show_default="one device"),
@@ -160,7 +167,8 @@ Compile = Annotated[
     _engine(
         "--compile",
         metavar="auto|on|off",
-        help="Kernels for this CPU, compiled once; auto: where there is a C++ compiler.",
+        help="On the CPU kernels of our own, compiled once (auto: where there is a C++ compiler). On a GPU steps as CUDA graphs"
+        " (auto: where they pay; on: always, and under torch.compile, which takes a minute or more).",
     ),
 ]
 Debug = Annotated[bool, _engine("--debug", help="Check invariants after every step.")]

@@ -87,7 +87,7 @@ def test_the_defaults_shown_are_those_of_the_configuration() -> None:
         JobConfig(inputs=("x",), model=ModelConfig(model="m")),
     ):
         for f in fields(config):
-            if f.name in ("inputs", "model", "prompts", "sampling", "engine"):
+            if f.name in ("inputs", "model", "prompts", "sampling", "engine", "processes"):
                 continue
             expected = words.get(f.name, empty.get(f.name, getattr(config, f.name)))
             assert shown[renamed.get(f.name, f.name)] == expected, f.name

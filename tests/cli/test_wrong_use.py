@@ -70,7 +70,17 @@ def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
         (("--stop", ""), "--stop must be non-empty strings, not ('',)"),
         (("--stop-token-id", "-1"), "--stop-token-id must be token ids, not (-1,)"),
         (("--dtype", "int8"), "--dtype 'int8' is unknown; use auto, float32, bfloat16 or float16"),
-        (("--device", "tpu"), "--device 'tpu' is unknown; use auto, cpu, mps, cuda or cuda:N"),
+        (
+            ("--device", "tpu"),
+            "--device 'tpu' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1",
+        ),
+        (
+            ("--device", "cuda:0,cpu"),
+            "--device 'cuda:0,cpu' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1",
+        ),
+        (("--device", "mps:0,1"), "--device 'mps:0,1' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"),
+        (("--device", "cuda:1,0,01"), "--device cuda:1,0,01 names cuda:1 twice; name each device once"),
+        (("--device", "cpu:0,1", "--device-map", "auto"), "--device-map chooses the devices itself; leave --device out"),
         (("--order", "random"), "--order 'random' is unknown; use input or done"),
         (
             ("--on-long-prompt", "drop"),

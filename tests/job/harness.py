@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,15 @@ class Running:
     def calls(self) -> int:
         """How many calls it has made so far."""
         return self._files.with_suffix(".log").read_bytes().count(b"\n")
+
+    def workers(self) -> list[int]:
+        """The processes of its devices."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                if stat.read_text().rpartition(")")[2].split()[1] == str(self.pid):
+                    found.append(int(stat.parent.name))
+        return sorted(found)
 
     def until_stopped(self) -> None:
         """Waits for it to stop itself (`how="SIGSTOP"`)."""
@@ -166,6 +176,7 @@ CASES = {
     "parquet, windows": Case(output="out.parquet", options=("--window", "9")),
     "several inputs": Case(inputs=("in.jsonl", "more.csv", "in.jsonl"), settings=TINY_SPOOL),
     "labels": Case(options=("--choices", "north,south,southern"), settings=TINY_SPOOL),
+    "two devices": Case(options=("--device", "cpu:0,1"), settings=TINY_SPOOL),
     "another folder": Case(options=("--work-dir", "work"), settings=TINY_SPOOL),
 }
 

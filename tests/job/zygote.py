@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from faults import Plan, Watch
+from forked import start_forked
 
 
 def main() -> None:
@@ -42,12 +43,16 @@ def _import_everything() -> None:
     import pyarrow.parquet
     import transformers
 
+    import batchgen.devices.processes
+    import batchgen.devices.worker
+    import batchgen.devices.workers
     import batchgen.engine.engine
     import batchgen.engine.loading
     import batchgen.job
     import batchgen_cli.app
     import batchgen_cli.report
 
+    batchgen.devices.processes.start_process = start_forked
     _ = (pyarrow, batchgen, batchgen_cli, transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
 
 

@@ -1,0 +1,196 @@
+"""The process of one device of several: loads the model there and runs what it is given. It ends when the job's process does, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from batchgen.devices.channel import Channel
+from batchgen.devices.messages import Cancel, Failed, Ready, Report, Setup, Stop, Work
+from batchgen.devices.opening import engine_here
+from batchgen.errors import BatchgenError, DevicesLost
+from batchgen.guards import few_collections, memory_errors
+from batchgen.prefix import PrefixPlan, plan_prefixes
+from batchgen.prompts import load_tokenizer
+from batchgen.prompts.tokenizer import quiet
+from batchgen.request import Leaf, Request, leaves_of
+from batchgen.result import Result
+from batchgen.stats import memory_bytes_peak
+
+if TYPE_CHECKING:
+    from batchgen.engine.engine import Engine
+
+REPORT_SECONDS = 0.02
+"""Between two reports while it runs."""
+PARENT_SECONDS = 5.0
+LAST_WORDS_SECONDS = 5.0
+
+
+def main() -> None:
+    """With the number of an open socket as the argument (`processes.start_process`)."""
+    # A terminal's Ctrl-C goes to all of its processes; what becomes of this one, the job's process says.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    with few_collections():
+        serve(Connection(int(sys.argv[1])), load, gone=lambda: os._exit(0))
+    os._exit(0)  # libraries' threads are not waited for
+
+
+def _end_with_parent(parent: int) -> None:
+    """For when the connection outlives the job's process: a copy of its end may be in a child that it forked."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(0)
+
+
+def load(setup: Setup) -> Engine:
+    """The engine of this process. Raises `BatchgenError`."""
+    text = load_tokenizer(setup.model)
+    with quiet():
+        from batchgen.engine.process import take_share  # imports torch
+
+    take_share(setup.model.device, setup.place, setup.processes)
+    return engine_here(setup.model, text, setup.engine)
+
+
+def serve(connection: Connection[Any, Any], load: Callable[[Setup], Engine], gone: Callable[[], None]) -> None:
+    """Runs until an error, of which it tells, or until the other end has gone: `gone` is then called, in another thread."""
+    worker = _Worker(connection, gone)
+    try:
+        with memory_errors():
+            worker.run(load)
+    except _Gone:
+        pass  # there is nobody to tell
+    except Exception as e:  # noqa: BLE001 - whatever it is, the job's process has to know
+        worker.fail(e)
+
+
+class _Gone(Exception):
+    """The other end has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Work with its plan, which was made while something else ran."""
+
+    work: Work
+    leaves: list[Leaf]
+    plan: PrefixPlan
+
+
+class _Worker:
+    def __init__(self, connection: Connection[Any, Any], gone: Callable[[], None]) -> None:
+        self._gone = gone
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._heard = 0
+        self._wish: str | None = None
+        self._reported = 0.0
+        self._requests: dict[int, Request] = {}
+        """By row."""
+        self._results: list[Result] = []
+        self._tokens: list[tuple[int, int, int]] = []
+        self._channel = Channel(connection, self._receive, self._end)
+
+    # -- in the thread that receives
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, Setup):
+            self._setup = message
+        elif isinstance(message, Work):
+            try:
+                message = self._planned(message)
+            except Exception as e:  # noqa: BLE001 - raised where it can be told
+                message = e
+        self._inbox.put(message)
+
+    def _planned(self, work: Work) -> _Planned:
+        leaves, config = leaves_of(work.requests), self._setup.engine
+        plan = plan_prefixes([leaf.tokens for leaf in leaves], config.chunk_size, share=config.share)
+        return _Planned(work, leaves, plan)
+
+    def _end(self) -> None:
+        self._gone()
+        self._inbox.put(_Gone())
+
+    # -- in the main thread
+
+    def run(self, load: Callable[[Setup], Engine]) -> None:
+        self._engine = engine = load(self._next())
+        self._channel.send(Ready(engine.attention, engine.sizes.limits.batch_size))
+        self._report(idle=True)
+        while True:
+            self._hear(self._next())
+            engine.run(self._between)
+            self._wish = None
+            self._requests.clear()
+            self._report(idle=True)
+
+    def fail(self, error: Exception) -> None:
+        if not isinstance(error, BatchgenError):
+            first = next(iter(str(error).splitlines()), "")
+            trace = "".join(traceback.format_exception(error))
+            error = DevicesLost(f"{self._setup.model.device}: {type(error).__name__}: {first}")
+            error.add_note(trace)
+        self._channel.send(Failed(error))
+        self._channel.flush(LAST_WORDS_SECONDS)
+
+    def _between(self) -> str | None:
+        """Between two steps: what has been heard, what there is to tell."""
+        while self._wish != "now":
+            try:
+                message = self._next(wait=False)
+            except Empty:
+                break
+            self._hear(message)
+        if time.monotonic() - self._reported >= REPORT_SECONDS:
+            self._report(idle=False)
+        return self._wish
+
+    def _next(self, *, wait: bool = True) -> Any:
+        message = self._inbox.get(wait)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def _hear(self, message: Any) -> None:
+        self._heard += 1
+        if isinstance(message, _Planned):
+            self._requests.update((request.row, request) for request in message.work.requests)
+            on_token = self._on_token if message.work.watched else None
+            self._engine.add(message.leaves, message.plan, self._on_result, on_token)
+        elif isinstance(message, Stop):
+            self._wish = message.wish
+        elif isinstance(message, Cancel) and message.row in self._requests:
+            self._engine.cancel(self._requests[message.row])
+
+    def _on_result(self, result: Result) -> None:
+        self._requests.pop(result.row, None)
+        self._results.append(result)
+
+    def _on_token(self, row: int, completion: int, token: int) -> None:
+        self._tokens.append((row, completion, token))
+
+    def _report(self, *, idle: bool) -> None:
+        engine = self._engine
+        stats = replace(engine.stats, process_bytes_peak=memory_bytes_peak())
+        self._channel.send(
+            Report(self._heard, idle, tuple(self._results), tuple(self._tokens), tuple(engine.notes), stats)
+        )
+        self._results.clear()
+        self._tokens.clear()
+        engine.notes.clear()
+        self._reported = time.monotonic()
+
+
+if __name__ == "__main__":
+    main()

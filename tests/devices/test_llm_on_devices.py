@@ -1,0 +1,122 @@
+"""A model on several devices in a Python program: the same facade. The processes are threads here, with engines and models of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import ThreadProcess
+
+from batchgen import LLM, EngineConfig, Result, SamplingParams
+from batchgen.devices import processes, worker
+from batchgen.errors import DevicesLost, ModelError
+
+SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadProcess]]:
+    started: list[ThreadProcess] = []
+
+    def start(connection: Any, said: Any) -> ThreadProcess:
+        started.append(ThreadProcess(connection, said, worker.load))
+        return started[-1]
+
+    monkeypatch.setattr(processes, "start_process", start)
+    yield started
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+def test_results_are_those_of_one_device(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+    prompts = [f"{SHARED}{'abc'[i % 3]} and its own {i}" for i in range(40)]
+    params = SamplingParams(max_tokens=8, temperature=0.8, n=2, seed=3)
+    one = LLM(str(tiny_model_dir), device="cpu").generate(prompts, params)
+    two = LLM(str(tiny_model_dir), device="cpu:0,1", engine=EngineConfig(batch_size=4, debug=True))
+    assert two.generate(prompts, params) == one
+    assert len(started) == 2
+    assert (two.engine.device, two.unfinished) == ("cpu:0,1", 0)
+    assert two.stats.completion_tokens == sum(r.completion_tokens for r in one)
+    two.close()
+
+
+def test_each_device_runs_a_prefix_of_all_prompts_once(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir), device="cpu:0,1", engine=EngineConfig(batch_size=2))
+    llm.generate([f"{SHARED}{i:02d}" for i in range(40)], PARAMS)
+    tree = len(SHARED) + 1 + 4 + 40
+    # A piece of one row has no node that its device could keep, nor has one that was cut inside of a digit's rows.
+    assert tree + len(SHARED) <= llm.stats.prefill_tokens <= tree + len(SHARED) + 20
+    before = llm.stats.prefill_tokens
+    llm.generate([f"{SHARED}x{i:02d}" for i in range(40)], PARAMS)
+    assert llm.stats.prefill_tokens - before < len(SHARED)
+    llm.close()
+
+
+def test_scores_and_labels_are_those_of_one_device(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+    one, two = (LLM(str(tiny_model_dir), device=device) for device in ("cpu", "cpu:0,1"))
+    texts = [f"text {i}" for i in range(12)]
+    for a, b in zip(one.score([SHARED] * 12, texts), two.score([SHARED] * 12, texts), strict=True):
+        assert a.score is not None
+        assert b.score is not None
+        assert b.score.logprob == pytest.approx(a.score.logprob, abs=1e-4)
+    labels = SamplingParams(choices=("yes", "no", "maybe"))
+    prompts = [f"{SHARED}{i}" for i in range(12)]
+    assert [r.text for r in two.generate(prompts, labels)] == [r.text for r in one.generate(prompts, labels)]
+    two.close()
+
+
+def test_prompts_are_added_watched_and_cancelled_while_it_runs(
+    started: list[ThreadProcess], tiny_model_dir: Path
+) -> None:
+    llm = LLM(str(tiny_model_dir), device="cpu:0,1")
+    results: dict[int, Result] = {}
+    tokens: list[tuple[int, int, int]] = []
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    def on_token(*drawn: int) -> None:
+        tokens.append((drawn[0], drawn[1], drawn[2]))
+        if len(tokens) == 1:
+            llm.add(["two"], PARAMS, on_result=done)
+
+    def done(result: Result) -> None:
+        results[result.row] = result
+        llm.cancel(first)
+
+    (first,) = llm.add(["one"], endless, on_result=done, on_token=on_token)
+    llm.run()
+    assert (results[1].completion_tokens, results[first].finish_reason) == (6, "cancelled")
+    assert [token for row, _, token in tokens if row == first] == list(results[first].token_ids)
+    llm.close()
+
+
+def test_a_prompt_that_cannot_be_run_fails_alone(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir), device="cpu:0,1", engine=EngineConfig(kv_memory="100KiB"))
+    long, short, longer = llm.generate(["x" * 400, "x", "y" * 600], PARAMS)
+    assert (long.error_type, short.error_type, longer.error_type) == ("does_not_fit", None, "prompt_too_long")
+    (alone,) = llm.generate(["x" * 400], PARAMS)
+    assert alone.error_type == "does_not_fit"
+    llm.close()
+    with pytest.raises(DevicesLost, match=r"^the processes of cpu:0,1 have ended"):
+        llm.generate(["x"], PARAMS)
+
+
+def test_a_model_that_cannot_be_loaded_is_told(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"^--device cuda:\d+: this machine has \d+ CUDA device"):
+        LLM(str(tiny_model_dir), device="cuda:98,99")
+
+
+@pytest.mark.gpu
+def test_two_gpus_write_what_one_writes(tiny_model_dir: Path) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    prompts = [f"{SHARED}{'abc'[i % 3]} and its own {i}" for i in range(40)]
+    one = LLM(str(tiny_model_dir), device="cuda:0").generate(prompts, PARAMS)
+    two = LLM(str(tiny_model_dir), device="cuda:0,1")
+    assert two.generate(prompts, PARAMS) == one
+    two.close()

@@ -1,0 +1,329 @@
+"""Several processes as one engine: who is given what, what comes back, and what becomes of the rows of one that ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fakes import FakeEngine, Fleet, grouped, planned, request
+
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.devices.workers import Workers
+from batchgen.errors import BatchgenError, DevicesLost, ModelError, OutOfMemory, UsageError
+from batchgen.request import Request
+from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    for process in fleet.processes:
+        process.kill()
+        process.wait(5)
+
+
+def run(workers: Workers, requests: list[Request], stop: Callable[[], str | None] | None = None) -> dict[int, Result]:
+    results: dict[int, Result] = {}
+    workers.add(*planned(requests), lambda r: results.__setitem__(r.row, r))
+    workers.run(stop)
+    return results
+
+
+def when(done: Callable[[], bool], action: Callable[[], Any]) -> Callable[[], None]:
+    """To be asked as `stop`: does it once, as soon as `done`."""
+    left = [action]
+
+    def stop() -> None:
+        if left and done():
+            left.pop()()
+
+    return stop
+
+
+def test_every_row_is_done_once_and_all_devices_do_some(fleet: Fleet) -> None:
+    workers = fleet.workers("cpu:0,1,2")
+    counts: Counter[int] = Counter()
+    texts: Counter[Any] = Counter()
+    requests = grouped(12, 5)
+
+    def on_result(result: Result) -> None:
+        counts[result.row] += 1
+        texts[result.text] += 1
+
+    workers.add(*planned(requests), on_result)
+    assert (workers.unfinished, workers.waiting) == (60, 60)
+    workers.run()
+    assert counts == Counter(range(60))
+    assert texts.keys() == {"cpu:0", "cpu:1", "cpu:2"}
+    assert (workers.unfinished, workers.waiting, workers.device, workers.attention) == (0, 0, "cpu:0,1,2", "fake")
+    assert workers.stats.completion_tokens == 180
+    assert workers.stats.steps == sum(e.stats.steps for e in fleet.engines.values())
+    assert workers.stats.process_bytes_peak > 3 << 20
+
+
+def test_each_process_hears_what_it_is(fleet: Fleet) -> None:
+    fleet.workers("cuda:2,0", kv_memory="1GiB")
+    setups = sorted(fleet.setups, key=lambda s: s.place)
+    assert [(s.model.device, s.place, s.processes) for s in setups] == [("cuda:2", 0, 2), ("cuda:0", 1, 2)]
+    assert {(s.engine.kv_memory, s.engine.processes) for s in setups} == {("1GiB", 2)}
+
+
+def test_what_all_say_is_told_once(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    run(workers, grouped(2, 2))
+    assert sorted(workers.notes) == ["all say this", "cpu:0 says this", "cpu:1 says this"]
+
+
+def test_no_process_is_given_more_than_two_batches_at_a_time(fleet: Fleet) -> None:
+    fleet.make = lambda name: FakeEngine(name, batch_size=4)
+    workers = fleet.workers()
+    run(workers, [request(i, [i]) for i in range(200)])
+    pieces = 200 // 16 + 1
+    assert all(4 <= e.most_unfinished <= 8 + pieces for e in fleet.engines.values())
+
+
+def test_one_that_is_slow_leaves_groups_to_the_others(fleet: Fleet) -> None:
+    fleet.make = lambda name: FakeEngine(name, step_seconds=0.02 if name == "cpu:0" else 0.001)
+    by = Counter(r.text for r in run(fleet.workers(), grouped(60, 2)).values())
+    assert by["cpu:1"] > 2 * by["cpu:0"] > 0
+
+
+def test_a_window_may_be_added_while_another_runs(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    results: dict[int, Result] = {}
+    more = iter([[request(100 + i, [i]) for i in range(30)], [request(200 + i, [i]) for i in range(30)]])
+
+    def stop() -> None:
+        if not workers.waiting and (window := next(more, None)):
+            workers.add(*planned(window), lambda r: results.__setitem__(r.row, r))
+
+    results |= run(workers, [request(i, [i]) for i in range(30)], stop)
+    assert sorted(results) == [*range(30), *range(100, 130), *range(200, 230)]
+
+
+def test_tokens_are_told_in_order_and_before_the_result(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    told: dict[int, list[Any]] = {}
+    requests = grouped(3, 4)
+    workers.add(
+        *planned(requests),
+        lambda result: told[result.row].append("result"),
+        lambda row, completion, token: told.setdefault(row, []).append((completion, token)),
+    )
+    workers.run()
+    assert told == {row: [(0, row)] * 3 + ["result"] for row in range(12)}
+
+
+def test_a_row_can_be_cancelled_wherever_it_is(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    requests = [request(i, [i], 10_000 if i in (0, 39) else 2) for i in range(40)]
+    results: dict[int, Result] = {}
+    workers.add(*planned(requests), lambda r: results.__setitem__(r.row, r))
+    workers.cancel(requests[39])  # waits here
+    threading.Timer(0.1, workers.cancel, [requests[0]]).start()
+    workers.run()
+    assert len(results) == 40
+    assert {r.row for r in results.values() if r.finish_reason == "cancelled"} == {0, 39}
+    workers.cancel(requests[5])  # done: nothing happens
+    assert len(run(workers, [request(5, [5])])) == 1
+
+
+def test_a_row_that_waits_may_have_several_completions(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    requests = [request(i, [i], params=SamplingParams(n=3, max_tokens=3)) for i in range(10)]
+    leaves, plan = planned(requests)
+    results: list[Result] = []
+    workers.add(leaves, plan, results.append)
+    assert (workers.unfinished, workers.waiting) == (10, 30)
+    workers.run()
+    assert sorted(r.row for r in results) == list(range(10))
+    assert workers.unfinished == 0
+
+
+# -- stopping
+
+
+def test_now_drops_the_rest_and_the_next_run_is_whole(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    requests = [request(i, [i], 50) for i in range(100)]
+    results = run(workers, requests, lambda: "now" if workers.stats.completion_tokens else None)
+    assert len(results) < 100
+    assert (workers.unfinished, workers.waiting) == (0, 0)
+    assert sorted(run(workers, [request(i, [i]) for i in range(20)])) == list(range(20))
+
+
+def test_drain_lets_what_runs_finish_and_starts_nothing(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    results = run(
+        workers,
+        [request(i, [i], 20) for i in range(100)],
+        lambda: "drain" if workers.stats.completion_tokens else None,
+    )
+    assert 2 <= len(results) <= 4
+    assert {r.finish_reason for r in results.values()} == {"length"}
+    assert workers.unfinished == 0
+
+
+def test_now_after_drain_does_not_wait_for_what_runs(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    wishes = iter(["drain"] * 4)
+    began = time.monotonic()
+    results = run(
+        workers,
+        [request(i, [i], 1_000_000) for i in range(9)],
+        lambda: next(wishes, "now") if workers.stats.completion_tokens else None,
+    )
+    assert results == {}
+    assert time.monotonic() - began < 20
+
+
+def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(fleet: Fleet) -> None:
+    workers = fleet.workers()
+
+    def broken(result: Result) -> None:
+        raise OSError("disk full")
+
+    workers.add(*planned([request(i, [i], 1 if i == 0 else 3000) for i in range(9)]), broken)
+    with pytest.raises(OSError, match="disk full"):
+        workers.run()
+    assert workers.unfinished == 0
+    assert sorted(run(workers, grouped(3, 10))) == list(range(30))
+    assert workers.stats.completion_tokens < 3000  # none of the others ran on
+
+
+# -- processes that end
+
+
+def test_the_rows_of_a_process_that_was_killed_go_to_the_others(fleet: Fleet) -> None:
+    fleet.make = lambda name: FakeEngine(name, batch_size=4, step_seconds=0.002)
+    workers = fleet.workers("cpu:0,1,2")
+    requests = [request(i, [i], 20) for i in range(60)]
+    kill = when(lambda: workers.stats.completion_tokens > 30, fleet.processes[1].kill)
+    results = run(workers, requests, kill)
+    assert sorted(results) == list(range(60))
+    (note,) = [note for note in workers.notes if "ended" in note]
+    assert note.startswith("the process of cpu:1 ended (SIGKILL); going on with cpu:0, cpu:2, which ")
+    assert note.endswith(" unfinished rows of cpu:1 go to")
+    assert sorted(run(workers, requests)) == list(range(60))  # the others go on
+
+
+def test_when_the_last_one_ends_the_run_ends_with_its_error(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    results: list[Result] = []
+
+    def kill() -> None:
+        for process in fleet.processes:
+            process.kill()
+
+    workers.add(*planned([request(i, [i], 20) for i in range(60)]), results.append)
+    with pytest.raises(DevicesLost) as e:
+        workers.run(when(lambda: len(results) > 4, kill))
+    assert str(e.value) in (
+        f"the process of cpu:{i} ended (SIGKILL); run the same command again to go on" for i in (0, 1)
+    )
+    assert e.value.exit_code == 1
+    assert 4 < len(results) < 60
+    with pytest.raises(DevicesLost, match=r"^the processes of cpu:0,1 have ended; run"):
+        run(workers, [request(0, [0])])
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access\nmore"), "cpu:0: RuntimeError: CUDA error: an illegal memory access"),
+        (OutOfMemory("not one row fits", "lower it"), "not one row fits"),
+        (MemoryError(), "out of memory: no more memory"),
+    ],
+)  # fmt: skip
+def test_an_error_on_one_device_leaves_its_rows_to_the_others(fleet: Fleet, error: Exception, message: str) -> None:
+    workers = fleet.workers()
+    fleet.engines["cpu:0"].failing = error
+    assert len(run(workers, grouped(4, 4))) == 16
+    (note,) = [note for note in workers.notes if "going on" in note]
+    assert note.startswith(f"{message}; going on with cpu:1, which ")
+    fleet.engines["cpu:1"].failing = OutOfMemory("nor here", "lower it")
+    with pytest.raises(OutOfMemory, match=r"^nor here; lower it$"):
+        run(workers, grouped(4, 4))
+
+
+def test_an_error_that_all_would_meet_ends_the_run_at_once(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    fleet.engines["cpu:0"].failing = UsageError("it is missing", "install it")
+    with pytest.raises(UsageError, match=r"^it is missing; install it$"):
+        run(workers, grouped(4, 4))
+
+
+def test_an_error_keeps_where_it_came_from(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    for engine in fleet.engines.values():
+        engine.failing = ZeroDivisionError("x")
+    with pytest.raises(DevicesLost) as e:
+        run(workers, grouped(4, 4))
+    assert "ZeroDivisionError: x" in "".join(e.value.__notes__)
+    assert "fakes.py" in "".join(e.value.__notes__)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_as_on_one_device(fleet: Fleet) -> None:
+    def make(name: str) -> Any:
+        if name == "cuda:9":
+            raise ModelError("--device cuda:9: this machine has 1 CUDA device(s)", "use --device auto or cpu")
+        return FakeEngine(name)
+
+    fleet.make = make
+    with pytest.raises(ModelError) as e:
+        fleet.workers("cuda:0,9")
+    assert str(e.value) == "--device cuda:9: this machine has 1 CUDA device(s); use --device auto or cpu"
+    for process in fleet.processes:
+        process.wait(5)  # none is left
+
+
+def test_a_process_that_ends_before_it_is_ready_is_told(fleet: Fleet) -> None:
+    def make(name: str) -> Any:
+        if name == "cpu:0":
+            fleet.processes[0].said.write(b"something\nSegmentation fault\n\n")
+            fleet.processes[0].kill()
+        return FakeEngine(name)
+
+    fleet.make = make
+    with pytest.raises(DevicesLost) as e:
+        fleet.workers()
+    assert e.value.message == "the process of cpu:0 ended (SIGKILL: Segmentation fault)"
+
+
+def test_processes_end_with_what_they_serve(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    run(workers, grouped(2, 2))
+    del workers
+    gc.collect()
+    for process in fleet.processes:
+        assert process.wait(5) == -9
+
+
+def test_closing_twice_does_no_harm(fleet: Fleet) -> None:
+    workers = fleet.workers()
+    workers.close()
+    workers.close()
+    with pytest.raises(DevicesLost):
+        run(workers, [request(0, [0])])
+
+
+def test_an_interrupt_while_models_are_loaded_ends_the_processes(fleet: Fleet) -> None:
+    def start(*args: Any) -> Any:
+        if fleet.processes:
+            raise KeyboardInterrupt
+        return fleet.start(*args)
+
+    with pytest.raises(KeyboardInterrupt):
+        Workers(ModelConfig(model="m", device="cpu:0,1"), EngineConfig(), start)
+    assert fleet.processes[0].wait(5) == -9
+
+
+def test_errors_are_of_the_one_tree() -> None:
+    assert issubclass(DevicesLost, BatchgenError)

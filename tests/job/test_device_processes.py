@@ -1,0 +1,177 @@
+"""A job whose devices have processes of their own: any of them, or the job's, may be killed, and the output is that of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import TINY_SPOOL, Case, Job, Running, Runs, journal_keys, write_common_input
+
+TWO = ("--device", "cpu:0,1")
+LONG = ("--max-tokens", "60", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")
+
+
+def until(done: Callable[[], bool], running: Running) -> None:
+    while not done():
+        assert not running.ended(), running.wait().err
+        time.sleep(0.001)
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether all of them have ended, waiting a little."""
+    end = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.fixture
+def long_job(runs: Runs, tmp_path: Path) -> Job:
+    """Of rows that take long enough to be met in the middle; what is expected is what one process writes."""
+    job = Job(runs, Case(options=LONG, settings=TINY_SPOOL), tmp_path / "job")
+    job.case = replace(job.case, options=(*LONG, *TWO))
+    job.prepare()
+    return job
+
+
+def in_the_middle(job: Job, quiet: bool = True) -> tuple[Running, list[int]]:
+    running = job.start(quiet=quiet)
+    until(lambda: len(journal_keys(job.job_folder)) > 2, running)
+    workers = running.workers()
+    assert len(workers) == 2
+    return running, workers
+
+
+OPTIONS = {
+    "whole": (),
+    "sampled": ("-n", "2", "--temperature", "0.9", "--token-ids"),
+    "labels": ("--choices", "north,south,southern"),
+    "windows": ("--window", "7"),
+    "in their own order": ("--policy", "fifo"),
+}
+SLOW = ("labels", "windows", "in their own order")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OPTIONS])
+def test_two_processes_write_what_one_writes(runs: Runs, tmp_path: Path, kind: str) -> None:
+    one = Job(runs, Case(options=OPTIONS[kind], settings=TINY_SPOOL), tmp_path / "one")
+    two = Job(runs, Case(options=(*OPTIONS[kind], *TWO), settings=TINY_SPOOL), tmp_path / "two")
+    assert one.expected == two.expected
+    stats = json.loads((two.job_folder / "stats.json").read_text())
+    assert (stats["device"], stats["rows_ok"] + stats["rows_failed"]) == ("cpu:0,1", 26)
+    assert stats["prefill_tokens"] >= stats["prefill_tokens_min"] > 0
+    assert 0 < stats["seconds"]["forward"] <= stats["seconds"]["generate"]
+
+
+def test_when_a_devices_process_is_killed_the_other_does_its_rows(long_job: Job) -> None:
+    running, workers = in_the_middle(long_job, quiet=False)
+    os.kill(workers[0], signal.SIGKILL)
+    ended = running.wait()
+    assert ended.code == long_job.case.code, ended.err
+    assert "ended (SIGKILL); going on with cpu:1, which " in ended.err
+    long_job.check_output(finished=True)
+    assert gone(workers)
+
+
+def test_when_all_of_them_are_killed_the_job_fails_and_goes_on_later(long_job: Job) -> None:
+    running, workers = in_the_middle(long_job)
+    os.kill(running.pid, signal.SIGSTOP)  # so that it learns of both at once
+    kept = journal_keys(long_job.job_folder)
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    os.kill(running.pid, signal.SIGCONT)
+    ended = running.wait()
+    assert ended.code == 1
+    assert ended.error in (
+        f"the process of cpu:{i} ended (SIGKILL); run the same command again to go on" for i in (0, 1)
+    )
+    now = journal_keys(long_job.job_folder)
+    assert now[: len(kept)] == kept
+    assert len(set(now)) == len(now)
+    assert long_job.go_on().code == long_job.case.code
+
+
+def test_when_the_job_is_killed_no_process_stays_and_it_goes_on_later(long_job: Job) -> None:
+    running, workers = in_the_middle(long_job)
+    running.kill(signal.SIGKILL)
+    assert running.wait().code == -9
+    assert gone(workers)
+    kept = journal_keys(long_job.job_folder)
+    assert len(set(kept)) == len(kept) > 2
+    long_job.check_output(finished=False)
+    long_job.go_on()
+
+
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=["INT", "TERM"]
+)
+def test_a_signal_to_all_of_them_is_the_jobs_to_answer(long_job: Job, signum: signal.Signals) -> None:
+    """As a terminal's Ctrl-C, or a scheduler, sends it."""
+    running, workers = in_the_middle(long_job)
+    for pid in (*workers, running.pid):
+        os.kill(pid, signum)
+    ended = running.wait()
+    assert (ended.code, ended.error) == (
+        128 + signum,
+        f"interrupted by {signum.name}; run the same command again to go on",
+    )
+    assert gone(workers)
+    kept = journal_keys(long_job.job_folder)
+    assert len(set(kept)) == len(kept)
+    if signum == signal.SIGTERM:  # what ran was finished
+        assert len(kept) >= 2 + 4
+    long_job.go_on()
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job: Job) -> None:
+    running, workers = in_the_middle(long_job)
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    running.kill(signal.SIGTERM)
+    time.sleep(0.2)
+    running.kill(signal.SIGTERM)
+    ended = running.wait()
+    assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to go on")
+    assert gone(workers)
+    long_job.go_on()
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_as_ever(runs: Runs, tmp_path: Path) -> None:
+    write_common_input(tmp_path)
+    ended = runs(tmp_path, ["in.jsonl", "-q", "--device", "cuda:0,97"])
+    assert ended.code == 1
+    assert ended.error.startswith("--device cuda:")
+    assert ended.error.endswith("CUDA device(s); use --device auto or cpu")
+
+
+def test_memory_that_holds_no_page_is_wrong_use_as_ever(runs: Runs, tmp_path: Path) -> None:
+    write_common_input(tmp_path)
+    ended = runs(tmp_path, ["in.jsonl", "-q", *TWO, "--kv-memory", "1KiB"])
+    assert ended.code == 2
+    assert ended.error.startswith("--kv-memory 1KiB holds no page of 32 tokens")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("job", ["two devices"], indirect=True)
+def test_processes_killed_at_random_moments_change_nothing(job: Job) -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        job.reset()
+        running = job.start()
+        upto = rng.randrange(len(job.whole.calls))
+        while running.calls() < upto and not running.ended():
+            time.sleep(0.0005)
+        workers = running.workers()
+        if workers and not running.ended():
+            os.kill(rng.choice(workers), signal.SIGKILL)
+        ended = running.wait()
+        assert ended.code in (1, job.case.code), ended.err  # 1: before it was ready
+        job.go_on()
