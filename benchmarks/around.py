@@ -77,7 +77,7 @@ def child(model: Path, rows: Path) -> None:
 
     shape = Shape.of(model)
     in_place = InPlace(shape.vocabulary, getattr(torch, shape.dtype))
-    Runner.run = in_place.not_counted(lambda self, step: in_place.run(step))  # type: ignore[method-assign]
+    Runner.run = in_place.not_counted(lambda self, step, last=None: in_place.run(step))  # type: ignore[method-assign]
     Sampler.sample = in_place.not_counted(Sampler.sample)  # type: ignore[method-assign]
     config = JobConfig(
         inputs=(str(rows),),

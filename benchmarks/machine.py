@@ -33,6 +33,15 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def memory_of(device: str) -> int:
+    """Of "cpu" or "cuda"."""
+    if device == "cpu":
+        return memory_bytes()
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def machine_facts() -> dict[str, Any]:
     flags: set[str] = set()
     for line in _lines("/proc/cpuinfo"):

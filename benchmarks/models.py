@@ -46,6 +46,51 @@ TINY = {
 }
 """For what is not about the model: host memory, say."""
 
+GPU_CONFIGS: dict[str, dict[str, Any]] = {
+    "8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14_336,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+    "0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 4864,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "vocab_size": 1024,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Shaped like Llama-3.1-8B and Qwen2.5-0.5B; the tiny one shows that a benchmark runs."""
+
 
 def train_tokenizer(vocabulary: int = VOCABULARY, files: int = 400) -> Any:
     """A byte-level BPE tokenizer without a chat template, so that prompts are taken as raw text."""
@@ -104,6 +149,34 @@ def model_folder(work: Path, name: str, dtype: str) -> Path:
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         save_model(folder, SHAPES[name], _tokenizer(work), dtype)
+    return folder
+
+
+def random_model(name: str, device: str, dtype: str) -> Any:
+    """A model of `GPU_CONFIGS`, made where it is to lie: nothing is read from a disk or copied."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**GPU_CONFIGS[name], bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=WEIGHT_STD)
+    return model.eval()
+
+
+def gpu_model_folder(work: Path, name: str, device: str, dtype: str) -> Path:
+    """A model of `GPU_CONFIGS` on the disk, with a tokenizer whose ids are the first of its vocabulary; made if it is not there."""
+    folder = work / "models" / f"{name}-{dtype}"
+    if not (folder / "config.json").exists():
+        unfinished = folder.with_name(folder.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        random_model(name, device, dtype).save_pretrained(unfinished)
+        tokenizer = train_tokenizer(1024, files=40) if name == "tiny" else _tokenizer(work)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
     return folder
 
 

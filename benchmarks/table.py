@@ -1,4 +1,4 @@
-"""A result file of `compare.py` as markdown tables; kept between two markers of README.md, so that it can be made again and checked.
+"""A result file of `compare.py`, or of `gpu.sh`, as markdown tables; kept between two markers of README.md, so that it can be made again and checked.
 
     python -m benchmarks.table benchmarks/results/cpu.json                        prints them
     python -m benchmarks.table benchmarks/results/cpu.json --write README.md      puts them between the markers
@@ -16,6 +16,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.result import SCHEMA as GPU_SCHEMA
+from benchmarks.gpu.tables import tables as gpu_tables
 from benchmarks.models import DTYPES, SHAPES
 from benchmarks.programs import OURS, PROGRAMS
 from benchmarks.result_file import SCHEMA, medians, shares
@@ -135,9 +137,12 @@ def main() -> None:
         result = json.loads(args.result.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         p.error(f"{args.result} cannot be read: {e}")
-    if result.get("schema") != SCHEMA:
-        p.error(f"{args.result} is not a result of compare.py ({SCHEMA})")
-    content = tables(result)
+    if result.get("schema") == GPU_SCHEMA:
+        content = gpu_tables(result)
+    elif result.get("schema") == SCHEMA:
+        content = tables(result)
+    else:
+        p.error(f"{args.result} is not a result of compare.py ({SCHEMA}) or of gpu.sh ({GPU_SCHEMA})")
     file = args.write or args.check
     if file is None:
         print(content, end="")

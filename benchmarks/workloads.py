@@ -59,6 +59,40 @@ WORKLOADS: dict[str, Callable[[Text, random.Random], list[Prompt]]] = {
 }
 
 
+def shared_2048(text: Text, rnd: random.Random) -> list[Prompt]:
+    """One prefix of 2,048 tokens, 2,000 rows, 16–64 tokens of their own, 64 out."""
+    prefix = text(2048)
+    return [(prefix + text(rnd.randint(16, 64)), 64) for _ in range(2000)]
+
+
+def nested_2048(text: Text, rnd: random.Random) -> list[Prompt]:
+    """A root of 512 tokens, 32 groups of 1,024, 64 rows each, 8–96 tokens of their own, 8–128 out."""
+    root = text(512)
+    groups = [root + text(1024) for _ in range(32)]
+    return [(group + text(rnd.randint(8, 96)), rnd.randint(8, 128)) for group in groups for _ in range(64)]
+
+
+def few_shot_4000(text: Text, rnd: random.Random) -> list[Prompt]:
+    """Few-shot labelling: one prefix of 2,048 tokens, 4,000 rows of 32 tokens, 4 out."""
+    prefix = text(2048)
+    return [(prefix + text(32), 4) for _ in range(4000)]
+
+
+def unshared_2000(text: Text, rnd: random.Random) -> list[Prompt]:
+    """2,000 rows of 32–512 tokens, 64 out."""
+    return [(text(rnd.randint(32, 512)), 64) for _ in range(2000)]
+
+
+GPU_WORKLOADS: dict[str, Callable[[Text, random.Random], list[Prompt]]] = {
+    "gpu-shared-prefix": shared_2048,
+    "gpu-nested-groups": nested_2048,
+    "gpu-few-shot": few_shot_4000,
+    "gpu-nothing-shared": unshared_2000,
+}
+"""Of a size for a GPU."""
+ALL = WORKLOADS | GPU_WORKLOADS
+
+
 def single_token_words(tokenizer: Any) -> list[str]:
     words = (tokenizer.decode([i]) for i in range(300, len(tokenizer)))
     return [w for w in words if w.startswith(" ") and w[1:].isascii() and w[1:].isalpha() and len(w) > 2]
@@ -71,7 +105,7 @@ def make_rows(name: str, tokenizer: Any) -> Iterator[dict[str, Any]]:
     def text(count: int) -> str:
         return "".join(rnd.choices(words, k=count))
 
-    prompts = WORKLOADS[name](text, rnd)
+    prompts = ALL[name](text, rnd)
     rnd.shuffle(prompts)
     for number, (prompt, max_tokens) in enumerate(prompts):
         yield {"id": f"{name}-{number}", "prompt": prompt, "sampling_params": {"max_tokens": max_tokens}}
@@ -93,7 +127,7 @@ def workload_file(work: Path, name: str, model: Path, limit: int | None = None) 
             f"{name}: prompts are not one token a word; the token counts of this workload are not what it says"
         )
     return path, {
-        "description": " ".join((WORKLOADS[name].__doc__ or "").split()),
+        "description": " ".join((ALL[name].__doc__ or "").split()),
         "rows": len(rows),
         "prompt_tokens": sum(lengths),
         "longest_prompt": max(lengths),

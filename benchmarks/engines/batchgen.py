@@ -12,7 +12,7 @@ import torch
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.engine.kv_cache import KVCache, bytes_per_token
-from benchmarks.engines.common import check_and_write_ids, parser, read_work, report
+from benchmarks.engines.common import add_device, check_and_write_ids, parser, read_work, report
 
 FIGURES = ("prompt_tokens", "prefill_tokens", "prefill_tokens_min", "shared_fraction", "steps", "mean_decode_batch",
            "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "completion_tokens_per_s",
@@ -27,7 +27,7 @@ def touch_pools() -> None:
     def made(self: Any, layers: Any, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
         make(self, layers, num_pages, page_size, dtype)
         pages = min(num_pages, TOUCHED // (bytes_per_token(layers, dtype) * page_size))
-        for pool in self._pools():
+        for pool in (*self.keys.values(), *self.values.values()):
             paged = self._paged(pool)
             for part in (paged[:, : pages // 2], paged[:, num_pages - pages // 2 :]):  # it is given out from both ends
                 part.zero_()
@@ -37,6 +37,7 @@ def touch_pools() -> None:
 
 def main() -> None:
     p = parser(__doc__)
+    add_device(p)
     p.add_argument("--no-share", action="store_true", help="run every prompt whole")
     a = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,13 +45,14 @@ def main() -> None:
         config = JobConfig(
             inputs=(a.input,),
             output=str(output),
-            model=ModelConfig(model=a.model, device="cpu"),
+            model=ModelConfig(model=a.model, device=a.device),
             prompts=PromptConfig(chat=False),
             sampling=SamplingParams(ignore_eos=True),
             engine=EngineConfig(share=not a.no_share),
             token_ids=a.ids_out is not None,
         )
-        touch_pools()
+        if a.device == "cpu":
+            touch_pools()
         start = time.perf_counter()
         stats = run_job(config).stats
         whole = time.perf_counter() - start

@@ -45,6 +45,11 @@ def parser(description: str, converts: bool = False) -> argparse.ArgumentParser:
     return p
 
 
+def add_device(p: argparse.ArgumentParser) -> None:
+    """An option of the engines that can run elsewhere than on a CPU."""
+    p.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+
+
 def threads() -> int:
     """Of the engine: `compare.py` says so by what OpenMP goes by."""
     return int(os.environ["OMP_NUM_THREADS"])

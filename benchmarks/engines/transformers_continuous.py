@@ -13,11 +13,11 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.engines.common import Work, check_and_write_ids, parser, read_work, report
-from benchmarks.machine import memory_bytes
+from benchmarks.engines.common import Work, add_device, check_and_write_ids, parser, read_work, report
+from benchmarks.machine import memory_of
 
 MEMORY_SHARE = 0.3
-"""Of the machine's memory: a pool for all rows at once, unless that is more."""
+"""Of the device's memory: a pool for all rows at once, unless that is more."""
 
 
 def blocks(model: Any, ids: list[list[int]], work: Work, page_size: int) -> int | None:
@@ -27,17 +27,21 @@ def blocks(model: Any, ids: list[list[int]], work: Work, page_size: int) -> int 
         math.ceil((len(prompt) + more) / page_size) + 1 for prompt, more in zip(ids, work.max_tokens, strict=True)
     )
     number = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * page_size * needed
-    return needed if number * model.dtype.itemsize < MEMORY_SHARE * memory_bytes() else None
+    return needed if number * model.dtype.itemsize < MEMORY_SHARE * memory_of(model.device.type) else None
 
 
 def main() -> None:
     p = parser((__doc__ or "").splitlines()[0])
-    p.add_argument("--max-batch-tokens", type=int, default=2048, help="most tokens in one forward")
+    add_device(p)
+    p.add_argument(
+        "--max-batch-tokens", type=int, default=2048, help="most tokens in one forward; 0: its own choice (%(default)s)"
+    )
     a = p.parse_args()
     work = read_work(a.input)
     start = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(a.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(a.model, dtype="auto", attn_implementation="sdpa").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(a.model, dtype="auto", attn_implementation="sdpa")
+    model = model.eval().to(a.device)
     load = time.perf_counter() - start
 
     start = time.perf_counter()
@@ -46,7 +50,7 @@ def main() -> None:
     generation = GenerationConfig(
         max_new_tokens=max(work.max_tokens), do_sample=False, eos_token_id=-1, pad_token_id=tokenizer.pad_token_id
     )
-    config = ContinuousBatchingConfig(max_batch_tokens=a.max_batch_tokens, allow_block_sharing=True)
+    config = ContinuousBatchingConfig(max_batch_tokens=a.max_batch_tokens or None, allow_block_sharing=True)
     config.num_blocks = blocks(model, ids, work, config.page_size)
     start = time.perf_counter()
     rows: dict[str, int] = {}

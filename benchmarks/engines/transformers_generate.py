@@ -13,18 +13,28 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.engines.common import PATIENCE, Work, add_sweep, check_and_write_ids, parser, read_work, report
-from benchmarks.machine import memory_bytes
+from benchmarks.engines.common import (
+    PATIENCE,
+    Work,
+    add_device,
+    add_sweep,
+    check_and_write_ids,
+    parser,
+    read_work,
+    report,
+)
+from benchmarks.machine import memory_of
 
 Batch = list[int]
 MEMORY_SHARE = 0.6
-"""Of the machine's memory: a batch that would need more is not tried."""
+"""Of the device's memory: a batch that would need more is not tried."""
 
 
 class Generator:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, device: str) -> None:
+        self.device = device
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval().to(device)
         self.model.generation_config.eos_token_id = None
 
     def tokenize(self, work: Work) -> list[list[int]]:
@@ -35,8 +45,8 @@ class Generator:
         """The completions of one batch, by row."""
         pad = self.tokenizer.pad_token_id
         width = max(len(ids[row]) for row in batch)
-        tokens = torch.tensor([[pad] * (width - len(ids[row])) + ids[row] for row in batch])
-        mask = torch.tensor([[0] * (width - len(ids[row])) + [1] * len(ids[row]) for row in batch])
+        tokens = torch.tensor([[pad] * (width - len(ids[row])) + ids[row] for row in batch], device=self.device)
+        mask = torch.tensor([[0] * (width - len(ids[row])) + [1] * len(ids[row]) for row in batch], device=self.device)
         longest = max(work.max_tokens[row] for row in batch)
         out = self.model.generate(
             tokens, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=pad
@@ -74,13 +84,17 @@ def sweep(generator: Generator, work: Work, sizes: list[int], rows: int) -> dict
     too_large: list[int] = []
     slower = 0
     for size in sorted(sizes):
-        if generator.bytes_needed(min(size, len(ids)), longest) > MEMORY_SHARE * memory_bytes() and rates:
+        if generator.bytes_needed(min(size, len(ids)), longest) > MEMORY_SHARE * memory_of(generator.device) and rates:
             too_large.append(size)
             continue
         chosen = some(batches(ids, work, size), rows)
         start = time.perf_counter()
-        for batch in chosen:
-            generator.run(batch, ids, work)
+        try:
+            for batch in chosen:
+                generator.run(batch, ids, work)
+        except torch.OutOfMemoryError:
+            too_large.append(size)
+            break
         seconds = time.perf_counter() - start
         rates[size] = round(sum(work.max_tokens[row] for batch in chosen for row in batch) / seconds, 3)
         slower = 0 if rates[size] == max(rates.values()) else slower + 1
@@ -93,10 +107,11 @@ def sweep(generator: Generator, work: Work, sizes: list[int], rows: int) -> dict
 def main() -> None:
     p = parser((__doc__ or "").splitlines()[0])
     add_sweep(p, batch=16)
+    add_device(p)
     a = p.parse_args()
     work = read_work(a.input)
     start = time.perf_counter()
-    generator = Generator(a.model)
+    generator = Generator(a.model, a.device)
     load = time.perf_counter() - start
     if a.sweep:
         print(json.dumps(sweep(generator, work, a.sweep, a.sweep_rows)), flush=True)

@@ -1,0 +1,156 @@
+"""The device that is measured: waiting for it, timing it, what it reaches at best."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from batchgen.engine.kv_cache import LayerShape
+from benchmarks.gpu.floor import Ceiling
+from benchmarks.machine import machine_facts
+from benchmarks.models import GPU_CONFIGS
+from benchmarks.roofline import Shape
+
+T = TypeVar("T")
+NOT_OF_A_MACHINE = ("date", "load_average", "instruction_sets", "memory_bytes")
+"""What differs between two runs on one machine, or between two machines of a kind, or says nothing of a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where, and how large. A tiny bench shows that a benchmark runs; its figures mean nothing."""
+
+    device: torch.device
+    tiny: bool
+
+    def size(self, real: T, tiny: T) -> T:
+        return tiny if self.tiny else real
+
+    def model(self, name: str) -> str:
+        """Of `GPU_CONFIGS`."""
+        return self.size(name, "tiny")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models compute in."""
+        return torch.bfloat16
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def free(self) -> None:
+        """Gives back what torch keeps of the device's memory: a KV pool is sized by what is free."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def seconds(self, run: Callable[[], object], repeats: int = 20, warm_up: int = 5) -> float:
+        """The median of so many calls; on a GPU they follow one another there, and its own clock is read between them."""
+        repeats, warm_up = self.size((repeats, warm_up), (1, 0))
+        for _ in range(warm_up):
+            run()
+        if self.device.type == "cuda":
+            return self._by_events(run, repeats)
+        found = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - began)
+        return statistics.median(found)
+
+    def device_seconds(self, run: Callable[[], object], calls: int = 10) -> float:
+        """The same of what the device does in a call alone: some calls are captured as one CUDA graph, so that starting them costs nothing."""
+        if self.device.type != "cuda":
+            return self.seconds(run)
+        for _ in range(3):  # what is compiled or allocated once
+            run()
+        self.sync()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
+        return self.seconds(graph.replay) / calls
+
+    def _by_events(self, run: Callable[[], object], repeats: int) -> float:
+        marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        self.sync()
+        marks[0].record()
+        for mark in marks[1:]:
+            run()
+            mark.record()
+        self.sync()
+        times = [before.elapsed_time(after) for before, after in pairwise(marks)]
+        return statistics.median(times) / 1e3
+
+    def ceiling(self) -> Ceiling:
+        """A copy of 4 GiB, and a product of two matrices of 8,192 x 8,192."""
+        found = Ceiling(bandwidth=self._bandwidth(self.size(2**30, 2**16)), matmul=self._matmul(self.size(8192, 64)))
+        self.free()
+        return found
+
+    def _bandwidth(self, numbers: int) -> float:
+        source = torch.randint(-100, 100, (numbers,), dtype=torch.int32, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+
+    def _matmul(self, side: int) -> float:
+        a, b = (torch.randn(side, side, device=self.device, dtype=self.dtype) for _ in range(2))
+        return 2 * side**3 / self.seconds(lambda: a @ b)
+
+
+def rates(ceiling: Ceiling) -> dict[str, float]:
+    """For a result."""
+    return {"copy_gb_per_s": round(ceiling.bandwidth / 1e9, 1), "matmul_tflops": round(ceiling.matmul / 1e12, 2)}
+
+
+def shape_of(name: str, dtype: torch.dtype) -> Shape:
+    c = GPU_CONFIGS[name]
+    return Shape(
+        hidden=c["hidden_size"],
+        layers=c["num_hidden_layers"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        intermediate=c["intermediate_size"],
+        vocabulary=c["vocab_size"],
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def layer_shape(shape: Shape, device: torch.device) -> LayerShape:
+    return LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, device)
+
+
+def gpu_machine() -> dict[str, Any]:
+    """What a result was made on. On a machine without a GPU `gpu`, `driver` and `cuda` are None."""
+    facts = {name: value for name, value in machine_facts().items() if name not in NOT_OF_A_MACHINE}
+    name, driver = _smi("name"), _smi("driver_version")
+    facts["versions"] |= {"triton": _version("triton")}
+    return {"gpu": name, "driver": driver, "cuda": torch.version.cuda if name else None} | facts
+
+
+def _smi(field: str) -> str | None:
+    """Of the first GPU."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

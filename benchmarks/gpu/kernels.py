@@ -1,0 +1,286 @@
+"""Attention by itself, one layer: where shared parts begin to pay, which tiles are fast, and how it stands beside torch's own.
+
+What it finds sets the constants of `batchgen/engine/attention/device.py` and `triton_kernels.py`; nothing changes by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from batchgen.engine.attention import device, work_list
+from batchgen.engine.attention.base import LayerOptions
+from batchgen.engine.attention.device import DeviceAttention
+from batchgen.engine.kv_cache import KVCache
+from batchgen.engine.steps import Work
+from benchmarks.gpu.device import Bench, layer_shape, shape_of
+
+PAGE = 32
+PREFIXES = (32, 64, 128, 256, 512, 1024, 4096)
+SHARERS = (2, 4, 8, 16, 32, 64, 128, 256)
+OWN = 128
+PROMPTS = ((4, 2048), (1, 8192))
+ALWAYS, NEVER = 1, 1 << 40
+"""Queries x pages from which a run of pages is a shared part."""
+VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
+    "wide": (
+        {}, {"keys": 32}, {"keys": 128}, {"stages": 2}, {"stages": 4}, {"warps": 4}, {"rows": 64}, {"rows": 64, "warps": 4},
+        {"rows": 64, "warps": 4, "per_sm": 2},
+    ),
+    "narrow": (
+        {}, {"keys": 32}, {"keys": 128}, {"stages": 2}, {"stages": 4}, {"warps": 2}, {"warps": 8}, {"per_sm": 2}, {"per_sm": 4},
+    ),
+}  # fmt: skip
+"""Of the tiles that there are, what is tried in another way."""
+SPLITS: dict[str, tuple[int, ...]] = {
+    "WIDE_LEAST_KEYS": (256, 1024), "NARROW_LEAST_KEYS": (128, 512, 1024), "ITEM_KEYS": (16, 32, 128, 256),
+}  # fmt: skip
+"""What is tried of the constants that say how finely long ranges of keys are split."""
+
+
+@dataclass(eq=False)
+class Lying:
+    """What attention asks of a span, without an engine."""
+
+    table: list[int]
+    start: int
+    end: int
+    path: tuple[Lying, ...] = ()
+    dropped: int = 0
+
+
+def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    for model in ("8b", "0.5b"):
+        yield f"{model} shared or flat", lambda model=model: crossover(bench, model)  # type: ignore[misc]
+    yield "8b decode alone", lambda: decode_alone(bench)
+    yield "8b decode shared", lambda: decode_shared(bench)
+    for count, length in PROMPTS:
+        yield f"8b prefill {count} x {length}", lambda count=count, length=length: prefill(bench, count, length)  # type: ignore[misc]
+    for lane in VARIANTS:
+        yield f"8b {lane} tiles", lambda lane=lane: variants(bench, lane)  # type: ignore[misc]
+    yield "8b splits", lambda: splits(bench)
+
+
+class Layer:
+    """A layer's attention over random keys and values."""
+
+    def __init__(self, bench: Bench, model: str, pages: int, tokens: int) -> None:
+        shape = shape_of(bench.model(model), bench.dtype)
+        self.bench = bench
+        self.options = LayerOptions(scale=shape.head_dim**-0.5)
+        self.cache = KVCache({0: layer_shape(shape, bench.device)}, pages, PAGE, bench.dtype)
+        for pool in (self.cache.keys[0], self.cache.values[0]):
+            pool.normal_()
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        self.q, self.k, self.v = (
+            torch.randn(h, tokens, shape.head_dim, device=bench.device, dtype=bench.dtype) for h in heads
+        )
+        self.group, self.tokens, self.shape = shape.heads // shape.kv_heads, tokens, shape
+
+    def seconds(self, works: Sequence[Work]) -> float:
+        """Of one layer, its KV being written in it; the plan is made and copied before."""
+        attention = DeviceAttention(self.cache, self.tokens, self.bench.device, self.group)
+        attention.plan(works)
+        count = sum(w.stop - w.start for w in works)
+        q, k, v = (x[:, :count] for x in (self.q, self.k, self.v))
+        return self.bench.device_seconds(lambda: attention(0, q, k, v, self.options))
+
+
+def decoding(sharers: int, prefix: int, own: int) -> list[Work]:
+    """Each of these draws its next token: a prefix of whole pages that all share, and its own pages."""
+    above = prefix // PAGE
+    root = Lying(list(range(above)), 0, prefix)
+    each = -(-own // PAGE)
+    works = []
+    for i in range(sharers):
+        table = [*root.table, *range(above + i * each, above + (i + 1) * each)]
+        span: Any = Lying(table, prefix, prefix + own, (root,) if above else ())
+        works.append(Work(span, prefix + own - 1, prefix + own, prefix + own - 1))
+    return works
+
+
+def prompts(count: int, length: int) -> list[Work]:
+    """Whole prompts that share nothing."""
+    each = -(-length // PAGE)
+    spans: list[Any] = [Lying(list(range(i * each, (i + 1) * each)), 0, length) for i in range(count)]
+    return [Work(span, 0, length, length - 1) for span in spans]
+
+
+def pages_of(works: Sequence[Work]) -> int:
+    return 1 + max(page for w in works for page in w.span.table)
+
+
+def crossover(bench: Bench, model: str) -> dict[str, Any]:
+    """Milliseconds with the prefix as a shared part and read through each one's block table, by its length and by how many share it."""
+    prefixes, sharers = bench.size((PREFIXES, SHARERS), ((32, 64), (2,)))
+    most = decoding(max(sharers), max(prefixes), PAGE)
+    layer = Layer(bench, model, pages_of(most), max(sharers))
+    grid = []
+    for prefix in prefixes:
+        for count in sharers:
+            works = decoding(count, prefix, PAGE)
+            took = []
+            for reads in (ALWAYS, NEVER):
+                with changed(device, SHARED_READS=reads):
+                    took.append(layer.seconds(works))
+            grid.append({"prefix": prefix, "sharers": count, "shared_ms": ms(took[0]), "flat_ms": ms(took[1])})
+    return {
+        "model": bench.model(model),
+        "grid": grid,
+        "best_shared_reads": best_threshold(grid),
+        "used": device.SHARED_READS,
+    }
+
+
+def best_threshold(grid: Sequence[Mapping[str, Any]]) -> int:
+    """The power of two of queries x pages from which sharing is to begin, so that the chosen ways lose least to the better ones."""
+
+    def lost(threshold: int) -> float:
+        total = 0.0
+        for cell in grid:
+            shared = cell["sharers"] * cell["prefix"] // PAGE >= threshold
+            took = cell["shared_ms"] if shared else cell["flat_ms"]
+            total += math.log(took / min(cell["shared_ms"], cell["flat_ms"]))
+        return total
+
+    return min((2**i for i in range(20)), key=lambda threshold: (round(lost(threshold), 9), threshold))
+
+
+def decode_alone(bench: Bench) -> dict[str, Any]:
+    """One layer of sequences that share nothing, beside torch's scaled_dot_product_attention over keys and values that lie together."""
+    count, keys = bench.size((256, 1024), (2, 64))
+    works = decoding(count, 0, keys)
+    layer = Layer(bench, "8b", pages_of(works), count)
+    ours, s = layer.seconds(works), layer.shape
+    q = layer.q.transpose(0, 1).unsqueeze(2)  # [256, H, 1, D]
+    del layer
+    k, v = (torch.randn(count, s.kv_heads, keys, s.head_dim, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    dense = bench.device_seconds(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    gigabytes = (k.nbytes + v.nbytes) / 1e9
+    return {
+        "sequences": count, "keys": keys, "ms": ms(ours), "sdpa_ms": ms(dense), "gb_per_s": round(gigabytes / ours, 1),
+        "sdpa_gb_per_s": round(gigabytes / dense, 1),
+    }  # fmt: skip
+
+
+def decode_shared(bench: Bench) -> dict[str, Any]:
+    """One layer of sequences under one prefix: nothing of torch's reads it once."""
+    count, prefix, own = bench.size((256, 4096, OWN), (2, 64, 32))
+    works = decoding(count, prefix, own)
+    layer = Layer(bench, "8b", pages_of(works), count)
+    ours = layer.seconds(works)
+    flop = 4 * layer.shape.heads * layer.shape.head_dim * count * (prefix + own)
+    return {"sequences": count, "prefix": prefix, "own": own, "ms": ms(ours), "tflops": teraflops(flop, ours)}
+
+
+def prefill(bench: Bench, count: int, length: int) -> dict[str, Any]:
+    """One layer of whole prompts, beside torch's scaled_dot_product_attention and its varlen one."""
+    count, length = bench.size((count, length), (2, 32))
+    works = prompts(count, length)
+    layer = Layer(bench, "8b", pages_of(works), count * length)
+    ours = layer.seconds(works)
+    q, k, v = (x.reshape(x.shape[0], count, length, -1).transpose(0, 1) for x in (layer.q, layer.k, layer.v))
+    dense = bench.device_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    flop = 4 * layer.shape.heads * layer.shape.head_dim * count * length * (length + 1) / 2
+    return {
+        "prompts": count, "tokens": length, "ms": ms(ours), "sdpa_ms": ms(dense), "varlen_ms": varlen(bench, layer, count, length),
+        "tflops": teraflops(flop, ours), "sdpa_tflops": teraflops(flop, dense),
+    }  # fmt: skip
+
+
+def varlen(bench: Bench, layer: Layer, count: int, length: int) -> float | None:
+    """torch's own attention over packed prompts; None where it has none for this device or does not take these arguments."""
+    if bench.device.type != "cuda":
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    group = layer.group
+    q = layer.q.transpose(0, 1).contiguous()
+    k, v = (x.repeat_interleave(group, 0).transpose(0, 1).contiguous() for x in (layer.k, layer.v))
+    starts = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=bench.device)
+    for causal in ({"is_causal": True}, {"window_size": (-1, 0)}):  # by torch's version
+        try:
+            return ms(
+                bench.device_seconds(
+                    lambda causal=causal: varlen_attn(q, k, v, starts, starts, length, length, **causal)
+                )
+            )  # type: ignore[misc]
+        except TypeError:
+            continue
+    return None
+
+
+def variants(bench: Bench, lane: str) -> dict[str, Any]:
+    """Milliseconds with other tiles: of decoding under a shared prefix, and of the prefill (wide) or of decoding alone (narrow)."""
+    from batchgen.engine.attention import triton_kernels
+
+    shape = shape_of(bench.model("8b"), bench.dtype)
+    key = (bench.dtype.itemsize, max(64, shape.head_dim))
+    now = dict(zip(("wide", "narrow"), triton_kernels.TILES[key], strict=True))
+    found = []
+    for change in VARIANTS[lane][: bench.size(None, 2)]:
+        tiles = now | {lane: now[lane]._replace(**change)}
+        with changed(triton_kernels, TILES=triton_kernels.TILES | {key: tuple(tiles.values())}):
+            try:
+                took = _two(bench, lane)
+            except Exception as e:  # too much shared memory, say
+                found.append({"change": change, "failed": f"{type(e).__name__}: {e}"[:200]})
+                continue
+        found.append({"change": change, **took})
+    return {"tile": now[lane]._asdict(), "variants": found}
+
+
+def splits(bench: Bench) -> dict[str, Any]:
+    """The same by how finely long ranges of keys are split: as it is, and with one constant at a time changed."""
+    found = [{"change": {}, **_all(bench)}]
+    for name, values in list(SPLITS.items())[: bench.size(None, 1)]:
+        of = device if hasattr(device, name) else work_list
+        for value in values[: bench.size(None, 1)]:
+            with changed(of, **{name: value}):
+                found.append({"change": {name: value}, **_all(bench)})
+    return {"variants": found}
+
+
+def _all(bench: Bench) -> dict[str, float]:
+    return _two(bench, "narrow") | _two(bench, "wide")
+
+
+def _two(bench: Bench, lane: str) -> dict[str, float]:
+    count, prefix, own = bench.size((256, 4096, OWN), (2, 64, 32))
+    kinds = {"decode_shared_ms": decoding(count, prefix, own)}
+    if lane == "wide":
+        kinds["prefill_ms"] = prompts(*bench.size((4, 2048), (2, 32)))
+    else:
+        kinds["decode_flat_ms"] = decoding(count, 0, bench.size(1024, 64))
+    found = {}
+    for name, works in kinds.items():
+        layer = Layer(bench, "8b", pages_of(works), sum(w.stop - w.start for w in works))
+        found[name] = ms(layer.seconds(works))
+    return found
+
+
+@contextmanager
+def changed(of: Any, **values: Any) -> Iterator[None]:
+    """A module's constants have these values in the block."""
+    before = {name: getattr(of, name) for name in values}
+    for name, value in values.items():
+        setattr(of, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(of, name, value)
+
+
+def teraflops(flop: float, seconds: float) -> float:
+    return round(flop / seconds / 1e12, 3)
+
+
+def ms(seconds: float) -> float:
+    return round(seconds * 1e3, 4)

@@ -1,0 +1,276 @@
+"""Whether a device gives what transformers' `generate` gives there: tokens in float32, logits in bfloat16, however the work is scheduled.
+
+The shapes and the reference are those of tests/parity; float32 is real float32 (no TF32).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchgen.config import EngineConfig
+from batchgen.engine.engine import Engine
+from batchgen.engine.loading import prepare_model, use_exact_float32
+from batchgen.engine.prepared import LoadedModel
+from batchgen.engine.spans import Sequence as Running
+from batchgen.prompts import LoadedTokenizer
+from batchgen.result import Result
+from benchmarks.gpu.device import Bench
+from benchmarks.gpu.serving import Numbers
+from benchmarks.models import random_model
+from benchmarks.programs import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "parity"))
+
+ARCHITECTURES = (
+    "llama", "llama/llama3", "llama/mqa", "qwen2", "qwen3", "mistral/window", "mixtral", "gemma2", "gemma3_text", "gemma4_text",
+    "phi3", "gpt2", "gpt_neox", "gpt_oss", "olmo2", "olmoe", "cohere2", "granite", "glm4", "exaone4", "smollm3", "starcoder2",
+    "opt", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mimo_v2_flash", "minimax_m2", "helium", "ernie4_5",
+)  # fmt: skip
+"""Windows, soft caps, sinks, heads of one or many, K and V of different sizes, experts, learned and scaled positions among them."""
+TINY = ("llama", "gemma2")
+PAGES = 8  # of 32 tokens; the longest completion needs 6
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "no graphs": {"compile": "off"},
+    "graphs": {"compile": "on"},
+    "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8},
+    "one by one": {"batch_size": 1},
+    "first come": {"policy": "fifo", "max_batch_tokens": 64},
+    "prefill first": {"policy": "prefill-first", "batch_size": 4},
+}
+TELLING = ("all at once", "in slices, memory short")
+BFLOAT16 = ("0.5b", "llama", "qwen3", "gemma2")
+BFLOAT16_OUT = 16
+GPU_TESTS_LIMIT = 300.0
+
+
+def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    use_exact_float32()
+    names = bench.size(ARCHITECTURES, TINY)
+    for name in names:
+        yield f"float32 {name}", lambda name=name: float32(bench, name, TELLING)  # type: ignore[misc]
+    for name in names[: bench.size(2, 1)]:
+        yield f"schedules {name}", lambda name=name: float32(bench, name, tuple(SCHEDULES))  # type: ignore[misc]
+    for name in bench.size(BFLOAT16, BFLOAT16[:2]):
+        yield f"bfloat16 {name}", lambda name=name: bfloat16(bench, name)  # type: ignore[misc]
+    yield "pytest -m gpu", lambda: gpu_tests(bench)
+
+
+def prompts_and_lengths(vocabulary: int) -> tuple[list[list[int]], list[int]]:
+    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two pages."""
+    rnd = random.Random(3)
+
+    def text(count: int) -> list[int]:
+        return [rnd.randrange(vocabulary) for _ in range(count)]
+
+    root = text(40)
+    groups = [root + text(n) for n in (50, 24)]
+    document = groups[0] + text(38)
+    prompts = [g + text(rnd.randint(1, 12)) for g in groups for _ in range(3)]
+    prompts += [document, document + text(5), groups[1], root[:39], [5], text(70)]
+    lengths = [rnd.randint(2, 9) for _ in prompts]
+    lengths[1] = lengths[4] = lengths[-1] = 36
+    return prompts, lengths
+
+
+def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]:
+    """Rows whose tokens are those of `generate`, under each schedule; and how far logits lie from its logits, of the largest."""
+    from models import build, expect, make_requests, run
+    from shapes import VOCAB
+
+    reference = build(name).to(bench.device)
+    model = prepare_model(copy.deepcopy(reference))
+    prompts, lengths = prompts_and_lengths(VOCAB)
+    with torch.device(bench.device):
+        expected = [expect(reference, p, n) for p, n in zip(prompts, lengths, strict=True)]
+    largest = max(float(e.logits.abs().max()) for e in expected)
+    found: dict[str, Any] = {}
+    for how in schedules:
+        options = dict(SCHEDULES[how])
+        of = replace(model, compile=options.pop("compile", model.compile))
+        engine = small_engine(of, **options)
+        if "short" in how:
+            page = engine.sizes.page_size * engine.sizes.bytes_per_token
+            engine = small_engine(of, kv_memory=f"{PAGES * page}B", **options)
+        seen = Seen(engine)
+        results = run(engine, make_requests(prompts, lengths))
+        equal = [list(r.token_ids) == e.tokens for r, e in zip(results, expected, strict=True)]
+        far = [
+            float((logits - expected[row].logits[number]).abs().max())
+            for row, number, logits in seen.logits(results)
+            if equal[row]
+        ]
+        found[how] = {
+            "rows": len(equal),
+            "equal": sum(equal),
+            "logit_error": float(f"{max(far, default=0.0) / largest:.2e}"),
+            "preemptions": engine.stats.preemptions,
+            "attention": engine.runner.attention,
+        }
+    return {"exact": all(f["equal"] == f["rows"] for f in found.values()), "schedules": found}
+
+
+def small_engine(model: LoadedModel, **config: Any) -> Engine:
+    text = LoadedTokenizer(Numbers(), None, 512, (), model.vocab_size)
+    return Engine(model, text, EngineConfig(**({"kv_memory": "64MiB", "debug": True} | config)))
+
+
+class Seen:
+    """The logits that an engine's steps give for the tokens that are drawn, by row and number of the token."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._found: list[tuple[int, int, torch.Tensor]] = []
+        inner = engine.runner.run
+
+        def run(step: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+            logits = inner(step, *args, **kwargs)
+            at = 0
+            for work in step.works:
+                for position in range(work.logits, work.stop):
+                    if logits is not None and isinstance(work.span, Running):
+                        request = work.span.request
+                        # A copy: the next step may put its logits where these are.
+                        copied = logits[at].to(torch.float32, copy=True)
+                        self._found.append((request.row, position - len(request.tokens) + 1, copied))
+                    at += 1
+            return logits
+
+        engine.runner.run = run  # type: ignore[method-assign]
+
+    def logits(self, results: Sequence[Result]) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Without those of steps that were begun before the end of their row was known."""
+        for row, number, logits in self._found:
+            if number < len(results[row].token_ids):
+                yield row, number, logits
+
+
+def bfloat16(bench: Bench, name: str) -> dict[str, Any]:
+    """How far our logits lie from those of transformers decoding each row alone, beside how far its own in batches lie from those;
+    and both from the logits in float32.
+    """
+    from models import build, make_requests, run
+
+    if name in BFLOAT16[:1]:
+        reference = random_model(bench.model(name), str(bench.device), "bfloat16")
+    else:
+        reference = build(name).to(bench.device, torch.bfloat16)
+        if getattr(reference.config, "attn_logit_softcapping", None) is None:  # which sdpa leaves out
+            reference.set_attn_implementation("sdpa")
+    vocabulary = reference.config.vocab_size
+    rnd = random.Random(4)
+    root = [rnd.randrange(vocabulary) for _ in range(100)]
+    prompts = [root + [rnd.randrange(vocabulary) for _ in range(rnd.randint(1, 40))] for _ in range(12)]
+    engine = small_engine(prepare_model(copy.deepcopy(reference)), kv_memory="256MiB")
+    seen = Seen(engine)
+    results = run(engine, make_requests(prompts, [BFLOAT16_OUT] * len(prompts), ignore_eos=True))
+    drawn = [list(r.token_ids) for r in results]
+    ours = torch.zeros(len(prompts), BFLOAT16_OUT, vocabulary, device=bench.device)
+    for row, number, logits in seen.logits(results):
+        ours[row, number] = logits
+    alone = decoded(reference, prompts, drawn, 1)
+    theirs = torch.stack([decoded(reference, prompts, drawn, size) for size in (2, 4, len(prompts))])
+    exact = decoded(reference.float(), prompts, drawn, 1)
+    far, spread = _largest(ours - alone), _largest(theirs - alone)
+    error, error_of_theirs = _largest(ours - exact), max(_largest(theirs - exact), _largest(alone - exact))
+    return {
+        "difference": far,
+        "spread_of_transformers": spread,
+        "within_spread": far <= spread,
+        "error": error,
+        "error_of_transformers": error_of_theirs,
+        "no_worse": error <= error_of_theirs,
+        "mean_error": _mean(ours - exact),
+        "mean_error_of_transformers": _mean(alone - exact),
+        "logits": len(prompts) * BFLOAT16_OUT,
+    }
+
+
+def _largest(difference: torch.Tensor) -> float:
+    return round(float(difference.abs().max()), 6)
+
+
+def _mean(difference: torch.Tensor) -> float:
+    return round(float(difference.abs().mean()), 7)
+
+
+@torch.inference_mode()
+def decoded(model: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]], size: int) -> torch.Tensor:
+    """transformers' logits [rows, tokens drawn, vocabulary] where it decodes these tokens: so many rows at a time, padded on the left."""
+    found = []
+    for at in range(0, len(prompts), size):
+        batch = prompts[at : at + size]
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in batch], device=model.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch], device=model.device)
+        following = torch.tensor(drawn[at : at + size], device=model.device)
+        cache, steps = None, []
+        for step in range(following.shape[1]):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            output = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+                logits_to_keep=1,
+            )  # fmt: skip
+            cache = output.past_key_values
+            steps.append(output.logits[:, -1].float())
+            ids = following[:, step : step + 1]
+            mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        found.append(torch.stack(steps, 1))
+    return torch.cat(found)
+
+
+def gpu_tests(bench: Bench) -> dict[str, Any]:
+    """The tests that need a GPU; a tiny bench runs some that do not, to show that it can."""
+    tests = bench.size(["-m", "gpu"], ["-m", "", "tests/prefix/test_hashing.py"])
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        # Other versions of torch and transformers warn of other things: here only results count.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-W",
+            "default",
+            "-p",
+            "no:cacheprovider",
+            "--junit-xml",
+            str(report),
+        ]
+        path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH")]))
+        process = subprocess.run(
+            [*command, "--continue-on-collection-errors", *tests],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=GPU_TESTS_LIMIT,
+        )
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with {process.returncode}: {process.stdout[-2000:]}")
+        return counted(ET.parse(report).getroot())
+
+
+def counted(report: ET.Element) -> dict[str, Any]:
+    """Tests by outcome, of pytest's report; of the failed ones the name and the first line of what they say."""
+    found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
+    for case in report.iter("testcase"):
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        outcome = "failed" if bad is not None else "skipped" if case.find("skipped") is not None else "passed"
+        found[outcome] += 1
+        if bad is not None:
+            said = (bad.get("message") or "").strip().splitlines()
+            found["failures"].append(f"{case.get('classname')}::{case.get('name')}: {said[0] if said else ''}"[:300])
+    return found

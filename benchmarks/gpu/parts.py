@@ -1,0 +1,109 @@
+"""The parts of the GPU benchmarks: which there are, and how one is run: its cases in turn, a line of JSON for each.
+
+    python -m benchmarks.gpu.parts --device cuda decode prefill
+
+A part's module has `cases(bench)`: names, and functions that measure them. What fails is told, and the next case is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+MARK = "@gpu "
+"""Begins the lines that are for `__main__`; whatever else is printed is a library's."""
+BROKEN_DEVICE = 3
+"""Exit code: after an error on the device nothing more can be measured in this process."""
+DECODE_PREFIXES = (1024, 4096, 16_384)
+CONTINUOUS = "transformers-continuous"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    module: str
+    about: str
+    limit: float
+    """Seconds that it may take."""
+    workload: str | None = None
+
+
+def _workload(name: str, model: str = "0.5b") -> Part:
+    module = "benchmarks.gpu.workloads"
+    return Part(module, f"{name} beside transformers, {model}", 420.0, f"{name} {model}")
+
+
+PARTS: dict[str, Part] = {
+    "parity": Part("benchmarks.gpu.parity", "tokens and logits against transformers, and the GPU tests", 540.0),
+    "kernels": Part("benchmarks.gpu.kernels", "attention: shared against flat, tiles, beside torch's own", 240.0),
+    "decode": Part("benchmarks.gpu.decode", "8B decoding under a shared prefix, against the step's floor", 240.0),
+    "overhead": Part("benchmarks.gpu.overhead", "what of a 0.5B step is not the device's work", 180.0),
+    "prefill": Part("benchmarks.gpu.prefill", "prompts against the rate of a large matrix product", 180.0),
+    "profile": Part("benchmarks.gpu.profiles", "where the milliseconds of a step go", 180.0),
+    "shared-prefix": _workload("shared-prefix"),
+    "nested-groups": _workload("nested-groups"),
+    "few-shot": _workload("few-shot"),
+    "nothing-shared": _workload("nothing-shared"),
+    "shared-prefix-8b": _workload("shared-prefix", "8b"),
+}
+GROUPS = {"workloads": tuple(name for name, part in PARTS.items() if part.workload and not name.endswith("-8b"))}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("parts", nargs="+", choices=list(PARTS))
+    p.add_argument("--device", required=True)
+    p.add_argument("--tiny", action="store_true")
+    p.add_argument("--work", type=Path, required=True)
+    p.add_argument("--skip", type=json.loads, default=[], help="JSON list of [part, case]")
+    args = p.parse_args()
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from benchmarks.gpu.device import Bench
+    from benchmarks.programs import end_children_too
+
+    disable_progress_bar()
+    end_children_too()
+    bench = Bench(torch.device(args.device), args.tiny)
+    for name in args.parts:
+        part = PARTS[name]
+        cases = importlib.import_module(part.module).cases
+        if part.workload:
+            cases = partial(cases, workload=part.workload, work=args.work)
+        for case, measure in cases(bench):
+            if [name, case] not in args.skip:
+                _measure(name, case, measure)
+                bench.free()
+
+
+def _measure(part: str, case: str, measure: Any) -> None:
+    _tell(part=part, case=case, begins=True)
+    began = time.perf_counter()
+    try:
+        figures = measure()
+    except Exception as e:
+        traceback.print_exc()
+        said = " ".join(str(e).split())
+        _tell(part=part, case=case, failure=f"{type(e).__name__}: {said}"[:600])
+        if "CUDA error" in said or "Triton Error" in said:
+            sys.exit(BROKEN_DEVICE)
+    else:
+        _tell(part=part, case=case, figures=figures, seconds=time.perf_counter() - began)
+    gc.collect()
+
+
+def _tell(**what: Any) -> None:
+    print(f"{MARK}{json.dumps(what)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The GPU result file: written case by case, gone on with, put together from several; and the table that is made of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import table
+from benchmarks.gpu.notes import notes
+from benchmarks.gpu.result import START, GpuResult, NotAResult, read_result
+from benchmarks.gpu.tables import caption, compared, exact, tables
+
+H200 = {
+    "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0",
+    "versions": {"python": "3.12.3", "torch": "2.11.0", "transformers": "5.17.0", "triton": "3.6.0"},
+}  # fmt: skip
+DECODED = {"tokens_per_s": 20_000.4, "step_ms": 12.8, "floor_ms": 8.61, "floor_share": 0.673}
+
+
+def result(folder: Path, machine: dict[str, Any] = H200, source: str = "one", *, tiny: bool = False) -> GpuResult:
+    return GpuResult(folder / "gpu.json", machine, source, tiny=tiny)
+
+
+def cases(found: GpuResult, kind: str = "figures") -> list[tuple[str, str]]:
+    return [(e["part"], e["case"]) for e in found.json[kind]]
+
+
+def test_a_case_is_in_the_file_as_soon_as_it_is_measured(tmp_path: Path) -> None:
+    result(tmp_path).add("decode", "8b 1024", DECODED, 12.345)
+    (entry,) = json.loads((tmp_path / "gpu.json").read_text())["figures"]
+    assert entry.pop("date").startswith("20")
+    assert entry == {
+        "part": "decode", "case": "8b 1024", "machine": 0, "source": "one", "seconds": 12.35, "figures": DECODED,
+    }  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu.json"]
+
+
+def test_another_call_goes_on_with_the_file(tmp_path: Path) -> None:
+    result(tmp_path).add("decode", "8b 1024", DECODED, 1)
+    later = result(tmp_path, H200 | {"driver": "580.2"})
+    later.add("prefill", "8b 4 x 16384", {}, 1)
+    assert cases(later) == [("decode", "8b 1024"), ("prefill", "8b 4 x 16384")]
+    assert [m["driver"] for m in later.json["machines"]] == ["580.1", "580.2"]
+
+
+def test_a_case_that_is_measured_again_is_there_once(tmp_path: Path) -> None:
+    found = result(tmp_path)
+    found.fail("decode", START, "exit 1: no")
+    found.fail("decode", "8b 1024", "no")
+    found.add("decode", "8b 1024", {"tokens_per_s": 1}, 1)
+    found.add("decode", "8b 1024", {"tokens_per_s": 2}, 1)
+    assert [e["figures"] for e in found.json["figures"]] == [{"tokens_per_s": 2}]
+    assert found.json["failures"] == []
+
+
+def test_a_failure_leaves_the_figures_that_were_there(tmp_path: Path) -> None:
+    found = result(tmp_path)
+    found.add("decode", "8b 1024", DECODED, 1)
+    found.fail("decode", "8b 1024", "not done after 5 s")
+    assert cases(found) == [("decode", "8b 1024")]
+    assert cases(found, "failures") == [("decode", "8b 1024")]
+
+
+def test_only_figures_of_this_code_on_such_a_machine_need_not_be_made_again(tmp_path: Path) -> None:
+    result(tmp_path).add("decode", "8b 1024", DECODED, 1)
+    assert result(tmp_path).has("decode", "8b 1024")
+    assert not result(tmp_path).has("decode", "8b 4096")
+    assert not result(tmp_path, source="two").has("decode", "8b 1024")
+    assert not result(tmp_path, H200 | {"driver": "580.2"}).has("decode", "8b 1024")
+
+
+def test_of_two_results_the_newer_figures_of_each_case_are_kept(tmp_path: Path) -> None:
+    ours, theirs = result(tmp_path / "a"), result(tmp_path / "b", H200 | {"driver": "580.2"})
+    theirs.add("decode", "8b 1024", {"by": "theirs"}, 1)
+    ours.add("decode", "8b 1024", {"by": "ours"}, 1)
+    ours.add("decode", "8b 4096", {"by": "ours"}, 1)
+    ours.fail("prefill", "8b 4 x 16384", "no")
+    theirs.add("decode", "8b 4096", {"by": "theirs"}, 1)
+    theirs.add("prefill", "8b 4 x 16384", {"by": "theirs"}, 1)
+    theirs.fail("profile", "8b decode", "no")
+    assert ours.merge(read_result(theirs.path)) == 3
+    kept = {
+        (e["case"], e["figures"]["by"], ours.json["machines"][e["machine"]]["driver"]) for e in ours.json["figures"]
+    }
+    assert kept == {
+        ("8b 1024", "ours", "580.1"), ("8b 4096", "theirs", "580.2"), ("8b 4 x 16384", "theirs", "580.2"),
+    }  # fmt: skip
+    assert cases(ours, "failures") == [("profile", "8b decode")]
+    assert ours.merge(read_result(theirs.path)) == 0
+
+
+def test_a_tiny_run_never_gets_into_a_real_result(tmp_path: Path) -> None:
+    real, tiny = result(tmp_path / "a"), result(tmp_path / "b", tiny=True)
+    real.save()
+    tiny.save()
+    with pytest.raises(NotAResult, match="is a real run's: name another folder"):
+        result(tmp_path / "a", tiny=True)
+    with pytest.raises(NotAResult, match="do not go together"):
+        real.merge(tiny.json)
+
+
+def test_another_file_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text('{"schema": "batchgen.benchmarks/2"}')
+    with pytest.raises(NotAResult, match=r"gpu.json is not a result of gpu.sh \(batchgen.gpu/1\)$"):
+        result(tmp_path)
+
+
+def test_a_table_of_nothing_says_so_in_every_place(tmp_path: Path) -> None:
+    text = tables(result(tmp_path).json)
+    assert text.splitlines()[:3] == [
+        "| decoding, 8B, 256 sequences under one prefix | tokens/s | ms a step | floor, ms | of the floor |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| 1,024 tokens | not measured |  |  |  |",
+    ]
+    assert text.count("not measured") == 3 + 6 + 5 * 4
+    assert text.endswith("\nNothing has been measured on a GPU yet: `benchmarks/gpu.sh` does it.\n")
+
+
+def test_a_table_shows_what_there_is(tmp_path: Path) -> None:
+    found = result(tmp_path)
+    found.add("decode", "8b 1024", DECODED, 1)
+    found.fail("decode", "8b 4096", "no")
+    found.add("overhead", "0.5b 1024", {"outside_share": 0.123, "step_ms": 3.14}, 1)
+    found.add("prefill", "8b 32 x 2048", {"matmul_share": 0.555, "tokens_per_s": 27_000.0}, 1)
+    found.add("parity", "bfloat16 0.5b", {"difference": 0.0391, "spread_of_transformers": 0.047}, 1)
+    lines = tables(found.json).splitlines()
+    assert "| 1,024 tokens | 20,000 | 12.8 | 8.6 | 67% |" in lines
+    assert "| 4,096 tokens | failed |  |  |  |" in lines
+    assert "| 16,384 tokens | not measured |  |  |  |" in lines
+    assert "| 0.5B, 256 sequences: of a step not the device's work | 12% of 3.1 ms |" in lines
+    assert "| 8B, prompts of 2,048 tokens: of the rate of a large matrix product | 56%, 27,000 tokens/s |" in lines
+    assert any(line.endswith("| 0.0391, 0.047 |") for line in lines)
+
+
+def ran(rows: int, rate: float) -> dict[str, Any]:
+    return {"rows": rows, "tokens_per_s": rate}
+
+
+def test_engines_are_compared_on_the_same_rows(tmp_path: Path) -> None:
+    found = result(tmp_path)
+    found.add("few-shot", "batchgen", ran(4000, 30_000.0), 1)
+    found.add("few-shot", "batchgen --no-share", ran(4000, 3_000.0), 1)
+    found.add("few-shot", "transformers-generate", ran(512, 1_000.0), 1)
+    assert compared(found.json, "few-shot", "batchgen --no-share") == "3,000 **10.0x**"
+    assert compared(found.json, "few-shot", "transformers-generate") == "1,000 (512 rows)"
+    found.add("few-shot", "batchgen 512 rows", ran(512, 20_000.0), 1)
+    assert compared(found.json, "few-shot", "transformers-generate") == "1,000 **20.0x** (512 rows)"
+    assert compared(found.json, "few-shot", "transformers-continuous") == "not measured"
+
+
+def test_architectures_that_are_not_exact_are_named(tmp_path: Path) -> None:
+    found = result(tmp_path)
+    for name, good in (("llama", True), ("llama/mqa", True), ("qwen2", True), ("gemma2", False)):
+        found.add("parity", f"float32 {name}", {"exact": good}, 1)
+    assert exact(found.json) == "2; not gemma2"
+    found.fail("parity", "float32 opt", "no")
+    assert exact(found.json) == "2; not gemma2, opt"
+
+
+def test_the_caption_names_the_gpu_its_driver_and_the_versions(tmp_path: Path) -> None:
+    found = result(tmp_path)
+    found.add("decode", "8b 1024", DECODED, 1)
+    found.json["figures"][0]["date"] = "2026-01-02T03:04:05+00:00"
+    where = "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, transformers 5.17.0, triton 3.6.0"
+    assert caption(found.json).endswith(f" {where}, 2026-01-02.\n")
+    later = result(tmp_path, source="two")
+    later.json["figures"] = found.json["figures"]
+    later.add("decode", "8b 4096", DECODED, 1)
+    later.json["figures"][1]["date"] = "2026-01-05T03:04:05+00:00"
+    assert caption(later.json).endswith(f" {where}, 2026-01-02 to 2026-01-05. Figures are of 2 states of the code.\n")
+
+
+def test_the_same_tool_puts_it_between_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = result(tmp_path)
+    found.add("decode", "8b 1024", DECODED, 1)
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- benchmarks:gpu:begin -->\n<!-- benchmarks:gpu:end -->\nafter\n")
+    monkeypatch.setattr("sys.argv", ["table", str(found.path), "--write", str(readme)])
+    table.main()
+    text = tables(found.json)
+    assert readme.read_text() == f"before\n<!-- benchmarks:gpu:begin -->\n{text}<!-- benchmarks:gpu:end -->\nafter\n"
+    monkeypatch.setattr("sys.argv", ["table", str(found.path), "--check", str(readme)])
+    table.main()
+
+
+def test_what_belongs_into_the_notes_is_said_in_lines(tmp_path: Path) -> None:
+    found = result(tmp_path)
+    assert notes(found.json) == "Nothing has been measured.\n"
+    found.add("decode", "8b 1024", DECODED, 1)
+    step = {
+        "step_ms": 12.5, "idle_ms": 0.25, "launches_per_step": 300.0, "kinds_ms": {"matrix products": 9.0},
+        "kernels": [{"name": "gemm", "per_step": 128.0, "ms": 8.5}],
+    }  # fmt: skip
+    found.add("profile", "8b decode", step, 1)
+    grid = [
+        {"prefix": 64, "sharers": 2, "shared_ms": 2.0, "flat_ms": 1.0},
+        {"prefix": 64, "sharers": 4, "shared_ms": 1.0, "flat_ms": 3.0},
+    ]
+    found.add("kernels", "8b shared or flat", {"grid": grid, "best_shared_reads": 8, "used": 64}, 1)
+    tile = {
+        "tile": {"rows": 128},
+        "variants": [{"change": {}, "ms": 1.0}, {"change": {"keys": 32}, "failed": "no room"}],
+    }
+    found.add("kernels", "8b wide tiles", tile, 1)
+    found.add("kernels", "8b decode shared", {"ms": 0.2}, 1)
+    for entry in found.json["figures"]:
+        entry["date"] = "2026-01-02T03:04:05"
+    assert notes(found.json).splitlines() == [
+        "- 8b decode (2026-01-02, code one): 12.50 ms a step, 300 kernels; idle 0.25, matrix products 9.00",
+        "  - 8.500 ms in 128: `gemm`",
+        "- attention, 8b shared or flat (2026-01-02, code one):",
+        "  - prefix of 64, by sharers: 2: 0.50x, 4: 3.00x",
+        "  - sharing pays best from 8 queries x pages; 64 is used",
+        "- attention, 8b wide tiles (2026-01-02, code one):",
+        "  - the tile: rows 128",
+        "  - as it is: ms 1.0",
+        "  - keys 32: failed no room",
+        "- attention, 8b decode shared (2026-01-02, code one):",
+        "  - ms 0.2",
+    ]

@@ -1,0 +1,204 @@
+"""`benchmarks/gpu.sh`: its parts as processes, what is kept when one fails, hangs or dies; and all of it in small, on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.device import Bench
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.result import GpuResult, read_result
+from benchmarks.gpu.workloads import theirs
+from benchmarks.programs import ROOT, NotDone
+
+# A part of the cases a, b and c, of which b does what its first argument says.
+SCRIPT = """
+import json, os, sys, time
+def tell(case, **what): print("@gpu", json.dumps({"part": "decode", "case": case} | what), flush=True)
+done = [case for _, case in json.loads(sys.argv[2])]
+print("a library says something", flush=True)
+for case in "abc":
+    if case in done:
+        continue
+    tell(case, begins=True)
+    if case == "b":
+        if sys.argv[1] == "hangs":
+            time.sleep(60)
+        if sys.argv[1] == "dies":
+            os._exit(7)
+        tell(case, failure="no")
+        if sys.argv[1] == "breaks the device":
+            sys.exit(3)
+        continue
+    tell(case, figures={"case": case, "skipped": done}, seconds=1.0)
+"""
+
+
+def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, within: float | None = None) -> dict[str, Any]:
+    monkeypatch.setattr(
+        gpu, "command_of", lambda group, device, args, skip: [sys.executable, "-c", SCRIPT, how, json.dumps(skip)]
+    )
+    result = GpuResult(tmp_path / "gpu.json", {"gpu": "A GPU"}, "code", tiny=False)
+    run = gpu.Run(result, Namespace(within=None, tiny=False, go_on=False, work=tmp_path), "cpu")
+    if within:
+        monkeypatch.setitem(PARTS, "decode", PARTS["decode"].__class__("", "", within))
+    run.parts(["decode"])
+    assert run.failed == 1
+    return read_result(result.path)
+
+
+def kept(result: dict[str, Any]) -> dict[str, Any]:
+    return {e["case"]: e["figures"]["skipped"] for e in result["figures"]}
+
+
+def failures(result: dict[str, Any]) -> dict[str, str]:
+    return {e["case"]: e["message"] for e in result["failures"]}
+
+
+def test_what_fails_is_noted_and_the_next_case_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_of(tmp_path, monkeypatch, "fails")
+    assert (kept(found), failures(found)) == ({"a": [], "c": []}, {"b": "no"})
+
+
+def test_behind_an_error_of_the_device_the_part_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_of(tmp_path, monkeypatch, "breaks the device")
+    assert (kept(found), failures(found)) == ({"a": [], "c": ["a", "b"]}, {"b": "no"})
+
+
+def test_a_process_that_dies_is_begun_anew_behind_the_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_of(tmp_path, monkeypatch, "dies")
+    assert kept(found) == {"a": [], "c": ["a", "b"]}
+    assert failures(found) == {"b": "exit 7: a library says something"}
+
+
+def test_what_hangs_is_ended_and_what_came_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_of(tmp_path, monkeypatch, "hangs", within=2.0)
+    assert (kept(found), failures(found)) == ({"a": []}, {"b": "not done after 2 s"})
+
+
+def test_parts_are_named_one_by_one_or_together() -> None:
+    assert gpu.part_names("decode,workloads,decode") == [
+        "decode", "shared-prefix", "nested-groups", "few-shot", "nothing-shared",
+    ]  # fmt: skip
+    with pytest.raises(Exception, match=r"^'speed' is no part: parity, kernels, decode, "):
+        gpu.part_names("speed")
+
+
+def test_a_tiny_run_goes_elsewhere_by_default() -> None:
+    assert gpu.parse([]).output == ROOT / "benchmarks" / "results"
+    assert ROOT not in gpu.parse(["--tiny"]).output.parents
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_only_the_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu.sh", str(tmp_path)])
+    with pytest.raises(SystemExit) as e:
+        gpu.main()
+    assert (
+        str(e.value) == "benchmarks/gpu.sh: there is no CUDA device here; --tiny runs everything in small without one"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_are_merged_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    GpuResult(tmp_path / "there" / "gpu.json", {"gpu": "A GPU"}, "code", tiny=False).add("decode", "a", {}, 1)
+    monkeypatch.setattr("sys.argv", ["gpu.sh", str(tmp_path / "here"), "--merge", str(tmp_path / "there" / "gpu.json")])
+    gpu.main()
+    assert capsys.readouterr().out.startswith("1 cases of ")
+    assert [e["case"] for e in read_result(tmp_path / "here" / "gpu.json")["figures"]] == ["a"]
+
+
+class Slow:
+    """A workload on which an engine is done in time with 128 rows, and not with more."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, str]] = []
+        self.bench = Bench(torch.device("cpu"), tiny=True)
+        self.folder = Path("0.5b-bfloat16")
+
+    def call(self, engine: str, limit: int, options: list[str]) -> dict[str, Any]:
+        self.calls.append((limit, options[0]))
+        if limit > 128:
+            raise NotDone(f"{engine}: not done after 120 s")
+        if options[0] == "--sweep":
+            return {"tokens_per_s": {"1": 9.0, "2": 10.0}, "best": 2}
+        return {"completion_tokens": limit, "wall_s": 2.0, "tokens_per_s": limit / 2, "load_s": 1.0, "extras": {}}
+
+    def file(self, limit: int) -> tuple[Path, dict[str, Any]]:
+        return Path("rows.jsonl"), {"description": "Rows.", "rows": limit, "completion_tokens": limit}
+
+
+def test_an_engine_that_is_not_done_in_time_gets_fewer_rows() -> None:
+    workload, needed = Slow(), {512}
+    found = theirs(workload, "transformers-generate", (512, 128), needed)  # type: ignore[arg-type]
+    assert workload.calls == [(512, "--sweep"), (128, "--sweep"), (128, "--batch")]
+    assert (found["rows"], found["batch"], found["tokens_per_s"]) == (128, 2, 64.0)
+    assert needed == {512, 128}
+
+
+def test_an_engine_that_is_never_done_in_time_has_no_figures() -> None:
+    with pytest.raises(NotDone, match=r"^transformers-continuous: not done after 120 s$"):
+        theirs(Slow(), "transformers-continuous", (512, 256), set())  # type: ignore[arg-type]
+
+
+def run_tiny(folder: Path, *options: str) -> dict[str, Any]:
+    """Fails with what it printed unless everything was measured."""
+    command = [str(ROOT / "benchmarks" / "gpu.sh"), "--tiny", "--work", str(folder), *options]
+    environment = os.environ | {"PYTHON": sys.executable}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return read_result(folder / "results" / "gpu-tiny.json")
+
+
+def cases_of(result: dict[str, Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for entry in result["figures"]:
+        found.setdefault(entry["part"], []).append(entry["case"])
+    return found
+
+
+@pytest.mark.slow
+def test_everything_runs_in_small_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found = run_tiny(tmp_path, "--only", "kernels,decode,overhead,prefill,profile,few-shot")
+    assert found["failures"] == []
+    assert cases_of(found) == {
+        "kernels": [
+            "8b shared or flat", "0.5b shared or flat", "8b decode alone", "8b decode shared", "8b prefill 4 x 2048",
+            "8b prefill 1 x 8192", "8b wide tiles", "8b narrow tiles", "8b splits",
+        ],
+        "decode": ["8b 1024", "8b 4096", "8b 16384"],
+        "overhead": ["0.5b 1024", "0.5b 0"],
+        "prefill": ["8b 32 x 2048", "8b 4 x 16384", "0.5b 128 x 2048"],
+        "profile": ["8b decode", "8b prefill", "0.5b decode", "0.5b prefill"],
+        "few-shot": ["batchgen"],
+    }  # fmt: skip
+    for entry in found["figures"]:
+        if entry["part"] == "decode":
+            assert entry["figures"]["own_tokens"] == 127.5
+            assert entry["figures"]["floor_ms"] > 0
+
+
+@pytest.mark.nightly
+def test_parity_and_every_workload_run_in_small_without_a_gpu(tmp_path: Path) -> None:
+    found = run_tiny(tmp_path, "--only", "parity,workloads")
+    assert found["failures"] == []
+    cases = cases_of(found)
+    assert list(cases) == ["parity", "shared-prefix", "nested-groups", "few-shot", "nothing-shared"]
+    assert cases["shared-prefix"] == [
+        "batchgen",
+        "batchgen --no-share",
+        "transformers-generate",
+        "transformers-continuous",
+    ]
+    exact = [e["figures"]["exact"] for e in found["figures"] if e["case"].startswith(("float32", "schedules"))]
+    assert exact == [True, True, True]
