@@ -166,7 +166,7 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_everything_runs_in_small_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     found = run_tiny(tmp_path, "--only", "kernels,decode,overhead,prefill,profile,few-shot")

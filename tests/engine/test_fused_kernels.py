@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import gelu, linear, silu
 
 from batchgen.engine import forwards
-from batchgen.engine.kernels import build, elementwise
+from batchgen.engine.kernels import build
 from batchgen.engine.kernels import linear as packed
 from batchgen.engine.kernels.build import NoKernels
 from batchgen.engine.kernels.elementwise import rms_norm, rotate
@@ -26,19 +26,19 @@ def runs(flag):
 
 
 def forget():
-    for cached in (build.library, elementwise._function, packed._function):
+    for cached in (build.library, build.kernel):
         cached.cache_clear()
 
 
 other = [
-    pytest.param(f, marks=[pytest.mark.slow, *([] if runs(f) else [pytest.mark.skip("not for this processor")])])
+    pytest.param(f, marks=[pytest.mark.nightly, *([] if runs(f) else [pytest.mark.skip("not for this processor")])])
     for f in ("-mno-avx512bf16", "-march=x86-64-v3")
 ]
 
 
 @pytest.fixture(scope="module", params=["", *other], autouse=True)
 def kernels(request, tmp_path_factory):
-    """As they are compiled here, and (slow) as for lesser processors."""
+    """As they are compiled here, and (nightly) as for lesser processors."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
             flags = build._flags()

@@ -122,7 +122,7 @@ def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
 
 @pytest.mark.slow
 @settings(
-    max_examples=2000, deadline=None, phases=[Phase.generate, Phase.shrink],
+    max_examples=500, deadline=None, phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @cases

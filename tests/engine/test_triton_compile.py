@@ -59,7 +59,7 @@ json.dump(found, sys.stdout)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_operator_launches_compiles_for_an_h200_and_fits_its_multiprocessors(command_environment, tmp_path):
     environment = command_environment | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
