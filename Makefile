@@ -46,10 +46,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 test-nightly: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow or nightly" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "(slow or nightly) and not gpu" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -99,7 +99,7 @@ class Run:
             print(f"{part}, {case}: failed: {told['failure']}", file=sys.stderr, flush=True)
         else:
             self.result.add(part, case, told["figures"], told["seconds"])
-            print(f"{part}, {case} ({told['seconds']:.0f} s): {json.dumps(told['figures'])[:2000]}", flush=True)
+            print(f"{part}, {case} ({told['seconds']:.0f} s): {_brief(told['figures'])}", flush=True)
 
 
 class Child:
@@ -207,6 +207,12 @@ def part_names(text: str) -> list[str]:
             raise argparse.ArgumentTypeError(f"{name!r} is no part: {', '.join([*PARTS, *GROUPS])}")
         names += GROUPS.get(name, (name,))
     return list(dict.fromkeys(names))
+
+
+def _brief(figures: dict[str, Any]) -> str:
+    """What is no table of its own, in a line."""
+    return json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict | list | str)})
+
 
 
 def main() -> None:
