@@ -214,7 +214,6 @@ def _brief(figures: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict | list | str)})
 
 
-
 def main() -> None:
     args = parse()
     path = args.output / ("gpu-tiny.json" if args.tiny else "gpu.json")
