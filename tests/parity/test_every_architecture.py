@@ -93,7 +93,7 @@ SPOILT: dict[str, Callable[[LayerOptions], LayerOptions]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", _params(sorted(SHAPES)))
 def test_all_that_a_layer_asks_of_attention_shows_in_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = packed_model(name), expected_of(name)
