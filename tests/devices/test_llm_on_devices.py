@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,20 @@ from fakes import ThreadProcess
 
 from batchgen import LLM, EngineConfig, Result, SamplingParams
 from batchgen.devices import processes, worker
+from batchgen.devices.messages import Setup
 from batchgen.errors import DevicesLost, ModelError
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+one_at_a_time = threading.Lock()
+
+
+def load_in_turn(setup: Setup) -> Any:
+    """transformers patches its classes while it loads, and two threads would put each other's patches back: processes do not meet."""
+    with one_at_a_time:
+        return worker.load(setup)
 
 
 @pytest.fixture
@@ -22,7 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadProcess]]:
     started: list[ThreadProcess] = []
 
     def start(connection: Any, said: Any) -> ThreadProcess:
-        started.append(ThreadProcess(connection, said, worker.load))
+        started.append(ThreadProcess(connection, said, load_in_turn))
         return started[-1]
 
     monkeypatch.setattr(processes, "start_process", start)
