@@ -15,7 +15,7 @@ import pytest
 from harness import TINY_SPOOL, Case, Job, Running, Runs, journal_keys, write_common_input
 
 TWO = ("--device", "cpu:0,1")
-LONG = ("--max-tokens", "60", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")
+LONG = ("--max-tokens", "240", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")
 
 
 def until(done: Callable[[], bool], running: Running) -> None:
