@@ -18,34 +18,49 @@ Prompt = tuple[str, int]
 """A prompt and the tokens to generate for it."""
 
 
+def _under_one(text: Text, rnd: random.Random, prefix: int, rows: int, out: int) -> list[Prompt]:
+    shared = text(prefix)
+    return [(shared + text(rnd.randint(16, 64)), out) for _ in range(rows)]
+
+
+def _nested(text: Text, rnd: random.Random, root: int, group: int, groups: int, rows: int) -> list[Prompt]:
+    first = text(root)
+    begun = [first + text(group) for _ in range(groups)]
+    return [(g + text(rnd.randint(8, 96)), rnd.randint(8, 128)) for g in begun for _ in range(rows)]
+
+
+def _labelling(text: Text, rows: int) -> list[Prompt]:
+    examples = text(2048)
+    return [(examples + text(32), 4) for _ in range(rows)]
+
+
+def _strangers(text: Text, rnd: random.Random, rows: int, out: int) -> list[Prompt]:
+    return [(text(rnd.randint(32, 512)), out) for _ in range(rows)]
+
+
 def shared_prefix(text: Text, rnd: random.Random) -> list[Prompt]:
     """One prefix of 1,024 tokens, 256 rows, 16–64 tokens of their own, 64 out."""
-    prefix = text(1024)
-    return [(prefix + text(rnd.randint(16, 64)), 64) for _ in range(256)]
+    return _under_one(text, rnd, 1024, 256, 64)
 
 
 def nested_groups(text: Text, rnd: random.Random) -> list[Prompt]:
     """A root of 128 tokens, 16 groups of 512, 16 rows each, 8–96 tokens of their own, 8–128 out."""
-    root = text(128)
-    groups = [root + text(512) for _ in range(16)]
-    return [(group + text(rnd.randint(8, 96)), rnd.randint(8, 128)) for group in groups for _ in range(16)]
+    return _nested(text, rnd, 128, 512, 16, 16)
 
 
 def few_shot(text: Text, rnd: random.Random) -> list[Prompt]:
     """Few-shot labelling: one prefix of 2,048 tokens, 512 rows of 32 tokens, 4 out."""
-    prefix = text(2048)
-    return [(prefix + text(32), 4) for _ in range(512)]
+    return _labelling(text, 512)
 
 
 def nothing_shared(text: Text, rnd: random.Random) -> list[Prompt]:
     """128 rows of 32–512 tokens, 32 out."""
-    return [(text(rnd.randint(32, 512)), 32) for _ in range(128)]
+    return _strangers(text, rnd, 128, 32)
 
 
 def long_prefix(text: Text, rnd: random.Random) -> list[Prompt]:
     """One prefix of 8,192 tokens, 64 rows, 16–64 tokens of their own, 32 out."""
-    prefix = text(8192)
-    return [(prefix + text(rnd.randint(16, 64)), 32) for _ in range(64)]
+    return _under_one(text, rnd, 8192, 64, 32)
 
 
 def varied_lengths(text: Text, rnd: random.Random) -> list[Prompt]:
@@ -61,26 +76,22 @@ WORKLOADS: dict[str, Callable[[Text, random.Random], list[Prompt]]] = {
 
 def shared_2048(text: Text, rnd: random.Random) -> list[Prompt]:
     """One prefix of 2,048 tokens, 2,000 rows, 16–64 tokens of their own, 64 out."""
-    prefix = text(2048)
-    return [(prefix + text(rnd.randint(16, 64)), 64) for _ in range(2000)]
+    return _under_one(text, rnd, 2048, 2000, 64)
 
 
 def nested_2048(text: Text, rnd: random.Random) -> list[Prompt]:
     """A root of 512 tokens, 32 groups of 1,024, 64 rows each, 8–96 tokens of their own, 8–128 out."""
-    root = text(512)
-    groups = [root + text(1024) for _ in range(32)]
-    return [(group + text(rnd.randint(8, 96)), rnd.randint(8, 128)) for group in groups for _ in range(64)]
+    return _nested(text, rnd, 512, 1024, 32, 64)
 
 
 def few_shot_4000(text: Text, rnd: random.Random) -> list[Prompt]:
     """Few-shot labelling: one prefix of 2,048 tokens, 4,000 rows of 32 tokens, 4 out."""
-    prefix = text(2048)
-    return [(prefix + text(32), 4) for _ in range(4000)]
+    return _labelling(text, 4000)
 
 
 def unshared_2000(text: Text, rnd: random.Random) -> list[Prompt]:
     """2,000 rows of 32–512 tokens, 64 out."""
-    return [(text(rnd.randint(32, 512)), 64) for _ in range(2000)]
+    return _strangers(text, rnd, 2000, 64)
 
 
 GPU_WORKLOADS: dict[str, Callable[[Text, random.Random], list[Prompt]]] = {

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import IO, Any, Protocol
 
@@ -54,3 +55,13 @@ def how_it_ended(process: Process, said: IO[bytes]) -> str:
     lines = said.read().decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{how}: {last[:300]}" if last else how
+
+
+def kill(processes: list[tuple[Process, IO[bytes]]]) -> None:
+    """Ends processes, and closes what they printed to."""
+    for process, _ in processes:
+        process.kill()
+    for process, said in processes:
+        with suppress(subprocess.TimeoutExpired):  # a device's driver may hold it back, and nothing more can be done
+            process.wait(END_SECONDS)
+        said.close()

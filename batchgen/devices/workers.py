@@ -9,20 +9,18 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from subprocess import TimeoutExpired
 from typing import IO, Any
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.base import OnResult, OnToken
 from batchgen.devices.channel import Channel
 from batchgen.devices.messages import Cancel, Failed, Ready, Report, Setup, Stop, Work
-from batchgen.devices.processes import END_SECONDS, Process, how_it_ended
+from batchgen.devices.processes import Process, how_it_ended, kill
 from batchgen.devices.shares import Shares
 from batchgen.errors import BatchgenError, DevicesLost, OutOfMemory
 from batchgen.prefix import PrefixPlan
@@ -73,6 +71,10 @@ class _Worker:
         self.channel.send(message)
         self.sent += 1
 
+    def forget_rows(self) -> None:
+        self.rows.clear()
+        self.leaves = 0
+
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -103,7 +105,7 @@ class Workers:
         self._rows: dict[int, _Row] = {}
         self._to_cancel: deque[int] = deque()
         self._processes: list[tuple[Process, IO[bytes]]] = []
-        self._end = weakref.finalize(self, _kill, self._processes)
+        self._end = weakref.finalize(self, kill, self._processes)
         try:
             for place, device in enumerate(model.devices):
                 self._start(start, place, device, model, config)
@@ -218,8 +220,7 @@ class Workers:
         self._rows.clear()
         self._shares.clear()
         for worker in self._workers:
-            worker.rows.clear()
-            worker.leaves = 0
+            worker.forget_rows()
 
     # -- results come in
 
@@ -302,14 +303,4 @@ class Workers:
         for row in worker.rows.values():
             row.worker = None
         self._shares.lost(worker.place, [row.request for row in worker.rows.values()])
-        worker.rows.clear()
-        worker.leaves = 0
-
-
-def _kill(processes: list[tuple[Process, IO[bytes]]]) -> None:
-    for process, _ in processes:
-        process.kill()
-    for process, said in processes:
-        with suppress(TimeoutExpired):  # a device's driver may hold it back, and nothing more can be done
-            process.wait(END_SECONDS)
-        said.close()
+        worker.forget_rows()

@@ -68,31 +68,14 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "pytest -m gpu", lambda: gpu_tests(bench)
 
 
-def prompts_and_lengths(vocabulary: int) -> tuple[list[list[int]], list[int]]:
-    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two pages."""
-    rnd = random.Random(3)
-
-    def text(count: int) -> list[int]:
-        return [rnd.randrange(vocabulary) for _ in range(count)]
-
-    root = text(40)
-    groups = [root + text(n) for n in (50, 24)]
-    document = groups[0] + text(38)
-    prompts = [g + text(rnd.randint(1, 12)) for g in groups for _ in range(3)]
-    prompts += [document, document + text(5), groups[1], root[:39], [5], text(70)]
-    lengths = [rnd.randint(2, 9) for _ in prompts]
-    lengths[1] = lengths[4] = lengths[-1] = 36
-    return prompts, lengths
-
-
 def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]:
     """Rows whose tokens are those of `generate`, under each schedule; and how far logits lie from its logits, of the largest."""
     from models import build, expect, make_requests, run
-    from shapes import VOCAB
+    from shapes import prompts_and_lengths
 
     reference = build(name).to(bench.device)
     model = prepare_model(copy.deepcopy(reference))
-    prompts, lengths = prompts_and_lengths(VOCAB)
+    prompts, lengths = prompts_and_lengths()
     with torch.device(bench.device):
         expected = [expect(reference, p, n) for p, n in zip(prompts, lengths, strict=True)]
     largest = max(float(e.logits.abs().max()) for e in expected)

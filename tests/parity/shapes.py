@@ -5,6 +5,7 @@ By `model_type`; what follows a slash is another shape of the same. Windows are 
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 VOCAB = 199
@@ -205,3 +206,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "vaultgemma": WINDOW | {"attn_logit_softcapping": 1.0},
     "youtu": MLA,
 }  # fmt: skip
+
+
+def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
+    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two pages."""
+    rng = random.Random(3)
+
+    def text(count: int) -> list[int]:
+        return [rng.randrange(VOCAB) for _ in range(count)]
+
+    root = text(40)
+    groups = [root + text(n) for n in (50, 24)]
+    document = groups[0] + text(38)
+    prompts = [g + text(rng.randint(1, 12)) for g in groups for _ in range(3)]
+    prompts += [document, document + text(5), groups[1], root[:39], [5], text(70)]
+    lengths = [rng.randint(2, 9) for _ in prompts]
+    lengths[1] = lengths[4] = lengths[-1] = 36
+    return prompts, lengths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -12,7 +11,7 @@ import pytest
 import transformers
 from features import candidates
 from models import Expected, engine_for, expect, make_requests, packed_model, reference_model, run, watched
-from shapes import SHAPES, VOCAB
+from shapes import SHAPES, prompts_and_lengths
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from batchgen.engine.architectures import REFUSED, VERIFIED, VERIFIED_ON, check_architecture, is_verified, refusal
@@ -30,24 +29,7 @@ TOLERANCE = 5e-5
 2% of attention's scale, a window, a soft cap or sinks left out make ten times as much and more."""
 
 
-def _prompts() -> tuple[list[list[int]], list[int]]:
-    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two pages."""
-    rng = random.Random(3)
-
-    def text(count: int) -> list[int]:
-        return [rng.randrange(VOCAB) for _ in range(count)]
-
-    root = text(40)
-    groups = [root + text(n) for n in (50, 24)]
-    document = groups[0] + text(38)
-    prompts = [g + text(rng.randint(1, 12)) for g in groups for _ in range(3)]
-    prompts += [document, document + text(5), groups[1], root[:39], [5], text(70)]
-    lengths = [rng.randint(2, 9) for _ in prompts]
-    lengths[1] = lengths[4] = lengths[-1] = 36
-    return prompts, lengths
-
-
-PROMPTS, LENGTHS = _prompts()
+PROMPTS, LENGTHS = prompts_and_lengths()
 # The first decodes all side by side; the second mixes prefill in slices with decoding, and runs out of pages.
 TELLING = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8}}
 

@@ -26,7 +26,6 @@ WIDE_LEAST_KEYS, NARROW_LEAST_KEYS = 512, 256
 """A range of keys is not split into shorter ones: the merge would cost more. To be measured."""
 STAGING = 3
 """Host buffers used in turn: so many steps may be planned before the first one's copy must have ended."""
-NO_LIMIT = 1 << 62
 PARTIALS = 4096
 """Partial results of a query that there is room for at first."""
 MOST_SLOTS = 1 << 31
@@ -105,7 +104,7 @@ class DeviceAttention:
         `tokens`: the padded size of the batch; padded places write no KV and give zeros. Raises `ValueError` where it is too small.
         """
         size = self._cache.page_size
-        cuts = cut(works, size, SHARED_READS, NO_LIMIT)
+        cuts = cut(works, size, SHARED_READS)
         count = cuts.num_tokens
         padded = count if tokens is None else tokens
         if not count <= padded <= self._max_tokens:
@@ -208,19 +207,8 @@ def attend(
         )  # fmt: skip
     block_h = max(1, min(_power_of_two(H), MERGED // block_v))
     kernels.merge_kernel[T, -(-H // block_h)](
-        plan,
-        some_sinks,
-        out,
-        part_out,
-        part_lse,
-        H,
-        V,
-        block_h,
-        block_v,
-        sinks is not None,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        plan, some_sinks, out, part_out, part_lse, H, V, block_h, block_v, sinks is not None, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return out
 
 

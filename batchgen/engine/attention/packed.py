@@ -25,7 +25,6 @@ TILE_ROWS = 64
 """Query heads of neighbouring tokens that read keys together, about."""
 SHARED_READS = 2
 """A run of pages becomes a shared part where queries x pages reaches this."""
-NO_LIMIT = 1 << 62
 
 
 def storage(layers: dict[int, LayerShape], dtype: torch.dtype) -> dict[int, LayerShape]:
@@ -62,7 +61,7 @@ class PackedAttention:
 
     def __init__(self, library: ctypes.CDLL, works: Sequence[Work], cache: KVCache) -> None:
         size = cache.page_size
-        cuts = cut(works, size, SHARED_READS, NO_LIMIT)
+        cuts = cut(works, size, SHARED_READS)
         self.positions = cuts.positions
         self.num_parts = len(cuts.shared) + 1
         self._library = library

@@ -26,6 +26,7 @@ SHARED_READS = 64
 """A run of pages becomes a shared part where queries x pages reaches this (CPU, benchmarks/NOTES.md)."""
 CAUSAL_SCORES = 1 << 16
 """Most (query, key) pairs of one causal batch, for each head: bounds the scores in memory."""
+NO_LIMIT = 1 << 62
 PADDING = np.int64(1) << 40  # the position of a key that is not there: after every query
 
 
@@ -128,7 +129,7 @@ def plan_attention(works: Sequence[Work], page_size: int, shared_reads: int = SH
     return AttentionPlan(cuts.num_tokens, cuts.positions, cuts.slots, tuple(cuts.shared), paged, causal, page_size)
 
 
-def cut(works: Sequence[Work], page_size: int, shared_reads: int, block: int) -> Cuts:
+def cut(works: Sequence[Work], page_size: int, shared_reads: int, block: int = NO_LIMIT) -> Cuts:
     """Cuts a step whose works are in depth-first order, into blocks of at most `block` queries of one span."""
     sizes = [w.stop - w.start for w in works]
     num_tokens = sum(sizes)

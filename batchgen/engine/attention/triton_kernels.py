@@ -173,6 +173,28 @@ def _walk(
 
 
 @triton.jit
+def _give(
+    acc, top, total, sinks, out, part_out, part_lse, partial, q_start, token, head, real, H: tl.constexpr, V: tl.constexpr,
+    BLOCK_V: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Stores what a block of rows has found: the output, where it is all, else a partial result, to be merged."""
+    at_v = tl.arange(0, BLOCK_V)
+    base = tl.where(top == -INF, 0.0, top)
+    columns = real[:, None] & (at_v < V)[None, :]
+    if partial < 0:
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - base)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = ((q_start + token).to(tl.int64) * H + head) * V
+        tl.store(out + to[:, None] + at_v[None, :], acc.to(out.dtype.element_ty), mask=columns)
+    else:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = (partial + token).to(tl.int64) * H + head
+        tl.store(part_out + to[:, None] * V + at_v[None, :], acc, mask=columns)
+        tl.store(part_lse + to, tl.where(total == 0.0, -INF, base + tl.log2(total)), mask=real)
+
+
+@triton.jit
 def attend_kernel(
     q, keys, values, plan, sinks, out, part_out, part_lse, q_head, q_token, keys_head, values_head, window, scale, cap,
     LANE: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
@@ -182,7 +204,6 @@ def attend_kernel(
     """Walks a lane's items: each for every key/value head and, where a tile holds more rows than a block, every block of it."""
     BLOCKS: tl.constexpr = (TOKENS * G + BLOCK_M - 1) // BLOCK_M
     at_d = tl.arange(0, BLOCK_D)
-    at_v = tl.arange(0, BLOCK_V)
     items = plan + tl.load(plan + LANE + 1)
     count = tl.load(plan + LANE) * (K * BLOCKS)
     for unit in tl.range(tl.program_id(0), count, tl.num_programs(0)):
@@ -233,19 +254,9 @@ def attend_kernel(
                 D, V, PAGE, BLOCK_D, BLOCK_V, BLOCK_N, True, WINDOW, SOFTCAP, UPCAST, PRECISION,
             )  # fmt: skip
 
-            base = tl.where(top == -INF, 0.0, top)
-            columns = real[:, None] & (at_v < V)[None, :]
-            if partial < 0:
-                if SINKS:
-                    total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - base)
-                acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                to = ((q_start + token).to(tl.int64) * (K * G) + head) * V
-                tl.store(out + to[:, None] + at_v[None, :], acc.to(out.dtype.element_ty), mask=columns)
-            else:
-                acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                to = (partial + token).to(tl.int64) * (K * G) + head
-                tl.store(part_out + to[:, None] * V + at_v[None, :], acc, mask=columns)
-                tl.store(part_lse + to, tl.where(total == 0.0, -INF, base + tl.log2(total)), mask=real)
+            _give(
+                acc, top, total, sinks, out, part_out, part_lse, partial, q_start, token, head, real, K * G, V, BLOCK_V, SINKS
+            )  # fmt: skip
 
 
 @triton.jit
