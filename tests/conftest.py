@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 
-signal.signal(
-    signal.SIGHUP, signal.SIG_DFL
-)  # under nohup it is ignored, and so it would be in every run that a test starts
+# Ignored under nohup, or in a shell's background, and so they would be in every run that a test starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
