@@ -126,5 +126,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
+        or any(said in str(error) for said in ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED"))
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -112,7 +113,8 @@ class Graphs:
             self._notes.append(
                 "no memory for more CUDA graphs; steps of other sizes run without, which is slower (--kv-memory, given by hand and lower, leaves more)"
                 if is_out_of_memory(e)
-                else f"the model cannot be captured as a CUDA graph and runs without, which is slower: {_line(e)}"
+                # torch says of a capture only that it failed: what made it fail came before
+                else f"the model cannot be captured as a CUDA graph and runs without, which is slower: {_line(e.__context__ or e)}"
             )
             return False
         return True
@@ -132,22 +134,46 @@ class CudaCapture:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._tried = False
 
     def __call__(self, forward: Callable[[], None]) -> Replay:
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Libraries make their workspaces and kernels are compiled: neither can be captured.
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                forward()
-            current.wait_stream(self._stream)
-            # Other threads may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                forward()
+            try:
+                with torch.cuda.stream(self._stream):
+                    # Libraries make their workspaces and kernels are compiled: neither can be captured.
+                    forward()
+                    if not self._tried:  # a forward that waits for the device cannot be captured either
+                        with _waiting_fails():
+                            forward()
+                        self._tried = True
+            finally:
+                current.wait_stream(self._stream)
+            try:
+                # Other threads may allocate meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    forward()
+            except BaseException:
+                # torch 2.11's allocator goes on as if the capture did (pytorch#180395): it gives nothing back any more.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+                raise
         finally:
             torch.cuda.set_stream(current)  # torch leaves the other one current where a capture fails
         return graph.replay
+
+
+@contextmanager
+def _waiting_fails() -> Iterator[None]:
+    """In the block whatever waits for a CUDA device raises `RuntimeError`."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _line(error: BaseException) -> str:

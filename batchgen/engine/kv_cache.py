@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,8 +89,7 @@ class KVCache:
         """The KV of these pages in host memory. On CUDA it is on its way there, beside what the device computes next."""
         places = self._places(pages)
         return [
-            self._keep(self._paged(pool).index_select(1, places[pool.device]).transpose(0, 1).contiguous())
-            for pool in self.pools
+            self._keep(self._paged(pool).transpose(0, 1).index_select(0, places[pool.device])) for pool in self.pools
         ]
 
     def load(self, saved: Sequence[Kept], first: int, pages: Sequence[int]) -> None:
@@ -151,7 +151,12 @@ def bytes_per_token(layers: dict[int, LayerShape], dtype: torch.dtype, device: t
 
 def _on_its_own(part: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that is no view: what torch.compile makes of writes to several views of one tensor is wrong."""
-    return part if part.device.type == "meta" else from_dlpack(part)
+    if part.device.type == "meta":
+        return part
+    with (
+        torch.cuda.device(part.device) if part.device.type == "cuda" else nullcontext()
+    ):  # it takes the current device's only
+        return from_dlpack(part)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

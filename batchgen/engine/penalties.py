@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from batchgen.engine.slots import Batch
+from batchgen.engine.staging import put
 from batchgen.engine.vocabulary_rows import VocabularyRows
 from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ class Penalties:
     """Of the sequences that have any. What a slot's record names as `seen` and `counts` are rows here."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+        self._vocab_size, self._device = vocab_size, device
         self._seen = VocabularyRows(vocab_size, torch.bool, device)
         self._counts = VocabularyRows(vocab_size, torch.int32, device)
 
@@ -28,13 +29,15 @@ class Penalties:
             return
         drawn = np.asarray(generated, dtype=np.int64)
         if params.repetition_penalty != 1:
-            seen = np.zeros(self._vocab_size, dtype=np.bool_)
-            ids = np.concatenate([prompt, drawn])
-            seen[ids[ids < self._vocab_size]] = True  # a prompt may hold ids that the model has no logits for
-            record["seen"] = self._seen.take(seen)
+            ids = np.unique(np.concatenate([prompt, drawn]))
+            ids = ids[ids < self._vocab_size]  # a prompt may hold ids that the model has no logits for
+            row = record["seen"] = self._seen.take()
+            self._seen.rows[row].index_fill_(0, put(ids, self._device), True)
         if params.presence_penalty or params.frequency_penalty:
-            counts = np.bincount(drawn, minlength=self._vocab_size).astype(np.int32)
-            record["counts"] = self._counts.take(counts)
+            row = record["counts"] = self._counts.take()
+            if drawn.size:
+                ids, counts = np.unique(drawn, return_counts=True)
+                self._counts.rows[row].index_copy_(0, put(ids, self._device), put(counts.astype(np.int32), self._device))
 
     def remove(self, record: Any) -> None:
         """The sequence leaves; whoever takes its rows next sets them after its last step, in the device's order."""
@@ -67,4 +70,6 @@ class Penalties:
             if has.size:
                 some, at = batch.part(has)
                 rows, ids = some.rows(name), tokens[at]
-                state.rows[rows, ids] = True if name == "seen" else state.rows[rows, ids] + 1
+                # A number by itself would be copied to the device, for which the host waits.
+                new = torch.ones_like(ids, dtype=torch.bool) if name == "seen" else state.rows[rows, ids] + 1
+                state.rows[rows, ids] = new

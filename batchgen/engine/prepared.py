@@ -60,6 +60,7 @@ def prepare(
     if kernels is not None:
         fuse(module)
     probe, vocab_size = _probe(module, device, spread)
+    _settle_frequencies(module)
     windows = [window for window in probe.windows if window is not None]
     sliding = max(windows) if len(windows) == len(probe.windows) else None
     return LoadedModel(
@@ -75,6 +76,23 @@ def prepare(
         compile=compile,
         notes=notes,
     )
+
+
+def _settle_frequencies(module: torch.nn.Module) -> None:
+    """Rotary frequencies that may change with a batch's longest sequence stay as they are: contexts end before they would
+    (`prompts/tokenizer.py`), and to see that, every forward would look at the positions, for which the host waits.
+    """
+    for part in module.modules():
+        kind: Any = getattr(part, "rope_type", None)
+        if isinstance(kind, str):
+            part.rope_type = _settled(kind)  # type: ignore[assignment]
+        elif isinstance(kind, dict):
+            part.rope_type = {layers: _settled(of) for layers, of in kind.items()}  # type: ignore[assignment]
+
+
+def _settled(rope_type: str) -> str:
+    """What transformers' `dynamic_rope_update` leaves alone."""
+    return "default" if rope_type == "longrope" or "dynamic" in rope_type else rope_type
 
 
 def with_pages(model: LoadedModel, page_size: int) -> LoadedModel:

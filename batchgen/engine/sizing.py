@@ -10,6 +10,7 @@ import torch
 from batchgen.config import EngineConfig, parse_memory
 from batchgen.engine.kv_cache import bytes_per_token, devices_of
 from batchgen.engine.prepared import LoadedModel
+from batchgen.engine.sampler import AT_ONCE
 from batchgen.engine.steps import Limits
 from batchgen.engine.warmup import step_bytes
 from batchgen.errors import OutOfMemory, RowError, UsageError
@@ -29,8 +30,8 @@ LEAST_STEP = 256
 """A step of so many tokens is not made smaller."""
 STEP_SLACK = 1.5
 """What a step takes of memory, as a multiple of what it holds: steps of other sizes leave gaps, and graphs have memory of their own."""
-DRAWING = 6
-"""Float32 copies of a full batch's logits, at most, while tokens are drawn from them."""
+DRAWING = 12
+"""Float32 copies of the logits that tokens are drawn from at once, at most, meanwhile: sorting alone takes six."""
 GRAPHS_BYTES = 512 << 20
 """For what CUDA graphs take beside their tensors."""
 SPARE = 0.02
@@ -122,15 +123,17 @@ def _limits(model: LoadedModel, config: EngineConfig) -> Limits:
 
 def _measured(model: LoadedModel, limits: Limits, page_size: int) -> tuple[Limits, dict[torch.device, int]]:
     """Bytes for pages on each CUDA device, when a largest step has been run; and the limits, where it had to be made smaller for that."""
-    drawing = DRAWING * 4 * limits.batch_size * model.vocab_size
+    drawing = DRAWING * 4 * min(limits.batch_size * model.vocab_size, AT_ONCE)
     while True:
         free = {device: free_memory(device) for device in devices_of(model.layers)}
         steps = step_bytes(model, limits, page_size)
         if steps is not None and (
             limits.max_batch_tokens <= LEAST_STEP or all(steps[on] <= STEP_SHARE * free[on] for on in free)
         ):
-            drawn_on = model.device
-            return limits, {on: room_for_pages(free[on], steps[on], drawing if on == drawn_on else 0) for on in free}
+            left = {on: free_memory(on) for on in free}  # without what the libraries have loaded for the step
+            return limits, {
+                on: room_for_pages(left[on], steps[on], drawing if on == model.device else 0) for on in left
+            }
         if limits.max_batch_tokens == 1:
             raise OutOfMemory(f"{model.device} has not the memory for a forward of one token", "use a smaller --dtype")
         limits = halved(limits)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from numpy.typing import NDArray
-
-from batchgen.engine.staging import put
 
 
 class VocabularyRows:
@@ -18,8 +13,8 @@ class VocabularyRows:
             self.rows = torch.zeros((0, width), dtype=dtype, device=device)
         self._free: list[int] = []
 
-    def take(self, values: NDArray[Any]) -> int:
-        """A free row, set to `values` [V]."""
+    def take(self) -> int:
+        """A free row, set to zeros."""
         if not self._free:
             old = len(self.rows)
             self._free = list(range(2 * old + 7, old - 1, -1))
@@ -27,7 +22,7 @@ class VocabularyRows:
             with torch.inference_mode(False), torch.no_grad():
                 self.rows = torch.cat([self.rows, self.rows.new_zeros((old + 8, self.rows.shape[1]))])
         row = self._free.pop()
-        self.rows[row] = put(values, self.rows.device)
+        self.rows[row].zero_()
         return row
 
     def give_back(self, row: int) -> None:

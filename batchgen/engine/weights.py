@@ -24,8 +24,10 @@ def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
         return
     dtype = dtype_of(config, hf_config)
     quantized = getattr(hf_config, "quantization_config", None) is not None
-    free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
-    check_fits(weight_bytes(files, None if quantized else dtype), dtype, device.index or 0, free)
+    needed = weight_bytes(files, None if quantized else dtype)
+    if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
+        free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+        check_fits(needed, dtype, device.index or 0, free)
 
 
 def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]) -> None:

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import zstandard
-
 from batchgen.records.remote import is_url, open_remote, reaching, remote, version_of
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-BROKEN = (OSError, EOFError, zlib.error, zstandard.ZstdError)
+BROKEN = (OSError, EOFError, zlib.error)
 """What reading a cut or damaged stream raises."""
 _PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
 
@@ -114,12 +112,15 @@ def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
 class _ZstdReader(io.RawIOBase):
     """The frames of a zstandard stream, one after the other.
 
-    zstandard's own stream reader ends quietly where a file is cut; this one raises `EOFError`.
+    zstandard's own stream reader ends quietly where a file is cut; this one raises `EOFError`, and `OSError` for a damaged one.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
+        import zstandard  # for these files alone
+
         self._raw = raw
         self._decompressor = zstandard.ZstdDecompressor()
+        self._damaged = zstandard.ZstdError
         self._frame: Any = None
         self._waiting = b""  # compressed bytes of the next frame
         self._ready = memoryview(b"")
@@ -137,7 +138,10 @@ class _ZstdReader(io.RawIOBase):
                 return 0
             if self._frame is None:
                 self._frame = self._decompressor.decompressobj()
-            self._ready = memoryview(self._frame.decompress(piece))
+            try:
+                self._ready = memoryview(self._frame.decompress(piece))
+            except self._damaged as e:
+                raise OSError(str(e)) from e
             if self._frame.eof:
                 self._waiting, self._frame = self._frame.unused_data, None
         n = min(len(buffer), len(self._ready))

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from batchgen.records.arrow_values import array_of
 from batchgen.records.columns import ColumnType, clean, id_text
@@ -138,6 +137,8 @@ class JsonlWriter:
         if compression == "gzip":
             self._stream = gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0)
         elif compression == "zstd":
+            import zstandard  # for these files alone
+
             self._stream = zstandard.ZstdCompressor().stream_writer(file, closefd=False)  # type: ignore[arg-type]
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:

@@ -51,7 +51,8 @@ def main() -> None:
         max_new_tokens=max(work.max_tokens), do_sample=False, eos_token_id=-1, pad_token_id=tokenizer.pad_token_id
     )
     config = ContinuousBatchingConfig(max_batch_tokens=a.max_batch_tokens or None, allow_block_sharing=True)
-    config.num_blocks = blocks(model, ids, work, config.page_size)
+    page = getattr(config, "page_size", None) or config.block_size  # which transformers 5.17 calls it
+    config.num_blocks = blocks(model, ids, work, page)
     start = time.perf_counter()
     rows: dict[str, int] = {}
     done: dict[int, list[int]] = {}
@@ -83,7 +84,7 @@ def main() -> None:
         rows=len(ids),
         packages=("torch", "transformers", "tokenizers"),
         max_batch_tokens=a.max_batch_tokens,
-        page_size=config.page_size,
+        page_size=page,
         num_blocks=config.num_blocks,
     )
 

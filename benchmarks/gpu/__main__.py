@@ -70,13 +70,14 @@ class Run:
         while True:
             process = Child(group, self.device, self.args, skip, max(1.0, end - time.monotonic()))
             at: tuple[str, str] | None = None
+            told_any = False
             with closing(process.told()) as all_told:
                 for told in all_told:
                     case = told["part"], told["case"]
                     if told.get("begins"):
                         at = case
                         continue
-                    at = None
+                    at, told_any = None, True
                     skip.append(case)
                     self._take(told)
             code = process.code
@@ -86,8 +87,8 @@ class Run:
                 part, name = at or (group[0], START)
                 why = f"not done after {limit:g} s" if process.late else f"exit {code}: {process.last_words}"
                 self._take({"part": part, "case": name, "failure": why})
-                if at and not process.late:
-                    skip.append(at)
+                if not process.late and (at or told_any):
+                    skip += [at] if at else []  # else it ended between two cases
                     continue
             return
 

@@ -211,7 +211,7 @@ def varlen(bench: Bench, layer: Layer, count: int, length: int) -> float | None:
                     lambda causal=causal: varlen_attn(q, k, v, starts, starts, length, length, **causal)
                 )
             )  # type: ignore[misc]
-        except TypeError:
+        except Exception:  # of an argument that it has not, or a device or type that it does not serve
             continue
     return None
 

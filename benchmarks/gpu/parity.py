@@ -6,15 +6,10 @@ The shapes and the reference are those of tests/parity; float32 is real float32 
 from __future__ import annotations
 
 import copy
-import os
 import random
-import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +50,6 @@ BFLOAT16 = ("0.5b", "llama", "qwen3", "gemma2")
 BFLOAT16_OUT = 16
 NO_WORSE = 1.05
 """Times transformers' own error: what errors of as many rows differ by chance."""
-GPU_TESTS_LIMIT = 300.0
 
 
 def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -67,7 +61,6 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         yield f"schedules {name}", lambda name=name: float32(bench, name, tuple(SCHEDULES))  # type: ignore[misc]
     for name in bench.size(BFLOAT16, BFLOAT16[:2]):
         yield f"bfloat16 {name}", lambda name=name: bfloat16(bench, name)  # type: ignore[misc]
-    yield "pytest -m gpu", lambda: gpu_tests(bench)
 
 
 def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]:
@@ -224,49 +217,3 @@ def decoded(model: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequen
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
         found.append(torch.stack(steps, 1))
     return torch.cat(found)
-
-
-def gpu_tests(bench: Bench) -> dict[str, Any]:
-    """The tests that need a GPU; a tiny bench runs some that do not, to show that it can."""
-    tests = bench.size(["-m", "gpu"], ["-m", "", "tests/prefix/test_hashing.py"])
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        # Other versions of torch and transformers warn of other things: here only results count.
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-W",
-            "default",
-            "-p",
-            "no:cacheprovider",
-            "--junit-xml",
-            str(report),
-        ]
-        path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH")]))
-        process = subprocess.run(
-            [*command, "--continue-on-collection-errors", *tests],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=GPU_TESTS_LIMIT,
-        )
-        if not report.exists():
-            raise RuntimeError(f"pytest ended with {process.returncode}: {process.stdout[-2000:]}")
-        return counted(ET.parse(report).getroot())
-
-
-def counted(report: ET.Element) -> dict[str, Any]:
-    """Tests by outcome, of pytest's report; of the failed ones the name and the first line of what they say."""
-    found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
-    for case in report.iter("testcase"):
-        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
-        outcome = "failed" if bad is not None else "skipped" if case.find("skipped") is not None else "passed"
-        found[outcome] += 1
-        if bad is not None:
-            said = (bad.get("message") or "").strip().splitlines()
-            found["failures"].append(f"{case.get('classname')}::{case.get('name')}: {said[0] if said else ''}"[:300])
-    return found

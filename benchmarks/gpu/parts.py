@@ -42,7 +42,8 @@ def _workload(name: str, model: str = "0.5b") -> Part:
 
 
 PARTS: dict[str, Part] = {
-    "parity": Part("benchmarks.gpu.parity", "tokens and logits against transformers, and the GPU tests", 540.0),
+    "parity": Part("benchmarks.gpu.parity", "tokens and logits against transformers", 540.0),
+    "tests": Part("benchmarks.gpu.tests", "the tests that need a GPU", 420.0),
     "kernels": Part("benchmarks.gpu.kernels", "attention: shared against flat, tiles, beside torch's own", 240.0),
     "decode": Part("benchmarks.gpu.decode", "8B decoding under a shared prefix, against the step's floor", 240.0),
     "overhead": Part("benchmarks.gpu.overhead", "what of a 0.5B step is not the device's work", 180.0),

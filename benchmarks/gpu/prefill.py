@@ -46,6 +46,6 @@ def measure(bench: Bench, ceiling: Ceiling, served: Served, count: int, length: 
         "tflops": round(flop / wall / 1e12, 3),
         "matmul_share": round(flop / wall / ceiling.matmul, 4),
         "seconds": [round(w, 4) for w in walls[1:]],
-        "steps": len(moments) - 1,
+        "steps": moments[-1].steps - moments[0].steps,
         "rates": rates(ceiling),
     }

@@ -38,7 +38,7 @@ def prefill(bench: Bench, served: Served) -> dict[str, Any]:
 
     served.run(prompts(), 1)
     moments = served.run(prompts(), 1)
-    steps = len(moments) - 1
+    steps = moments[-1].steps - moments[0].steps
     step = (moments[-1].at - moments[0].at) / steps * 1e3
     last = served.engine.stats.completion_tokens + count
     recorder = Recorder(bench, lambda m: True, lambda m: m.tokens >= last)

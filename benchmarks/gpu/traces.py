@@ -55,23 +55,23 @@ class Recorder:
         self.begin, self.end = begin, end
         self.trace: Trace | None = None
         self._profile: Any = None
-        self._steps = 0
+        self._first = 0
 
     def __call__(self, moment: Moment) -> None:
         if self.trace is not None:
             return
         if self._profile is None:
             if self.begin(moment):
+                self._first = moment.steps
                 self.bench.sync()
                 on_device = [ProfilerActivity.CUDA] if self.bench.device.type == "cuda" else []
                 self._profile = profile(activities=[ProfilerActivity.CPU, *on_device])
                 self._profile.start()
             return
-        self._steps += 1
         if self.end(moment):
             self.bench.sync()
             self._profile.stop()
-            self.trace = trace_of(self._profile.events(), self.bench.device, self._steps)
+            self.trace = trace_of(self._profile.events(), self.bench.device, moment.steps - self._first)
 
 
 def trace_of(events: Sequence[Any], device: torch.device, steps: int) -> Trace:

@@ -87,7 +87,7 @@ def test_parts_are_named_one_by_one_or_together() -> None:
     assert gpu.part_names("decode,workloads,decode") == [
         "decode", "shared-prefix", "nested-groups", "few-shot", "nothing-shared",
     ]  # fmt: skip
-    with pytest.raises(Exception, match=r"^'speed' is no part: parity, kernels, decode, "):
+    with pytest.raises(Exception, match=r"^'speed' is no part: parity, tests, kernels, "):
         gpu.part_names("speed")
 
 
@@ -190,10 +190,10 @@ def test_everything_runs_in_small_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_parity_and_every_workload_run_in_small_without_a_gpu(tmp_path: Path) -> None:
-    found = run_tiny(tmp_path, "--only", "parity,workloads")
+    found = run_tiny(tmp_path, "--only", "parity,tests,workloads")
     assert found["failures"] == []
     cases = cases_of(found)
-    assert list(cases) == ["parity", "shared-prefix", "nested-groups", "few-shot", "nothing-shared"]
+    assert list(cases) == ["parity", "tests", "shared-prefix", "nested-groups", "few-shot", "nothing-shared"]
     assert cases["shared-prefix"] == [
         "batchgen",
         "batchgen --no-share",

@@ -216,11 +216,24 @@ def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(device,
     assert cache.values[0][0, 17].tolist() == [1, 1, 0, 1]
     assert cache.keys[0][0, 17].isnan().all()
     ones = torch.cat(out)
-    assert torch.equal(ones[:17], torch.ones(17, 1, 4, dtype=dtype, device=device))
+    torch.testing.assert_close(ones[:17], torch.ones(17, 1, 4, dtype=dtype, device=device))
     assert ones[17:].isnan().all()
     attention.plan(works_of(([2], 0, 1), ([0, 1], 16, 17)))  # the same page, before the bad token
     q = torch.ones(1, 2, 4, dtype=dtype, device=device)
-    assert torch.equal(attention(0, q, keys[:, :2], values[:, :2], LayerOptions(1.0)), torch.ones_like(out[1][:2]))
+    torch.testing.assert_close(
+        attention(0, q, keys[:, :2], values[:, :2], LayerOptions(1.0)), torch.ones_like(out[1][:2])
+    )
+
+
+def test_queries_of_another_type_than_the_pool_are_taken_in_its_own(device):
+    cache = KVCache({0: LayerShape(1, 16, 16, device)}, 2, 16, torch.bfloat16)
+    q, k, v = (torch.randn(1, 20, 16, device=device).to(torch.bfloat16) for _ in range(3))
+    attention = DeviceAttention(cache, 20, device)
+    attention.plan(works_of(([0, 1], 0, 20)))
+    want = attention(0, q, k, v, LayerOptions(0.25))
+    found = attention(0, q.float(), k, v, LayerOptions(0.25))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.to(torch.bfloat16), want)
 
 
 @pytest.mark.parametrize(
@@ -266,17 +279,17 @@ def test_a_plan_that_needs_more_room_gets_it_and_says_so(device, monkeypatch):
     monkeypatch.setattr(module, "PARTIALS", 2)
     monkeypatch.setattr(module, "NARROW_LEAST_KEYS", 1)
     cache = KVCache({0: LayerShape(1, 16, 16, device)}, PAGES, 1, torch.float32)
-    attention = DeviceAttention(cache, 4, device)
+    attention = DeviceAttention(cache, 1, device)
     words = len(attention._plan)
     attention.plan(works_of(([0], 0, 1)))
     assert (attention.generation, attention._partials) == (0, 2)
     attention.plan(works_of((list(range(100)), 99, 100)))
     assert (attention.generation, len(attention._plan)) == (1, words)
     assert attention._partials >= 4
-    table = list(range(PAGES)) * (words // PAGES)
+    table = list(range(PAGES)) * (words // PAGES + 1)
     attention.plan(works_of((table, len(table) - 1, len(table))))
     assert (attention.generation, len(attention._plan)) == (2, 2 * words)
-    assert attention.positions.tolist() == [len(table) - 1, 0, 0, 0]
+    assert attention.positions.tolist() == [len(table) - 1]
 
 
 @pytest.mark.parametrize(("padded", "message"), [(20, "21 tokens in a batch of 20, of at most 24"), (25, "21 tokens in a batch of 25, of at most 24")])  # fmt: skip

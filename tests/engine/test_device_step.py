@@ -219,7 +219,7 @@ def test_a_gpu_that_the_kernels_do_not_run_on_runs_plain_torch_and_the_user_is_t
     notes = []
     assert module.device_step(replace(model, device=torch.device("cuda", 0)), None, None, notes) is None
     assert notes == [
-        "cuda:0 runs plain torch, which is slower: the kernels need Triton and a GPU like the A100 or newer"
+        "cuda:0 runs plain torch, which is slower: the kernels need Triton, a C compiler for it, and a GPU like the A100 or newer"
     ]
 
 
@@ -236,7 +236,7 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "mistral"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "mistral", "llama/dynamic", "phi3/longrope"])
 def test_a_step_asks_the_device_nothing(model_type, monkeypatch):
     model = prepare_model(build_type(model_type))
     use_fake_device(monkeypatch)
@@ -267,6 +267,26 @@ def test_graphs_on_a_gpu_write_what_steps_without_them_write(dtype):
         assert engine.notes == []
         assert (graphs.captured if graphs else ()) == (((8, 8),) if graphs_are == "auto" else ())
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_gives_memory_back():
+    model = prepare_model(build().module.to("cuda"))
+    inner = model.module.model.layers[0].mlp
+    inner.register_forward_hook(lambda module, inputs, output: output * (1.0 if output.sum().item() else 0.5))
+    engine = engine_of(model, batch_size=8)
+    results = run(engine, requests_of([[i, i + 1] for i in range(8)], [40] * 8))
+    assert [len(r.token_ids) for r in results.values()] == [40] * 8
+    assert engine.runner._device_step._graphs.captured == ()
+    assert [note.split(":")[0] for note in engine.notes] == [
+        "the model cannot be captured as a CUDA graph and runs without, which is slower"
+    ]
+    assert "synchroniz" in engine.notes[0]
+    before = torch.cuda.memory_reserved()
+    torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() > before
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
 
 
 @pytest.mark.gpu

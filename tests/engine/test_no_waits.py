@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import VOCAB, build, engine_of, planned, requests_of
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -73,6 +74,19 @@ class Copies(TorchDispatchMode):
         return out
 
 
+class Numbers(TorchFunctionMode):
+    """Raises where a number of Python's is put into places that a tensor names: on CUDA torch makes a tensor of it on the host, and waits
+    for its copy.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__setitem__ and args[0].device == NOWHERE and not isinstance(args[2], torch.Tensor):
+            where = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(at, torch.Tensor) for at in where):
+                raise Waits("a number is put into places that a tensor names")
+        return func(*args, **(kwargs or {}))
+
+
 class Attention:
     """Stands in for attention, which has tests of its own."""
 
@@ -113,7 +127,7 @@ def guarded(monkeypatch, engine):
     step = engine.step
 
     def watched(admit=True):
-        with copies:
+        with Numbers(), copies:
             step(admit)
 
     monkeypatch.setattr(engine, "step", watched)
@@ -220,6 +234,7 @@ MISTAKES = {
     "an index on the host": lambda x: x[torch.tensor([0])],
     "a tensor made of a list": lambda x: torch.tensor([1, 2], device=x.device) + 1,
     "memory that is not pinned": lambda x: torch.arange(3).to(x.device, non_blocking=True),
+    "a number for the places of an index": lambda x: x.clone().__setitem__(torch.zeros_like(x).long()[0, :1], 1),
     "a copy that waits": lambda x: staging.staged(np.arange(3), x.device).to(x.device),
 }  # fmt: skip
 

@@ -292,7 +292,7 @@ def test_blocks_change_neither_tokens_nor_probabilities(monkeypatch):
     logits = random_logits(12)
     whole = sampler_of(*params).sample(logits, range(12), [0] * 12)
     for rows in (1, 5):
-        monkeypatch.setattr(module, "_CACHED", rows * V)
+        monkeypatch.setattr(module, "CACHED", rows * V)
         assert sampler_of(*params).sample(logits, range(12), [0] * 12) == whole
 
 

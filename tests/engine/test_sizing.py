@@ -117,7 +117,7 @@ def cuda(monkeypatch):
 
 
 def drawing(rows):
-    return 6 * 4 * rows * 2**15
+    return 12 * 4 * rows * 2**15
 
 
 def test_auto_on_cuda_is_what_the_largest_step_leaves(cuda):

@@ -27,7 +27,7 @@ WIDE_LEAST_KEYS, NARROW_LEAST_KEYS = 512, 256
 STAGING = 3
 """Host buffers used in turn: so many steps may be planned before the first one's copy must have ended."""
 PARTIALS = 4096
-"""Partial results of a query that there is room for at first."""
+"""Partial results of queries that there is room for at first; two of every query of a large step, if that is more."""
 MOST_SLOTS = 1 << 31
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,13 +39,17 @@ MERGED = 4096
 
 
 def supports(cache: KVCache, device: torch.device) -> bool:
-    """Whether `DeviceAttention` serves this cache: all of it on one CUDA device, Triton at hand, heads up to 512 wide; any page size."""
+    """Whether `DeviceAttention` serves this cache: all of it on one CUDA device, Triton and its C compiler at hand, heads up to 512 wide;
+    any page size.
+    """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    from batchgen.engine.attention.triton_kernels import INTERPRETED
+    from batchgen.engine.attention.triton_kernels import INTERPRETED, compiles
 
+    if INTERPRETED or not compiles():
+        return False
     pools = [*cache.keys.values(), *cache.values.values()]
-    return not INTERPRETED and all(
+    return all(
         pool.device == device and pool.dtype in DTYPES and pool.shape[1] < MOST_SLOTS and pool.shape[2] <= MOST_SIZE
         for pool in pools
     )
@@ -78,7 +82,7 @@ class DeviceAttention:
             for tile, least in zip(tiles, (WIDE_LEAST_KEYS, NARROW_LEAST_KEYS), strict=True)
         )
         self._lists = HEADER + 3 * max_tokens  # where what varies in length begins
-        self._partials = PARTIALS
+        self._partials = max(PARTIALS, 2 * max_tokens)
         self._allocate(self._lists + 8 * max_tokens + (1 << 14))
 
     def _allocate(self, words: int) -> None:
@@ -180,12 +184,13 @@ def attend(
     """
     from batchgen.engine.attention import triton_kernels as kernels
 
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
+    # Products are of one type, and some models leave their queries in float32.
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD.to(keys.dtype), k_KTD, v_KTV))
     H, T, D = q.shape
     K, V = keys.shape[0], values.shape[2]
     G = H // K
     block_d, block_v = (max(16, _power_of_two(size)) for size in (D, V))
-    out = torch.empty((T, H, V), dtype=q.dtype, device=q.device)
+    out = torch.empty((T, H, V), dtype=q_HTD.dtype, device=q.device)
     part_out = torch.empty((partials, H, V), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((partials, H), dtype=torch.float32, device=q.device)
     scores = (scale * LOG2E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2E)

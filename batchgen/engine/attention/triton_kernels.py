@@ -302,3 +302,12 @@ def merge_kernel(
 
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 """Whether the kernels run on Triton's interpreter (TRITON_INTERPRET=1 when triton is imported)."""
+
+
+def compiles() -> bool:
+    """Whether Triton works here: it compiles a part of itself with the system's C compiler when it is first used."""
+    try:
+        triton.runtime.driver.active.get_current_device()
+    except Exception:  # noqa: BLE001 - whatever a compiler, a loader or a driver may raise
+        return False
+    return True

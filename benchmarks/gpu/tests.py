@@ -1,0 +1,69 @@
+"""The tests that need a GPU, as a part of the benchmarks: where one is lent for a while, one command does all of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.device import Bench
+from benchmarks.programs import ROOT
+
+LIMIT = 400.0
+
+
+def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    yield "pytest -m gpu", lambda: gpu_tests(bench)
+
+
+def gpu_tests(bench: Bench) -> dict[str, Any]:
+    """The tests that need a GPU; a tiny bench runs some that do not, to show that it can."""
+    # By far the most examples of the slow ones have a kernel of their own to compile.
+    on_gpu = ["-m", "gpu and not slow and not nightly", "tests/engine", "tests/devices"]
+    tests = bench.size(on_gpu, ["-m", "", "tests/prefix/test_hashing.py"])
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        # Other versions of torch and transformers warn of other things: here only results count.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-W",
+            "default",
+            "-p",
+            "no:cacheprovider",
+            "--junit-xml",
+            str(report),
+        ]
+        path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH")]))
+        process = subprocess.run(
+            [*command, "--continue-on-collection-errors", *tests],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT,
+        )
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with {process.returncode}: {process.stdout[-2000:]}")
+        return counted(ET.parse(report).getroot())
+
+
+def counted(report: ET.Element) -> dict[str, Any]:
+    """Tests by outcome, of pytest's report; of the failed ones the name and the first line of what they say."""
+    found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
+    for case in report.iter("testcase"):
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        outcome = "failed" if bad is not None else "skipped" if case.find("skipped") is not None else "passed"
+        found[outcome] += 1
+        if bad is not None:
+            said = (bad.get("message") or "").strip().splitlines()
+            found["failures"].append(f"{case.get('classname')}::{case.get('name')}: {said[0] if said else ''}"[:300])
+    return found
