@@ -37,7 +37,9 @@ class Penalties:
             row = record["counts"] = self._counts.take()
             if drawn.size:
                 ids, counts = np.unique(drawn, return_counts=True)
-                self._counts.rows[row].index_copy_(0, put(ids, self._device), put(counts.astype(np.int32), self._device))
+                self._counts.rows[row].index_copy_(
+                    0, put(ids, self._device), put(counts.astype(np.int32), self._device)
+                )
 
     def remove(self, record: Any) -> None:
         """The sequence leaves; whoever takes its rows next sets them after its last step, in the device's order."""
