@@ -12,7 +12,7 @@ from batchgen.config import JobConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import ErrorLimit
-from batchgen.identity import dtype_name
+from batchgen.jobs.identity import dtype_name
 from batchgen.kept import KeptPrefixes
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.progress import Progress

@@ -10,7 +10,7 @@ from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyError
 from batchgen.generation import Generation
 from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import few_collections, memory_errors
-from batchgen.identity import job_settings
+from batchgen.jobs.identity import job_settings
 from batchgen.progress import Progress, Silent, Told
 from batchgen.prompts import PromptBuilder, load_tokenizer
 from batchgen.reading import CHECKED_ROWS, first_rows, read_windows, window_rows
@@ -68,7 +68,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             waiting = None if size is None else read_windows(source, config, size)
             rows = first_rows(source, config) if waiting is None else next(waiting, [])
             prompts.check_columns(rows[:CHECKED_ROWS])
-            settings = job_settings(config, text, chat=prompts.chat)
+            settings = job_settings(config, text.hf_config, chat=prompts.chat)
         with open_job(
             output,
             settings=settings,

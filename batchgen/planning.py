@@ -11,7 +11,7 @@ from typing import Any
 from batchgen.config import JobConfig
 from batchgen.generation import request_of
 from batchgen.guards import few_collections, memory_errors
-from batchgen.identity import dtype_name
+from batchgen.jobs.identity import dtype_name
 from batchgen.kept import KeptPrefixes
 from batchgen.prefix import (
     GroupLine,

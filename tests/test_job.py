@@ -318,7 +318,7 @@ def test_other_settings_are_refused_in_words(
     assert str(error.value) == (
         f"{report.output} was made with other settings: temperature was 0, is 0.5; use --overwrite to start anew, or another -o"
     )
-    with pytest.raises(UsageError, match=r"was made with other settings: model was .*; chat was false, is true"):
+    with pytest.raises(UsageError, match=r"was made with other settings: model file .*; chat was false, is true"):
         run_job(config_of(tiny_chat_model_dir, source))
     again = run_job(config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=2), overwrite=True))
     assert again.stats["rows"] == 2

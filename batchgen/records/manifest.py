@@ -15,6 +15,7 @@ from batchgen.records.disk import json_digest, write_json
 SCHEMA = "batchgen.job/1"
 DIGEST = "digest"
 _LONGEST = 60
+_MAX_DIFFERENCES = 6
 _NO_VALUE = object()
 
 
@@ -65,14 +66,15 @@ def as_stored(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What differs, in words: `temperature was 0, is 0.7; max_tokens was 256, is 64`; empty where nothing does."""
+    """What differs, in words: `temperature was 0, is 0.7; max_tokens was 256, is 64`; empty where nothing does. At most six are named."""
     said = []
     for name in dict.fromkeys((*new, *old)):
         was, now = old.get(name, _NO_VALUE), new.get(name, _NO_VALUE)
         if was != now and (was, now) not in ((None, _NO_VALUE), (_NO_VALUE, None)):
             a, b = _words(was), _words(now)
             said.append(f"{name} was {a}, is {b}" if a != b else f"{name} is another")
-    return "; ".join(said)
+    more = len(said) - _MAX_DIFFERENCES
+    return "; ".join(said if more <= 0 else [*said[:_MAX_DIFFERENCES], f"and {more} more"])
 
 
 def _words(value: Any) -> str:

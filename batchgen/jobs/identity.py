@@ -1,0 +1,140 @@
+"""What a job's results depend on, as a flat dictionary of plain values: two runs belong to one job if theirs are equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from batchgen.config import JobConfig, ModelConfig, PromptConfig
+
+_SMALL_FILES = (
+    "config.json", "generation_config.json", "*.safetensors.index.json", "hf_quant_config.json", "quantize_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "adapter_config.json",
+)  # fmt: skip
+"""Configuration and tokenizer files of a model's folder: digested whole."""
+_WEIGHTS = "*.safetensors"
+"""The only weights that are read. No other file of a folder matters."""
+_WHOLE_BYTES = 16 << 20
+"""Weight files up to this size are digested whole, in a few hundredths of a second."""
+_BLOCK_BYTES = 4096
+_BLOCKS = 64
+_TENSOR_BLOCKS = 192
+_MAX_HEADER_BYTES = 1 << 26
+_LONG_TEXT = 200
+_DIGEST_CHARACTERS = 16
+
+
+def job_settings(config: JobConfig, hf_config: Any, *, chat: bool) -> dict[str, Any]:
+    """Everything that changes results. Device, batch, memory, limits and the columns of the output are not in it.
+
+    `hf_config`: the model's configuration as transformers loads it.
+    """
+    sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
+    sampling |= {"regex": _text(config.sampling.regex), "json_schema": _text(config.sampling.json_schema)}
+    return {
+        **model_identity(config.model),
+        "dtype": dtype_name(config.model, hf_config),
+        **_prompt_settings(config.prompts, chat=chat),
+        **sampling,
+    }
+
+
+def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
+    return {
+        "prompt_column": prompts.prompt_column,
+        "messages_column": prompts.messages_column,
+        "template": _text(prompts.template),
+        "prefix": _text(prompts.prefix),
+        "system": _text(prompts.system),
+        "chat": chat,
+        "chat_template": _text(prompts.chat_template),
+        "chat_template_kwargs": json.dumps(prompts.chat_template_kwargs, sort_keys=True),
+        "on_long_prompt": prompts.on_long_prompt,
+        "row_params": list(prompts.row_params),
+        "score": prompts.score,
+        "completion_column": prompts.completion_column,
+    }
+
+
+def _text(text: str | None) -> str | None:
+    """A short text as it is, a long one by its digest."""
+    if text is None or len(text) <= _LONG_TEXT:
+        return text
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST_CHARACTERS]
+    return f"{text[:40]}… ({len(text)} characters, digest {digest})"
+
+
+def dtype_name(config: ModelConfig, hf_config: Any) -> str:
+    """The dtype a model is run in: `auto` is the checkpoint's own."""
+    if config.dtype != "auto":
+        return config.dtype
+    own = getattr(hf_config, "dtype", None)
+    return "float32" if own is None else str(own).removeprefix("torch.")
+
+
+def model_identity(config: ModelConfig) -> dict[str, Any]:
+    """What a model's results depend on, in words. A model of the hub: its name and commit. A folder: the size and digest of each of its files.
+
+    Configuration and tokenizer files are digested whole. Of a large weight file the header and about 256 blocks of 4 KiB are, spread
+    over the file and its tensors: two checkpoints of one training run differ in nearly all of them. A model's code counts where it may run.
+    """
+    folder = Path(config.model).expanduser()
+    if not folder.is_dir():
+        return {"model": f"{config.model} at {_commit(config)}"}
+    return folder_identity(folder, code=config.trust_remote_code)
+
+
+def folder_identity(folder: Path, *, code: bool = False) -> dict[str, Any]:
+    """Size and digest of each configuration, tokenizer and weight file of a folder. `code`: of its Python files too."""
+    patterns = (*_SMALL_FILES, _WEIGHTS, *(("*.py",) if code else ()))
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    return {f"model file {path.relative_to(folder).as_posix()}": _file_identity(path) for path in paths}
+
+
+def _file_identity(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.blake2b()
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors" and size > _WHOLE_BYTES:
+            for start, length in _sampled(file, size):
+                file.seek(start)
+                digest.update(file.read(length))
+        else:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return f"{size:,} bytes with digest {digest.hexdigest()[:_DIGEST_CHARACTERS]}"
+
+
+def _sampled(file: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Start and length of what is read of a safetensors file: its header, blocks at equal distances, and the middle of tensors.
+
+    The tensors make sure that a change of a few layers, as an adapter that was merged makes it, is seen.
+    """
+    header_bytes = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)
+    data = 8 + header_bytes
+    try:
+        header = json.loads(file.read(header_bytes))
+        ends = sorted(t["data_offsets"] for name, t in header.items() if name != "__metadata__")
+        middles = [data + (start + end) // 2 for start, end in ends]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        middles = []  # damaged: said by whoever loads it
+    middles = [middles[i * len(middles) // _TENSOR_BLOCKS] for i in range(_TENSOR_BLOCKS)] if middles else []
+    even = [i * (size - _BLOCK_BYTES) // (_BLOCKS - 1) for i in range(_BLOCKS)]
+    blocks = sorted({min(start, size - _BLOCK_BYTES) for start in (*even, *middles)})
+    return [(0, data), *((start, _BLOCK_BYTES) for start in blocks)]
+
+
+def _commit(config: ModelConfig) -> str:
+    """The commit that a hub model's name stands for in the local cache, where its config has just been loaded to."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(config.model, "config.json", revision=config.revision)
+    if isinstance(found, str):
+        return Path(found).parent.name
+    return config.revision or "main"
