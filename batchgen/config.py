@@ -74,7 +74,7 @@ class PromptConfig:
     """Jinja source in place of the model's own."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     on_long_prompt: str = "error"
-    """error, truncate-left or truncate-right"""
+    """error, or truncate-left or truncate-right: the longest texts of the prompt are shortened, their ends or their beginnings kept."""
     row_params: tuple[str, ...] = ()
     """Plain columns that are a row's own sampling parameters."""
     score: bool = False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.prompts.encoding import Encoder
-from batchgen.prompts.fitting import Fitting
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.rendering import Rendered, Renderer, Text
 from batchgen.prompts.scores import not_for_scores
@@ -19,6 +19,8 @@ from batchgen.records.row import Row
 from batchgen.request import TokenArray, row_digest
 from batchgen.result import Result, Score
 from batchgen.sampling_params import SamplingParams
+
+_ANSWER_SHARE = 4  # a shortened prompt leaves at most this part of the context (a quarter) for its completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +62,6 @@ class PromptBuilder:
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
         self._encoder = Encoder(text.tokenizer, self._renderer.note)
         self._texts = TextEncoder(text, self._encoder)
-        self._fitting = Fitting(text, prompts.on_long_prompt)
         self._check_sampling(sampling)
         if (
             getattr(text.tokenizer, "fix_mistral_regex", None) is False
@@ -155,15 +156,10 @@ class PromptBuilder:
     def _draft(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> Draft | Result:
         params, scored = rendered.params, rendered.completion is not None
         try:
-            if texts:
-                fitted = self._fitting.with_text(
-                    tokens, max(map(len, texts)), "text to score" if scored else "longest choice"
-                )
-            else:
-                fitted = self._fitting.with_completion(tokens, params.max_tokens)
+            fitted = self._fitted(row, rendered, tokens, texts)
         except RowError as e:
             return Result.failed(row.number, e, len(tokens))
-        truncated = len(fitted) < len(tokens)
+        truncated = fitted is not tokens
         if scored and len(texts[0]) == 0:  # nothing to run: it is certain, and how any text begins
             return Result(
                 row=row.number,
@@ -183,3 +179,56 @@ class PromptBuilder:
             texts=texts,
             priority=rendered.priority,
         )
+
+    def _fitted(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> TokenArray:
+        """The prompt's tokens if they and what comes after them fit the context, else those of a shortened prompt, if one is asked for.
+
+        After the prompt comes the longest of `texts`, or a completion. A shortened prompt leaves room for a completion of `max_tokens`,
+        but of at most a quarter of the context. Raises `RowError("prompt_too_long")`.
+        """
+        context, truncate = self._text.context_length, self._prompts.on_long_prompt != "error"
+        if texts:
+            room = max(map(len, texts))
+            what = "longest choice" if rendered.completion is None else "text to score"
+            after = f"the {what}, of {room} tokens"
+        else:
+            room = min(rendered.params.max_tokens, max(1, context // _ANSWER_SHARE)) if truncate else 1
+            after = "a completion"
+        keep = context - room
+        if len(tokens) <= keep:
+            return tokens
+        fitted = self._shortened(row, rendered, tokens, keep) if truncate else None
+        if fitted is None:
+            error = f"the prompt has {len(tokens)} tokens, and the model's context of {context} tokens must hold it and {after}"
+            if truncate:
+                error += "; what stands around its text leaves no room for that"
+            raise RowError("prompt_too_long", error)
+        return fitted
+
+    def _shortened(self, row: Row, rendered: Rendered, tokens: TokenArray, keep: int) -> TokenArray | None:
+        """The row's prompt with its longest texts shortened, as at most `keep` tokens and not many fewer; None if no text is long enough.
+
+        Searches for the number of characters that each text may keep, by interpolation, and every fourth time by halving.
+        """
+        prompt = rendered.prompt
+        fits, fits_tokens, best = 0, 0, None
+        fails, fails_tokens = len(prompt.text if isinstance(prompt, Text) else prompt), len(tokens)
+        for step in count(1):
+            if fails - fits <= 1 or (best is not None and keep - fits_tokens <= keep >> 8):
+                break
+            guess = fits + (fails - fits) * (keep - fits_tokens) // (fails_tokens - fits_tokens)
+            limit = (fits + fails) // 2 if step % 4 == 0 else min(max(guess, fits + 1), fails - 1)
+            found = self._shorter(row, limit)
+            if len(found) <= keep:
+                fits, fits_tokens, best = limit, len(found), found
+            else:
+                fails, fails_tokens = limit, len(found)
+        return best
+
+    def _shorter(self, row: Row, limit: int) -> TokenArray:
+        """The row's prompt where every text keeps at most `limit` characters. Raises `RowError`."""
+        rendered = self._renderer.render(row, limit)
+        tokens = rendered if isinstance(rendered, RowError) else self._tokenize([rendered])[0]
+        if isinstance(tokens, RowError):
+            raise tokens
+        return tokens

@@ -42,6 +42,36 @@ class Rendered:
     priority: float
 
 
+Cut = Callable[[Any], Any]
+"""Shortens a text, or a list of token ids."""
+
+
+def _whole(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Keeps at most `limit` characters of a text or items of a list; `left`: the last ones, else the first."""
+
+    limit: int
+    left: bool
+
+    def __call__(self, value: Any) -> Any:
+        return value if len(value) <= self.limit else value[-self.limit :] if self.left else value[: self.limit]
+
+
+def _with_texts_cut(value: Any, cut: Cut) -> Any:
+    """A row's columns with every text in them cut, however deep it lies."""
+    if cut is _whole:
+        return value
+    if isinstance(value, str):
+        return cut(value)
+    if isinstance(value, Mapping):
+        return {name: _with_texts_cut(item, cut) for name, item in value.items()}
+    return [_with_texts_cut(item, cut) for item in value] if isinstance(value, list) else value
+
+
 class Renderer:
     """Renders rows, one by one, and says once what the user should hear."""
 
@@ -61,26 +91,31 @@ class Renderer:
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
         self.columns = Columns(prompts, self._template, params, chat=self.chat)
         self._said: set[str] = set()
-        self._render_from: Mapping[Source, Callable[[Mapping[str, Any]], Text | TokenArray]] = {
+        self._render_from: Mapping[Source, Callable[[Mapping[str, Any], Cut], Text | TokenArray]] = {
             Source.TEMPLATE: self._from_template,
             Source.MESSAGES: self._from_messages,
             Source.PROMPT: self._from_prompt,
         }
 
-    def render(self, row: Row) -> Rendered | RowError:
-        """What a row asks for, or why it cannot be had."""
+    def render(self, row: Row, limit: int | None = None) -> Rendered | RowError:
+        """What a row asks for, or why it cannot be had.
+
+        `limit`: characters (or token ids) that the prompt's text and each message keep of theirs; `--on-long-prompt` says at which
+        end. What stands around them is whole: the chat template's own text, `--system`, `--prefix`, the text of `--template`.
+        """
         if row.error is not None:
             return row.error
+        cut = _whole if limit is None else _Cut(limit, left=self._prompts.on_long_prompt == "truncate-left")
         try:
             source = self.columns.source(row.columns)
             if source is Source.BODY:
                 body = read_body(row.columns)
-                prompt, params = self._from_body(body), self._params.of(row.columns, body.params)
+                prompt, params = self._from_body(body, cut), self._params.of(row.columns, body.params)
             else:
                 both = self.columns.both_note(row.columns)
                 if both is not None:
                     self.note(both)
-                prompt, params = self._render_from[source](row.columns), self._params.of(row.columns)
+                prompt, params = self._render_from[source](row.columns, cut), self._params.of(row.columns)
             completion = completion_of(row.columns, self._prompts, params) if self._prompts.score else None
             return Rendered(prompt, params, completion, priority_of(row.columns, self._prompts.priority_column))
         except RowError as e:
@@ -88,33 +123,33 @@ class Renderer:
         except RecursionError:  # JSON in a field of text, which no reader has measured
             return RowError("invalid_row", "the row has a value that is nested too deeply")
 
-    def _from_template(self, columns: Mapping[str, Any]) -> Text:
+    def _from_template(self, columns: Mapping[str, Any], cut: Cut) -> Text:
         assert self._template is not None
-        return self._prompt_text(self._template.render(columns))
+        return self._prompt_text(self._template.render(_with_texts_cut(columns, cut)))
 
-    def _from_prompt(self, columns: Mapping[str, Any]) -> Text | TokenArray:
+    def _from_prompt(self, columns: Mapping[str, Any], cut: Cut) -> Text | TokenArray:
         name = self._prompts.prompt_column
         value = columns[name]
         if isinstance(value, str):
-            return self._prompt_text(value)
+            return self._prompt_text(cut(value))
         where = f"column {name!r}"
         if isinstance(value, list) and value and isinstance(value[0], int):
             if self._chat is not None:
                 raise RowError("invalid_row", f"{where} is a list of token ids, which only --no-chat sends as they are")
-            return self._token_ids(value, where)
+            return self._token_ids(cut(value), where)
         hint = ""
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             hint = f" (--messages-column {name} takes a list of messages)"
         raise RowError("invalid_row", f"{where} must be text, not {kind(value)}{hint}")
 
-    def _from_messages(self, columns: Mapping[str, Any]) -> Text:
+    def _from_messages(self, columns: Mapping[str, Any], cut: Cut) -> Text:
         name = self._prompts.messages_column
         where = f"column {name!r}"
         if self._chat is None:
             raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
-        return self._chat_text(conversation(columns[name], where, name), where, {})
+        return self._chat_text(conversation(columns[name], where, name), where, {}, cut)
 
-    def _from_body(self, body: Body) -> Text | TokenArray:
+    def _from_body(self, body: Body, cut: Cut) -> Text | TokenArray:
         if body.model is not None and not _same_model(body.model, str(self._text.tokenizer.name_or_path)):
             self.note(
                 f"rows ask for model {body.model!r}; all rows are run on {self._text.tokenizer.name_or_path!r}", "model"
@@ -124,7 +159,7 @@ class Renderer:
                 raise RowError("invalid_row", f"/v1/chat/completions needs a chat template: {self.columns.why_raw}")
             variables = self._chat.check_variables(body.variables, "body.chat_template_kwargs")
             return self._chat_text(
-                conversation(body.prompt, "body.messages", "body.messages"), "body.messages", variables
+                conversation(body.prompt, "body.messages", "body.messages"), "body.messages", variables, cut
             )
         if self._prompts.system is not None:
             self.note("the prompts of /v1/completions are raw: --system is not put before them")
@@ -132,11 +167,11 @@ class Renderer:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]  # a list of prompts, which are one here
         if isinstance(prompt, str):
-            return Text((self._prompts.prefix or "") + prompt, raw=True)
+            return Text((self._prompts.prefix or "") + cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             raise RowError("unsupported_parameter", f"body.prompt holds {len(prompt)} prompts; a row can have one")
         if isinstance(prompt, list):
-            return self._token_ids(prompt, "body.prompt")
+            return self._token_ids(cut(prompt), "body.prompt")
         raise RowError("invalid_row", f"body.prompt must be text or token ids, not {kind(prompt)}")
 
     def _prompt_text(self, prompt: str) -> Text:
@@ -149,8 +184,9 @@ class Renderer:
             messages.insert(0, {"role": "system", "content": self._prompts.system})
         return Text(self._chat.render(messages), raw=False)
 
-    def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any]) -> Text:
+    def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], cut: Cut) -> Text:
         assert self._chat is not None
+        messages = [{**message, "content": cut(message["content"])} for message in messages]
         if self._prompts.prefix:
             messages = with_prefix(messages, self._prompts.prefix, where)
         if self._prompts.system is not None:

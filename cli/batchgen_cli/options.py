@@ -75,7 +75,7 @@ OnLongPrompt = Annotated[
     _prompts(
         "--on-long-prompt",
         metavar="error|truncate-left|truncate-right",
-        help="What to do with a prompt longer than the context.",
+        help="What to do with a prompt that does not fit the context: fail, or shorten its content.",
     ),
 ]
 RowParams = Annotated[

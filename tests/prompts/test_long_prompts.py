@@ -37,26 +37,115 @@ def test_a_prompt_as_long_as_the_context_is_an_error_with_the_figures(tools, len
     assert result.prompt_tokens == length
 
 
-def test_a_cut_prompt_leaves_room_for_the_completion(tools):
-    left = build(tools, 26, on_long_prompt="truncate-left")
-    assert (tools.text_of(left), left.max_tokens, left.truncated) == ("vwxyz", 3, True)
-    right = build(tools, 26, on_long_prompt="truncate-right")
-    assert (tools.text_of(right), right.max_tokens, right.truncated) == ("abcde", 3, True)
+def test_a_shortened_prompt_leaves_room_for_the_completion(tools):
+    left = build(tools, 26, context=12, on_long_prompt="truncate-left")
+    assert (tools.text_of(left), left.max_tokens, left.truncated) == ("rstuvwxyz", 3, True)
+    right = build(tools, 26, context=12, on_long_prompt="truncate-right")
+    assert (tools.text_of(right), right.max_tokens, right.truncated) == ("abcdefghi", 3, True)
 
 
-def test_a_cut_prompt_keeps_half_of_the_context_however_long_the_completion(tools):
+def test_a_shortened_prompt_keeps_three_quarters_of_the_context_however_long_the_completion(tools):
     draft = build(tools, 26, max_tokens=100, on_long_prompt="truncate-left")
-    assert (tools.text_of(draft), draft.max_tokens) == ("wxyz", 4)
+    assert (tools.text_of(draft), draft.max_tokens) == ("uvwxyz", 2)
 
 
-def test_a_prompt_that_fits_is_not_cut(tools):
+def test_a_prompt_is_shortened_only_where_it_leaves_less_room_than_a_shortened_one(tools):
+    draft = build(tools, 6, on_long_prompt="truncate-left")
+    assert (tools.text_of(draft), draft.max_tokens, draft.truncated) == ("abcdef", 2, False)
     draft = build(tools, 7, on_long_prompt="truncate-left")
-    assert (tools.text_of(draft), draft.max_tokens, draft.truncated) == ("abcdefg", 1, False)
+    assert (tools.text_of(draft), draft.max_tokens, draft.truncated) == ("bcdefg", 2, True)
 
 
 def test_the_bos_stays_when_the_left_is_cut(tools):
     draft = build(tools, 26, bos=True, on_long_prompt="truncate-left")
-    assert (tools.text_of(draft), draft.max_tokens) == ("<s>wxyz", 3)
+    assert (tools.text_of(draft), draft.max_tokens) == ("<s>vwxyz", 2)
+
+
+def chat(tools, columns, *, context, max_tokens=5, way="truncate-left", **options):
+    b = tools.builder(
+        chat_template=tools.CHATML,
+        context=context,
+        bos=False,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        on_long_prompt=way,
+        **options,
+    )
+    (out,) = b.build(tools.rows(columns))
+    return out
+
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+def turn(role, text):
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+OPEN = "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("way", "kept"), [("truncate-left", "pqrstuvwxyz"), ("truncate-right", "abcdefghijk")])
+def test_the_text_of_a_chat_prompt_is_shortened_and_its_frame_stays(tools, way, kept):
+    draft = chat(tools, {"prompt": ALPHABET}, context=50, way=way, system="Be.", prefix="> ")
+    assert tools.text_of(draft) == turn("system", "Be.") + turn("user", f"> {kept}") + OPEN
+    assert (len(draft.tokens), draft.max_tokens, draft.truncated) == (45, 5, True)
+
+
+@pytest.mark.parametrize(
+    ("way", "long", "last"), [("truncate-left", "uvwxyz", "ghijkl"), ("truncate-right", "abcdef", "abcdef")]
+)
+def test_the_longest_messages_of_a_conversation_are_shortened_to_one_length(tools, way, long, last):
+    messages = [("system", "Be."), ("user", ALPHABET), ("assistant", "No"), ("user", ALPHABET[:12])]
+    columns = {"messages": [{"role": role, "content": text} for role, text in messages]}
+    draft = chat(tools, columns, context=72, way=way)
+    expected = turn("system", "Be.") + turn("user", long) + turn("assistant", "No") + turn("user", last) + OPEN
+    assert tools.text_of(draft) == expected
+
+
+def test_a_continued_message_of_the_assistant_stays_open(tools):
+    messages = [{"role": "user", "content": ALPHABET}, {"role": "assistant", "content": "Well, "}]
+    draft = chat(tools, {"messages": messages}, context=40)
+    assert tools.text_of(draft) == turn("user", "qrstuvwxyz") + OPEN + "Well, "
+
+
+def test_of_a_template_the_texts_of_columns_are_shortened_however_deep_they_lie(tools):
+    columns = {"text": ALPHABET, "more": [{"name": ALPHABET}], "number": 7}
+    template = "{{ number }}: {{ text }} / {{ more[0].name }}? Answer:"
+    draft = chat(tools, columns, context=57, template=template)
+    assert tools.text_of(draft) == turn("user", "7: rstuvwxyz / rstuvwxyz? Answer:") + OPEN
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_a_row_in_the_batch_form_is_shortened_the_same_way(tools, url):
+    chatting = url.endswith("chat/completions")
+    prompt = {"messages": [{"role": "user", "content": ALPHABET}]} if chatting else {"prompt": ALPHABET}
+    draft = chat(tools, {"custom_id": "a", "url": url, "body": prompt}, context=34 if chatting else 16)
+    assert tools.text_of(draft) == (turn("user", "qrstuvwxyz") + OPEN if chatting else "opqrstuvwxyz")
+
+
+def test_token_ids_are_shortened_as_they_are(tools):
+    b = tools.builder(context=8, chat=False, on_long_prompt="truncate-right", sampling=SamplingParams(max_tokens=3))
+    (draft,) = b.build(tools.rows({"prompt": list(range(30, 50))}))
+    assert (draft.tokens.tolist(), draft.truncated) == ([30, 31, 32, 33, 34, 35], True)
+
+
+def test_a_frame_that_does_not_fit_by_itself_is_an_error(tools):
+    result = chat(tools, {"prompt": ALPHABET}, context=20)
+    assert tools.error_of(result) == (
+        "prompt_too_long",
+        "the prompt has 45 tokens, and the model's context of 20 tokens must hold it and a completion; "
+        "what stands around its text leaves no room for that",
+    )
+
+
+def test_a_long_text_is_tokenized_only_a_few_times(tools, monkeypatch):
+    b = tools.builder(context=400, on_long_prompt="truncate-left", sampling=SamplingParams(max_tokens=50))
+    limits = []
+    shorter = b._shorter
+    monkeypatch.setattr(b, "_shorter", lambda row, limit: limits.append(limit) or shorter(row, limit))
+    (draft,) = b.build(tools.rows({"prompt": "one, two, three " * 5000 + "€" * 40}))
+    assert len(draft.tokens) in (348, 349, 350)
+    assert len(limits) <= 12
 
 
 def test_a_context_of_one_token_has_no_room_at_all(tools):
@@ -82,11 +171,13 @@ def test_an_unknown_way_is_refused(tools):
 def test_prompt_and_completion_always_fit_and_nothing_is_cut_in_vain(tools, length, context, max_tokens, bos, way):
     out = build(tools, length, context=context, max_tokens=max_tokens, bos=bos, on_long_prompt=way)
     whole = length + bos
-    if whole >= context and (way == "error" or context < 2):
+    most = context - 1 if way == "error" else context - min(max_tokens, max(1, context // 4))
+    if whole > most and (way == "error" or most < 1 + bos or length == 1):
         assert out.error_type == "prompt_too_long"
         return
-    assert out.truncated == (whole >= context)
+    assert out.truncated == (whole > most)
     assert 1 <= len(out.tokens) <= whole
     assert 1 <= out.max_tokens <= max_tokens
     assert len(out.tokens) + out.max_tokens <= context
     assert out.max_tokens == max_tokens or len(out.tokens) + out.max_tokens == context
+    assert len(out.tokens) == min(whole, most)
