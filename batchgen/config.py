@@ -1,13 +1,24 @@
-"""What a user can set, validated once. Raises `UsageError` naming the option."""
+"""What a user can set, checked once. How to add an option: `batchgen/options.py`. Raises `UsageError` naming the option."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Literal
 
 from batchgen.errors import UsageError
+from batchgen.options import (
+    above,
+    at_least,
+    check,
+    comma_list,
+    file_text,
+    json_object,
+    option,
+    text_or_file,
+    whole_number_or_auto,
+)
 from batchgen.sampling_params import SamplingParams
 
 POLICIES = ("prefix", "prefill-first", "fifo")
@@ -17,24 +28,47 @@ POLICIES = ("prefix", "prefill-first", "fifo")
 class ModelConfig:
     """Which model, and where it runs."""
 
-    model: str
-    """A folder or a hub name."""
-    revision: str | None = None
-    dtype: str = "auto"
-    """auto (the checkpoint's own), float32, bfloat16 or float16"""
-    device: str = "auto"
-    """auto (CUDA, else MPS, else the CPU), cpu, mps, cuda, cuda:N; several, with a process each: cuda:0,1 (GPUs) or cpu:0,1 (shares of the
-    CPU's threads)"""
-    device_map: str | None = None
-    """auto: the layers are spread over the devices that there are; None: all on `device`."""
-    trust_remote_code: bool = False
-    compile: str = "auto"
-    """On the CPU kernels of our own, compiled once on the machine: auto (where it has a C++ compiler), on or off. On one CUDA device steps as
-    CUDA graphs: auto (where they pay), on (from the first step, and under torch.compile) or off."""
+    model: str = option(
+        MISSING,
+        "A folder that holds a model, or the name of one on the hub.",
+        group="Model",
+        flags=["--model", "-m"],
+        metavar="MODEL",
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of a model on the hub.", group="Model", metavar="NAME", shown="main"
+    )
+    dtype: str = option(
+        "auto",
+        "Type of the weights and the KV; auto is the checkpoint's own.",
+        group="Model",
+        values=["auto", "float32", "bfloat16", "float16"],
+    )
+    device: str = option(
+        "auto",
+        "Where the model runs: auto is CUDA, else MPS, else the CPU. cuda:0,1 runs one process on each of several GPUs.",
+        group="Model",
+        metavar="auto|cpu|mps|cuda[:N,…]",
+    )
+    """cpu:0,1 runs several processes that share the CPU's threads."""
+    device_map: str | None = option(
+        None,
+        "auto spreads the layers of one model over all devices.",
+        group="Model",
+        values=["auto"],
+        shown="one device",
+    )
+    trust_remote_code: bool = option(False, "Run Python code that is in the model's folder.", group="Model")
+    compile: str = option(
+        "auto",
+        "On the CPU: use batchgen's own kernels, compiled once per machine (auto: if there is a C++ compiler). On a GPU: run steps as "
+        "CUDA graphs (auto: where they pay; on: always, and under torch.compile).",
+        group="Engine",
+        values=["auto", "on", "off"],
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise UsageError(f"--dtype {self.dtype!r} is unknown", "use auto, float32, bfloat16 or float16")
+        check(self)
         if not re.fullmatch(r"auto|mps|(cpu|cuda)(:[0-9]{1,4}(,[0-9]{1,4})*)?", self.device):
             raise UsageError(
                 f"--device {self.device!r} is unknown", "use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"
@@ -42,10 +76,6 @@ class ModelConfig:
         twice = [device for device, times in Counter(self.devices).items() if times > 1]
         if twice:
             raise UsageError(f"--device {self.device} names {twice[0]} twice", "name each device once")
-        if self.compile not in ("auto", "on", "off"):
-            raise UsageError(f"--compile {self.compile!r} is unknown", "use auto, on or off")
-        if self.device_map not in (None, "auto"):
-            raise UsageError(f"--device-map {self.device_map!r} is unknown", "use auto")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("--device-map chooses the devices itself", "leave --device out")
 
@@ -60,76 +90,152 @@ class ModelConfig:
 class PromptConfig:
     """How a row becomes a prompt."""
 
-    prompt_column: str = "prompt"
-    messages_column: str = "messages"
-    template: str | None = None
-    """Jinja source over the row's columns (sandboxed); its text is the prompt."""
-    prefix: str | None = None
-    """Put before every prompt."""
-    system: str | None = None
-    """A system message before every prompt or conversation."""
-    chat: bool | None = None
-    """None: by the model's chat template where it has one."""
-    chat_template: str | None = None
-    """Jinja source in place of the model's own."""
-    chat_template_kwargs: dict[str, object] = field(default_factory=dict)
-    on_long_prompt: str = "error"
-    """error, or truncate-left or truncate-right: the longest texts of the prompt are shortened, their ends or their beginnings kept."""
-    row_params: tuple[str, ...] = ()
-    """Plain columns that are a row's own sampling parameters."""
-    score: bool = False
-    """Nothing is generated: the completion column is scored after its prompt."""
-    completion_column: str = "completion"
-    priority_column: str | None = None
-    """Column of numbers; rows with lower ones are started first."""
+    prompt_column: str = option("prompt", "Column of the prompt.", group="Prompts", metavar="COL")
+    messages_column: str = option("messages", "Column of a conversation.", group="Prompts", metavar="COL")
+    template: str | None = option(
+        None,
+        "Jinja template over the row's columns (sandboxed); its text is the prompt.",
+        group="Prompts",
+        metavar="FILE",
+        parse=file_text,
+    )
+    """The template's source."""
+    prefix: str | None = option(
+        None, "A text before every prompt.", group="Prompts", metavar="TEXT|@FILE", parse=text_or_file
+    )
+    system: str | None = option(
+        None,
+        "A system message before every prompt or conversation.",
+        group="Prompts",
+        metavar="TEXT|@FILE",
+        parse=text_or_file,
+    )
+    chat: bool | None = option(
+        None,
+        "Send prompts as messages through the chat template, or as raw text.",
+        group="Prompts",
+        shown="chat if the model has a chat template",
+    )
+    chat_template: str | None = option(
+        None,
+        "Jinja template in place of the model's chat template.",
+        group="Prompts",
+        metavar="FILE",
+        parse=file_text,
+    )
+    """The template's source."""
+    chat_template_kwargs: dict[str, object] = option(
+        dict,
+        """Variables for the chat template, such as '{"enable_thinking": false}'.""",
+        group="Prompts",
+        metavar="JSON",
+        parse=json_object,
+    )
+    on_long_prompt: str = option(
+        "error",
+        "A prompt longer than the model's context is an error, or its longest texts are shortened on this side.",
+        group="Prompts",
+        values=["error", "truncate-left", "truncate-right"],
+    )
+    """truncate-left keeps the ends of the longest texts, truncate-right their beginnings; the chat template's frame stays whole."""
+    row_params: tuple[str, ...] = option(
+        (),
+        "Columns that hold a row's own sampling parameters, such as temperature.",
+        group="Prompts",
+        metavar="COL,…",
+        parse=comma_list,
+    )
+    score: bool = option(
+        False,
+        "Generate nothing; score the completion that each row has.",
+        group="Constraints",
+    )
+    completion_column: str = option(
+        "completion", "Column of the completion that --score scores.", group="Constraints", metavar="COL"
+    )
+    priority_column: str | None = option(
+        None, "Column of numbers; rows with lower numbers start first.", group="Engine", metavar="COL"
+    )
 
     def __post_init__(self) -> None:
-        if self.on_long_prompt not in ("error", "truncate-left", "truncate-right"):
-            raise UsageError(
-                f"--on-long-prompt {self.on_long_prompt!r} is unknown", "use error, truncate-left or truncate-right"
-            )
+        check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How the work is batched. None means: chosen for the device."""
 
-    chunk_size: int = 16
-    """Tokens per chunk of the prefix hash."""
-    batch_size: int | None = None
-    """Most sequences decoding at once."""
-    max_batch_tokens: int | None = None
-    """Most tokens in one forward pass."""
-    max_prefill_tokens: int | None = None
-    """Of those, prompt tokens."""
-    kv_memory: str = "auto"
-    """KV memory of each device: auto, a size (8GiB, 500MB) or a share of what is free (80%)."""
-    max_kv_read: int | None = None
-    """Tokens of KV that a step may read (a shared part counts once); None: no limit. A step always takes one sequence."""
-    policy: str = "prefix"
-    """What is started first, and whether prefill or decoding has the step's tokens first: prefix, prefill-first or fifo."""
-    share: bool = True
-    """Run shared prefixes once; False runs every prompt whole (for comparison)."""
-    row_timeout: float | None = None
-    """Seconds from a row's start to its end; what it has by then is its result."""
-    host_kv_memory: str | None = None
-    """Host memory for KV of prefixes that the device has no room for (a size); None: they are run again. CUDA only."""
+    chunk_size: int = option(
+        16, "Tokens per chunk of the prefix hash.", group="Engine", metavar="N", rules=[at_least(1)]
+    )
+    batch_size: int | None = option(
+        None,
+        "Maximum number of sequences that decode at once.",
+        group="Engine",
+        metavar="auto|N",
+        rules=[at_least(1)],
+        parse=whole_number_or_auto,
+        shown="auto",
+    )
+    max_batch_tokens: int | None = option(
+        None,
+        "Maximum number of tokens in one forward pass.",
+        group="Engine",
+        metavar="auto|N",
+        rules=[at_least(1)],
+        parse=whole_number_or_auto,
+        shown="auto",
+    )
+    max_prefill_tokens: int | None = option(
+        None,
+        "Maximum number of prompt tokens among them.",
+        group="Engine",
+        metavar="auto|N",
+        rules=[at_least(1)],
+        parse=whole_number_or_auto,
+        shown="auto",
+    )
+    kv_memory: str = option(
+        "auto",
+        "Memory for keys and values on each device: a size such as 8GiB, or a share of what is free such as 80%.",
+        group="Engine",
+        metavar="auto|SIZE",
+    )
+    max_kv_read: int | None = option(
+        None,
+        "Maximum number of KV tokens that a step reads; a shared prefix counts once.",
+        group="Engine",
+        metavar="N",
+        rules=[at_least(1)],
+        shown="no limit",
+    )
+    """A step always takes one sequence."""
+    policy: str = option(
+        "prefix", "Which rows start first, and which tokens a step takes first.", group="Engine", values=POLICIES
+    )
+    share: bool = option(True, "Run shared prefixes once, or every prompt whole (for comparison).", group="Engine")
+    row_timeout: float | None = option(
+        None,
+        "End a row that has run for this long, with the text that it has by then.",
+        group="Job",
+        metavar="SECONDS",
+        rules=[above(0)],
+        shown="none",
+    )
+    host_kv_memory: str | None = option(
+        None,
+        "Host memory for the KV of prefixes that do not fit on the device (CUDA only).",
+        group="Engine",
+        metavar="SIZE",
+        shown="none",
+    )
+    """None: such prefixes are run again."""
     processes: int = 1
     """Engines on this machine, this one among them: each has its part of the host's memory."""
-    debug: bool = False
-    """Check the engine's invariants after every step."""
+    debug: bool = option(False, "Check the engine's invariants after every step.", group="Engine")
 
     def __post_init__(self) -> None:
-        for name in ("chunk_size", "batch_size", "max_batch_tokens", "max_prefill_tokens", "max_kv_read"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        if self.policy not in POLICIES:
-            raise UsageError(
-                f"--policy {self.policy!r} is unknown", f"use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
-            )
-        if self.row_timeout is not None and not self.row_timeout > 0:
-            raise UsageError(f"--row-timeout must be above 0, not {self.row_timeout}")
+        check(self)
         parse_memory(self.kv_memory)
         if self.host_kv_memory is not None and not isinstance(
             parse_memory(self.host_kv_memory, "--host-kv-memory"), int
@@ -137,67 +243,115 @@ class EngineConfig:
             raise UsageError(f"--host-kv-memory {self.host_kv_memory!r} is not a size", "use a size such as 8GiB")
 
 
+def _parse_window(name: str, text: str) -> int | Literal["all"]:
+    if text == "all":
+        return "all"
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name} must be a number of rows or all, not {text!r}") from None
+
+
+def _parse_kept_columns(name: str, text: str) -> tuple[str, ...] | None:
+    return None if text == "all" else () if text == "none" else comma_list(name, text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """A whole job: from input files to an output file."""
 
     inputs: tuple[str, ...]
-    output: str | None = None
-    """None: beside the input (or standard output for `-`)."""
-    input_format: str | None = None
-    """jsonl, parquet or csv in place of the suffix's."""
-    id_column: str | None = None
+    output: str | None = option(
+        None,
+        "JSONL (also .gz, .zst) or Parquet, by its suffix; - is JSONL on standard output.",
+        group="Job",
+        flags=["--output", "-o"],
+        metavar="OUTPUT",
+        shown="beside the input, <stem>.out.jsonl or .parquet",
+    )
+    input_format: str | None = option(
+        None,
+        "Format of the input, whatever its suffix.",
+        group="Job",
+        values=["jsonl", "parquet", "csv"],
+        shown="by suffix",
+    )
+    id_column: str | None = option(
+        None,
+        "Column of the rows' ids.",
+        group="Prompts",
+        metavar="COL",
+        shown="id, custom_id, else the row's number",
+    )
     model: ModelConfig
     prompts: PromptConfig = field(default_factory=PromptConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    window: int | Literal["all"] | None = None
-    """Rows planned at a time, in input order; all: the whole input is put in prefix order. None: all for files, 4,096 rows where input or output
-    is a pipe, 50,000 for `order` done."""
-    limit: int | None = None
-    """Only the first rows of the input."""
-    order: str = "input"
-    """input or done"""
-    overwrite: bool = False
-    retry_errors: bool = False
-    """Run the rows again that failed in an earlier run."""
-    max_errors: str | None = None
-    """N rows, or P% of the rows done (after the first 100)."""
-    keep: tuple[str, ...] | None = None
-    """Input columns carried to the output; None: all."""
-    token_ids: bool = False
-    """Add the completion's token ids to the rows."""
-    output_format: str = "rows"
-    """rows, or openai: records of OpenAI's Batch output"""
-    flush_every: float = 5.0
-    """Seconds between syncs of the journal to disk."""
-    grace: float = 5.0
-    """Seconds that running rows have to finish after SIGTERM or SIGHUP."""
-    work_dir: str | None = None
-    """Where the job's folder goes; None: beside the output."""
-    stats: str | None = None
-    """File for the figures, besides the job's folder."""
+    window: int | Literal["all"] | None = option(
+        None,
+        "Put all rows in prefix order (on disk if they are many), or this many rows at a time as they arrive.",
+        group="Engine",
+        metavar="all|ROWS",
+        rules=[(lambda v: v == "all" or v >= 1, "at least 1")],
+        parse=_parse_window,
+        shown="all; 4096 for -",
+    )
+    """None: all for files, 4,096 rows where input or output is a pipe, 50,000 for `order` done."""
+    limit: int | None = option(
+        None, "Only the first N rows of the input.", group="Job", metavar="N", rules=[at_least(0)]
+    )
+    order: str = option(
+        "input", "Write rows in the order of the input, or as they are done.", group="Job", values=["input", "done"]
+    )
+    overwrite: bool = option(False, "Start over, whatever the output holds.", group="Job")
+    retry_errors: bool = option(False, "Run the rows again that failed in an earlier run.", group="Job")
+    max_errors: str | None = option(
+        None,
+        "Stop when more rows have failed; a percentage is of the rows done, after the first 100.",
+        group="Job",
+        metavar="N|P%",
+        shown="no limit",
+    )
+    keep: tuple[str, ...] | None = option(
+        None,
+        "Input columns that are copied to the output.",
+        group="Job",
+        metavar="all|none|COL,…",
+        parse=_parse_kept_columns,
+        shown="all",
+    )
+    """None: all."""
+    token_ids: bool = option(False, "Add the completion's token ids to the rows.", group="Sampling")
+    output_format: str = option(
+        "rows",
+        "Rows in batchgen's own form, or in that of OpenAI's Batch output.",
+        group="Job",
+        values=["rows", "openai"],
+    )
+    flush_every: float = option(
+        5.0, "Time between writes of results to disk.", group="Job", metavar="SECONDS", rules=[at_least(0)]
+    )
+    grace: float = option(
+        5.0,
+        "Time that running rows have to finish after SIGTERM or SIGHUP.",
+        group="Job",
+        metavar="SECONDS",
+        rules=[at_least(0)],
+    )
+    work_dir: str | None = option(
+        None, "Where the job's folder goes.", group="Job", metavar="DIR", shown="beside the output"
+    )
+    stats: str | None = option(None, "Write the run's figures to this file too.", group="Job", metavar="FILE")
 
     def __post_init__(self) -> None:
         if not self.inputs:
             raise UsageError("no input", "name a file, a folder, a glob or - for standard input")
-        if isinstance(self.window, int) and self.window < 1:
-            raise UsageError(f"--window must be at least 1, not {self.window}")
-        if self.limit is not None and self.limit < 0:
-            raise UsageError(f"--limit must be at least 0, not {self.limit}")
-        if self.order not in ("input", "done"):
-            raise UsageError(f"--order {self.order!r} is unknown", "use input or done")
+        check(self)
         self._check_output_format()
-        if self.flush_every < 0:
-            raise UsageError(f"--flush-every must be at least 0, not {self.flush_every}")
-        if self.grace < 0:
-            raise UsageError(f"--grace must be at least 0, not {self.grace}")
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)
 
     def _check_output_format(self) -> None:
-        if self.output_format not in ("rows", "openai"):
-            raise UsageError(f"--output-format {self.output_format!r} is unknown", "use rows or openai")
         if self.output_format == "openai" and self.prompts.score:
             raise UsageError("--output-format openai has no place for scores", "leave it out, or --score")
         if self.output_format == "openai" and self.keep:

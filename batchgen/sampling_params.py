@@ -4,98 +4,149 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from batchgen.errors import RowError
+from batchgen.errors import RowError, UsageError
+from batchgen.options import Rule, above, at_least, between, first_problem, json_schema_file, option
 
 _WHOLE = ("max_tokens", "top_k", "seed", "n", "logprobs")
 _CONSTRAINTS = ("choices", "regex", "json_schema")
 _LISTS = ("stop", "stop_token_ids", "choices")
-MOST_LOGPROBS = 1000
+MAX_LOGPROBS = 1000
+
+_TEXTS: Rule = (lambda v: all(v), "texts that are not empty")
+_NOT_EMPTY: Rule = (lambda v: v != "", "text that is not empty")
+
+
+def _parse_choices(name: str, text: str) -> tuple[str, ...]:
+    try:
+        return choices_of(text)
+    except ValueError as e:
+        raise UsageError(f"--{e}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a completion is drawn. Raises `ValueError` naming the parameter when a value is out of range."""
 
-    max_tokens: int = 256
-    """Most tokens of a completion, at least 1."""
-    temperature: float = 0.0
-    """0 is greedy; above, logits are divided by it."""
-    top_p: float = 1.0
-    """Smallest set of tokens whose probability reaches this, in (0, 1]; 1 is off."""
-    top_k: int = 0
-    """Most tokens to choose from; 0 is off."""
-    min_p: float = 0.0
-    """Least probability relative to the likeliest token, in [0, 1]; 0 is off."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens of the prompt and the completion become less likely (CTRL, arXiv:1909.05858); 1 is off."""
-    presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token that the completion has, in [-2, 2]."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time the completion has it, in [-2, 2]."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the completion; they are not part of its text."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the completion, besides the model's own."""
-    ignore_eos: bool = False
-    """Go on at the model's end tokens, up to `max_tokens`."""
-    seed: int = 0
-    """Seed of the row's random numbers."""
-    n: int = 1
-    """Completions of the prompt, each with random numbers of its own."""
-    logprobs: int | None = None
-    """Log-probabilities of each token drawn and of so many likeliest ones (0: the token's alone), as the model gives them, before
-    penalties and temperature; None: none."""
-    choices: tuple[str, ...] = ()
-    """Labels: nothing is generated, each is scored as what follows the prompt; the text is the likeliest (temperature 0) or a draw."""
-    regex: str | None = None
-    """The completion matches this regular expression as a whole."""
-    json_schema: str | None = None
-    """The completion is JSON that is valid under this schema, given as JSON text."""
+    max_tokens: int = option(
+        256, "Maximum number of tokens of a completion.", group="Sampling", metavar="N", rules=[at_least(1)]
+    )
+    temperature: float = option(
+        0.0, "Logits are divided by it; 0 is greedy.", group="Sampling", metavar="X", rules=[at_least(0)]
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the most likely tokens that together have this probability; 1 is off.",
+        group="Sampling",
+        metavar="X",
+        rules=[(lambda v: 0 < v <= 1, "above 0 and at most 1")],
+    )
+    top_k: int = option(
+        0, "Sample from the N most likely tokens; 0 is off.", group="Sampling", metavar="N", rules=[at_least(0)]
+    )
+    min_p: float = option(
+        0.0,
+        "Minimum probability of a token, relative to the most likely one's; 0 is off.",
+        group="Sampling",
+        metavar="X",
+        rules=[between(0, 1)],
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Above 1, tokens of the prompt and the completion become less likely; 1 is off.",
+        group="Sampling",
+        metavar="X",
+        rules=[above(0)],
+    )
+    """The penalty of CTRL (arXiv:1909.05858)."""
+    presence_penalty: float = option(
+        0.0,
+        "Subtracted once from the logit of every token that the completion has; -2 to 2.",
+        group="Sampling",
+        metavar="X",
+        rules=[between(-2, 2)],
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "Subtracted from a token's logit for each time the completion has it; -2 to 2.",
+        group="Sampling",
+        metavar="X",
+        rules=[between(-2, 2)],
+    )
+    stop: tuple[str, ...] = option(
+        (),
+        "A text that ends the completion and is not part of it; repeatable.",
+        group="Sampling",
+        metavar="TEXT",
+        rules=[_TEXTS],
+    )
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        "A token id that ends the completion, besides the model's own; repeatable.",
+        group="Sampling",
+        flags=["--stop-token-id"],
+        metavar="ID",
+        rules=[(lambda v: all(t >= 0 for t in v), "token ids")],
+    )
+    ignore_eos: bool = option(False, "Continue at the model's end tokens, up to --max-tokens.", group="Sampling")
+    seed: int = option(
+        0,
+        "Seed of the random numbers.",
+        group="Sampling",
+        metavar="N",
+        rules=[(lambda v: -(2**63) <= v < 2**63, "a 64-bit number")],
+    )
+    n: int = option(
+        1,
+        "Completions of each prompt, each with random numbers of its own.",
+        group="Sampling",
+        flags=["--n", "-n"],
+        metavar="N",
+        rules=[between(1, 1024)],
+    )
+    logprobs: int | None = option(
+        None,
+        "Add the log-probability of each sampled token and of the K most likely ones.",
+        group="Sampling",
+        metavar="K",
+        shown="none",
+        rules=[between(0, MAX_LOGPROBS)],
+    )
+    """As the model gives them, before penalties and temperature. 0: the sampled token's alone."""
+    choices: tuple[str, ...] = option(
+        (),
+        "Labels, separated by commas or as a JSON list. Nothing is generated: each is scored, and the text is the most likely one.",
+        group="Constraints",
+        metavar="A,B,C",
+        rules=[_TEXTS, (lambda v: len(set(v)) == len(v) != 1, "two or more different texts")],
+        parse=_parse_choices,
+    )
+    """At a temperature above 0 the text is sampled from the labels."""
+    regex: str | None = option(
+        None,
+        "The whole completion matches this regular expression.",
+        group="Constraints",
+        metavar="TEXT",
+        rules=[_NOT_EMPTY],
+    )
+    json_schema: str | None = option(
+        None,
+        "The completion is JSON that is valid under the schema in this file.",
+        group="Constraints",
+        metavar="FILE",
+        rules=[_NOT_EMPTY],
+        parse=json_schema_file,
+    )
+    """The schema as JSON text."""
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, what: str) -> None:
-            if not ok:
-                raise ValueError(f"{name} must be {what}, not {getattr(self, name)!r}")
-
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is None and f.default is None:
-                continue
-            if f.name in _WHOLE:
-                check(f.name, isinstance(value, int) and not isinstance(value, bool), "a whole number")
-            elif f.name in ("regex", "json_schema"):
-                check(f.name, isinstance(value, str) and value != "", "text that is not empty")
-            elif f.name == "ignore_eos":
-                check(f.name, isinstance(value, bool), "true or false")
-            elif f.name in ("stop", "choices"):
-                check(f.name, all(isinstance(s, str) and s for s in value), "non-empty strings")
-            elif f.name == "stop_token_ids":
-                check(
-                    f.name, all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in value), "token ids"
-                )
-            else:
-                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                check(f.name, number, "a number")
-        check("max_tokens", self.max_tokens >= 1, "at least 1")
-        check("temperature", self.temperature >= 0, "at least 0")
-        check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        check("top_k", self.top_k >= 0, "at least 0")
-        check("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        check("repetition_penalty", self.repetition_penalty > 0, "above 0")
-        check("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
-        check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
-        check("seed", -(2**63) <= self.seed < 2**63, "a 64-bit number")
-        check("n", 1 <= self.n <= 1024, "between 1 and 1024")
-        check(
-            "logprobs", self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"
-        )
-        check("choices", len(set(self.choices)) == len(self.choices) != 1, "two or more different texts")
+        problem = first_problem(self)
+        if problem is not None:
+            raise ValueError(" ".join(problem))
         self._check_together()
 
     def _check_together(self) -> None:

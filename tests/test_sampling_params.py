@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.sampling_params import MOST_LOGPROBS, SamplingParams
+from batchgen.sampling_params import MAX_LOGPROBS, SamplingParams
 
 OTHERS: dict[str, Any] = {
     "max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1,
@@ -29,7 +29,7 @@ def refused(values: dict[str, Any]) -> str:
     [
         {"max_tokens": 1}, {"temperature": 0}, {"temperature": 5.0}, {"top_p": 1}, {"top_k": 0}, {"min_p": 1.0},
         {"presence_penalty": -2.0}, {"frequency_penalty": 2.0}, {"seed": -(2**63)}, {"seed": 2**63 - 1},
-        {"n": 1024}, {"logprobs": 0}, {"logprobs": MOST_LOGPROBS}, {"choices": ("a", "b")}, {"regex": "a"},
+        {"n": 1024}, {"logprobs": 0}, {"logprobs": MAX_LOGPROBS}, {"choices": ("a", "b")}, {"regex": "a"},
         {"json_schema": "{}"}, {"n": 2, "logprobs": 3}, {"regex": "a", "n": 2, "logprobs": 0},
         {"json_schema": "{}", "stop_token_ids": (1,)}, {"choices": ("a", "b"), "temperature": 1.0},
     ],
@@ -57,7 +57,7 @@ def test_values_at_their_limits_and_what_goes_together_is_taken(values: dict[str
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, not 0.0"),
         ({"presence_penalty": 2.5}, "presence_penalty must be between -2 and 2, not 2.5"),
         ({"frequency_penalty": -2.5}, "frequency_penalty must be between -2 and 2, not -2.5"),
-        ({"stop": ("",)}, "stop must be non-empty strings, not ('',)"),
+        ({"stop": ("",)}, "stop must be texts that are not empty, not ('',)"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids must be token ids, not (-1,)"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false, not 1"),
         ({"seed": 2**63}, "seed must be a 64-bit number, not 9223372036854775808"),
@@ -69,11 +69,11 @@ def test_values_at_their_limits_and_what_goes_together_is_taken(values: dict[str
         ({"logprobs": True}, "logprobs must be a whole number, not True"),
         ({"choices": ("a",)}, "choices must be two or more different texts, not ('a',)"),
         ({"choices": ("a", "a")}, "choices must be two or more different texts, not ('a', 'a')"),
-        ({"choices": ("a", "")}, "choices must be non-empty strings, not ('a', '')"),
-        ({"choices": ("a", 1)}, "choices must be non-empty strings, not ('a', 1)"),
+        ({"choices": ("a", "")}, "choices must be texts that are not empty, not ('a', '')"),
+        ({"choices": ("a", 1)}, "choices must be a tuple of texts, not ('a', 1)"),
         ({"regex": ""}, "regex must be text that is not empty, not ''"),
-        ({"regex": 5}, "regex must be text that is not empty, not 5"),
-        ({"json_schema": {}}, "json_schema must be text that is not empty, not {}"),
+        ({"regex": 5}, "regex must be text, not 5"),
+        ({"json_schema": {}}, "json_schema must be text, not {}"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message: str) -> None:

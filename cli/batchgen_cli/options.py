@@ -1,228 +1,265 @@
-"""The options, each declared once, in the groups that `--help` shows. Which command takes which: `arguments`."""
+"""The command's options, made from the fields of the configuration (batchgen/options.py), and the configuration made from them."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Annotated
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
+import click
+from click.shell_completion import CompletionItem
 
-_model = partial(typer.Option, rich_help_panel="Model")
-_prompts = partial(typer.Option, rich_help_panel="Prompts")
-_sampling = partial(typer.Option, rich_help_panel="Sampling")
-_constraints = partial(typer.Option, rich_help_panel="Constraints")
-_engine = partial(typer.Option, rich_help_panel="Engine")
-_job = partial(typer.Option, rich_help_panel="Job")
+from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
+from batchgen.errors import UsageError
+from batchgen.options import GROUPS, Option, check, flag_of, number, option, whole_number
+from batchgen.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType
 
 
-Inputs = Annotated[
-    list[str],
-    typer.Argument(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Display:
+    """What a command shows on standard error."""
+
+    progress: bool | None = option(
+        None,
+        "Show how far the job is.",
+        group="Job",
+        shown="a bar on a terminal, a line now and then in a log",
+    )
+    log_format: str = option(
+        "text", "Standard error as text, or as one JSON object a line.", group="Job", values=["text", "json"]
+    )
+    quiet: bool = option(False, "Show errors only.", group="Job", flags=["--quiet", "-q"])
+    verbose: bool = option(
+        False, "Show the warnings of libraries, and tracebacks of errors.", group="Job", flags=["--verbose", "-v"]
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class ConfigOption(click.Option):
+    """One option of the command, from the field that declares it. Its value is None, or (), where it is not given."""
+
+    def __init__(self, config: type, f: Field[Any]) -> None:
+        declared: Option = f.metadata["option"]
+        kinds = [kind.strip() for kind in str(f.type).split("|")]
+        switch = "bool" in kinds
+        flags = list(declared.flags) or [flag_of(config, f.name)]
+        if switch and (f.default is True or "None" in kinds):
+            flags[0] += f"/--no-{flags[0].removeprefix('--')}"
+        needed = f.default is MISSING and f.default_factory is MISSING
+        self.group, self.values, self.shown = declared.group, declared.values, declared.shown
+        self.declared_default = f.default
+        super().__init__(
+            [f.name, *flags],
+            type=None if switch else _Value(declared, kinds),
+            is_flag=switch,
+            multiple=declared.parse is None and kinds[0].startswith("tuple"),
+            **({"required": True} if needed else {"default": None}),
+            metavar=declared.metavar or None,
+            help=declared.help,
+        )
+
+    @property
+    def default_text(self) -> str:
+        """The default as the help shows it; empty where there is nothing to show."""
+        default = self.declared_default
+        if self.shown or default is None or default is False or default == () or default is MISSING:
+            return self.shown
+        return self.opts[0] if default is True else str(default).removesuffix(".0")
+
+
+class _Value(_ParamType):
+    """Makes an option's value of its text, as the option declares."""
+
+    name = "value"
+
+    def __init__(self, declared: Option, kinds: list[str]) -> None:
+        whole, real = {"int", "tuple[int, ...]"} & set(kinds), "float" in kinds
+        self._parse: Callable[[str, str], Any] = declared.parse or (
+            whole_number if whole else number if real else lambda _, text: text
+        )
+        self._declared = declared
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        name = next((opt for opt in param.opts if opt.startswith("--")), "") if param else ""
+        return self._parse(name, value) if isinstance(value, str) else value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if self._declared.values:
+            return [CompletionItem(v) for v in self._declared.values if v.startswith(incomplete)]
+        words = {"FILE": "file", "OUTPUT": "file", "MODEL": "file", "DIR": "dir"}
+        kind = next((kind for word, kind in words.items() if word in self._declared.metavar), None)
+        return [CompletionItem(incomplete, type=kind)] if kind else []
+
+
+class FileArgument(click.Argument):
+    """A positional argument that names files, with a help text."""
+
+    def __init__(self, name: str, help: str, **settings: Any) -> None:
+        super().__init__([name], **settings)
+        self.text = help
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+class _Formatter(click.HelpFormatter):
+    """Help that breaks no word at its hyphens: `--max-tokens` stays whole."""
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 28, col_spacing: int = 2) -> None:
+        rows = list(rows)
+        first = min(max(len(name) for name, _ in rows), col_max) + col_spacing
+        indent = " " * self.current_indent
+        for name, text in rows:
+            lines = textwrap.wrap(text, max(self.width - first - self.current_indent, 10), break_on_hyphens=False)
+            head = f"{indent}{name}"
+            if len(name) > first - col_spacing and lines:
+                self.write(f"{head}\n")
+                head = ""
+            for line in lines:
+                self.write(f"{head:<{first + self.current_indent}}{line}\n")
+                head = ""
+            if not lines:
+                self.write(f"{head}\n")
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
+class Group(click.Group):
+    """The command as a whole."""
+
+    context_class = _Context
+    example = ""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Example"):
+            formatter.write_dl([(self.example, "")])
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.short_help or "") for name, command in self.commands.items()])
+
+
+class Command(click.Command):
+    """A command whose help lists its options in groups, with one example, whole at every width."""
+
+    context_class = _Context
+    example = ""
+    brief = False
+    """Whether the help leaves the options of `batchgen run` out, but for --model."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        arguments = [p for p in self.params if isinstance(p, FileArgument)]
+        if arguments:
+            with formatter.section("Arguments"):
+                formatter.write_dl([(p.make_metavar(ctx), p.text) for p in arguments])
+        for group in (*GROUPS, "Options"):
+            rows = [(_names(p), _help(p)) for p in self.get_params(ctx) if _group(p) == group and self._listed(p)]
+            if rows:
+                with formatter.section(group):
+                    formatter.write_dl(rows)
+
+    def _listed(self, param: click.Parameter) -> bool:
+        return not self.brief or not isinstance(param, ConfigOption) or param.name == "model"
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Example"):
+            formatter.write_dl([(self.example, "")])
+
+
+def _group(param: click.Parameter) -> str:
+    if isinstance(param, ConfigOption):
+        return param.group
+    return "Options" if isinstance(param, click.Option) else ""
+
+
+def _names(param: click.Parameter) -> str:
+    """Its names and what stands for its value: `--model, -m MODEL`."""
+    names = ", ".join([*param.opts, *param.secondary_opts])
+    return f"{names} {param.metavar}" if param.metavar else names
+
+
+def _help(param: click.Parameter) -> str:
+    text = getattr(param, "help", "") or ""
+    default = param.default_text if isinstance(param, ConfigOption) else ""
+    needed = "  [required]" if param.required else ""
+    return f"{text}  [default: {default}]" if default else text + needed
+
+
+def config_options(*configs: type) -> list[click.Parameter]:
+    """The options that the fields of these dataclasses declare, by group, in the order of the fields."""
+    found = [ConfigOption(config, f) for config in configs for f in fields(config) if "option" in f.metadata]
+    return [*sorted(found, key=lambda o: GROUPS.index(o.group))]
+
+
+def job_options() -> list[click.Parameter]:
+    """The inputs and every option of a job."""
+    inputs = FileArgument(
+        "inputs",
+        "JSONL, Parquet or CSV files (also .gz, .zst), a folder, a glob, a URL, or - for JSONL on standard input.",
+        nargs=-1,
+        required=True,
         metavar="INPUT...",
-        help="JSONL, Parquet or CSV files (also .gz, .zst), a folder, a glob, a URL, or - for JSONL on standard input.",
-    ),
-]
+    )
+    return [
+        inputs,
+        *config_options(ModelConfig, PromptConfig, SamplingParams, JobConfig, EngineConfig, Display),
+    ]
 
-# model
-Model = Annotated[str, _model("--model", "-m", help="A folder or a hub name.")]
-Revision = Annotated[str | None, _model("--revision", help="Branch, tag or commit of a hub model.")]
-DtypeOption = Annotated[
-    str, _model("--dtype", metavar="auto|float32|bfloat16|float16", help="auto is the checkpoint's own.")
-]
-Device = Annotated[
-    str,
-    _model(
-        "--device",
-        metavar="auto|cpu|mps|cuda[:N,…]",
-        help="Where the model runs; cuda:0,1 on several GPUs, with a process each.",
-    ),
-]
-DeviceMap = Annotated[
-    str | None,
-    _model("--device-map", metavar="auto", help="Spread the layers over all devices.", show_default="one device"),
-]
-TrustRemoteCode = Annotated[bool, _model("--trust-remote-code", help="Run code that the model's files bring along.")]
 
-# prompts
-PromptColumn = Annotated[str, _prompts("--prompt-column", help="Column of the prompt.")]
-MessagesColumn = Annotated[str, _prompts("--messages-column", help="Column of a conversation.")]
-IdColumn = Annotated[
-    str | None,
-    _prompts("--id-column", help="Column of the rows' ids.", show_default="id, custom_id, else the row's number"),
-]
-Template = Annotated[
-    Path | None, _prompts("--template", metavar="FILE", help="Jinja over the row's columns; its text is the prompt.")
-]
-Prefix = Annotated[str | None, _prompts("--prefix", metavar="TEXT|@FILE", help="Put before every prompt.")]
-Chat = Annotated[
-    bool | None,
-    _prompts(
-        "--chat/--no-chat",
-        help="Prompts as messages, or as raw text.",
-        show_default="chat if the model has a chat template",
-    ),
-]
-System = Annotated[str | None, _prompts("--system", metavar="TEXT|@FILE", help="A system message before every prompt.")]
-ChatTemplate = Annotated[
-    Path | None, _prompts("--chat-template", metavar="FILE", help="Jinja in place of the model's chat template.")
-]
-ChatTemplateKwargs = Annotated[
-    str | None, _prompts("--chat-template-kwargs", metavar="JSON", help="Variables for the chat template.")
-]
-OnLongPrompt = Annotated[
-    str,
-    _prompts(
-        "--on-long-prompt",
-        metavar="error|truncate-left|truncate-right",
-        help="What to do with a prompt that does not fit the context: fail, or shorten its content.",
-    ),
-]
-RowParams = Annotated[
-    str | None, _prompts("--row-params", metavar="COL,…", help="Columns that are a row's own sampling parameters.")
-]
+def job_config(values: Mapping[str, Any]) -> JobConfig:
+    """The job that the values of `job_options` ask for. Raises `UsageError`."""
+    return JobConfig(
+        inputs=tuple(values["inputs"]),
+        model=build(ModelConfig, values),
+        prompts=build(PromptConfig, values),
+        sampling=_sampling(values),
+        engine=build(EngineConfig, values),
+        **_given(JobConfig, values),
+    )
 
-# sampling
-MaxTokens = Annotated[int, _sampling("--max-tokens", metavar="N", help="Most tokens of a completion.")]
-Temperature = Annotated[float, _sampling("--temperature", metavar="X", help="0 is greedy.")]
-TopP = Annotated[
-    float, _sampling("--top-p", metavar="X", help="Draw from the likeliest tokens of this much probability.")
-]
-TopK = Annotated[int, _sampling("--top-k", metavar="N", help="Draw from the N likeliest tokens; 0 is off.")]
-MinP = Annotated[float, _sampling("--min-p", metavar="X", help="Least probability, relative to the likeliest token's.")]
-RepetitionPenalty = Annotated[
-    float, _sampling("--repetition-penalty", metavar="X", help="Above 1: repeat less of prompt and completion.")
-]
-PresencePenalty = Annotated[
-    float, _sampling("--presence-penalty", metavar="X", help="Taken once from every token of the completion.")
-]
-FrequencyPenalty = Annotated[
-    float, _sampling("--frequency-penalty", metavar="X", help="Taken for each time the completion has a token.")
-]
-Stop = Annotated[list[str] | None, _sampling("--stop", metavar="TEXT", help="Ends a completion; repeatable.")]
-StopTokenId = Annotated[
-    list[int] | None, _sampling("--stop-token-id", metavar="ID", help="Ends a completion; repeatable.")
-]
-IgnoreEos = Annotated[bool, _sampling("--ignore-eos", help="Go on at the model's end tokens.")]
-Seed = Annotated[int, _sampling("--seed", metavar="N", help="Of the random numbers.")]
-N = Annotated[int, _sampling("--n", "-n", metavar="N", help="Completions of each prompt.")]
-Logprobs = Annotated[
-    int | None,
-    _sampling(
-        "--logprobs",
-        metavar="K",
-        help="Add the log-probabilities of the tokens drawn, and of the K likeliest.",
-        show_default="none",
-    ),
-]
-TokenIds = Annotated[bool, _sampling("--token-ids", help="Add the completions' token ids to the rows.")]
 
-# constraints
-Choices = Annotated[
-    str | None,
-    _constraints("--choices", metavar="A,B,C", help="Labels, or a JSON list of them: the likeliest is the text."),
-]
-Regex = Annotated[str | None, _constraints("--regex", metavar="TEXT", help="A completion matches it as a whole.")]
-JsonSchema = Annotated[
-    Path | None, _constraints("--json-schema", metavar="FILE", help="A completion is JSON that is valid under it.")
-]
-ScoreOption = Annotated[bool, _constraints("--score", help="Generate nothing: score the completion that each row has.")]
-CompletionColumn = Annotated[str, _constraints("--completion-column", help="Column of what --score scores.")]
+def build(config: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass of the options that were given; the others keep their defaults."""
+    return config(**_given(config, values))
 
-# engine
-ChunkSize = Annotated[int, _engine("--chunk-size", metavar="N", help="Tokens per chunk of the prefix hash.")]
-BatchSize = Annotated[str, _engine("--batch-size", metavar="auto|N", help="Most sequences decoding at once.")]
-MaxBatchTokens = Annotated[str, _engine("--max-batch-tokens", metavar="auto|N", help="Most tokens in one forward.")]
-MaxPrefillTokens = Annotated[str, _engine("--max-prefill-tokens", metavar="auto|N", help="Of those, prompt tokens.")]
-KvMemory = Annotated[str, _engine("--kv-memory", metavar="auto|SIZE", help="Memory for keys and values: 8GiB, 80%, …")]
-MaxKvRead = Annotated[
-    int | None,
-    _engine("--max-kv-read", metavar="N", help="Most tokens of KV that a step reads.", show_default="no limit"),
-]
-HostKvMemory = Annotated[
-    str | None,
-    _engine(
-        "--host-kv-memory", metavar="SIZE", help="Host memory for KV of idle prefixes (CUDA).", show_default="none"
-    ),
-]
-Policy = Annotated[
-    str,
-    _engine("--policy", metavar="prefix|prefill-first|fifo", help="What is started first, and goes first in a step."),
-]
-PriorityColumn = Annotated[
-    str | None, _engine("--priority-column", help="Column of numbers: rows with lower ones are started first.")
-]
-Window = Annotated[
-    str | None,
-    _engine(
-        "--window",
-        metavar="all|ROWS",
-        help="Put all rows in prefix order (on disk when they are many), or so many at a time.",
-        show_default="all; 4096 for -",
-    ),
-]
-Share = Annotated[bool, _engine("--share/--no-share", help="Run shared prefixes once.")]
-Compile = Annotated[
-    str,
-    _engine(
-        "--compile",
-        metavar="auto|on|off",
-        help="On the CPU kernels of our own, compiled once (auto: where there is a C++ compiler). On a GPU steps as CUDA graphs"
-        " (auto: where they pay; on: always, and under torch.compile, which takes a minute or more).",
-    ),
-]
-Debug = Annotated[bool, _engine("--debug", help="Check invariants after every step.")]
 
-# job
-Output = Annotated[
-    str | None,
-    _job(
-        "--output",
-        "-o",
-        metavar="OUTPUT",
-        help="JSONL (also .gz, .zst) or Parquet by suffix; - is standard output.",
-        show_default="beside the input, <stem>.out.…",
-    ),
-]
-InputFormat = Annotated[
-    str | None, _job("--input-format", metavar="jsonl|parquet|csv", help="In place of what the suffix says.")
-]
-OutputFormat = Annotated[
-    str,
-    _job("--output-format", metavar="rows|openai", help="Rows as batchgen's own, or as OpenAI's Batch output (JSONL)."),
-]
-Limit = Annotated[int | None, _job("--limit", metavar="N", help="Only the first N rows.")]
-OrderOption = Annotated[str, _job("--order", metavar="input|done", help="Rows as in the input, or as they are done.")]
-Overwrite = Annotated[bool, _job("--overwrite", help="Start anew, whatever the output holds.")]
-RetryErrors = Annotated[bool, _job("--retry-errors", help="Run the rows again that failed before.")]
-MaxErrors = Annotated[str | None, _job("--max-errors", metavar="N|P%", help="Give up when more rows fail.")]
-RowTimeout = Annotated[
-    float | None,
-    _job(
-        "--row-timeout", metavar="SECONDS", help="Ends a row that runs longer, with what it has.", show_default="none"
-    ),
-]
-Keep = Annotated[str, _job("--keep", metavar="all|none|COL,…", help="Input columns carried to the output.")]
-FlushEvery = Annotated[float, _job("--flush-every", metavar="SECONDS", help="How often results are synced to disk.")]
-Grace = Annotated[float, _job("--grace", metavar="SECONDS", help="For running rows to finish after SIGTERM.")]
-WorkDir = Annotated[
-    str | None, _job("--work-dir", metavar="DIR", help="Place of the job's folder.", show_default="beside the output")
-]
-Stats = Annotated[str | None, _job("--stats", metavar="FILE", help="Write the figures there too.")]
-AsJson = Annotated[bool, _job("--json", help="One JSON object on standard output.")]
-ShowProgress = Annotated[
-    bool | None,
-    _job(
-        "--progress/--no-progress",
-        help="Show how far it is.",
-        show_default="a bar on a terminal, a line now and then in a log",
-    ),
-]
-LogFormat = Annotated[
-    str, _job("--log-format", metavar="text|json", help="Standard error as text, or each line of it a JSON object.")
-]
-Quiet = Annotated[bool, _job("--quiet", "-q", help="Errors only.")]
-Verbose = Annotated[bool, _job("--verbose", "-v", help="Warnings of libraries, and tracebacks of errors.")]
+def _given(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a dataclass's options those that were given. An option that is given as None (`--batch-size auto`) has that default."""
+    named = [f.name for f in fields(config) if "option" in f.metadata]
+    return {name: values[name] for name in named if values.get(name) not in (None, ()) or _is_given(name)}
 
-# status
-JobOutput = Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of a run.")]
+
+def _is_given(name: str) -> bool:
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+    """The parameters; a value out of range is told by its option's name."""
+    try:
+        return build(SamplingParams, values)
+    except ValueError as e:
+        name, _, rest = str(e).partition(" ")
+        before, together, other = rest.rpartition("combined with ")
+        if together:
+            rest = f"{before}{together}{flag_of(SamplingParams, other)}"
+        raise UsageError(f"{flag_of(SamplingParams, name)} {rest}") from None
+
+
+def similar(word: str, known: list[str], count: int = 3) -> list[str]:
+    """The known words that one may have meant: those that begin with it, else those that look like it."""
+    begin = [k for k in known if k.startswith(word)] if len(word.strip("-")) > 1 else []
+    return begin[:count] or get_close_matches(word, known, count, cutoff=0.85)

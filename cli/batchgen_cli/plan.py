@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from batchgen_cli import values as v
-from batchgen_cli.arguments import PlanOptions, takes
-from batchgen_cli.failures import reported
+from batchgen_cli.options import Command, Display, build, job_config, job_options
 from batchgen_cli.progress import calm_libraries, progress_for
 from batchgen_cli.report import size
-from batchgen_cli.stderr import printable
+from batchgen_cli.stderr import exit_code_of, printable
 
 if TYPE_CHECKING:
     from batchgen.planning import PlanReport
@@ -20,32 +18,37 @@ if TYPE_CHECKING:
 EXCERPT_CHARACTERS = 48
 
 
-@takes(PlanOptions)
-def plan(given: PlanOptions) -> None:
-    """Show what a run over INPUT would share and the memory it needs, without loading the model's weights."""
-    with reported(verbose=given.verbose, as_json=given.log_format == "json"):
-        from batchgen.config import EngineConfig, JobConfig
-        from batchgen.planning import plan_job
+def _plan(values: dict[str, Any]) -> int:
+    from batchgen.planning import plan_job
 
-        as_json = v.as_json(given.log_format)
-        config = JobConfig(
-            inputs=tuple(given.inputs),
-            input_format=given.input_format,
-            model=v.model_config(given),
-            prompts=v.prompt_config(given),
-            sampling=v.sampling_params(**v.shared_sampling(given)),
-            engine=EngineConfig(chunk_size=given.chunk_size),
-            window=v.window(given.window),
-            limit=given.limit,
-        )
-        showing = progress_for(None, quiet=given.quiet, as_json=as_json)
-        with calm_libraries(verbose=given.verbose), showing as shown:
-            report = plan_job(config, shown)
-        if given.as_json:
-            typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))
-        else:
-            for line in plan_lines(report):
-                typer.echo(printable(line))
+    display = build(Display, values)
+    config = job_config(values)
+    showing = progress_for(None, quiet=display.quiet, as_json=display.log_format == "json")
+    with calm_libraries(verbose=display.verbose), showing as shown:
+        report = plan_job(config, shown)
+    if values["as_json"]:
+        click.echo(json.dumps(report.as_dict(), ensure_ascii=False))
+    else:
+        for line in plan_lines(report):
+            click.echo(printable(line))
+    return 0
+
+
+plan = Command(
+    "plan",
+    params=[
+        *job_options(),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
+    ],
+    callback=lambda **values: exit_code_of(
+        lambda: _plan(values), verbose=bool(values["verbose"]), as_json=values["log_format"] == "json"
+    ),
+    short_help="Show what a run would share and the memory it needs.",
+    help="Show what a run over INPUT would share and the memory it needs, without loading the model's weights.\n\n"
+    "Takes every option of `batchgen run`, so that a run becomes a plan by changing one word (see batchgen run --help).",
+)
+plan.example = "batchgen plan prompts.jsonl --model ./model"
+plan.brief = True
 
 
 def plan_lines(report: PlanReport) -> list[str]:

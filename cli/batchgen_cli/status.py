@@ -6,26 +6,37 @@ import datetime as dt
 import json
 from typing import Any
 
-import typer
+import click
 
-from batchgen_cli.arguments import StatusOptions, takes
-from batchgen_cli.failures import reported
+from batchgen_cli.options import Command, FileArgument
 from batchgen_cli.progress import duration, share, speed
-from batchgen_cli.stderr import printable
+from batchgen_cli.stderr import exit_code_of, printable
 
 
-@takes(StatusOptions)
-def status(given: StatusOptions) -> None:
-    """Show how far the job of OUTPUT is: one that runs, was stopped, has died or is finished. Changes nothing."""
-    with reported(verbose=False):
-        from batchgen.progress import job_status
+def _status(values: dict[str, Any]) -> int:
+    from batchgen.progress import job_status
 
-        found = job_status(given.output, given.work_dir)
-        if given.as_json:
-            typer.echo(json.dumps(found))
-        else:
-            for name, text in status_lines(found, dt.datetime.now(dt.UTC)):
-                typer.echo(printable(f"{name:<9}{text}"))
+    found = job_status(values["output"], values["work_dir"])
+    if values["as_json"]:
+        click.echo(json.dumps(found))
+    else:
+        for name, text in status_lines(found, dt.datetime.now(dt.UTC)):
+            click.echo(printable(f"{name:<9}{text}"))
+    return 0
+
+
+status = Command(
+    "status",
+    params=[
+        FileArgument("output", "The output of a run.", metavar="OUTPUT"),
+        click.Option(["--work-dir"], metavar="DIR", help="Where the job's folder is.  [default: beside the output]"),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
+    ],
+    callback=lambda **values: exit_code_of(lambda: _status(values)),
+    short_help="Show how far a running, stopped, dead or finished job is.",
+    help="Show how far the job of OUTPUT is: one that runs, was stopped, has died or is finished. Changes nothing.",
+)
+status.example = "batchgen status answers.jsonl"
 
 
 def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str]]:

@@ -9,9 +9,12 @@ import datetime as dt
 import json
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
+
+from batchgen.errors import BatchgenError, ClosedPipe
 
 
 def printable(text: str) -> str:
@@ -105,3 +108,38 @@ def wants_json(arguments: Sequence[str]) -> bool:
         elif argument.startswith("--log-format="):
             wanted = argument.partition("=")[2]
     return wanted == "json"
+
+
+def say(message: str, code: int, *, as_json: bool, trace: bool = False) -> None:
+    """Writes the one line of a failure, and with `trace` where it came from."""
+    if as_json:
+        more = {"traceback": traceback.format_exc()} if trace else {}
+        put(event("error", message=message, exit_code=code, **more))
+        return
+    if trace:
+        for line in traceback.format_exc().splitlines():
+            put(printable(line))
+    put(f"batchgen: error: {printable(message)}")
+
+
+def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: bool = False) -> int:
+    """Runs a command and returns its exit code. Whatever it raises becomes one line on standard error and that error's code."""
+    try:
+        return command()
+    except (ClosedPipe, BrokenPipeError):  # of standard output: a pipe that standard error goes to may close unseen
+        point_nowhere(sys.stdout)
+        return ClosedPipe.exit_code
+    except BatchgenError as e:
+        message, code = str(e), e.exit_code
+        say(message, code, as_json=as_json, trace=verbose)
+    except MemoryError as e:
+        message, code = f"out of memory{': ' if str(e) else ''}{e}; lower --window or --kv-memory", 1
+        say(message, code, as_json=as_json, trace=verbose)
+    except KeyboardInterrupt:
+        code = 130
+        say("interrupted by SIGINT", code, as_json=as_json)
+    except Exception as e:  # noqa: BLE001 - the last line of defence: a line and an exit code for whatever it was
+        first, code = next(iter(str(e).splitlines()), ""), 1
+        hint = "" if verbose else "; run it again with -v to see where"
+        say(f"{type(e).__name__}: {first}{hint}", code, as_json=as_json, trace=verbose)
+    return code

@@ -63,7 +63,7 @@ def test_a_plan_tells_its_phases(cli: Cli, source: Path, tiny_model_dir: Path) -
     ("arguments", "message"),
     [
         (("run", "nothere.jsonl", "-m", "x"), "no such file: nothere.jsonl; check the path"),
-        (("run", "-m", "x"), "missing argument 'INPUT...'; see batchgen --help"),
+        (("run", "-m", "x"), "missing argument 'INPUT...'; see batchgen run --help"),
         (("run", "a\x1b\u202e", "-m", "x"), "no such file: a\x1b\u202e; check the path"),
     ],
 )
@@ -93,7 +93,7 @@ def test_quiet_leaves_errors_alone(cli: Cli, source: Path, tiny_model_dir: Path)
 
 def test_another_format_is_wrong_use(cli: Cli) -> None:
     outcome = cli("run", "x.jsonl", "-m", "x", "--log-format", "yaml")
-    assert (outcome.code, outcome.err) == (2, "batchgen: error: --log-format 'yaml' is unknown; use text or json\n")
+    assert (outcome.code, outcome.err) == (2, "batchgen: error: --log-format must be text or json, not 'yaml'\n")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import datetime as dt
 import json
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,9 +119,7 @@ def test_where_there_is_no_job_the_exit_code_is_2(cli: Cli, tmp_path: Path) -> N
     )
 
 
-def test_it_is_quick_and_imports_neither_torch_nor_transformers(
-    tmp_path: Path, command_environment: dict[str, str]
-) -> None:
+def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, command_environment: dict[str, str]) -> None:
     folder = tmp_path / "o.jsonl.job"
     folder.mkdir()
     (folder / "lock").write_text('{"pid": 1, "host": "elsewhere", "started": "2026-03-04T05:00:00+00:00"}')
@@ -132,24 +129,16 @@ def test_it_is_quick_and_imports_neither_torch_nor_transformers(
         "from batchgen_cli.app import main\n"
         "main(['status', 'o.jsonl'])\n"
     )
-    seconds = []
-    for _ in range(3):  # the best of three, in processor time: the machine may be busy
-        begin = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=command_environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=tmp_path,
-        )
-        end = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime)
-        assert (done.returncode, done.stderr) == (0, "[]\n")
-        assert "phase    starting" in done.stdout
-        if seconds[-1] < 0.5:
-            break
-    assert min(seconds) < 0.5
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=command_environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert "phase    starting" in done.stdout
 
 
 @pytest.mark.parametrize("option", ["--json", "--work-dir", "--help"])

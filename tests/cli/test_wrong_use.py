@@ -29,7 +29,7 @@ def test_no_model(cli: Cli) -> None:
     outcome = cli("run", "x.jsonl")
     assert (outcome.code, outcome.err) == (
         2,
-        "batchgen: error: missing option '--model' / '-m'; see batchgen --help\n",
+        "batchgen: error: missing option '--model' / '-m'; see batchgen run --help\n",
     )
 
 
@@ -46,15 +46,38 @@ def test_no_command(cli: Cli) -> None:
 
 def test_an_unknown_command(cli: Cli) -> None:
     outcome = cli("generate")
-    assert (outcome.code, outcome.err) == (2, "batchgen: error: no such command 'generate'; see batchgen --help\n")
+    assert (outcome.code, outcome.err) == (2, "batchgen: error: no such command: generate; see batchgen --help\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--temp", "--template or --temperature"),
+        ("--temprature", "--temperature"),
+        ("--max-token", "--max-tokens"),
+        ("--dtpe", "--dtype"),
+        ("--output-fromat", "--output-format"),
+    ],
+)
+def test_an_option_that_is_mistyped_is_told_what_was_meant(typed: str, meant: str, refused: Callable[..., str]) -> None:
+    expected = f"no such option: {typed}; did you mean {meant}?; see batchgen run --help"
+    assert refused("x.jsonl", typed, "1") == expected
+
+
+def test_a_file_where_a_command_belongs_is_told_the_command(cli: Cli) -> None:
+    outcome = cli("prompts.jsonl", "-m", "m")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "batchgen: error: no such command: prompts.jsonl; did you mean batchgen run prompts.jsonl?; see batchgen --help\n",
+    )
 
 
 def test_an_unknown_option(refused: Callable[..., str]) -> None:
-    assert refused("x.jsonl", "--xyzzy", "1") == "no such option: --xyzzy; see batchgen --help"
+    assert refused("x.jsonl", "--xyzzy", "1") == "no such option: --xyzzy; see batchgen run --help"
 
 
 def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
-    assert refused("x.jsonl", "--max-tokens", "many").startswith("invalid value for '--max-tokens': ")
+    assert refused("x.jsonl", "--max-tokens", "many") == "--max-tokens must be a whole number, not 'many'"
 
 
 @pytest.mark.parametrize(
@@ -67,9 +90,9 @@ def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
         (("--top-p", "0"), "--top-p must be above 0 and at most 1, not 0.0"),
         (("--min-p", "2"), "--min-p must be between 0 and 1, not 2.0"),
         (("--repetition-penalty", "0"), "--repetition-penalty must be above 0, not 0.0"),
-        (("--stop", ""), "--stop must be non-empty strings, not ('',)"),
+        (("--stop", ""), "--stop must be texts that are not empty, not ('',)"),
         (("--stop-token-id", "-1"), "--stop-token-id must be token ids, not (-1,)"),
-        (("--dtype", "int8"), "--dtype 'int8' is unknown; use auto, float32, bfloat16 or float16"),
+        (("--dtype", "int8"), "--dtype must be auto, float32, bfloat16 or float16, not 'int8'"),
         (
             ("--device", "tpu"),
             "--device 'tpu' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1",
@@ -81,14 +104,14 @@ def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
         (("--device", "mps:0,1"), "--device 'mps:0,1' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"),
         (("--device", "cuda:1,0,01"), "--device cuda:1,0,01 names cuda:1 twice; name each device once"),
         (("--device", "cpu:0,1", "--device-map", "auto"), "--device-map chooses the devices itself; leave --device out"),
-        (("--order", "random"), "--order 'random' is unknown; use input or done"),
+        (("--order", "random"), "--order must be input or done, not 'random'"),
         (
             ("--on-long-prompt", "drop"),
-            "--on-long-prompt 'drop' is unknown; use error, truncate-left or truncate-right",
+            "--on-long-prompt must be error, truncate-left or truncate-right, not 'drop'",
         ),
         (("--batch-size", "0"), "--batch-size must be at least 1, not 0"),
-        (("--batch-size", "big"), "--batch-size 'big' is not a number; give a whole number, or auto"),
-        (("--max-batch-tokens", "1.5"), "--max-batch-tokens '1.5' is not a number; give a whole number, or auto"),
+        (("--batch-size", "big"), "--batch-size must be a whole number or auto, not 'big'"),
+        (("--max-batch-tokens", "1.5"), "--max-batch-tokens must be a whole number or auto, not '1.5'"),
         (("--max-prefill-tokens", "0"), "--max-prefill-tokens must be at least 1, not 0"),
         (("--chunk-size", "0"), "--chunk-size must be at least 1, not 0"),
         (("--window", "0"), "--window must be at least 1, not 0"),
@@ -99,14 +122,14 @@ def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
         (("--max-errors", "x"), "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),
         (
             ("--chat-template-kwargs", "[1]"),
-            """--chat-template-kwargs must be a JSON object, not [1]; such as '{"enable_thinking": false}'""",
+            """--chat-template-kwargs must be a JSON object, not [1]; give an object such as '{"enable_thinking": false}'""",
         ),
         (("--template", "nowhere.j2"), "--template nowhere.j2 cannot be read: No such file or directory; check the path"),
         (("--prefix", "@nowhere.txt"), "--prefix nowhere.txt cannot be read: No such file or directory; check the path"),
         (("--system", "@nowhere.txt"), "--system nowhere.txt cannot be read: No such file or directory; check the path"),
         (
             ("--input-format", "xml"),
-            "--input-format 'xml' is unknown; use jsonl, parquet or csv",
+            "--input-format must be jsonl, parquet or csv, not 'xml'",
         ),
     ],
 )  # fmt: skip
