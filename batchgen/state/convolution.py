@@ -1,0 +1,44 @@
+"""The causal convolution before (or, in LFM2, instead of) a recurrence: each channel by itself, over a few tokens. Plain torch."""
+
+from __future__ import annotations
+
+import torch
+from transformers.activations import ACT2FN
+
+# T packed tokens, N spans, C channels, K taps of the filter: the token's own and those of K-1 tokens before it.
+
+
+def convolve(
+    x_TC: torch.Tensor,
+    weight_CK: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    activation: str | None,
+    before_NKC: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    owners: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The convolution of N spans that follow one another, [T, C], and the inputs that their next tokens will see, [N, K-1, C].
+
+    `before_NKC` has for each span the K-1 inputs before its first token. `starts` and `lengths` [N] say where the spans lie, `owners`
+    [T] to which span each token belongs.
+    """
+    taps = weight_CK.shape[1] - 1
+    x_TC = x_TC.to(weight_CK.dtype)
+    before_NKC = before_NKC.to(x_TC.dtype)
+    # Every span behind the inputs before it, so that the taps of a token lie side by side: span i's begin at starts[i] + i * taps.
+    line = x_TC.new_empty((x_TC.shape[0] + before_NKC.shape[0] * taps, x_TC.shape[1]))
+    heads = starts + torch.arange(len(starts), device=starts.device) * taps
+    reach = torch.arange(taps, device=starts.device)
+    line.index_copy_(0, (heads[:, None] + reach).flatten(), before_NKC.flatten(0, 1))
+    places = torch.arange(x_TC.shape[0], device=starts.device) + (owners + 1) * taps
+    line.index_copy_(0, places, x_TC)
+    out = line.index_select(0, places).mul_(weight_CK[:, taps])
+    for tap in range(taps):
+        out.addcmul_(line.index_select(0, places - (taps - tap)), weight_CK[:, tap])
+    if bias_C is not None:
+        out += bias_C
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    after = line.index_select(0, ((heads + lengths)[:, None] + reach).flatten()).view(len(starts), taps, -1)
+    return out, after

@@ -1,0 +1,50 @@
+"""The state space recurrence of Mamba2 (arXiv:2405.21060) over packed spans, in plain torch and float32.
+
+A state S [P, N] of each head; a token has an input x [P], a step dt, and B and C [N] that groups of heads share. With a = exp(dt A):
+    S <- a S + dt x B^T;  out = S C + D x
+"""
+
+from __future__ import annotations
+
+import torch
+
+from batchgen.state.chunks import Chunks, decays
+
+# S sequences, C chunks of c tokens, H heads, P head size, G groups, N state size.
+
+
+def step(
+    x_SHP: torch.Tensor, dt_SH: torch.Tensor, a_H: torch.Tensor, b_SGN: torch.Tensor, c_SGN: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One token of each of S sequences: its output [S, H, P] without D x, and the states [S, H, P, N] after it."""
+    heads = x_SHP.shape[1] // b_SGN.shape[1]
+    b, c = (of.repeat_interleave(heads, 1) for of in (b_SGN, c_SGN))
+    states = states * (dt_SH * a_H).exp()[..., None, None] + (x_SHP * dt_SH[..., None])[..., None] * b[..., None, :]
+    return (states @ c.unsqueeze(-1)).squeeze(-1), states
+
+
+def run_chunks(
+    chunks: Chunks, x: torch.Tensor, dt: torch.Tensor, a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """All tokens of S spans: their outputs [C, c, H, P] without D x. `states` [S, H, P, N], in the order of the chunks' spans, become
+    those at their ends.
+
+    x [T, H, P], dt [T, H], b and c [T, G, N] are packed. Inside a chunk tokens read one another as in attention; from chunk to chunk
+    only the state goes on.
+    """
+    heads = x.shape[1] // b.shape[1]
+    dt = chunks.take(dt).masked_fill(chunks.padded[..., None], 0).transpose(1, 2)  # [C, H, c]
+    x = chunks.take(x).transpose(1, 2) * dt.unsqueeze(-1)  # [C, H, c, P]
+    b, c = (chunks.take(of).transpose(1, 2) for of in (b, c))  # [C, G, c, N]
+    before, between, after, ends = decays(dt * a_H[:, None])
+    weights = (c @ b.transpose(-1, -2)).repeat_interleave(heads, 1).mul_(between)
+    out = weights @ x
+    c = c.repeat_interleave(heads, 1) * before.unsqueeze(-1)
+    b = b.repeat_interleave(heads, 1) * after.unsqueeze(-1)
+    ends = ends[..., None, None]
+    for first, count in chunks.rounds:
+        here = slice(first, first + count)
+        state = states[:count]
+        out[here] += c[here] @ state.transpose(-1, -2)
+        state.mul_(ends[here]).add_(x[here].transpose(-1, -2) @ b[here])
+    return out.transpose(1, 2)

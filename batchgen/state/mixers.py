@@ -1,0 +1,201 @@
+"""Puts the packed mixers into a transformers model: its recurrent layers keep their projections, gates and norms, and only the few
+functions that go along the sequence, which transformers' forwards look up by name, become ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+
+from batchgen.errors import ModelError
+from batchgen.state.cache import StateShape
+from batchgen.state.delta_rule import normalized
+
+
+class Recurrence(Protocol):
+    """What a recurrent layer asks for in a forward; `StateStep` is one."""
+
+    def convolve(
+        self,
+        layer: int,
+        x_TC: torch.Tensor,
+        weight_CK: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor: ...
+    def delta_rule(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor: ...
+    def mamba2(
+        self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
+        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+class RecurrentLayers:
+    """The recurrent layers of a model that `install` has changed. They run inside `running` only."""
+
+    def __init__(self) -> None:
+        self._step: Recurrence | None = None
+
+    @property
+    def step(self) -> Recurrence:
+        """Raises `ModelError` outside of `running`."""
+        if self._step is None:
+            raise ModelError("a recurrent layer runs without a step's states")
+        return self._step
+
+    @contextmanager
+    def running(self, step: Recurrence) -> Iterator[None]:
+        """The model's forwards in the block read and write these states."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
+
+def install(model: torch.nn.Module) -> RecurrentLayers | None:
+    """Changes the model's recurrent layers, in place; None where it has none.
+
+    A layer is known by what its forward calls. Raises `ModelError` for one that transformers does not give a layer index.
+    """
+    layers = RecurrentLayers()
+    found = False
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        names = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+        if not names & set(_SEAMS):
+            continue
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int):
+            raise ModelError(f"{type(module).__name__} has no layer index")
+        ours = {name: made(layers, index) for name, made in _SEAMS.items() if name in names}
+        # transformers' wrapper around the forward is for weights that are on another device meanwhile, which are refused.
+        packed = FunctionType(
+            forward.__code__, forward.__globals__ | ours, forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        packed.__kwdefaults__ = forward.__kwdefaults__
+        # accelerate keeps a module's own forward under this name, behind its hooks.
+        setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", MethodType(packed, module))
+        found = True
+    return layers if found else None
+
+
+def _convolution(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
+    def causal_conv1d_fn(
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[1, C, T]"""
+        out = layers.step.convolve(layer, hidden_states[0].t(), weight, bias, activation)
+        return out.t().unsqueeze(0)
+
+    return causal_conv1d_fn
+
+
+def _delta_rule(layers: RecurrentLayers, layer: int) -> Callable[..., tuple[torch.Tensor, None]]:
+    def chunk_gated_delta_rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """[1, T, H, V]"""
+        q, k, v, decay, strength = (x[0].float() for x in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            q, k = normalized(q), normalized(k)
+        q = q * q.shape[-1] ** -0.5
+        group = v.shape[1] // k.shape[1]
+        if group > 1:
+            q, k = (x.repeat_interleave(group, 1) for x in (q, k))
+        return layers.step.delta_rule(layer, q, k, v, decay, strength).unsqueeze(0).to(query.dtype), None
+
+    return chunk_gated_delta_rule
+
+
+def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
+    def mamba2_chunk_scan(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        **_: Any,
+    ) -> torch.Tensor:
+        """[1, T, H, P]"""
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        if dt_softplus:
+            dt = torch.nn.functional.softplus(dt)
+        x = hidden_states[0].float()
+        out = layers.step.mamba2(
+            layer, x, dt[0].float(), (dt_limit[0], dt_limit[1]), A.float(), B[0].float(), C[0].float()
+        )
+        if D is not None:
+            out = out + D[:, None] * x
+        return out.unsqueeze(0)
+
+    return mamba2_chunk_scan
+
+
+_SEAMS: dict[str, Callable[[RecurrentLayers, int], Callable[..., Any]]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+}
+
+
+class StateProbe:
+    """Stands in for a step's states: notes what each layer would keep, and runs a single span from nothing."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, StateShape] = {}
+
+    def convolve(
+        self,
+        layer: int,
+        x_TC: torch.Tensor,
+        weight_CK: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        if layer in self.layers:
+            raise ModelError(f"the model convolves twice in layer {layer}, which is not supported")
+        self.layers[layer] = StateShape(weight_CK.shape[1] - 1, x_TC.shape[1], (), x_TC.device)
+        return x_TC
+
+    def delta_rule(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
+        self._note(layer, (v.shape[1], k.shape[2], v.shape[2]))
+        return v
+
+    def mamba2(
+        self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
+        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        self._note(layer, (x.shape[1], x.shape[2], b.shape[2]))
+        return x
+
+    def _note(self, layer: int, recurrent: tuple[int, ...]) -> None:
+        known = self.layers.get(layer)
+        if known is None or known.recurrent:
+            raise ModelError(f"layer {layer} has another order of convolution and recurrence than is supported")
+        self.layers[layer] = StateShape(known.taps, known.channels, recurrent, known.device)

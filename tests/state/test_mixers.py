@@ -1,0 +1,185 @@
+"""The packed mixers agree with transformers' own functions, however the tokens of ragged sequences are cut into spans and steps."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import softplus
+from transformers.models.bamba import modeling_bamba
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from batchgen.errors import ModelError
+from batchgen.state.cache import StateCache, StateShape, bytes_per_slot
+from batchgen.state.mixers import RecurrentLayers, install
+from batchgen.state.step import StateSpan, StateStep
+
+HEADS, GROUPS, WIDTH, DEPTH, CHANNELS, TAPS = 4, 2, 6, 10, 12, 3
+LAYER = 5
+LENGTHS = [1, 2, 3, 15, 16, 17, 40, 64, 65, 130]
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cuts(rng: random.Random, lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Steps of (sequence, start, stop): every sequence from its start to its end, some resting in some steps."""
+    done = [0] * len(lengths)
+    steps = []
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        step = []
+        for i, n in enumerate(lengths):
+            if done[i] < n and rng.random() < 0.8:
+                count = min(n - done[i], rng.choice([1, 1, 2, 5, 16, 17, 64, 100]))
+                step.append((i, done[i], done[i] + count))
+                done[i] += count
+        if step:
+            steps.append(step)
+    return steps
+
+
+def in_steps(
+    lengths: Sequence[int], seed: int, shape: StateShape, run: Callable[[StateStep, Callable[..., torch.Tensor]], Any]
+) -> list[torch.Tensor]:
+    """By sequence its outputs, run in steps of random spans. `run` gets a step and what packs a list of tensors, one a sequence."""
+    rng = random.Random(seed)
+    count = len(lengths)
+    cache = StateCache({LAYER: shape}, 2 * count, torch.float32)
+    slots = rng.sample(range(2 * count), 2 * count)
+    out: list[list[torch.Tensor]] = [[] for _ in lengths]
+    for step in cuts(rng, lengths):
+        spans = []
+        for (
+            i,
+            start,
+            stop,
+        ) in step:  # in turns from one of its two slots to the other: a state is read in one and written in another
+            at = len(out[i])
+            read, write = slots[2 * i + at % 2], slots[2 * i + (at + 1) % 2]
+            spans.append(StateSpan(stop - start, read if start else -1, write))
+
+        def pack(whole: Sequence[torch.Tensor], step: Any = step) -> torch.Tensor:
+            return torch.cat([whole[i][start:stop] for i, start, stop in step])
+
+        y = run(StateStep(spans, cache), pack)
+        for (i, _, _), part in zip(step, y.split([stop - start for _, start, stop in step]), strict=True):
+            out[i].append(part)
+    return [torch.cat(parts) for parts in out]
+
+
+def agree(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5 * max(1.0, float(want.abs().max())))
+
+
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_the_convolution_is_that_of_transformers(lengths: list[int], seed: int) -> None:
+    weight, bias = normal(1, CHANNELS, TAPS + 1), normal(2, CHANNELS)
+    xs = [normal(10 + i, n, CHANNELS) for i, n in enumerate(lengths)]
+    for activation in ("silu", None):
+        got = in_steps(
+            lengths, seed, StateShape(TAPS, CHANNELS),
+            lambda s, pack, a=activation: s.convolve(LAYER, pack(xs), weight, bias, a),
+        )  # fmt: skip
+        for x, y in zip(xs, got, strict=True):
+            want = inspect.unwrap(modeling_bamba.causal_conv1d_fn)(x.t()[None], weight, bias, activation)
+            agree(y, want[0].t())
+
+
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_the_delta_rule_is_that_of_transformers(lengths: list[int], seed: int) -> None:
+    shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
+    unit = torch.nn.functional.normalize
+    qs, ks = ([unit(normal(10 * i + at, n, HEADS, DEPTH), dim=-1) for i, n in enumerate(lengths)] for at in (1, 2))
+    vs = [normal(10 * i + 3, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
+    gs = [-softplus(4 * normal(10 * i + 4, n, HEADS)) for i, n in enumerate(lengths)]
+    betas = [2 * normal(10 * i + 5, n, HEADS).sigmoid() for i, n in enumerate(lengths)]  # up to 2: negative eigenvalues
+    got = in_steps(
+        lengths, seed, shape, lambda s, pack: s.delta_rule(LAYER, *(pack(x) for x in (qs, ks, vs, gs, betas)))
+    )
+    for i, y in enumerate(got):
+        args = (qs[i][None], ks[i][None], vs[i][None], gs[i][None], betas[i][None])
+        for own in (
+            modeling_qwen3_next.torch_chunk_gated_delta_rule,
+            modeling_qwen3_next.torch_recurrent_gated_delta_rule,
+        ):
+            agree(y, own(*args)[0][0] * DEPTH**0.5)  # which scales the queries
+
+
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_the_recurrence_of_mamba2_is_that_of_transformers(lengths: list[int], seed: int) -> None:
+    shape = StateShape(1, 1, (HEADS, WIDTH, DEPTH))
+    a = -torch.tensor([0.1, 1.0, 4.0, 16.0])
+    xs = [normal(10 * i + 1, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
+    dts = [softplus(normal(10 * i + 2, n, HEADS)) for i, n in enumerate(lengths)]
+    bs, cs = ([normal(10 * i + at, n, GROUPS, DEPTH) for i, n in enumerate(lengths)] for at in (3, 4))
+    no_limit = (0.0, math.inf)
+    got = in_steps(lengths, seed, shape, lambda s, p: s.mamba2(LAYER, p(xs), p(dts), no_limit, a, p(bs), p(cs)))
+    for i, y in enumerate(got):
+        want = modeling_bamba.mamba2_chunk_scan(xs[i][None], dts[i][None], a, bs[i][None], cs[i][None], chunk_size=16)
+        agree(y, want[0])
+        state = torch.zeros(1, HEADS, WIDTH, DEPTH)
+        for t in range(min(lengths[i], 20)):
+            one = (dts[i][t, :, None].expand(HEADS, WIDTH), a[:, None, None].expand(HEADS, WIDTH, DEPTH))
+            step = inspect.unwrap(modeling_bamba.mamba2_selective_state_update)(
+                state, xs[i][t][None], one[0][None], one[1], bs[i][t][None], cs[i][t][None]
+            )
+            agree(y[t], step[0])
+
+
+def test_steps_of_mamba2_are_limited_in_prompts_only() -> None:
+    x, dt = normal(1, 6, HEADS, WIDTH), torch.full((6, HEADS), 0.2)
+    b, c = normal(2, 6, GROUPS, DEPTH), normal(3, 6, GROUPS, DEPTH)
+    a = -torch.ones(HEADS)
+
+    def run(dt: torch.Tensor, limit: tuple[float, float], generated: int) -> torch.Tensor:
+        cache = StateCache({LAYER: StateShape(1, 1, (HEADS, WIDTH, DEPTH))}, 2, torch.float32)
+        step = StateStep([StateSpan(4, -1, 0, generated), StateSpan(2, -1, 1)], cache)
+        return step.mamba2(LAYER, x, dt, limit, a, b, c)
+
+    limited = dt.clone()
+    limited[:3] = limited[4:] = 0.5  # all but the last of the first span, which was generated
+    torch.testing.assert_close(run(dt, (0.5, math.inf), 1), run(limited, (0.0, math.inf), 0))
+
+
+def test_what_is_not_a_number_stays_in_its_own_sequence() -> None:
+    count = 70
+    cache = StateCache({LAYER: StateShape(1, 1, (HEADS, DEPTH, WIDTH))}, 3, torch.float32)
+    q, k = (torch.nn.functional.normalize(normal(i, 3 * count, HEADS, DEPTH), dim=-1) for i in (1, 2))
+    v, g, beta = (
+        normal(3, 3 * count, HEADS, WIDTH),
+        -normal(4, 3 * count, HEADS).abs(),
+        normal(5, 3 * count, HEADS).sigmoid(),
+    )
+    spans = [StateSpan(count, -1, i) for i in range(3)]
+    good = StateStep(spans, cache).delta_rule(LAYER, q, k, v, g, beta)
+    v[count] = math.nan
+    bad = StateStep(spans, cache).delta_rule(LAYER, q, k, v, g, beta)
+    assert bad[count : 2 * count].isnan().all()
+    assert torch.equal(bad[:count], good[:count])
+    assert torch.equal(bad[2 * count :], good[2 * count :])
+
+
+def test_a_slot_is_as_large_as_its_states() -> None:
+    layers = {0: StateShape(3, 8, (2, 4, 5)), 1: StateShape(2, 8)}
+    assert bytes_per_slot(layers, torch.bfloat16) == 3 * 8 * 2 + 2 * 4 * 5 * 4 + 2 * 8 * 2
+    assert StateCache(layers, 7, torch.bfloat16).nbytes == 7 * bytes_per_slot(layers, torch.bfloat16)
+
+
+def test_a_model_without_recurrent_layers_is_left_as_it_is() -> None:
+    assert install(torch.nn.Sequential(torch.nn.Linear(2, 2))) is None
+
+
+def test_a_recurrent_layer_does_not_run_without_states() -> None:
+    with pytest.raises(ModelError, match="without a step's states"):
+        RecurrentLayers().step  # noqa: B018
