@@ -15,7 +15,7 @@ from batchgen.prompts.rendering import Rendered, Renderer, Text
 from batchgen.prompts.scores import not_for_scores
 from batchgen.prompts.texts import TextEncoder, Texts
 from batchgen.prompts.tokenizer import LoadedTokenizer
-from batchgen.records.row import Row
+from batchgen.records.rows import Row
 from batchgen.request import TokenArray, row_digest
 from batchgen.result import Result, Score
 from batchgen.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 from batchgen.errors import RowError
 from batchgen.prompts.messages import kind
 from batchgen.prompts.params import supported
-from batchgen.records.openai_row import CHAT, RAW, endpoint
+from batchgen.records.openai_batch import CHAT, RAW, endpoint
 
 # Of a body, and neither a prompt nor a parameter that changes its completion.
 _IGNORED = frozenset({

@@ -17,7 +17,7 @@ from batchgen.prompts.params import RowParams
 from batchgen.prompts.scores import completion_of, priority_of
 from batchgen.prompts.template import RowTemplate
 from batchgen.prompts.tokenizer import LoadedTokenizer
-from batchgen.records.row import Row
+from batchgen.records.rows import Row
 from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
 

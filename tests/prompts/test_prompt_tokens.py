@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.prompts import Draft, PromptBuilder
-from batchgen.records.row import Row
+from batchgen.records.rows import Row
 from batchgen.request import row_digest
 from batchgen.sampling_params import SamplingParams
 
