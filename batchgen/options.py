@@ -113,7 +113,7 @@ def _whole_number(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else _UNFIT
+    return _UNFIT if isinstance(value, bool) or not isinstance(value, Real) else float(value)
 
 
 def _text(value: Any) -> Any:

@@ -13,7 +13,7 @@ from fakes import ThreadProcess
 from batchgen import LLM, EngineConfig, Result, SamplingParams
 from batchgen.devices import processes, worker
 from batchgen.devices.messages import Setup
-from batchgen.errors import DevicesLost, ModelError
+from batchgen.errors import ModelError
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
