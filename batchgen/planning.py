@@ -26,7 +26,7 @@ from batchgen.prefix import (
 )
 from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
-from batchgen.prompts.tokenizer import quiet
+from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.records import open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.request import Request, TokenArray, leaves_of
@@ -219,7 +219,7 @@ class Planner:
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
     """KV of one token in all layers, from the configuration alone; 0 where it does not say."""
-    own = getattr(hf_config, "text_config", None) or hf_config
+    own = text_config(hf_config)
     layers, heads = getattr(own, "num_hidden_layers", None), getattr(own, "num_attention_heads", None)
     hidden = getattr(own, "hidden_size", None)
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.errors import ModelError
+from batchgen.prompts.tokenizer import language_config, text_config
 
 VERIFIED_ON = ("5.17", "5.23")
 """The versions of transformers that `VERIFIED` was shown for, the newest last."""
@@ -25,6 +26,9 @@ VERIFIED = frozenset({
     "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
 """`model_type`s whose greedy output and logits equal those of `generate` (tests/parity)."""
+
+WRAPPERS: frozenset[str] = frozenset()
+"""Multimodal `model_type`s around a verified language model, shown in the same way against their own `generate`."""
 
 _RECURRENT = "they keep a recurrent state besides keys and values"
 _CONVOLUTION = "they keep a convolution's state besides keys and values"
@@ -94,16 +98,14 @@ _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dyna
 
 def is_verified(config: Any) -> bool:
     """Whether this configuration's architecture is known to be exact; true of one that is refused for its settings, too."""
-    return _model_type(config) in VERIFIED
+    inner = text_config(config)
+    return _model_type(inner) in VERIFIED and (inner is config or _model_type(language_config(config)) in WRAPPERS)
 
 
 def refusal(config: Any) -> str | None:
     """Why models of this configuration cannot be exact, if that is known without running one; a clause about "they"."""
-    for part in (config, getattr(config, "text_config", None)):
-        reason = None if part is None else _refusal(part)
-        if reason is not None:
-            return reason
-    return None
+    parts = {id(part): part for part in (config, language_config(config), text_config(config))}
+    return next((reason for part in parts.values() if (reason := _refusal(part)) is not None), None)
 
 
 def check_architecture(config: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 
 from batchgen.config import ModelConfig
 from batchgen.engine.architectures import check_architecture, is_verified
@@ -20,7 +19,8 @@ from batchgen.engine.prepared import LoadedModel, prepare
 from batchgen.engine.self_check import self_check
 from batchgen.engine.weights import check_room, cpu_dtype
 from batchgen.errors import ModelError
-from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
+from batchgen.model.multimodal import is_multimodal, model_class
+from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet
 
 
 def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -> LoadedModel:
@@ -45,9 +45,10 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
         and cpu_dtype(config, text.hf_config, processes) == torch.float32
     ):
         dtype = torch.float32
+    wrapped = {"config": language_config(text.hf_config)} if is_multimodal(text.hf_config) else {}
     try:
         with quiet():
-            module, found = AutoModelForCausalLM.from_pretrained(
+            module, found = model_class(text.hf_config).from_pretrained(
                 config.model,
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
@@ -56,6 +57,7 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
                 use_safetensors=True,
                 output_loading_info=True,
                 device_map={"": device} if direct else config.device_map,
+                **wrapped,
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())

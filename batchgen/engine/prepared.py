@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +60,7 @@ def prepare(
     spread = len({parameter.device for parameter in module.parameters()}) > 1
     if kernels is not None:
         fuse(module)
+    _keep_chosen(module)
     probe, vocab_size = _probe(module, device, spread)
     _settle_frequencies(module)
     windows = [window for window in probe.windows if window is not None]
@@ -76,6 +78,19 @@ def prepare(
         compile=compile,
         notes=notes,
     )
+
+
+def _keep_chosen(module: Any) -> None:
+    """Makes the head of a model that does not know `logits_to_keep` run on the chosen tokens alone."""
+    if "logits_to_keep" in inspect.signature(module.forward).parameters:
+        return
+    chosen: list[Any] = []
+
+    def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        chosen[:] = [kwargs.get("logits_to_keep", slice(None))]
+
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    module.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, chosen[0]], *args[1:]))
 
 
 def _settle_frequencies(module: torch.nn.Module) -> None:

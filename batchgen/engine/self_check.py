@@ -23,7 +23,8 @@ from batchgen.engine.kv_cache import KVCache
 from batchgen.engine.prepared import LoadedModel, logits_at, prepare
 from batchgen.engine.shrink import UNKNOWN, VOCAB, Unshrinkable, shrink
 from batchgen.errors import ModelError
-from batchgen.prompts.tokenizer import quiet
+from batchgen.model.multimodal import is_multimodal, model_class
+from batchgen.prompts.tokenizer import language_config, quiet
 
 PAGE = 8
 POOL = 100
@@ -42,7 +43,7 @@ def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | 
     """Raises `ModelError`, in one line, unless a small model of this kind runs as in transformers. Takes about a second, on the CPU."""
     name = getattr(config, "model_type", "unknown")
     try:
-        small = shrink(config)
+        small = shrink(language_config(config))
         with torch.random.fork_rng(devices=[]), torch.inference_mode(), quiet():
             first, *others = (partial(_disagreement, small, seed, trust_remote_code, revision) for seed in SEEDS)
             # A near tie between experts, say, is float noise: then other models must agree, all of them.
@@ -83,7 +84,14 @@ def _random_model(config: Any, seed: int, trust_remote_code: bool, revision: str
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if trust_remote_code and revision is not None:
         options["code_revision"] = revision
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager", **options)
+    exact = {"dtype": torch.float32, "attn_implementation": "eager"}
+    kind = model_class(config)
+    if is_multimodal(config):  # parts that are left out take no memory on this way
+        module = kind.from_pretrained(None, config=config, state_dict={}, **exact)
+    elif kind is AutoModelForCausalLM:
+        module = kind.from_config(config, **options, **exact)
+    else:
+        module = kind._from_config(config, **exact)
     module.float().eval()
     for parameter in module.parameters():  # also what begins as zeros or ones, gates say
         noise = torch.randn(parameter.shape) * 0.1

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from batchgen.prompts.tokenizer import OTHER_PARTS
+
 CONTEXT = 512
 """Positions that the small model has."""
 LENGTH = 20
@@ -40,6 +42,9 @@ def shrink(config: Any) -> Any:
     small = copy.deepcopy(config)
     if getattr(small, "quantization_config", None) is not None:
         del small.quantization_config
+    if getattr(small, "text_config", None) is not None:  # the other parts are not run
+        small.text_config = shrink(small.text_config)
+        return small
     heads = next((v for n, v in _numbers(small) if _is(r"(num|decoder)_attention_heads|n_heads?|num_heads", n)), HEADS)
     width = next((v for n, v in _numbers(small) if _is(r"hidden_size|d_model|n_embd|dim", n)), WIDTH)
     # These change with the longest sequence of a batch: contexts are capped to where they do not.
@@ -54,7 +59,7 @@ _BOUNDARY = r"first_k_dense_replace|max_window_layers|(num|n)_dense_layers|moe_l
 _PERIOD = r".*(interval|period|every_n_layers|layer_freq|sparse_step|layer_step|window_pattern)"
 _LEFT = (  # of no consequence, or no number to shrink
     r".*token_(id|index)|.*label.*|.*dtype|pretraining_tp|chunk_size_feed_forward|num_(nextn_predict|mtp)_layers"
-    r"|transformers_version|.*theta|.*factor|auto_map|architectures"
+    r"|transformers_version|num_image_tokens|.*theta|.*factor|auto_map|architectures"
 )
 _CONTEXT = r"max_position_embeddings|n_positions|max_seq(uence)?_len(gth)?|seq_len(gth)?|n_ctx|model_max_length"
 _EXPERTS_CHOSEN = (
@@ -89,7 +94,7 @@ class _Rules:
             (r".*(window|chunk_size|local_attention|top_?k|floor_scale).*", lambda v: min(v, LENGTH)),
             (_KV_HEADS, lambda v: HEADS if v == heads else min(v, 2)),
             (_HEADS, lambda v: 2 * HEADS if v > heads else HEADS),
-            (_HEAD_SIZE + "|.*section", lambda v: max(1, v // divisor)),
+            (_HEAD_SIZE, lambda v: max(1, v // divisor)),
             (r".*(intermediate|ffn|feed_forward|mlp|dff|n_inner|inner_dim|expert).*", lambda v: min(v, 96)),
             (r".*rank", lambda v: min(v, 16)),
             (_WIDTH, lambda v: WIDTH if v == width else WIDTH // 2 if v < width else 2 * WIDTH),
@@ -121,6 +126,8 @@ def _shrink(config: Any, rules: _Rules) -> None:
     settings = vars(config)
     layers = _choose_layers(settings)
     for name, value in settings.items():
+        if name in OTHER_PARTS:
+            continue
         if hasattr(value, "model_type"):
             _shrink(value, rules)
         elif hasattr(value, "per_layer_overrides"):
@@ -144,12 +151,14 @@ def _small(name: str, value: Any, layers: _Layers | None, rules: _Rules) -> Any:
     if isinstance(value, Mapping):
         if any(str(key).isdigit() for key in value):
             raise Unshrinkable(f"its setting {name} is of an unknown kind")
-        return {key: _small(key, v, None, rules) for key, v in value.items()}
+        return {key: v if _is(_LEFT, key) else _small(key, v, None, rules) for key, v in value.items()}
     if isinstance(value, list | tuple):
         if layers is not None and _is_indices(name, value):
             return type(value)(layers.kept.index(i) for i in value if i in layers.kept)
         if layers is not None and len(value) == layers.total:
             value = type(value)(value[i] for i in layers.kept)
+        if _is(r".*section", name):
+            return type(value)(_sections(value, rules.divisor))
         if name in ("short_factor", "long_factor"):  # one for each two numbers of a head
             return value[: len(value) // rules.divisor]
         return type(value)(_small(name, v, None, rules) for v in value)
@@ -170,6 +179,14 @@ def _small(name: str, value: Any, layers: _Layers | None, rules: _Rules) -> Any:
     if layers is not None and name == "num_kv_shared_layers":
         return len(layers.kept) - layers.boundary(layers.total - value)
     return rules.small(name, value)
+
+
+def _sections(sizes: Sequence[int], divisor: int) -> list[int]:
+    """Parts of a head, each about `divisor` times smaller; together they are so exactly, as far as that goes."""
+    small = [size // divisor for size in sizes]
+    for i in range(sum(sizes) // divisor - sum(small)):
+        small[i % len(small)] += 1
+    return small
 
 
 def _choose_layers(settings: Mapping[str, Any]) -> _Layers | None:

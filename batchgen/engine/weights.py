@@ -14,6 +14,8 @@ import torch
 from batchgen.config import ModelConfig
 from batchgen.engine.kernels import isa
 from batchgen.errors import ModelError
+from batchgen.model.multimodal import left_out
+from batchgen.prompts.tokenizer import text_config
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -26,7 +28,7 @@ def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
         return
     dtype = dtype_of(config, hf_config)
     quantized = getattr(hf_config, "quantization_config", None) is not None
-    needed = weight_bytes(files, None if quantized else dtype)
+    needed = weight_bytes(files, None if quantized else dtype, left_out(hf_config))
     if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
         free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
         check_fits(needed, dtype, device.index or 0, free)
@@ -50,7 +52,9 @@ def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]
 
 def dtype_of(config: ModelConfig, hf_config: Any) -> torch.dtype:
     """What the weights are loaded as."""
-    own = getattr(hf_config, "dtype", None) if config.dtype == "auto" else config.dtype
+    own = config.dtype
+    if own == "auto":
+        own = getattr(hf_config, "dtype", None) or getattr(text_config(hf_config), "dtype", None)
     found = getattr(torch, str(own).removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else torch.float32
 
@@ -72,7 +76,7 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
     ):
         return own
     files = weight_files(config)
-    needed = weight_bytes(files, torch.float32) if files is not None else _bytes_on_the_hub(config)
+    needed = weight_bytes(files, torch.float32, left_out(hf_config)) if files is not None else _bytes_on_the_hub(config)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.float32 if needed is not None and needed * processes <= memory // 2 else own
 
@@ -100,14 +104,16 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     return None if None in paths else [path for path in paths if path is not None]
 
 
-def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None) -> int:
-    """Bytes of the tensors in the files, floating-point ones as `dtype` (None: as they are)."""
+def weight_bytes(
+    files: Sequence[Path], dtype: torch.dtype | None, without: frozenset[str] = frozenset()
+) -> int:
+    """Bytes of the tensors in the files, floating-point ones as `dtype` (None: as they are), without those of the modules named."""
     total = 0
     for path in files:
         with path.open("rb") as f:
             header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
         for name, tensor in header.items():
-            if name == "__metadata__":
+            if name == "__metadata__" or not without.isdisjoint(name.split(".")):
                 continue
             start, end = tensor["data_offsets"]
             if dtype is not None and tensor["dtype"] in _FLOATS:
