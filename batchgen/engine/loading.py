@@ -45,7 +45,8 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
         and cpu_dtype(config, text.hf_config, processes) == torch.float32
     ):
         dtype = torch.float32
-    wrapped = {"config": language_config(text.hf_config)} if is_multimodal(text.hf_config) else {}
+    multimodal = is_multimodal(text.hf_config)
+    wrapped = {"config": language_config(text.hf_config)} if multimodal else {}
     try:
         with quiet():
             module, found = model_class(text.hf_config).from_pretrained(
@@ -53,7 +54,7 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation="eager" if multimodal else NAME,  # some vision parts are not even made with another
                 use_safetensors=True,
                 output_loading_info=True,
                 device_map={"": device} if direct else config.device_map,

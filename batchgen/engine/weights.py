@@ -52,7 +52,7 @@ def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]
 
 def dtype_of(config: ModelConfig, hf_config: Any) -> torch.dtype:
     """What the weights are loaded as."""
-    own = config.dtype
+    own: Any = config.dtype
     if own == "auto":
         own = getattr(hf_config, "dtype", None) or getattr(text_config(hf_config), "dtype", None)
     found = getattr(torch, str(own).removeprefix("torch."), None)
@@ -104,9 +104,7 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     return None if None in paths else [path for path in paths if path is not None]
 
 
-def weight_bytes(
-    files: Sequence[Path], dtype: torch.dtype | None, without: frozenset[str] = frozenset()
-) -> int:
+def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None, without: frozenset[str] = frozenset()) -> int:
     """Bytes of the tensors in the files, floating-point ones as `dtype` (None: as they are), without those of the modules named."""
     total = 0
     for path in files:

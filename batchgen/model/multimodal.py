@@ -23,11 +23,6 @@ from batchgen.errors import ModelError
 from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, text_config
 
 
-
-# Read by the path of text too: they say which token ids stand for images and sound.
-_KEPT = frozenset({"embed_vision", "embed_audio"})
-
-
 def is_multimodal(config: Any) -> bool:
     """Whether the language model is one part of several."""
     return text_config(config) is not config or any(getattr(config, part, None) is not None for part in OTHER_PARTS)
@@ -97,7 +92,9 @@ def _other_parts(module: Any) -> Iterator[tuple[torch.nn.Module, str]]:
     while above:
         parent = above.pop()
         for name, child in parent._modules.items():
-            if child is None or child in needed or name in _KEPT:
+            if (
+                child is None or child in needed or hasattr(child, "vocab_offset")
+            ):  # which the path of text reads, too (Gemma 3n)
                 continue
             if any(part in needed for part in child.modules()):
                 above.append(child)

@@ -10,12 +10,24 @@ from typing import Any
 
 import torch
 from models import randomize
-from shapes import COMMON, EXPERTS, FIRST_DENSE, FOUR, GROUPS, LAYERS, MIXED, PLAIN_ROPE, ROUTED, SHAPES, TOKENS, VOCAB, WINDOW
+from shapes import (
+    COMMON,
+    EXPERTS,
+    FIRST_DENSE,
+    GROUPS,
+    MIXED,
+    PLAIN_ROPE,
+    ROUTED,
+    SHAPES,
+    TOKENS,
+    VOCAB,
+    WINDOW,
+)
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from batchgen.model.multimodal import model_class, without_timm
-from batchgen.prompts.tokenizer import language_config, text_config
+from batchgen.prompts.tokenizer import language_config
 
 Text = tuple[str, dict[str, Any]]
 
@@ -26,7 +38,13 @@ def _sections(*sizes: int, **more: Any) -> dict[str, Any]:
 
 MROPE = _sections(2, 3, 3)
 HALF = _sections(1, 2, 1, partial_rotary_factor=0.5)
-SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16, "image_size": 896, "patch_size": 14}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "num_attention_heads": 16,
+    "image_size": 896,
+    "patch_size": 14,
+}
 LLAMA, QWEN2, QWEN3, GRANITE = ("llama", {}), ("qwen2", {}), ("qwen3", {}), ("granite", SHAPES["granite"])
 GEMMA3 = ("gemma3_text", SHAPES["gemma3_text"])
 COHERE2 = ("cohere2", SHAPES["cohere2"])
@@ -49,6 +67,7 @@ TEXTS: dict[str, Text] = {
             "mlp_layer_types": ["dense", "sparse"],
         },
     ),
+    "emu3": ("emu3_text_model", {"rope_parameters": PLAIN_ROPE} | TOKENS),
     "exaone4_5": ("exaone4", SHAPES["exaone4"]),
     "fast_vlm": QWEN2,
     "fun_asr_nano": QWEN3,
@@ -82,6 +101,7 @@ TEXTS: dict[str, Text] = {
     "llava_onevision": QWEN2,
     "mistral3": ("ministral3", SHAPES["ministral3"]),
     "mllama": ("mllama_text_model", {"num_hidden_layers": 4, "cross_attention_layers": [1], "rope_parameters": PLAIN_ROPE} | TOKENS),
+    "mistral4": ("", SHAPES["deepseek_v3"] | SHAPES["ministral3"]),
     "molmo2": ("molmo2_text", {}),
     "moss_transcribe_diarize": QWEN3,
     "muse_glimmer": ("muse_glimmer_text", WINDOW),
@@ -89,6 +109,7 @@ TEXTS: dict[str, Text] = {
     "ovis2": QWEN2,
     "paddleocr_vl": ("paddleocr_vl_text", MROPE),
     "perception_lm": LLAMA,
+    "phi4_multimodal": ("", {"rope_parameters": PLAIN_ROPE} | TOKENS),
     "pp_chart2table": QWEN2,
     "qianfan_ocr": QWEN3,
     "qwen2_5_omni_thinker": ("qwen2_5_omni_text", MROPE),
@@ -116,6 +137,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_unified": {
         "vision_config": {"model_type": "gemma4_unified_vision"}, "audio_config": {"model_type": "gemma4_unified_audio"},
     },
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 4, "<|visual token 000000|>": 6}},
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 64, "intermediate_size": 16}},
     "granite_docling": {"vision_config": {"out_hidden_size": 64}},
     "muse_spark": {"audio_config": {"out_hidden_size": 64}},
@@ -135,6 +157,8 @@ ASK_FOR_DEVICE = {"granite_docling", "idefics3"}
 def config_of(name: str) -> Any:
     """The configuration of a checkpoint; of one that also speaks, the part that writes."""
     inner, settings = TEXTS[name]
+    if not inner:  # the language model's settings are the checkpoint's own
+        return AutoConfig.for_model(name, **(COMMON | settings | OWN.get(name, {})))
     text = {"model_type": inner} | COMMON | settings
     return AutoConfig.for_model(name, **{"text_config": text, "tie_word_embeddings": False} | OWN.get(name, {}))
 
