@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import engine_for, expect, make_requests, run, text, watched
-from shapes import SHAPES, VOCAB, prompts_and_lengths
 from transformers import CONFIG_MAPPING, AutoConfig
 from wrappers import TEXTS, config_of, text_model, whole_model
 
 from batchgen.config import ModelConfig
-from batchgen.engine.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, is_verified, refusal
-from batchgen.engine.loading import load_model
+from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, is_verified, refusal
+from batchgen.model.loader import load_model
 from batchgen.model.multimodal import Absent
 from batchgen.prompts import LoadedTokenizer
+from support.models import engine_for, expect, make_requests, run, text, watched
+from support.shapes import SHAPES, VOCAB, prompts_and_lengths
 
 PROMPTS, LENGTHS = prompts_and_lengths()
 TOLERANCE = 5e-5

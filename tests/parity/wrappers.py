@@ -9,8 +9,13 @@ import copy
 from typing import Any
 
 import torch
-from models import randomize
-from shapes import (
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+from batchgen.model.multimodal import model_class, without_timm
+from batchgen.prompts.tokenizer import language_config
+from support.models import randomize
+from support.shapes import (
     COMMON,
     EXPERTS,
     FIRST_DENSE,
@@ -23,11 +28,6 @@ from shapes import (
     VOCAB,
     WINDOW,
 )
-from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
-
-from batchgen.model.multimodal import model_class, without_timm
-from batchgen.prompts.tokenizer import language_config
 
 Text = tuple[str, dict[str, Any]]
 
