@@ -32,6 +32,7 @@ from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Leaf, Request
 from batchgen.result import Result
+from batchgen.state.cache import StateCache
 from batchgen.stats import EngineStats
 
 
@@ -50,9 +51,11 @@ class Engine:
         self.sizes: Sizes = size_engine(model, config, text.context_length)
         pool = PagePool(self.sizes.num_pages)
         cache = KVCache(model.layers, pool.num_pages, self.sizes.page_size, model.dtype)
-        self.memory = Memory(pool, self.sizes.page_size, model.sliding_window, self.sizes.host_pages)
+        slots = PagePool(self.sizes.num_slots) if model.states else None
+        states = StateCache(model.states, self.sizes.num_slots, model.dtype) if model.states else None
+        self.memory = Memory(pool, self.sizes.page_size, model.sliding_window, self.sizes.host_pages, slots)
         self.scheduler = Scheduler(self.memory, self.sizes.limits, self._stopper, POLICIES[config.policy])
-        self.runner = Runner(model, cache, self.sizes.limits, self.notes)
+        self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
         self.constraints = Constraints(text.tokenizer, model.vocab_size, text.eos_token_ids)
         self._launcher = Launcher(self.scheduler, self.runner, self.sampler, self.constraints, self.stats)
@@ -167,9 +170,11 @@ class Engine:
         """Nothing to give back: the memory goes with the object. (`devices.Workers` has processes.)"""
 
     def check(self) -> None:
-        """Raises `AssertionError` unless pages, tables and running sequences add up."""
+        """Raises `AssertionError` unless pages, state slots, tables and running sequences add up."""
         spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
         self.memory.pool.check(span.table[span.dropped :] for span in spans)
+        if self.memory.slots is not None:
+            self.memory.slots.check(self.memory.slots_of(span) for span in spans)
         for span in spans:
             assert len(span.table) * self.sizes.page_size >= span.computed, "KV outside of the block table"
 
@@ -267,4 +272,6 @@ class Engine:
         self.stats.attention_parts = self.runner.attention_parts
         self.stats.preemptions = self.scheduler.preemptions
         self.stats.kv_bytes_peak = self.memory.pool.peak_used * self.sizes.page_size * token
+        if self.memory.slots is not None:
+            self.stats.state_bytes_peak = self.memory.slots.peak_used * self.sizes.bytes_per_slot
         self.stats.kv_bytes_unshared = self.scheduler.peak_held_tokens * token

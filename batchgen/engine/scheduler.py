@@ -137,6 +137,7 @@ class Scheduler:
         for work in step.works:
             span = work.span
             span.computed = work.stop
+            self.memory.wrote_state(span)
             if work.stop < span.end:
                 continue
             if isinstance(span, Branch):

@@ -18,6 +18,7 @@ from batchgen.errors import is_out_of_memory
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of
 from batchgen.sampling_params import SamplingParams
+from batchgen.state.cache import StateCache
 
 
 def step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch.device, int] | None:
@@ -33,14 +34,15 @@ def step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch
 def _step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch.device, int] | None:
     works = largest_works(limits, page_size)
     cache = KVCache(model.layers, sum(len(work.span.table) for work in works), page_size, model.dtype)
-    runner = Runner(replace(model, compile="off"), cache, limits, [])
-    before = {device: torch.cuda.memory_allocated(device) for device in cache.devices}
-    for device in cache.devices:
+    states = StateCache(model.states, len(works), model.dtype) if model.states else None
+    runner = Runner(replace(model, compile="off"), cache, limits, [], states)
+    before = {device: torch.cuda.memory_allocated(device) for device in model.devices}
+    for device in model.devices:
         torch.cuda.reset_peak_memory_stats(device)
     runner.run(step_of(works))
     if runner.most_tokens is not None:
         return None
-    return {device: torch.cuda.max_memory_allocated(device) - before[device] for device in cache.devices}
+    return {device: torch.cuda.max_memory_allocated(device) - before[device] for device in model.devices}
 
 
 def step_of(works: list[Work]) -> Step:
@@ -72,7 +74,7 @@ def largest_works(limits: Limits, page_size: int) -> list[Work]:
         page += len(table)
         span = Sequence(
             window=window, place=window.place(~i), parent=None, start=0, table=table, computed=0, claims_tail=False,
-            leaf=leaf, index=i, stops=None, slot=i,
+            leaf=leaf, index=i, stops=None, slot=i, state_slot=i,
         )  # fmt: skip
         works.append(Work(span, 0, size, size - 1))
     return works
