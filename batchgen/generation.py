@@ -229,7 +229,7 @@ class Generation:
         engine = self.engine
         setting = Setting(
             model=self.config.model.model,
-            dtype=dtype_name(self.config.model, self.text.hf_config),
+            dtype=engine.dtype if engine else dtype_name(self.config.model, self.text.hf_config),
             device=engine.device if engine else "",
             attention=engine.attention if engine else "",
         )

@@ -13,7 +13,6 @@ from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import job_settings
 from batchgen.progress import Progress, Silent, Told
 from batchgen.prompts import PromptBuilder, load_tokenizer
-from batchgen.reading import CHECKED_ROWS, first_rows, read_windows, window_rows
 from batchgen.records import (
     JobFolder,
     ProgressFile,
@@ -23,7 +22,9 @@ from batchgen.records import (
     open_input,
     open_job,
     row_form,
+    window_rows,
 )
+from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.signals import Signals
 from batchgen.stats import RunFigures, check_stats_file, versions, write_stats
 from batchgen.whole import Whole
@@ -65,8 +66,8 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             grammars.of_command(config.sampling)
             progress.phase("reading")
             size = window_rows(config, source, output)
-            waiting = None if size is None else read_windows(source, config, size)
-            rows = first_rows(source, config) if waiting is None else next(waiting, [])
+            waiting = None if size is None else source.windows(size, config.limit)
+            rows = source.first_rows(config.limit) if waiting is None else next(waiting, [])
             prompts.check_columns(rows[:CHECKED_ROWS])
             settings = job_settings(config, text.hf_config, chat=prompts.chat)
         with open_job(

@@ -12,6 +12,7 @@ from batchgen.config import JobConfig
 from batchgen.generation import request_of
 from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import dtype_name
+from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.kept import KeptPrefixes
 from batchgen.prefix import (
     GroupLine,
@@ -26,12 +27,11 @@ from batchgen.prefix import (
 from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet
-from batchgen.reading import BLOCK_ROWS, CHECKED_ROWS, read_windows, window_rows
-from batchgen.records import open_input
+from batchgen.records import open_input, window_rows
+from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
 from batchgen.signals import Signals
-from batchgen.spool import Spool
 
 TREE_NODES = 20
 GROUPS = 10
@@ -89,7 +89,7 @@ class PlanReport:
             "kv_bytes_per_token": self.bytes_per_token,
             "kv_bytes_shared": f.kv_bytes_shared,
             "kv_bytes_unshared": f.kv_bytes_unshared,
-            "kv_bytes_least": f.kv_bytes_least,
+            "kv_bytes_least": f.kv_bytes_min,
             "tree": [asdict(line) for line in self.tree],
             "largest_groups": [asdict(line) for line in self.groups],
         }
@@ -107,8 +107,8 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
         progress.phase("planning")
         size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
-            spool = Spool(Path(folder))
-            for rows in read_windows(source, config, size or BLOCK_ROWS):
+            waiting = SortedRequests(Path(folder))
+            for rows in source.windows(size or READ_ROWS, config.limit):
                 if planner.rows == 0:
                     prompts.check_columns(rows[:CHECKED_ROWS])
                 requests = planner.requests(prompts.build(rows))
@@ -118,9 +118,9 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
                     planner.window(requests)
                 else:
                     for request in requests:
-                        spool.add(request)
-            spool.close()
-            for requests in spool.windows():
+                        waiting.add(request)
+            waiting.close()
+            for requests in waiting.windows():
                 planner.window(requests, follow_on=True)
         for note in (*source.notes, *prompts.notes):
             progress.note(note)
@@ -188,7 +188,7 @@ class Planner:
             plan,
             prompts,
             max_tokens,
-            page_size=self.page_size,
+            block_size=self.page_size,
             bytes_per_token=self.bytes_per_token,
             carried=carried,
         )

@@ -1,4 +1,4 @@
-"""A job in the prefix order of its whole input: read once to be planned and spooled, generated in depth-first order whatever window a
+"""A job in the prefix order of its whole input: read once to be planned and sorted, generated in depth-first order whatever window a
 row is in, and read a second time to be written in input order."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from batchgen.ahead import Ahead
 from batchgen.errors import InputCorrupt, OutputError
 from batchgen.generation import Generation, Planned
+from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.prompts import Draft
-from batchgen.reading import BLOCK_ROWS, read_windows
 from batchgen.records import Input, JobFolder, Row
+from batchgen.records.inputs import READ_ROWS
 from batchgen.records.listing import Listing
 from batchgen.records.passes import Pass
 from batchgen.records.take_back import NO_KEY
 from batchgen.result import Result
-from batchgen.spool import Spool
 from batchgen.stats import versions
 
 
@@ -39,8 +39,8 @@ class Whole:
         with work.signals.interruptible(), work.run.timed("plan"):
             work.progress.phase("planning")
             there = self._job.passes.earlier(self._asked())
-            spool = self._first_reading() if there is None else self._take_up(there)
-        with closing(_Windows(work, spool, looked=there is None)) as windows:
+            waiting = self._first_reading() if there is None else self._take_up(there)
+        with closing(_Windows(work, waiting, looked=there is None)) as windows:
             while (window := windows.next()) is not None:
                 work.generate(window, windows.more, forget=True)
                 work.signals.check()
@@ -61,25 +61,27 @@ class Whole:
             "versions": versions(),
         }
 
-    def _first_reading(self) -> Spool:
-        """Every row becomes a request, or fails; the requests that have no result yet are spooled."""
+    def _first_reading(self) -> SortedRequests:
+        """Every row becomes a request, or fails; the requests that have no result yet are sorted."""
         work, passes = self._work, self._job.passes
         listing = passes.begin()
-        spool = Spool(passes.folder)
+        waiting = SortedRequests(passes.folder)
         try:
-            rows_read = self._read_rows(spool, listing)
+            rows_read = self._read_rows(waiting, listing)
             digests = listing.close()
         except BaseException:
             listing.abandon()
             raise
-        spool.close()
+        waiting.close()
         work.total = rows_read
         work.show()
-        if spool.on_disk and self._broken is None:
-            passes.end(Pass(self._asked(), rows_read, work.run.resumed, digests | spool.digests, list(spool.digests)))
-        return spool
+        if waiting.on_disk and self._broken is None:
+            passes.end(
+                Pass(self._asked(), rows_read, work.run.resumed, digests | waiting.digests, list(waiting.digests))
+            )
+        return waiting
 
-    def _read_rows(self, spool: Spool, listing: Listing) -> int:
+    def _read_rows(self, waiting: SortedRequests, listing: Listing) -> int:
         work = self._work
         count = 0
         blocks = self._blocks()
@@ -91,7 +93,7 @@ class Whole:
                     return count
                 reading = ahead.submit(self._read, blocks)
                 for request in work.requests(rows, built):
-                    spool.add(request)
+                    waiting.add(request)
                 listing.add([row.number for row in rows], work.keys, work.results)
                 work.forget()
                 count += len(rows)
@@ -107,9 +109,9 @@ class Whole:
         return rows, self._work.built(rows)
 
     def _blocks(self) -> Iterator[list[Row]]:
-        return read_windows(self._source, self._work.config, BLOCK_ROWS)
+        return self._source.windows(READ_ROWS, self._work.config.limit)
 
-    def _take_up(self, there: Pass) -> Spool:
+    def _take_up(self, there: Pass) -> SortedRequests:
         """The first reading of an earlier run serves this one."""
         work = self._work
         work.total = there.rows
@@ -118,7 +120,7 @@ class Whole:
             work.done(result)
         work.forget()
         work.show()
-        return Spool.of(self._job.passes.folder, {name: there.digests[name] for name in there.runs})
+        return SortedRequests.of(self._job.passes.folder, {name: there.digests[name] for name in there.runs})
 
     def _write(self) -> None:
         """The second reading: the rows in input order, each with its result."""
@@ -161,11 +163,11 @@ class Whole:
 
 
 class _Windows:
-    """The windows of a spool, planned one ahead while another runs. `looked`: no request has a result yet, it has just been looked."""
+    """The windows of sorted requests, planned one ahead while another runs. `looked`: no request has a result yet, it has just been looked."""
 
-    def __init__(self, work: Generation, spool: Spool, *, looked: bool) -> None:
+    def __init__(self, work: Generation, waiting: SortedRequests, *, looked: bool) -> None:
         self._work, self._looked = work, looked
-        self._windows = spool.windows()
+        self._windows = waiting.windows()
         self._follow_on = False
         self._ahead: Ahead[Planned | None] | None = None
         self._size = 0

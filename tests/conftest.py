@@ -22,7 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("batchgen", deadline=None)  # no test measures time
+hypothesis.settings.load_profile("batchgen")
 
 # Ignored under nohup, or in a shell's background, and so they would be in every run that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -15,13 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
-from batchgen import reading as reading_module
 from batchgen import whole as whole_module
 from batchgen.errors import InputCorrupt, Interrupted, OutputError
+from batchgen.jobs.sorted_requests import SortedRequests, SortLimits
 from batchgen.progress import Silent
 from batchgen.records.journal import decode
-from batchgen.spool import blocks as blocks_module
-from batchgen.spool import spool as spool_module
 
 Rows = list[dict[str, Any]]
 Write = Callable[..., Path]
@@ -31,11 +29,10 @@ GROUPS = 7
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool_module, "RUN_ROWS", 10)
-    monkeypatch.setattr(spool_module, "WINDOW_ROWS", 10)
-    monkeypatch.setattr(blocks_module, "BLOCK_ROWS", 3)
-    monkeypatch.setattr(reading_module, "BLOCK_ROWS", 4)
-    monkeypatch.setattr("batchgen.whole.BLOCK_ROWS", 4)
+    limits = SortLimits(run_rows=10, window_rows=10, batch_rows=3)
+    monkeypatch.setattr("batchgen.jobs.sorted_requests.DEFAULT_LIMITS", limits)
+    monkeypatch.setattr("batchgen.planning.READ_ROWS", 4)
+    monkeypatch.setattr("batchgen.whole.READ_ROWS", 4)
 
 
 def shuffled(count: int) -> Rows:
@@ -194,12 +191,12 @@ def test_a_window_that_cannot_be_read_is_an_error_when_the_one_before_is_done(
         yield next(windows(self))
         raise OutputError("the disk is gone")
 
-    windows = spool_module.Spool.windows
-    monkeypatch.setattr(spool_module.Spool, "windows", broken)
+    windows = SortedRequests.windows
+    monkeypatch.setattr(SortedRequests, "windows", broken)
     progress = StopAt(-1)
     with pytest.raises(OutputError, match="the disk is gone"):
         run_job(config_of(tiny_model_dir, write_jsonl(shuffled(40))), progress)
-    monkeypatch.setattr(spool_module.Spool, "windows", windows)
+    monkeypatch.setattr(SortedRequests, "windows", windows)
     stats = run_job(config_of(tiny_model_dir, write_jsonl(shuffled(40)))).stats
     assert stats["rows_resumed"] == 10
 

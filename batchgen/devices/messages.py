@@ -50,6 +50,7 @@ class Cancel:
 class Ready:
     """The model is loaded."""
 
+    dtype: str
     attention: str
     batch_size: int
     """Most sequences that decode at once."""

@@ -29,4 +29,4 @@ def engine_here(model: ModelConfig, text: LoadedTokenizer, config: EngineConfig)
         from batchgen.engine.engine import Engine  # imports torch
         from batchgen.engine.loading import load_model
 
-    return Engine(load_model(model, text), text, config)
+    return Engine(load_model(model, text, config.processes), text, config)

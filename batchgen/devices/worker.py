@@ -126,7 +126,7 @@ class _Worker:
 
     def run(self, load: Callable[[Setup], Engine]) -> None:
         self._engine = engine = load(self._next())
-        self._channel.send(Ready(engine.attention, engine.sizes.limits.batch_size))
+        self._channel.send(Ready(engine.dtype, engine.attention, engine.sizes.limits.batch_size))
         self._report(idle=True)
         while True:
             self._hear(self._next())

@@ -47,6 +47,7 @@ class _Worker:
     channel: Channel
     said: IO[bytes]
     """What it and its libraries print."""
+    dtype: str = ""
     attention: str = ""
     batch_size: int = 0
     """Known once it is ready."""
@@ -118,6 +119,10 @@ class Workers:
     @property
     def stats(self) -> EngineStats:
         return side_by_side([worker.stats for worker in self._workers])
+
+    @property
+    def dtype(self) -> str:
+        return self._workers[0].dtype
 
     @property
     def attention(self) -> str:
@@ -236,7 +241,8 @@ class Workers:
 
     def _hear(self, worker: _Worker, message: Ready | Report | Failed | _Gone) -> None:
         if isinstance(message, Ready):
-            worker.attention, worker.batch_size = message.attention, message.batch_size
+            worker.dtype, worker.attention = message.dtype, message.attention
+            worker.batch_size = message.batch_size
         elif isinstance(message, Report):
             worker.heard, worker.idle, worker.stats = message.heard, message.idle, message.stats
             for note in message.notes:

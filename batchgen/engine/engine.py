@@ -153,6 +153,11 @@ class Engine:
         return str(self.runner.model.device)
 
     @property
+    def dtype(self) -> str:
+        """What the model computes in."""
+        return str(self.runner.model.dtype).removeprefix("torch.")
+
+    @property
     def attention(self) -> str:
         """Which kernels attend."""
         return self.runner.attention

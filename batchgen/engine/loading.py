@@ -15,15 +15,16 @@ from batchgen.config import ModelConfig
 from batchgen.engine.architectures import check_architecture, is_verified
 from batchgen.engine.attention.base import NAME, register
 from batchgen.engine.kernels.build import NoKernels, library
+from batchgen.engine.kernels.isa import instruction_set
 from batchgen.engine.prepared import LoadedModel, prepare
 from batchgen.engine.self_check import self_check
-from batchgen.engine.weights import check_room
+from batchgen.engine.weights import check_room, cpu_dtype
 from batchgen.errors import ModelError
 from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
 
 
-def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
-    """Loads the weights. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
+def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -> LoadedModel:
+    """Loads the weights; so do `processes` of this machine, each its own. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
@@ -38,6 +39,12 @@ def load_model(config: ModelConfig, text: LoadedTokenizer) -> LoadedModel:
     direct = on_cuda and find_spec("accelerate") is not None
     register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    if (
+        device.type == "cpu"
+        and config.device_map is None
+        and cpu_dtype(config, text.hf_config, processes) == torch.float32
+    ):
+        dtype = torch.float32
     try:
         with quiet():
             module, found = AutoModelForCausalLM.from_pretrained(
@@ -92,8 +99,8 @@ class Kernels:
         """Raises `ModelError` where they are asked for and not for this device."""
         self._asked = config.compile == "on"
         self._made: Future[ctypes.CDLL] | None = None
-        if config.compile == "off":
-            return
+        if config.compile == "off" or (not self._asked and instruction_set() == "avx2"):
+            return  # without AVX-512 plain torch is faster
         if device.type == "cpu" and config.device_map is None:
             pool = ThreadPoolExecutor(1)
             self._made = pool.submit(library)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from batchgen.config import ModelConfig
+from batchgen.engine.kernels import isa
 from batchgen.errors import ModelError
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -51,6 +53,40 @@ def dtype_of(config: ModelConfig, hf_config: Any) -> torch.dtype:
     own = getattr(hf_config, "dtype", None) if config.dtype == "auto" else config.dtype
     found = getattr(torch, str(own).removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.dtype:
+    """What the weights are loaded as on a CPU, where `processes` of this machine do so.
+
+    `--dtype auto` is float32 for a 16-bit checkpoint on a processor that multiplies float32 faster, if that takes at most half of
+    the machine's memory: all numbers of the checkpoint stay as they are.
+    """
+    own = dtype_of(config, hf_config)
+    fast = isa.has_bfloat16() if own == torch.bfloat16 else isa.has_float16()
+    if (
+        config.dtype != "auto"
+        or own not in (torch.bfloat16, torch.float16)
+        or fast
+        or not isa.features()  # an unknown processor
+        or getattr(hf_config, "quantization_config", None) is not None
+    ):
+        return own
+    files = weight_files(config)
+    needed = weight_bytes(files, torch.float32) if files is not None else _bytes_on_the_hub(config)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return torch.float32 if needed is not None and needed * processes <= memory // 2 else own
+
+
+def _bytes_on_the_hub(config: ModelConfig) -> int | None:
+    """Bytes of a hub model's weights in float32; None where the hub does not say."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
+
+    try:
+        found = get_safetensors_metadata(config.model, revision=config.revision)
+    except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError, ValueError):
+        return None
+    return 4 * sum(found.parameter_count.values())
 
 
 def weight_files(config: ModelConfig) -> list[Path] | None:

@@ -71,7 +71,7 @@ def _text(text: str | None) -> str | None:
 
 
 def dtype_name(config: ModelConfig, hf_config: Any) -> str:
-    """The dtype a model is run in: `auto` is the checkpoint's own."""
+    """The dtype that results depend on: `auto` is the checkpoint's own, also where a processor computes it in float32."""
     if config.dtype != "auto":
         return config.dtype
     own = getattr(hf_config, "dtype", None)

@@ -1,6 +1,6 @@
-"""What a window's prompts share: chunk hashes, groups, the prefix tree exact to the token, the plan and its figures.
+"""What the prompts of a window share: the prefix tree exact to the token, chunk hashes and groups, and the figures of a plan.
 
-Token ids only: knows nothing of rows, text, pages in memory or the model. Needs numpy, never torch.
+Token ids only. Knows nothing about rows, text, memory or the model. Needs numpy, never torch.
 """
 
 from batchgen.prefix.figures import (
@@ -9,11 +9,10 @@ from batchgen.prefix.figures import (
     merge_figures,
     plan_figures,
 )
-from batchgen.prefix.groups import Group
-from batchgen.prefix.hashing import chunk_hashes
-from batchgen.prefix.overlap import Resident, node_paths, resident_lengths
+from batchgen.prefix.order import chunk_hashes
+from batchgen.prefix.reuse import Resident, resident_lengths
 from batchgen.prefix.survey import GroupLine, NodeLine, Survey
-from batchgen.prefix.tree import PrefixNode, PrefixPlan, plan_prefixes
+from batchgen.prefix.tree import Group, PrefixNode, PrefixPlan, plan_prefixes
 
 __all__ = [
     "Group",
@@ -27,7 +26,6 @@ __all__ = [
     "carried_tokens",
     "chunk_hashes",
     "merge_figures",
-    "node_paths",
     "plan_figures",
     "plan_prefixes",
     "resident_lengths",

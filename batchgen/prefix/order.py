@@ -1,7 +1,11 @@
-"""Depth-first order of prompts, and what neighbours in it share. Token arrays in, integers out."""
+"""Depth-first order of prompts, what neighbours in that order share, and the hashes that identify shared chunks.
+
+Token arrays in; integers and hashes out.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,12 +13,11 @@ from numpy.typing import NDArray
 
 from batchgen.request import TokenArray
 
-_KEY_TOKENS = 1 << 24  # tokens in keys at once: 64 MiB, however long the prompts are
-_LEAST_WIDTH = 64
+_TOKEN_BYTES = 4
 
 
 def token_key(tokens: TokenArray) -> bytes:
-    """Tokens as big-endian bytes: they compare as the tokens do, a prefix before what it begins."""
+    """The tokens as big-endian bytes. Keys compare as token sequences do; a prefix comes before everything it begins."""
     return tokens.astype(">i4").tobytes()
 
 
@@ -28,11 +31,15 @@ def common_length(a: TokenArray, b: TokenArray) -> int:
     return at if differ[at] else n
 
 
-def depth_first_order(prompts: Sequence[TokenArray]) -> NDArray[np.int64]:
-    """Indices of the prompts sorted by `token_key`; equal prompts keep their order.
+def depth_first_order(
+    prompts: Sequence[TokenArray], *, max_key_tokens: int = 1 << 24, min_key_width: int = 64
+) -> NDArray[np.int64]:
+    """Indices of the prompts, sorted by `token_key`. Equal prompts keep their order.
 
-    Keys are made of a slice of the prompts at a time, after skipping what all of a run share: a whole second copy of
-    the prompts would double the memory of a window, and a long prefix common to all would be compared again and again.
+    All sort keys together hold about `max_key_tokens` tokens (64 MiB), and each at least `min_key_width`, however long the prompts are.
+
+    Sort keys are made of one slice of the prompts at a time, after the tokens that all prompts of a run share. Whole keys would
+    double the memory of a window, and would compare a long common prefix again and again.
     """
     order = list(range(len(prompts)))
     unsorted = [(0, len(prompts), 0)]  # runs [lo, hi) of `order` that agree on their first `depth` tokens
@@ -40,7 +47,7 @@ def depth_first_order(prompts: Sequence[TokenArray]) -> NDArray[np.int64]:
         lo, hi, depth = unsorted.pop()
         members = order[lo:hi]
         depth = _agreed_depth(prompts, members, depth)
-        width = max(_LEAST_WIDTH, _KEY_TOKENS // max(1, len(members)))
+        width = max(min_key_width, max_key_tokens // max(1, len(members)))
         keys = [token_key(prompts[m][depth : depth + width]) for m in members]
         ranks = sorted(range(len(members)), key=keys.__getitem__)
         order[lo:hi] = [members[r] for r in ranks]
@@ -48,15 +55,15 @@ def depth_first_order(prompts: Sequence[TokenArray]) -> NDArray[np.int64]:
         for i in range(1, len(ranks) + 1):
             if i < len(ranks) and keys[ranks[i]] == keys[ranks[start]]:
                 continue
-            # Equal keys shorter than the slice are whole rests: those prompts are equal, and in order.
-            if i - start > 1 and len(keys[ranks[start]]) == 4 * width:
+            # Equal keys that are shorter than the slice reach the ends of their prompts: these are equal, and in order.
+            if i - start > 1 and len(keys[ranks[start]]) == _TOKEN_BYTES * width:
                 unsorted.append((lo + start, lo + i, depth + width))
             start = i
     return np.array(order, dtype=np.int64)
 
 
 def _agreed_depth(prompts: Sequence[TokenArray], members: list[int], depth: int) -> int:
-    """How many leading tokens all members share, which is at least `depth`."""
+    """Number of leading tokens that all members share. They are known to share `depth` tokens."""
     if not members:
         return depth
     first = prompts[members[0]]
@@ -69,7 +76,10 @@ def _agreed_depth(prompts: Sequence[TokenArray], members: list[int], depth: int)
 
 
 def neighbour_lengths(prompts: Sequence[TokenArray], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Entry i is what the prompts at positions i - 1 and i of `order` share; entry 0, and one more at the end, is 0."""
+    """[prompts + 1] Entry i is the number of leading tokens that positions i - 1 and i of `order` share.
+
+    The first and the last entry are 0.
+    """
     shared = np.zeros(len(order) + 1, dtype=np.int64)
     if len(order) == 0:
         return shared
@@ -80,3 +90,26 @@ def neighbour_lengths(prompts: Sequence[TokenArray], order: NDArray[np.int64]) -
         shared[i] = common_length(before, tokens)
         before = tokens
     return shared
+
+
+def chunk_hashes(tokens: TokenArray, chunk_size: int) -> list[bytes]:
+    """Hashes of a prompt's whole chunks, 16 bytes each. Hash i identifies the first (i + 1) * chunk_size tokens.
+
+    The hashes are chained: hash i is blake2b-128 of hash i - 1 (nothing for the first) and the chunk's tokens as little-endian
+    int32. They are the same in every window and on every machine. Tokens after the last whole chunk do not count. Raises
+    `ValueError` if chunk_size is below 1.
+    """
+    return continue_hashes(b"", tokens, chunk_size)
+
+
+def continue_hashes(previous: bytes, tokens: TokenArray, chunk_size: int) -> list[bytes]:
+    """Hashes of the whole chunks of `tokens`, which follow the prefix whose hash is `previous`."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+    data = tokens.astype("<i4", copy=False).tobytes()
+    width = chunk_size * _TOKEN_BYTES
+    hashes: list[bytes] = []
+    for start in range(0, len(data) - width + 1, width):
+        previous = hashlib.blake2b(previous + data[start : start + width], digest_size=16).digest()
+        hashes.append(previous)
+    return hashes

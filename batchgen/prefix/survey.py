@@ -1,6 +1,6 @@
-"""What any number of prompts share, told one after the other in depth-first order: counts, and the little that saves the most.
+"""Counts what any number of prompts share, given one by one in depth-first order, and keeps the few nodes that save the most.
 
-The same intervals as `intervals.lcp_intervals`, in one pass that holds only those that are open, and so knows no number of prompts too large.
+The intervals are those of `tree.lcp_intervals`. One pass holds only the open ones, so memory does not grow with the number of prompts.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from itertools import count
 
 import numpy as np
 
-from batchgen.prefix.hashing import chunk_hashes
-from batchgen.prefix.order import common_length
+from batchgen.prefix.order import chunk_hashes, common_length
 from batchgen.request import TokenArray
 
 
 @dataclass(slots=True)
 class _Interval:
-    """Prompts first..last (exclusive) share `end` tokens, `start` of them with more prompts than these."""
+    """Prompts first..last (exclusive) share `end` tokens. They share the first `start` of these with other prompts, too."""
 
     first: int
     end: int
     own: int = 0
-    """Prompts that share nothing deeper."""
+    """Number of prompts in no deeper interval."""
     last: int = -1
     start: int = 0
 
@@ -37,7 +36,7 @@ class _OpenIntervals:
         self._count = 0
 
     def shares(self, length: int) -> Iterator[_Interval]:
-        """The next prompt shares so much with the one after it (0: there is none). Gives the intervals that end with it."""
+        """Takes the number of tokens that the next prompt shares with the one after it (0 if it is the last). Yields the intervals that end there."""
         stack, position = self._stack, self._count
         self._count += 1
         if length > self._top_end:
@@ -61,17 +60,17 @@ class NodeLine:
     """A prefix node as one line of an indented tree."""
 
     level: int
-    """Listed nodes above it: the line's indent."""
+    """Number of listed nodes above it: the indent of the line."""
     tokens: TokenArray
-    """Its own."""
+    """The node's own tokens."""
     rows: int
     saved_tokens: int
-    """Prompt tokens that need not be run because of this node."""
+    """Prompt tokens that need not be run because the node is shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLine:
-    """Prompts whose longest shared prefix of whole chunks is the same (see `Group`)."""
+    """Prompts that have the same longest shared prefix of whole chunks (see `Group`)."""
 
     hash: str
     prefix_tokens: int
@@ -79,32 +78,32 @@ class GroupLine:
 
 
 class Survey:
-    """Counts nodes and groups, and keeps those that save the most: `most_nodes` and `most_groups` of them."""
+    """Counts nodes and groups, and keeps the `max_nodes` nodes and `max_groups` groups that save the most."""
 
-    def __init__(self, chunk_size: int, most_nodes: int, most_groups: int) -> None:
+    def __init__(self, chunk_size: int, max_nodes: int, max_groups: int) -> None:
         self.nodes = self.groups = self.grouped = 0
-        """Prefix nodes, groups, and prompts that are in a group."""
+        """Number of prefix nodes, of groups, and of prompts that are in a group."""
         self._chunk_size = chunk_size
-        self._nodes, self._groups = _Largest(most_nodes), _Largest(most_groups)
+        self._nodes, self._groups = _Largest(max_nodes), _Largest(max_groups)
         self._tree, self._chunks = _OpenIntervals(), _OpenIntervals()
         self._before: TokenArray | None = None
 
     def add(self, tokens: TokenArray) -> None:
-        """The next prompt in depth-first order."""
+        """Adds the next prompt in depth-first order."""
         if self._before is not None:
             self._shares(common_length(self._before, tokens))
         self._before = tokens
 
     def end(self) -> None:
-        """There are no more."""
+        """Must be called after the last prompt."""
         if self._before is not None:
             self._shares(0)
             self._before = None
 
     def largest_nodes(self) -> list[NodeLine]:
-        """In depth-first order."""
+        """Returns the kept nodes in depth-first order."""
         lines: list[NodeLine] = []
-        around: list[_Interval] = []  # the listed nodes that the next one may be below
+        around: list[_Interval] = []  # listed nodes that may be above the next one
         for saved, node, path in sorted(self._nodes, key=lambda kept: (kept[1].first, kept[1].end)):
             while around and node.first >= around[-1].last:
                 around.pop()
@@ -113,7 +112,7 @@ class Survey:
         return lines
 
     def largest_groups(self) -> list[GroupLine]:
-        """Largest first."""
+        """Returns the kept groups, the largest first."""
         kept = sorted(self._groups, key=lambda kept: (-kept[0], kept[1].first))
         return [GroupLine(chunk_hashes(path, self._chunk_size)[-1].hex(), g.end, g.own) for _, g, path in kept]
 
@@ -131,15 +130,15 @@ class Survey:
 
 
 class _Largest:
-    """The intervals of the largest worth, each with its path; of equal ones the first."""
+    """The intervals of the largest worth, each with its path. Of equal ones the first is kept."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_count: int) -> None:
+        self._max_count = max_count
         self._heap: list[tuple[int, int, _Interval, TokenArray]] = []
         self._ticks = count(0, -1)
 
     def see(self, worth: int, interval: _Interval, prompt: TokenArray) -> None:
-        full = len(self._heap) == self._most
+        full = len(self._heap) == self._max_count
         if not full or worth > self._heap[0][0]:
             entry = (worth, next(self._ticks), interval, np.array(prompt[: interval.end]))
             (heapq.heapreplace if full else heapq.heappush)(self._heap, entry)

@@ -11,8 +11,8 @@ from batchgen.errors import RowError, UsageError
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
-from batchgen.records.openai_row import is_batch_row
-from batchgen.records.row import Row
+from batchgen.records.openai_batch import is_batch_row
+from batchgen.records.rows import Row
 
 _DEFAULT = PromptConfig()
 _MOST_NAMES = 20

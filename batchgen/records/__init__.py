@@ -1,11 +1,10 @@
 """Rows in and results out: input formats, the output row, the job's folder. No torch, no tokens, no prompts."""
 
-from batchgen.records.inputs import Input, open_input
+from batchgen.records.inputs import Input, open_input, window_rows
 from batchgen.records.job_folder import JobFolder, open_job
-from batchgen.records.output import RESULT_NAMES, RowForm, default_output, output_row, row_form
-from batchgen.records.place import job_path
+from batchgen.records.output import RESULT_NAMES, RowForm, default_output, job_path, output_row, row_form
 from batchgen.records.progress_file import ProgressFile
-from batchgen.records.row import Row, windows
+from batchgen.records.rows import Row, windows
 from batchgen.records.stdout_job import StdoutJob
 
 __all__ = [
@@ -22,5 +21,6 @@ __all__ = [
     "open_job",
     "output_row",
     "row_form",
+    "window_rows",
     "windows",
 ]

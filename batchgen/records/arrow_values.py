@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.records.columns import clean
+from batchgen.records.parquet_types import clean
 
 _REFUSED = (pa.ArrowException, ValueError, TypeError, OverflowError, AttributeError)
 _FAR_DATE = re.compile(r"(-?\d+)(-\d\d-\d\d.*)")

@@ -5,23 +5,29 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError
 from batchgen.records.files import BROKEN, InputFile, split_name
 from batchgen.records.jsonl import Record, read_jsonl
-from batchgen.records.output import INPUT_FILE, RESULT_NAMES
-from batchgen.records.place import job_path
+from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, reason, remote
-from batchgen.records.row import Row
+from batchgen.records.rows import Row, windows
 from batchgen.records.tables import BROKEN_TABLE, open_parquet, read_csv, read_parquet
 
 FORMATS = ("jsonl", "parquet", "csv")
+DONE_WINDOW_ROWS = 50_000
+PIPE_WINDOW_ROWS = 4_096
+READ_ROWS = 2_000
+"""Number of rows read at a time if the input is read twice."""
+CHECKED_ROWS = 1_000
+"""If none of these first rows has a column that the command names, the command is refused."""
 
 
 def open_input(inputs: Sequence[str], *, format: str | None, output: str | None) -> Input:
@@ -105,6 +111,27 @@ class Input:
                 if limit is not None and number >= limit:
                     return
 
+    def windows(self, size: int, limit: int | None = None) -> Iterator[list[Row]]:
+        """The rows in lists of at most `size` (see `rows.windows`). At most `limit` rows are read.
+
+        If the input breaks off, all rows before the break are yielded first; then `InputCorrupt` is raised.
+        """
+        broken: list[InputCorrupt] = []
+        yield from windows(self._rows_before_a_break(limit, broken), size)
+        if broken:
+            raise broken[0]
+
+    def first_rows(self, limit: int | None = None) -> list[Row]:
+        """Up to `CHECKED_ROWS` rows from the start, to look at their columns. Raises nothing if the input breaks off."""
+        with closing(self._rows_before_a_break(limit, [])) as rows:
+            return next(windows(rows, CHECKED_ROWS), [])
+
+    def _rows_before_a_break(self, limit: int | None, broken: list[InputCorrupt]) -> Generator[Row, None, None]:
+        try:
+            yield from self.rows(limit)
+        except InputCorrupt as e:
+            broken.append(e)
+
     def fingerprint(self) -> list[dict[str, Any]]:
         """What tells whether the input has changed; empty where that cannot be known (a pipe, standard input)."""
         if self.is_stdin:
@@ -139,6 +166,30 @@ class Input:
             return pa.unify_schemas(schemas, promote_options="permissive")
         except pa.ArrowException:
             return None
+
+
+def window_rows(config: JobConfig, source: Input, output: str | None = None) -> int | None:
+    """Number of rows in a window; None if the whole input is put in prefix order.
+
+    Raises `UsageError` if `--window all` is asked for and not possible.
+    """
+    once = not source.fingerprint()
+    if config.window is None:
+        if once or output == "-":
+            return PIPE_WINDOW_ROWS
+        return DONE_WINDOW_ROWS if config.order == "done" else None
+    if config.window != "all":
+        return config.window
+    if once:
+        raise UsageError(
+            f"--window all reads the input twice, which {source.files[0].shown} does not allow",
+            "use --window ROWS, or a file",
+        )
+    if output == "-":
+        raise UsageError("--window all writes no row before all rows are done", "name an output with -o")
+    if config.order == "done":
+        raise UsageError("--window all cannot be combined with --order done", "use --window ROWS")
+    return None
 
 
 def _records(file: InputFile) -> Iterator[Record]:

@@ -38,10 +38,10 @@ from batchgen.records.inputs import Input
 from batchgen.records.journal import Journal
 from batchgen.records.lock import Lock
 from batchgen.records.manifest import Manifest, as_stored, differences, file_digest, load_manifest
-from batchgen.records.output import INPUT_FILE, RowForm, output_format, output_row
+from batchgen.records.output import INPUT_FILE, RowForm, job_path, output_format, output_row
 from batchgen.records.passes import Passes
-from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, job_path, make_folder
-from batchgen.records.row import Row
+from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, make_folder
+from batchgen.records.rows import Row
 from batchgen.records.space import check_space, least_bytes
 from batchgen.records.stdout_job import DoneOrder, StdoutJob
 from batchgen.records.take_back import NO_KEY, take_back

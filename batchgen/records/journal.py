@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.records.index import Index
-from batchgen.records.nested import choices_of, completions_of, plain_score, probs_of, score_of
+from batchgen.records.result_values import choices_of, completions_of, plain_score, probs_of, score_of
 from batchgen.result import Result
 
 _FIELDS = {f.name: f.default for f in fields(Result) if f.name != "row"}

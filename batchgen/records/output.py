@@ -1,7 +1,9 @@
-"""What one output row holds (README, "A result"), and which file it goes to."""
+"""What an output row has (README, "A result"), which file it goes to, and where the folder of its job is."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +11,15 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.records.columns import id_text
 from batchgen.records.files import split_name
-from batchgen.records.nested import choices_of, ids_known, plain_score
-from batchgen.records.openai_output import OpenAIForm, batch_record
-from batchgen.records.remote import is_url, plain_name
-from batchgen.records.row import Row
+from batchgen.records.openai_batch import OpenAIForm, batch_record
+from batchgen.records.parquet_types import id_text
+from batchgen.records.remote import address, is_url, plain_name
+from batchgen.records.result_values import choices_of, ids_known, plain_score
+from batchgen.records.rows import Row
 from batchgen.result import Result
+
+_MAX_NAME = 100  # characters that the folder of a remote output's job takes from its name
 
 RESULT_NAMES = frozenset(
     ("text", "finish_reason", "usage", "error", "truncated", "choices", "choice_probs", "score", "token_ids")
@@ -154,3 +158,23 @@ def output_format(output: str) -> tuple[str, str | None]:
             "use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output",
         )
     return kind, compression
+
+
+def job_path(output: str, work_dir: str | None) -> Path:
+    """Path of the job folder of an output, whether it exists or not.
+
+    It is beside the output, or in the cache if the output is remote, or in `work_dir`.
+    """
+    output = plain_name(output)
+    if work_dir is not None:
+        return Path(work_dir) / f"{output.rpartition('/')[2]}.job"
+    if not is_url(output):
+        return Path(f"{output}.job")
+    digest = hashlib.blake2b(address(output).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    return jobs_folder() / f"{output.rpartition('/')[2][-_MAX_NAME:]}-{digest}.job"
+
+
+def jobs_folder() -> Path:
+    """The folder that holds the job folders of remote outputs."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache") / "batchgen" / "jobs"

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 
 from batchgen.errors import UsageError
-from batchgen.records.output import output_format
-from batchgen.records.remote import address, is_url, plain_name
+from batchgen.records.output import jobs_folder, output_format
 from batchgen.records.target import Target
-
-_LONGEST_NAME = 100
 
 REMADE_FILES = ("index.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Of a run: each makes them anew, none leaves them."""
 WORK_FILES = ("journal", "journal.new", "passes", "progress.json", "progress.json.new", *REMADE_FILES)
 """Of a job that is under way; a finished one has none of them."""
 _OURS = {*WORK_FILES, "manifest.json", "manifest.json.new", "stats.json", "stats.json.new", "keys", "lock"}
-
-
-def job_path(output: str, work_dir: str | None) -> Path:
-    """Where the job's folder of an output is, whether it exists or not: beside it, in the cache where it is remote, or under `work_dir`."""
-    output = plain_name(output)
-    if work_dir is not None:
-        return Path(work_dir) / f"{output.rpartition('/')[2]}.job"
-    if not is_url(output):
-        return Path(f"{output}.job")
-    digest = hashlib.blake2b(address(output).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    return jobs_folder() / f"{output.rpartition('/')[2][-_LONGEST_NAME:]}-{digest}.job"
-
-
-def jobs_folder() -> Path:
-    """Where the folders of remote outputs are."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache") / "batchgen" / "jobs"
 
 
 def make_folder(folder: Path) -> None:

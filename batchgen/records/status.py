@@ -12,7 +12,7 @@ from typing import Any
 from batchgen.errors import UsageError
 from batchgen.records.lock import holder_of, lives
 from batchgen.records.manifest import load_manifest
-from batchgen.records.place import job_path
+from batchgen.records.output import job_path
 from batchgen.records.progress_file import count_lines, read_progress
 
 SCHEMA = "batchgen.status/1"

@@ -13,7 +13,7 @@ from batchgen.records.disk import writing
 from batchgen.records.index import Index
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm, output_row
-from batchgen.records.row import Row
+from batchgen.records.rows import Row
 from batchgen.result import Result
 
 

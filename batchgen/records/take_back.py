@@ -10,9 +10,9 @@ from batchgen.records.disk import sync_folder
 from batchgen.records.files import InputFile
 from batchgen.records.inputs import Input
 from batchgen.records.journal import encode
-from batchgen.records.nested import completions_of, probs_of, score_of
-from batchgen.records.openai_output import result_of
+from batchgen.records.openai_batch import result_of
 from batchgen.records.output import output_format
+from batchgen.records.result_values import completions_of, probs_of, score_of
 from batchgen.result import Result
 
 KEY_BYTES = 16

@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.records.arrow_values import array_of
-from batchgen.records.columns import ColumnType, clean, id_text
 from batchgen.records.jsonl import plain, to_json
 from batchgen.records.output import INPUT_FILE, RowForm, carried_names, output_format
+from batchgen.records.parquet_types import ColumnType, clean, id_text
 
 GROUP_ROWS = 5_000
 GROUP_BYTES = 1 << 25

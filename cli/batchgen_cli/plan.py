@@ -66,7 +66,7 @@ def plan_lines(report: PlanReport) -> list[str]:
         lines += [
             f"KV per token       {size(report.bytes_per_token)}",
             f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}), prompts and whole completions",
-            f"KV for the longest {size(f.kv_bytes_least)}; with less, that row cannot be run",
+            f"KV for the longest {size(f.kv_bytes_min)}; with less, that row cannot be run",
         ]
     if report.windows > 1:
         tree = "" if report.whole else ", the tree below the first one's"

@@ -28,6 +28,7 @@ from batchgen.stats import EngineStats
 class FakeEngine:
     """Rows in the order they came, `batch_size` at a time; a row's tokens are its number, its text says which engine wrote it."""
 
+    dtype = "float32"
     attention = "fake"
 
     def __init__(self, name: str, batch_size: int = 2, step_seconds: float = 0.001) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,7 +61,8 @@ def test_every_row_is_done_once_and_all_devices_do_some(fleet: Fleet) -> None:
     workers.run()
     assert counts == Counter(range(60))
     assert texts.keys() == {"cpu:0", "cpu:1", "cpu:2"}
-    assert (workers.unfinished, workers.waiting, workers.device, workers.attention) == (0, 0, "cpu:0,1,2", "fake")
+    assert (workers.unfinished, workers.waiting, workers.device) == (0, 0, "cpu:0,1,2")
+    assert (workers.dtype, workers.attention) == ("float32", "fake")
     assert workers.stats.completion_tokens == 180
     assert workers.stats.steps == sum(e.stats.steps for e in fleet.engines.values())
     assert workers.stats.process_bytes_peak > 3 << 20
@@ -174,14 +174,12 @@ def test_drain_lets_what_runs_finish_and_starts_nothing(fleet: Fleet) -> None:
 def test_now_after_drain_does_not_wait_for_what_runs(fleet: Fleet) -> None:
     workers = fleet.workers()
     wishes = iter(["drain"] * 4)
-    began = time.monotonic()
     results = run(
         workers,
         [request(i, [i], 1_000_000) for i in range(9)],
         lambda: next(wishes, "now") if workers.stats.completion_tokens else None,
     )
     assert results == {}
-    assert time.monotonic() - began < 20
 
 
 def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(fleet: Fleet) -> None:

@@ -1,16 +1,15 @@
 """Linear layers, norms and rotary embedding by our own kernels, each against the plain torch that it stands for."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import gelu, linear, silu
 
 from batchgen.engine import forwards
-from batchgen.engine.kernels import build
+from batchgen.engine.kernels import build, isa
 from batchgen.engine.kernels import linear as packed
 from batchgen.engine.kernels.build import NoKernels
 from batchgen.engine.kernels.elementwise import rms_norm, rotate
+from batchgen.engine.kernels.isa import instruction_set
 from batchgen.engine.kernels.linear import Activation, PackedLinear
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -18,39 +17,29 @@ dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "
 ACTS = {Activation.SILU: silu, Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh")}
 
 
-def runs(flag):
-    """Whether this processor runs what is compiled so."""
-    cpu = Path("/proc/cpuinfo")
-    flags = cpu.read_text().split() if cpu.exists() else []
-    return {"-march=x86-64-v3": "avx2", "-mno-avx512bf16": "avx512f"}.get(flag, flag) in flags
-
-
 def forget():
-    for cached in (build.library, build.kernel):
+    for cached in (instruction_set, build.library, build.kernel):
         cached.cache_clear()
 
 
-other = [
-    pytest.param(f, marks=[pytest.mark.nightly, *([] if runs(f) else [pytest.mark.skip("not for this processor")])])
-    for f in ("-mno-avx512bf16", "-march=x86-64-v3")
-]
+def smaller():
+    """The sets that this processor has besides its own."""
+    sets = isa._sets()
+    return sets[1 : sets.index(instruction_set())]
 
 
-@pytest.fixture(scope="module", params=["", *other], autouse=True)
-def kernels(request, tmp_path_factory):
-    """As they are compiled here, and (nightly) as for lesser processors."""
+@pytest.fixture(scope="module", params=["", *smaller()], autouse=True)
+def kernels(request):
+    """As they are compiled here, and as for lesser processors."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
-            flags = build._flags()
-            patch.setattr(build, "_flags", lambda: [*flags, request.param])
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+            patch.setenv("BATCHGEN_ISA", request.param)
             forget()
         try:
             yield build.library()
         except NoKernels as e:
             pytest.skip(e.message)
-        if request.param:
-            forget()
+    forget()
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])

@@ -6,13 +6,20 @@ import shutil
 import pytest
 
 from batchgen.config import ModelConfig
+from batchgen.engine import loading
 from batchgen.engine.kernels import build
+from batchgen.engine.kernels.isa import instruction_set
 from batchgen.engine.loading import load_model
 from batchgen.errors import ModelError, UsageError
 from batchgen.prompts.tokenizer import load_tokenizer
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 SOURCE = '#include <omp.h>\nextern "C" __attribute__((visibility("default"))) int answer() { int n = 0;\n#pragma omp parallel\n{ n = 42; }\nreturn n; }\n'
+
+
+def forget():
+    build.library.cache_clear()
+    instruction_set.cache_clear()
 
 
 @pytest.fixture
@@ -24,9 +31,10 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
-    build.library.cache_clear()
+    monkeypatch.delenv("BATCHGEN_ISA", raising=False)
+    forget()
     yield sources
-    build.library.cache_clear()
+    forget()
 
 
 def libraries(tmp_path):
@@ -48,11 +56,11 @@ def test_the_library_is_compiled_once_and_kept(folder, tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_other_sources_or_another_processor_make_another_library(folder, tmp_path, monkeypatch):
+def test_other_sources_or_other_instructions_make_another_library(folder, tmp_path, monkeypatch):
     first = build._target()
     (folder / "answer.cpp").write_text(SOURCE + "\n")
     second = build._target()
-    monkeypatch.setattr(build, "_processor", lambda: "another")
+    monkeypatch.setattr(build, "flags", lambda: ["-mother"])
     assert len({first, second, build._target()}) == 3
 
 
@@ -100,11 +108,22 @@ def load(tiny_model_dir, **options):
 
 @needs_compiler
 def test_a_model_is_loaded_with_the_kernels_unless_they_are_off(tiny_model_dir):
-    assert load(tiny_model_dir).kernels is build.library()
+    assert load(tiny_model_dir, compile="on").kernels is build.library()
     assert load(tiny_model_dir, compile="off").kernels is None
 
 
+def test_they_can_be_switched_off_by_the_environment(folder, monkeypatch, tiny_model_dir):
+    monkeypatch.setenv("BATCHGEN_ISA", "none")
+    forget()
+    model = load(tiny_model_dir)
+    assert model.kernels is None
+    assert model.notes == (
+        "BATCHGEN_ISA=none switches the CPU kernels off; plain torch runs, which is slower on a CPU",
+    )
+
+
 def test_auto_goes_on_without_a_compiler_and_says_so(folder, tmp_path, monkeypatch, tiny_model_dir):
+    monkeypatch.setattr(loading, "instruction_set", lambda: "avx512")
     without_compiler(monkeypatch, tmp_path)
     model = load(tiny_model_dir)
     assert model.kernels is None

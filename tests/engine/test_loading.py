@@ -9,6 +9,7 @@ from batchgen.config import ModelConfig
 from batchgen.engine import loading
 from batchgen.engine.architectures import REFUSED, check_architecture
 from batchgen.engine.attention.base import attention_forward
+from batchgen.engine.kernels import isa
 from batchgen.engine.kv_cache import LayerShape
 from batchgen.engine.loading import load_model, pick_device, prepare_model
 from batchgen.errors import ModelError
@@ -105,9 +106,14 @@ def test_on_cuda_weights_go_from_the_files_to_the_device(tiny_model_dir, acceler
     assert asked.get("moved") == (None if accelerate else cuda)
 
 
-def test_auto_is_the_dtype_of_the_checkpoint(folder):
+@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_the_dtype_of_the_checkpoint_or_float32_where_that_is_faster(folder, monkeypatch, fast, dtype):
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    assert load(folder).dtype == torch.bfloat16
+    monkeypatch.setattr(isa, "has_bfloat16", lambda: fast)
+    monkeypatch.setattr(isa, "features", lambda: frozenset({"avx2"}))
+    model = load(folder, compile="off")
+    assert model.dtype == dtype
+    assert {p.dtype for p in model.module.parameters()} == {dtype}
 
 
 def test_loading_prints_nothing(tiny_model_dir, capfd):

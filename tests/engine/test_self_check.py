@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import pytest
 import torch
@@ -59,9 +58,7 @@ def refused(config):
 def test_an_architecture_that_is_exact_passes_at_its_real_size(model_type, settings):
     config = AutoConfig.for_model(model_type, **settings)
     before = config.to_dict()
-    began = time.monotonic()
     self_check(config)
-    assert time.monotonic() - began < 5
     assert config.to_dict() == before
 
 

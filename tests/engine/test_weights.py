@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from batchgen.config import ModelConfig
 from batchgen.engine import weights
-from batchgen.engine.weights import check_fits, check_room, dtype_of, weight_bytes, weight_files
+from batchgen.engine.weights import check_fits, check_room, cpu_dtype, dtype_of, weight_bytes, weight_files
 from batchgen.errors import ModelError
 
 GIB = 2**30
@@ -58,6 +58,51 @@ def test_a_tiny_model_is_as_large_as_its_parameters(tiny_model_dir):
 )
 def test_the_dtype_is_the_one_asked_for_else_the_checkpoint_s(option, own, dtype):
     assert dtype_of(config_of("m", dtype=option), SimpleNamespace(dtype=own)) == dtype
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Lets the module believe in a processor and in a memory of so many bytes."""
+
+    def pretend(*, memory=GIB, bfloat16=False, features=frozenset({"avx2"})):
+        sizes = {"SC_PHYS_PAGES": memory // 4096, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr(weights.os, "sysconf", sizes.__getitem__)
+        monkeypatch.setattr(weights.isa, "has_bfloat16", lambda: bfloat16)
+        monkeypatch.setattr(weights.isa, "has_float16", lambda: False)
+        monkeypatch.setattr(weights.isa, "features", lambda: features)
+
+    return pretend
+
+
+def test_a_cpu_without_bfloat16_loads_sixteen_bits_as_float32_where_memory_allows(tmp_path, machine):
+    save_file({"a": torch.zeros(1 << 18, dtype=BF16)}, tmp_path / "model.safetensors")  # 1 MiB of float32
+    auto = config_of(tmp_path)
+    machine()
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == F32
+    assert cpu_dtype(auto, SimpleNamespace(dtype="float16")) == F32
+    assert cpu_dtype(config_of(tmp_path, dtype="bfloat16"), SimpleNamespace(dtype=BF16)) == BF16
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16, quantization_config={})) == BF16
+    machine(memory=2 << 20)
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == F32
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16), processes=2) == BF16
+    machine(bfloat16=True)
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == BF16
+    assert cpu_dtype(auto, SimpleNamespace(dtype="float16")) == F32
+    machine(features=frozenset())  # not Linux, say
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == BF16
+
+
+def test_of_weights_that_are_not_on_the_disk_the_hub_is_asked_how_many_they_are(machine, monkeypatch):
+    machine(memory=2 << 20)
+    for count, dtype in ((1 << 18, F32), ((1 << 18) + 1024, BF16)):
+        found = SimpleNamespace(parameter_count={"BF16": count - 24, "F32": 24})
+        monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda *_, found=found, **__: found)
+        assert cpu_dtype(config_of("nobody/has-this-model"), SimpleNamespace(dtype=BF16)) == dtype
+
+
+def test_weights_that_nobody_knows_the_size_of_are_loaded_as_they_are(machine):
+    machine()
+    assert cpu_dtype(config_of("nobody/has-this-model"), SimpleNamespace(dtype=BF16)) == BF16
 
 
 def test_weights_that_fit_are_taken():

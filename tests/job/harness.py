@@ -20,10 +20,8 @@ from batchgen.records.journal import decode
 
 SHARED = "The reports of this region begin alike, and differ in what comes after. "
 TINY_SPOOL = {
-    "batchgen.spool.spool:RUN_ROWS": 6,
-    "batchgen.spool.spool:WINDOW_ROWS": 6,
-    "batchgen.spool.blocks:BLOCK_ROWS": 2,
-    "batchgen.whole:BLOCK_ROWS": 5,
+    "batchgen.jobs.sorted_requests:DEFAULT_LIMITS": {"run_rows": 6, "window_rows": 6, "batch_rows": 2},
+    "batchgen.whole:READ_ROWS": 5,
 }
 """Windows of six rows, several files of sorted requests: what a job of millions of rows is like."""
 

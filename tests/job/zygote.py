@@ -6,6 +6,7 @@ Takes orders on standard input, a JSON object a line, and answers each with one:
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -73,7 +74,10 @@ def _child(order: dict[str, Any]) -> None:
         for place, value in order["set"].items():
             module, name = place.split(":")
             assert hasattr(importlib.import_module(module), name), place
-            setattr(importlib.import_module(module), name, value)
+            target = importlib.import_module(module)
+            if isinstance(value, dict):  # some fields of a dataclass
+                value = dataclasses.replace(getattr(target, name), **value)
+            setattr(target, name, value)
         if order["file_size"] is not None:  # Python ignores SIGXFSZ, so a write that passes it fails with EFBIG
             resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
         from batchgen_cli.app import main as batchgen

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from batchgen.prefix import chunk_hashes
-from batchgen.prefix.hashing import continue_hashes
+from batchgen.prefix.order import continue_hashes
 
 
 def tokens(*ids):

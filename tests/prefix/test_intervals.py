@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.prefix.intervals import lcp_intervals
+from batchgen.prefix.tree import lcp_intervals
 
 
 def intervals(*shared):

@@ -6,7 +6,6 @@ from batchgen.prefix import (
     PlanFigures,
     carried_tokens,
     merge_figures,
-    node_paths,
     plan_figures,
     plan_prefixes,
 )
@@ -16,11 +15,11 @@ def arrays(lists):
     return [np.array(ids, dtype=np.int32) for ids in lists]
 
 
-def figures(lists, max_tokens, page_size=4, bytes_per_token=10, share=True, carried=0):
+def figures(lists, max_tokens, block_size=4, bytes_per_token=10, share=True, carried=0):
     prompts = arrays(lists)
     plan = plan_prefixes(prompts, 2, share=share)
     return plan_figures(
-        plan, prompts, max_tokens, page_size=page_size, bytes_per_token=bytes_per_token, carried=carried
+        plan, prompts, max_tokens, block_size=block_size, bytes_per_token=bytes_per_token, carried=carried
     )
 
 
@@ -28,11 +27,17 @@ def edges(lists):
     return {tuple(ids[:n]) for ids in lists for n in range(1, len(ids) + 1)}
 
 
+def node_paths(plan, prompts):
+    """The tokens from the start to the end of each node that has no child nodes."""
+    parents = {node.parent for node in plan.nodes}
+    return [prompts[plan.order[node.first]][: node.end] for node in plan.nodes if node.index not in parents]
+
+
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=12)
 
 
 def test_figures_of_a_window():
-    # Nodes: [0, 6) of the first three, [6, 9) of the first two. Pages of 4: the node [0, 6) fills one, [6, 9) a second.
+    # Nodes: [0, 6) of the first three, [6, 9) of the first two. Blocks of 4: the node [0, 6) fills one, [6, 9) a second.
     root = [1, 2, 3, 4, 5, 6]
     lists = [[*root, 7, 8, 9, 1], [*root, 7, 8, 9, 2], [*root, 1], [9]]
     assert figures(lists, [2, 3, 1, 1]) == PlanFigures(
@@ -42,13 +47,9 @@ def test_figures_of_a_window():
         prefix_nodes=2,
         groups=2,
         grouped_requests=3,
-        kv_tokens_unshared=28 + 7,
-        kv_tokens_shared=13 + 7,
-        kv_pages_unshared=3 + 4 + 2 + 1,
-        kv_pages_shared=(1 + 1) + (1 + 2 + 1 + 1),
-        kv_bytes_unshared=10 * 4 * 10,
-        kv_bytes_shared=7 * 4 * 10,
-        kv_bytes_least=4 * 4 * 10,
+        kv_bytes_unshared=(3 + 4 + 2 + 1) * 40,
+        kv_bytes_shared=((1 + 1) + (1 + 2 + 1 + 1)) * 40,
+        kv_bytes_min=4 * 40,
     )
 
 
@@ -59,7 +60,7 @@ def test_saved_tokens_and_shared_fraction():
 
 def test_figures_without_sharing_store_everything_for_itself():
     f = figures([[1, 2, 3, 4, 5]] * 2, [3, 3], share=False)
-    assert (f.kv_tokens_shared, f.kv_pages_shared) == (f.kv_tokens_unshared, f.kv_pages_unshared) == (16, 4)
+    assert f.kv_bytes_shared == f.kv_bytes_unshared == 4 * 40
     assert (f.prefix_nodes, f.groups, f.prefill_tokens_min) == (0, 0, 5)
 
 
@@ -69,25 +70,24 @@ def test_figures_of_nothing_are_zeros():
 
 
 def test_64_requests_under_a_long_prefix_need_an_eighth_of_the_unshared_memory_at_most():
-    f = figures([[7] * 1024 + [i] for i in range(64)], [63] * 64, page_size=16)
-    assert (f.kv_pages_unshared, f.kv_pages_shared) == (64 * 68, 64 + 64 * 4)
+    f = figures([[7] * 1024 + [i] for i in range(64)], [63] * 64, block_size=16)
+    assert (f.kv_bytes_unshared, f.kv_bytes_shared) == (64 * 68 * 160, (64 + 64 * 4) * 160)
     assert f.kv_bytes_shared * 8 < f.kv_bytes_unshared
 
 
 @given(token_lists, st.integers(1, 5), st.integers(1, 6))
-def test_shared_pages_are_what_is_left_when_full_pages_of_nodes_are_stored_once(lists, page_size, max_tokens):
-    f = figures(lists, [max_tokens] * len(lists), page_size=page_size)
+def test_shared_kv_is_what_is_stored_when_full_blocks_of_nodes_are_stored_once(lists, block_size, max_tokens):
+    f = figures(lists, [max_tokens] * len(lists), block_size=block_size)
     prompts = arrays(lists)
     plan = plan_prefixes(prompts, 2)
     stored = set()
     for position, index in enumerate(plan.order.tolist()):
         parent = int(plan.leaf_parent[position])
         shared = plan.nodes[parent].end if parent >= 0 else 0
-        for page in range(-(-(len(lists[index]) + max_tokens) // page_size)):
-            end = (page + 1) * page_size
-            stored.add((page, tuple(lists[index][:end])) if end <= shared else (page, index))
-    assert f.kv_pages_shared == len(stored)
-    assert f.kv_tokens_shared == len(edges(lists)) + max_tokens * len(lists)
+        for block in range(-(-(len(lists[index]) + max_tokens) // block_size)):
+            end = (block + 1) * block_size
+            stored.add((block, tuple(lists[index][:end])) if end <= shared else (block, index))
+    assert f.kv_bytes_shared == len(stored) * block_size * 10
 
 
 def test_windows_add_up_and_need_the_memory_of_the_largest():
@@ -96,8 +96,7 @@ def test_windows_add_up_and_need_the_memory_of_the_largest():
     merged = merge_figures([a, b])
     assert (merged.requests, merged.prompt_tokens, merged.prefill_tokens_min) == (5, 17, 5 + 3)
     assert (merged.prefix_nodes, merged.groups, merged.grouped_requests) == (2, 2, 5)
-    assert (merged.kv_tokens_unshared, merged.kv_tokens_shared) == (16, 13)
-    assert (merged.kv_pages_unshared, merged.kv_pages_shared, merged.kv_bytes_least) == (4, 4, 80)
+    assert (merged.kv_bytes_unshared, merged.kv_bytes_shared, merged.kv_bytes_min) == (4 * 40, 4 * 40, 80)
     assert merge_figures([a]) == a
     assert merge_figures([]) == PlanFigures()
 

@@ -43,9 +43,9 @@ def test_order_of_nothing_is_empty():
 
 
 @given(st.lists(token_lists, max_size=20), st.integers(1, 5), st.sampled_from([1, 30, 1000]))
-def test_order_is_the_stable_sort_of_the_prompts_whatever_the_slice_of_the_keys(lists, least_width, key_tokens):
-    with patch.object(order_module, "_LEAST_WIDTH", least_width), patch.object(order_module, "_KEY_TOKENS", key_tokens):
-        assert depth_first_order(arrays(lists)).tolist() == sorted(range(len(lists)), key=lists.__getitem__)
+def test_order_is_the_stable_sort_of_the_prompts_whatever_the_slice_of_the_keys(lists, min_width, key_tokens):
+    order = depth_first_order(arrays(lists), max_key_tokens=key_tokens, min_key_width=min_width)
+    assert order.tolist() == sorted(range(len(lists)), key=lists.__getitem__)
 
 
 def test_keys_cover_a_slice_of_the_prompts_at_a_time():
@@ -58,8 +58,8 @@ def test_keys_cover_a_slice_of_the_prompts_at_a_time():
         widths.append(len(tokens))
         return token_key(tokens)
 
-    with patch.object(order_module, "_KEY_TOKENS", 20_000), patch.object(order_module, "token_key", key):
-        order = depth_first_order(prompts).tolist()
+    with patch.object(order_module, "token_key", key):
+        order = depth_first_order(prompts, max_key_tokens=20_000).tolist()
     assert order == sorted(range(200), key=lists.__getitem__)
     assert widths[:200] == [100] * 200  # 20,000 / 200, after the 500 tokens that all share
     assert set(widths[200:]) == {2}  # the two heads' rests are skipped as well

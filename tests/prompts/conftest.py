@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from batchgen.config import PromptConfig
 from batchgen.prompts import LoadedTokenizer, PromptBuilder
-from batchgen.records.row import Row
+from batchgen.records.rows import Row
 from batchgen.sampling_params import SamplingParams
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")

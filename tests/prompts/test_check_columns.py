@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchgen.errors import RowError, UsageError
-from batchgen.records.row import Row
+from batchgen.records.rows import Row
 
 USER = [{"role": "user", "content": "a"}]
 BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": USER}}

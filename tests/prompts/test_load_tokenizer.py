@@ -273,7 +273,7 @@ def test_the_libraries_advice_is_kept_off_standard_error(tools, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizer"}))
     code = (
         "import sys; from batchgen.config import *; from batchgen.sampling_params import SamplingParams\n"
-        "from batchgen.prompts import *; from batchgen.records.row import Row\n"
+        "from batchgen.prompts import *; from batchgen.records.rows import Row\n"
         f"text = load_tokenizer(ModelConfig(model={folder!r}))\n"
         "out = PromptBuilder(text, PromptConfig(), SamplingParams()).build([Row(0, {'prompt': 'abcdef'}, None, '')])\n"
         "import transformers.utils.logging as l; print(len(out[0].tokens), l.get_verbosity())"

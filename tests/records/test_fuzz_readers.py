@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from batchgen.errors import ROW_ERROR_TYPES, InputCorrupt
 from batchgen.prompts import Draft, PromptBuilder
 from batchgen.records import open_input
-from batchgen.records.row import Row
+from batchgen.records.rows import Row
 from batchgen.result import Result
 
 SECONDS = 10

@@ -15,7 +15,7 @@ import zstandard
 
 from batchgen.errors import InputCorrupt, Interrupted, UsageError
 from batchgen.records import open_input, remote
-from batchgen.records.place import job_path
+from batchgen.records.output import job_path
 
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]
 JSONL = b'{"prompt": "one"}\n\n{"prompt": "two"}\n'

@@ -13,7 +13,7 @@ import zstandard
 
 from batchgen.records import jsonl, open_input, tables
 from batchgen.records.jsonl import MAX_LINE, read_jsonl
-from batchgen.records.row import WINDOW_BYTES, Row, windows
+from batchgen.records.rows import MAX_WINDOW_BYTES, Row, windows
 from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
 
 
@@ -35,7 +35,7 @@ def test_a_window_ends_with_its_rows_and_rows_need_no_size():
     assert [[row.number for row in w] for w in windows(iter(rows(0, 0, 0)), 2)] == [[0, 1], [2]]
     assert list(windows(iter([]), 2)) == []
     assert Row(0, {}, None, "").size == 0
-    assert sizes_of(WINDOW_BYTES, 1, most=WINDOW_BYTES) == [[WINDOW_BYTES], [1]]
+    assert sizes_of(MAX_WINDOW_BYTES, 1, most=MAX_WINDOW_BYTES) == [[MAX_WINDOW_BYTES], [1]]
 
 
 def test_rows_know_their_bytes_in_the_file(tmp_path):

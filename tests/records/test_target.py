@@ -11,7 +11,7 @@ import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.records import job_folder, target
-from batchgen.records.place import job_path, jobs_folder
+from batchgen.records.output import job_path, jobs_folder
 from batchgen.records.target import RemoteTarget, open_target
 
 HINT = "check the address, your access to it and the connection, or use another -o"

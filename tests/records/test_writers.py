@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.records import RowForm, open_input
-from batchgen.records.columns import MAX_FIELDS, ColumnType
+from batchgen.records.parquet_types import MAX_FIELDS, ColumnType
 from batchgen.records.writers import DigestFile, open_writer
 
 RESULT = {"text": "t", "finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": 2}, "error": None}

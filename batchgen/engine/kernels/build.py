@@ -1,7 +1,7 @@
 """Compiles the kernels with the C++ compiler found on this machine, for this processor, and loads them.
 
-The library is kept in the user's cache folder, by what it was made from: the sources, the compiler's version, the flags and the
-processor. It knows nothing of torch (pointers and sizes in, nothing out), so any version of torch can use it.
+The library is kept in the user's cache folder, by what it was made from: the sources, the compiler's version and the flags, which
+name the instruction set (`isa`). It knows nothing of torch (pointers and sizes in, nothing out), so any version of torch can use it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from batchgen.engine.kernels.isa import NONE, flags, instruction_set
 from batchgen.errors import BatchgenError
 
 SOURCES = Path(__file__).parent
@@ -40,6 +41,8 @@ class NoKernels(BatchgenError):
 @cache
 def library() -> ctypes.CDLL:
     """The compiled kernels; compiled now where that has not been done. Raises `NoKernels` with the reason."""
+    if instruction_set() == NONE:
+        raise NoKernels(_why_none())
     target = _target()
     if target.exists():
         try:
@@ -115,7 +118,7 @@ def _target() -> Path:
     except (OSError, subprocess.SubprocessError) as e:
         raise NoKernels(f"the C++ compiler {compiler} does not run: {e}") from e
     digest = hashlib.sha256()
-    for text in (version, " ".join(_flags()), _processor()):
+    for text in (version, " ".join(_flags()), platform.machine()):
         digest.update(text.encode() + b"\0")
     for source in sorted([*SOURCES.glob("*.h"), *_sources()]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -141,14 +144,10 @@ def _compiler() -> str:
 
 
 def _flags() -> list[str]:
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    return [*FLAGS, native]
+    return [*FLAGS, *flags()]
 
 
-def _processor() -> str:
-    """What this processor can do: a library compiled for another would end in an illegal instruction."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+def _why_none() -> str:
+    if os.environ.get("BATCHGEN_ISA") == NONE:
+        return "BATCHGEN_ISA=none switches the CPU kernels off"
+    return f"there are no CPU kernels for this processor ({platform.machine()} without AVX2 and FMA, or NEON)"

@@ -125,15 +125,3 @@ void run(const Product& p) {
 
 EXPORT void batchgen_linear_float32(const Product* p) { run<Float>(*p); }
 EXPORT void batchgen_linear_bfloat16(const Product* p) { run<Bfloat>(*p); }
-
-// Whether these products beat the library's: float32 with AVX-512; bfloat16 with its instructions for that, unless there are
-// matrix units (AMX), which are not used here.
-EXPORT int64_t batchgen_linear_is_fast(int64_t is_bfloat16) {
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-    return 1;
-#elif defined(__AVX512F__)
-    return !is_bfloat16;
-#else
-    return 0;
-#endif
-}

@@ -7,7 +7,8 @@ from enum import IntEnum
 
 import torch
 
-from batchgen.engine.kernels.build import kernel, library
+from batchgen.engine.kernels.build import kernel
+from batchgen.engine.kernels.isa import instruction_set
 
 PANEL = 64
 """Columns that lie side by side."""
@@ -32,7 +33,9 @@ class _Product(ctypes.Structure):
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether packed layers of this type, float32 or bfloat16, are faster here than torch's own."""
-    return bool(library().batchgen_linear_is_fast(ctypes.c_int64(dtype == torch.bfloat16)))
+    if dtype == torch.bfloat16:  # matrix units (AMX) are not used here
+        return instruction_set() == "avx512_bf16"
+    return instruction_set() in ("avx512", "avx512_bf16", "amx")
 
 
 def fits(weight: torch.Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""A result as a record of OpenAI's Batch output, and back (docs/openai-batch.md). Nothing in it tells the time or is drawn by chance."""
+"""The OpenAI Batch form: how its input rows are recognised, and results as records of its output and back (docs/openai-batch.md).
+
+Equal results give equal bytes: records contain no times and no random ids.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,58 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.records.nested import ids_known, probs_of
-from batchgen.records.openai_row import CHAT, endpoint, is_batch_row
-from batchgen.records.row import Row
+from batchgen.records.result_values import ids_known, probs_of
+from batchgen.records.rows import Row
 from batchgen.result import Completion, Result, TokenLogprob
 
+CHAT = "/v1/chat/completions"
+RAW = "/v1/completions"
 CREATED = 0
-"""The time that the form asks for: the same rows give the same bytes, so it is none."""
+"""The time that the form asks for. It is always 0, so that the same rows give the same bytes."""
 _REASONS = ("stop", "length")
 _UNLIKELIEST = -9999.0
-"""Stands in the form for minus infinity, which JSON has no word for."""
+"""What the form has for minus infinity, which JSON cannot write."""
+
+
+def is_batch_row(columns: Mapping[str, Any]) -> bool:
+    """Whether a row is in the Batch form. A column called `body` (of an e-mail, say) is not enough."""
+    body = columns.get("body")
+    if body is None:
+        return False
+    if isinstance(body, Mapping):
+        return "url" in columns or "custom_id" in columns or "method" in columns
+    url = columns.get("url")
+    return isinstance(body, str) and isinstance(url, str) and _served(url) is not None
+
+
+def endpoint(columns: Mapping[str, Any]) -> str | None:
+    """`CHAT` or `RAW`: by the row's url or, without one, by what its body has. None if the url is of another endpoint."""
+    url = columns.get("url")
+    if url is not None:
+        return _served(url) if isinstance(url, str) else None
+    body = columns["body"]
+    return CHAT if isinstance(body, Mapping) and body.get("messages") is not None else RAW
+
+
+def _served(url: str) -> str | None:
+    return next((known for known in (CHAT, RAW) if url.rstrip("/").endswith(known)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIForm:
-    """What the records of a job have in common."""
+    """What all records of a job have in common."""
 
     model: str
-    """The model that all rows are run on, as the user named it."""
+    """The model of the job, as the user named it."""
     chat: bool
     """Whether a row that is not in the Batch form is answered with a chat completion."""
 
 
 def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, token_ids: bool) -> dict[str, Any]:
-    """The record of one row: a response of status 200, or null and an error.
+    """Returns the record of one row: a response with status 200, or a null response and an error.
 
-    Beyond the form, and only where a result has it: `truncated` and `choice_probs` in the body, `stop_reason` and, with
-    `token_ids`, `token_ids` in its choices.
+    It has more than the form only if the result does: `truncated` and `choice_probs` in the body, `stop_reason` and (with
+    `token_ids`) `token_ids` in the choices.
     """
     record: dict[str, Any] = {"id": f"batch_req_{row.number}", "custom_id": custom_id, "response": None, "error": None}
     if result.error_type is not None:
@@ -74,7 +102,7 @@ def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dic
 def _completions(result: Result) -> Sequence[Completion]:
     if result.completions:
         return result.completions
-    assert result.text is not None  # a row that was only scored has no place in this form: `--score` is refused
+    assert result.text is not None  # rows that are only scored do not fit this form: `--score` is refused
     assert result.finish_reason is not None
     return (Completion(text=result.text, finish_reason=result.finish_reason, token_ids=result.token_ids),)
 
@@ -91,7 +119,7 @@ def _choice(index: int, completion: Completion, *, chat: bool) -> dict[str, Any]
     else:
         choice["logprobs"] = _chat_logprobs(tokens) if chat else _raw_logprobs(tokens, completion.text)
     known = completion.finish_reason in _REASONS
-    choice["finish_reason"] = completion.finish_reason if known else "length"  # a limit, be it of time
+    choice["finish_reason"] = completion.finish_reason if known else "length"  # a time limit is a limit, too
     if not known:
         choice["stop_reason"] = completion.finish_reason
     return choice
@@ -102,7 +130,7 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:
-    whole = "\ufffd" not in token.token  # else it is a part of a character, whose bytes the text does not tell
+    whole = "\ufffd" not in token.token  # otherwise it is part of a character, and its bytes are not known
     return {
         "token": token.token,
         "logprob": _finite(token.logprob),
@@ -111,7 +139,7 @@ def _entry(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _raw_logprobs(tokens: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
-    """Offsets count the characters of the tokens before, up to the text's end, where an end token or a stop string stands."""
+    """An offset is the number of characters before a token. It never passes the end of the text, where end tokens and stop strings are."""
     offsets, place = [], 0
     for token in tokens:
         offsets.append(min(place, len(text)))
@@ -125,7 +153,7 @@ def _raw_logprobs(tokens: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
 
 
 def _tops(token: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens, and the one drawn where it is none of them. Of those that read alike the likeliest."""
+    """The likeliest tokens, and the sampled one if it is not among them. Of tokens with the same text, the likeliest."""
     tops: dict[str, float] = {}
     for t in (*token.top, token):
         tops.setdefault(t.token, _finite(t.logprob))
@@ -137,10 +165,10 @@ def _finite(logprob: float) -> float:
 
 
 def result_of(record: Mapping[str, Any]) -> Result | None:
-    """The result of a record that `batch_record` made; None where the record does not hold it whole: log-probabilities lack token ids.
+    """Returns the result that a record was made of; None if it has log-probabilities, because these lack their token ids.
 
-    A failed row's count of prompt tokens is not in the form, and 0 then; token ids are there where the record has them.
-    Raises `ValueError`, `TypeError` or `KeyError` for what is no such record.
+    A failed row's number of prompt tokens is not in the form, so it is 0. Token ids are set if the record has them. Raises
+    `ValueError`, `TypeError` or `KeyError` if the record is not one of `batch_record`.
     """
     response, error = record["response"], record["error"]
     if error:

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.prefix import node_paths, plan_prefixes, resident_lengths
+from batchgen.prefix import plan_prefixes, resident_lengths
 
 
 def arrays(lists):
@@ -47,16 +47,6 @@ def test_nothing_is_shared_with_an_empty_plan():
     assert residents([], [[1], [2, 3]]) == []
 
 
-def test_node_paths_go_to_the_nodes_without_child_nodes():
-    prompts = arrays([[9, 1, 1, 5], [9, 2, 6], [9, 1, 1, 4], [8, 8], [9, 2, 6]])
-    assert [p.tolist() for p in node_paths(plan_prefixes(prompts, 2), prompts)] == [[9, 1, 1], [9, 2, 6]]
-
-
-def test_a_plan_without_nodes_has_no_paths():
-    prompts = arrays([[1], [2]])
-    assert node_paths(plan_prefixes(prompts, 2), prompts) == []
-
-
 @given(token_lists, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), max_size=6))
 def test_residents_are_the_longest_matches_over_all_requests(lists, paths):
     ordered = sorted(lists)
@@ -66,20 +56,6 @@ def test_residents_are_the_longest_matches_over_all_requests(lists, paths):
         if max(lengths, default=0) > 0:
             expected.append((i, lengths.index(max(lengths)), max(lengths)))
     assert residents(lists, paths) == expected
-
-
-@given(token_lists)
-def test_the_prefixes_of_the_node_paths_are_the_shared_edges_of_the_trie(lists):
-    prompts = arrays(lists)
-    paths = [tuple(p.tolist()) for p in node_paths(plan_prefixes(prompts, 2), prompts)]
-    shared = {
-        tuple(ids[:n])
-        for i, ids in enumerate(lists)
-        for n in range(1, len(ids) + 1)
-        if any(other[:n] == ids[:n] for j, other in enumerate(lists) if j != i)
-    }
-    assert {path[:n] for path in paths for n in range(1, len(path) + 1)} == shared
-    assert paths == sorted(set(paths))
 
 
 def test_comparisons_grow_with_the_logarithm_of_the_requests():

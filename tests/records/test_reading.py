@@ -8,14 +8,11 @@ import pytest
 
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import InputCorrupt, UsageError
-from batchgen.reading import read_windows, window_rows
-from batchgen.records import Row
+from batchgen.records import Input, Row, window_rows
 
 
-class Source(SimpleNamespace):
-    is_stdin = False
-
-    def rows(self, limit: int | None) -> Iterator[Row]:
+class Breaking(Input):
+    def rows(self, limit: int | None = None) -> Iterator[Row]:
         yield from (Row(i, {}, None, "") for i in range(5 if limit is None else limit))
         raise InputCorrupt("it breaks off")
 
@@ -25,7 +22,7 @@ def config_of(window: int | Literal["all"] | None, order: str = "input") -> JobC
 
 
 def test_rows_before_a_break_come_first_and_then_the_break() -> None:
-    windows = ([row.number for row in w] for w in read_windows(Source(), config_of(2), 2))  # type: ignore[arg-type]
+    windows = ([row.number for row in w] for w in Breaking((), []).windows(2))
     assert [next(windows), next(windows), next(windows)] == [[0, 1], [2, 3], [4]]
     with pytest.raises(InputCorrupt, match="it breaks off"):
         next(windows)
@@ -53,7 +50,7 @@ def test_files_are_put_in_prefix_order_whole_and_what_is_read_once_window_by_win
             {"once": True},
             "--window all reads the input twice, which <stdin> does not allow; use --window ROWS, or a file",
         ),
-        ({"output": "-"}, "--window all has no row to write before all are done; name an output with -o"),
+        ({"output": "-"}, "--window all writes no row before all rows are done; name an output with -o"),
         ({"order": "done"}, "--window all cannot be combined with --order done; use --window ROWS"),
     ],
 )

@@ -1,0 +1,93 @@
+"""The vector instructions that our kernels are compiled for. `BATCHGEN_ISA` restricts them; no torch.
+
+The sets of a processor are ordered: whatever a program compiled for one set needs, the sets after it have too.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+from batchgen.errors import UsageError
+
+NONE = "none"
+X86 = (NONE, "avx2", "avx512", "avx512_bf16", "amx")
+ARM = (NONE, "neon", "neon_bf16")
+
+_NEEDS = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "avx512_bf16": ("avx512_bf16",),
+    "amx": ("amx_tile", "amx_bf16"),
+    "neon": ("asimd",),
+    "neon_bf16": ("asimddp", "bf16"),
+}
+"""What /proc/cpuinfo says of a processor that has a set but not of one that has only the sets before it."""
+_FLAGS = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    "avx512_bf16": ("-mavx512bf16",),
+    "neon": ("-march=armv8-a+simd",),
+    "neon_bf16": ("-march=armv8.2-a+simd+dotprod+bf16",),
+}
+
+
+@cache
+def instruction_set() -> str:
+    """One of `X86` or `ARM`: the largest set that this processor has and that `BATCHGEN_ISA` allows.
+
+    `BATCHGEN_ISA=avx2` lets a processor with AVX-512 stand in for one without. Raises `UsageError` for an unknown name.
+    """
+    return allowed(os.environ.get("BATCHGEN_ISA"), _sets(), features())
+
+
+def allowed(wish: str | None, sets: tuple[str, ...], has: frozenset[str]) -> str:
+    """The largest of `sets` whose features, and those of the sets before it, a processor has; not beyond `wish`."""
+    if wish and wish not in {*X86, *ARM}:
+        raise UsageError(f"BATCHGEN_ISA {wish!r} is unknown", f"use one of {', '.join(sets)}, or leave it out")
+    found = NONE
+    for name in sets[1:]:
+        if found == wish or not has.issuperset(_NEEDS[name]):
+            break
+        found = name
+    return NONE if wish == NONE else found
+
+
+def flags() -> list[str]:
+    """The compiler's options for `instruction_set`: those of the set and of the sets before it, and no others."""
+    sets = _sets()
+    names = sets[1 : sets.index(instruction_set()) + 1]
+    if sets is ARM:
+        return list(_FLAGS[names[-1]]) if names else []  # one -march takes the place of another
+    return [flag for name in names for flag in _FLAGS.get(name, ())]
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 faster than float32, as far as `BATCHGEN_ISA` allows."""
+    wish = os.environ.get("BATCHGEN_ISA")
+    found = allowed(None, _sets(), features()) if wish == NONE else instruction_set()  # plain torch uses what there is
+    return found in ("avx512_bf16", "amx", "neon_bf16")
+
+
+def has_float16() -> bool:
+    """Whether this processor multiplies float16 faster than float32, as far as `BATCHGEN_ISA` allows."""
+    return has_bfloat16() and not features().isdisjoint(("avx512_fp16", "amx_fp16", "asimdhp"))
+
+
+@cache
+def features() -> frozenset[str]:
+    """The processor's features by their names in /proc/cpuinfo; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(
+        word for line in lines if line.startswith(("flags", "Features")) for word in line.partition(":")[2].split()
+    )
+
+
+def _sets() -> tuple[str, ...]:
+    machine = platform.machine().lower()
+    return X86 if machine in ("x86_64", "amd64") else ARM if machine in ("aarch64", "arm64") else (NONE,)

@@ -1,0 +1,310 @@
+"""All requests of an input in depth-first order, in constant memory.
+
+An external merge sort. Requests are collected in runs that fit in memory; each run is sorted and written to a file. The files are then
+merged batch by batch: everything up to the earliest end of the runs' current batches comes next. If all requests fit in one run, no
+file is written.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from batchgen.prefix.order import common_length, depth_first_order, token_key
+from batchgen.records.disk import reading, writing
+from batchgen.records.writers import DigestFile
+from batchgen.request import Request, TokenArray
+from batchgen.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SortLimits:
+    """How much of the input is in memory at a time. A limit is passed by at most one batch."""
+
+    run_rows: int = 50_000
+    window_rows: int = 20_000
+    """Fewer than in a run: a request that waits is small beside one that is planned."""
+    max_tokens: int = 1 << 24
+    """Of a run, and of a window."""
+    max_runs: int = 64
+    """Number of runs that are merged at a time."""
+    batch_rows: int = 256
+    batch_tokens: int = 1 << 16
+    """A batch is what a merge holds of each run."""
+
+
+DEFAULT_LIMITS = SortLimits()
+
+_TOKENS = pa.list_(pa.int32())
+_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("key", pa.binary(16)),
+        ("tokens", _TOKENS),
+        ("completion", _TOKENS),  # the text to score, if there is one
+        ("max_tokens", pa.int32()),
+        ("truncated", pa.bool_()),
+        ("priority", pa.float64()),
+        ("settings", pa.dictionary(pa.int32(), pa.large_string())),  # the parameters, and the tokens of their choices
+    ]
+)
+
+
+class SortedRequests:
+    """Takes requests in any order and gives them back in windows, by priority and then in depth-first order.
+
+    `folder` exists and is used for nothing else.
+    """
+
+    def __init__(self, folder: Path, limits: SortLimits | None = None) -> None:
+        self._folder = folder
+        self._limits = limits or DEFAULT_LIMITS
+        self._waiting: list[Request] = []
+        self._tokens = 0
+        self._files_made = 0
+        self._runs: list[str] = []
+        self.digests: dict[str, str] = {}
+        """Digest of each file, by name."""
+
+    @classmethod
+    def of(cls, folder: Path, digests: dict[str, str], limits: SortLimits | None = None) -> SortedRequests:
+        """The requests that an earlier process sorted into `folder`. `digests` are those of its files."""
+        requests = cls(folder, limits)
+        requests.digests, requests._runs = digests, list(digests)
+        return requests
+
+    @property
+    def on_disk(self) -> bool:
+        return bool(self._runs)
+
+    def add(self, request: Request) -> None:
+        """Adds a request. May write a file."""
+        self._waiting.append(request)
+        self._tokens += len(request.tokens)
+        if len(self._waiting) > self._limits.run_rows or self._tokens > self._limits.max_tokens:
+            *full, last = self._waiting  # one too many: a run that is just full stays in memory
+            self._write_file(_sorted(full or [last]))
+            self._waiting, self._tokens = ([last], len(last.tokens)) if full else ([], 0)
+
+    def close(self) -> None:
+        """Must be called after the last request. Leaves at most `max_runs` files."""
+        if self._runs and self._waiting:
+            self._write_file(_sorted(self._waiting))
+            self._waiting = []
+        while len(self._runs) > self._limits.max_runs:
+            first, self._runs = self._runs[: self._limits.max_runs], self._runs[self._limits.max_runs :]
+            self._write_file(r for batch in self._merged(first) for r in _in_order(batch))
+            for name in first:
+                (self._folder / name).unlink()
+                del self.digests[name]
+
+    def windows(self) -> Iterator[list[Request]]:
+        """All requests. Each window is the next part of the order; inside a window the order has no meaning."""
+        window: list[Request] = []
+        tokens = 0
+        for batch in self._merged(self._runs) if self._runs else self._from_memory():
+            size = sum(len(r.tokens) for r in batch.requests)
+            full = len(window) + len(batch.requests) > self._limits.window_rows
+            if window and (full or tokens + size > self._limits.max_tokens):
+                ordered = _in_order(batch)
+                end = _best_end(ordered)
+                yield window + ordered[:end]
+                window = ordered[end:]
+                tokens = sum(len(r.tokens) for r in window)
+            else:
+                window += batch.requests
+                tokens += size
+        if window:
+            yield window
+
+    def _from_memory(self) -> Iterator[_Batch]:
+        ordered, self._waiting = _sorted(self._waiting), []
+        for batch in _batches(ordered, self._limits):
+            yield _Batch(batch, [sort_key(r) for r in batch])
+
+    def _write_file(self, requests: Iterable[Request]) -> None:
+        name = f"run-{self._files_made:05d}"
+        self._files_made += 1
+        with writing(self._folder), closing(DigestFile(self._folder / name)) as file:
+            options = pa.ipc.IpcWriteOptions(compression="lz4")
+            with pa.ipc.new_stream(file, _SCHEMA, options=options) as stream:
+                for batch in _batches(requests, self._limits):
+                    stream.write_batch(_to_arrow(batch))
+            file.sync()
+            self.digests[name] = file.hexdigest()
+        self._runs.append(name)
+
+    def _merged(self, names: Sequence[str]) -> Iterator[_Batch]:
+        with reading(self._folder), ExitStack() as files:
+            runs = [_Run(_read_batches(files.enter_context((self._folder / name).open("rb")))) for name in names]
+            yield from _merge([run for run in runs if run.advance()])
+
+
+def sort_key(request: Request) -> bytes:
+    """A key that compares as (priority, tokens): lower priorities first, then depth-first order."""
+    return _priority_key(request.priority) + token_key(request.tokens)
+
+
+@lru_cache(maxsize=64)
+def _priority_key(priority: float) -> bytes:
+    """The bits of a float compare as the float does once all bits of negative ones are inverted, and the sign bit of the others."""
+    (bits,) = struct.unpack(">Q", struct.pack(">d", priority + 0.0))  # + 0.0 turns negative zero into zero
+    return struct.pack(">Q", bits ^ (0xFFFFFFFFFFFFFFFF if bits >> 63 else 1 << 63))
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Some requests and their sort keys."""
+
+    requests: list[Request]
+    keys: list[bytes]
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A sorted file that is being merged, and its current batch."""
+
+    batches: Iterator[_Batch]
+    batch: _Batch = None  # type: ignore[assignment]  # set by the first `advance`
+    at: int = 0
+
+    def advance(self) -> bool:
+        """Goes to the next batch. Returns False if there is none."""
+        batch = next(self.batches, None)
+        if batch is not None:
+            self.batch, self.at = batch, 0
+        return batch is not None
+
+
+def _merge(runs: list[_Run]) -> Iterator[_Batch]:
+    """Batches of the merged order, each unsorted inside: everything up to the earliest end of the runs' current batches."""
+    while runs:
+        stop = min(run.batch.keys[-1] for run in runs)
+        merged = _Batch([], [])
+        unfinished = []
+        for run in runs:
+            end = bisect_right(run.batch.keys, stop, run.at)
+            merged.requests += run.batch.requests[run.at : end]
+            merged.keys += run.batch.keys[run.at : end]
+            run.at = end
+            if end < len(run.batch.keys) or run.advance():
+                unfinished.append(run)
+        runs = unfinished
+        yield merged
+
+
+def _sorted(requests: Sequence[Request]) -> list[Request]:
+    ordered = [requests[i] for i in depth_first_order([r.tokens for r in requests]).tolist()]
+    return sorted(ordered, key=lambda r: r.priority)
+
+
+def _in_order(batch: _Batch) -> list[Request]:
+    return [request for _, request in sorted(zip(batch.keys, batch.requests, strict=True), key=itemgetter(0))]
+
+
+def _best_end(ordered: Sequence[Request]) -> int:
+    """Where a window ends best: where neighbours share the least.
+
+    A prefix of which a window has a single row is no node there, and would be run again in the next window.
+    """
+    shared = [common_length(a.tokens, b.tokens) for a, b in pairwise(ordered)]
+    return 1 + shared.index(min(shared)) if shared else 0
+
+
+def _batches(requests: Iterable[Request], limits: SortLimits) -> Iterator[list[Request]]:
+    """The requests, in their order, divided into batches."""
+    batch: list[Request] = []
+    tokens = 0
+    for request in requests:
+        if batch and (len(batch) == limits.batch_rows or tokens + len(request.tokens) > limits.batch_tokens):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(request)
+        tokens += len(request.tokens)
+    if batch:
+        yield batch
+
+
+def _read_batches(file: BinaryIO) -> Iterator[_Batch]:
+    """The batches of a file, one at a time. Raises Arrow's errors if it is damaged."""
+    with pa.ipc.open_stream(file) as stream:
+        for batch in stream:
+            requests = _from_arrow(batch)
+            yield _Batch(requests, [sort_key(r) for r in requests])
+
+
+def _to_arrow(requests: Sequence[Request]) -> pa.RecordBatch:
+    columns = [
+        pa.array([r.row for r in requests], pa.int64()),
+        pa.array([r.key for r in requests], pa.binary(16)),
+        _token_lists([r.tokens for r in requests]),
+        pa.array([r.texts[0] if r.texts and not r.params.choices else None for r in requests], _TOKENS),
+        pa.array([r.max_tokens for r in requests], pa.int32()),
+        pa.array([r.truncated for r in requests], pa.bool_()),
+        pa.array([r.priority for r in requests], pa.float64()),
+        pa.array(_settings(requests), pa.large_string()).dictionary_encode(),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
+
+
+def _token_lists(arrays: Sequence[TokenArray]) -> pa.Array:
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
+    np.cumsum([len(a) for a in arrays], out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
+
+
+def _settings(requests: Sequence[Request]) -> list[str]:
+    """The parameters of each request as JSON. Rows without parameters of their own share one object."""
+    texts: list[str] = []
+    made: dict[int, str] = {}
+    for r in requests:
+        text = made.get(id(r.params))
+        if text is None:
+            choices = [t.tolist() for t in r.texts] if r.params.choices else []
+            text = made[id(r.params)] = json.dumps([asdict(r.params), choices])
+        texts.append(text)
+    return texts
+
+
+@lru_cache(maxsize=1024)
+def _read_settings(text: str) -> tuple[SamplingParams, tuple[TokenArray, ...]]:
+    values, choices = json.loads(text)
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return SamplingParams(**fields), tuple(np.array(c, dtype=np.int32) for c in choices)
+
+
+def _from_arrow(batch: pa.RecordBatch) -> list[Request]:
+    row, key, tokens, completion, max_tokens, truncated, priority, settings = batch.columns
+    values, offsets = tokens.values.to_numpy(), tokens.offsets.to_pylist()
+    known = [_read_settings(text) for text in settings.dictionary.to_pylist()]
+    columns = (row, key, completion, max_tokens, truncated, priority, settings.indices)
+    requests = []
+    for i, (number, row_key, scored, limit, was_truncated, level, setting) in enumerate(
+        zip(*(column.to_pylist() for column in columns), strict=True)
+    ):
+        params, choices = known[setting]
+        requests.append(
+            Request(
+                row=number,
+                tokens=values[offsets[i] : offsets[i + 1]],
+                params=params,
+                max_tokens=limit,
+                key=row_key,
+                truncated=was_truncated,
+                texts=choices if scored is None else (np.array(scored, dtype=np.int32),),
+                priority=level,
+            )
+        )
+    return requests

@@ -1,0 +1,125 @@
+"""The external sort of a job's requests: whatever the sizes of runs, batches and windows, the order and the requests are exact."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.jobs.sorted_requests import SortedRequests, SortLimits, sort_key
+from batchgen.request import Request
+from batchgen.sampling_params import SamplingParams
+
+DEFAULT = SamplingParams()
+
+
+def tokens(*ids: int):
+    return np.array(ids, dtype=np.int32)
+
+
+def request(row: int, ids, *, priority: float = 0.0, params: SamplingParams = DEFAULT, texts=(), truncated=False):
+    key = row.to_bytes(16, "big")
+    return Request(
+        row=row, tokens=tokens(*ids), params=params, max_tokens=7 + row, key=key, truncated=truncated,
+        texts=tuple(tokens(*t) for t in texts), priority=priority,
+    )  # fmt: skip
+
+
+def plain(r: Request):
+    values = {f.name: getattr(r, f.name) for f in fields(r)}
+    return values | {"tokens": r.tokens.tolist(), "texts": [t.tolist() for t in r.texts]}
+
+
+def limits(rows=5, tokens=1000, batch=2, runs=3, window=None):
+    return SortLimits(run_rows=rows, window_rows=window or rows, max_tokens=tokens, max_runs=runs, batch_rows=batch)
+
+
+def sorted_requests(folder, requests, limits):
+    made = SortedRequests(folder, limits)
+    for r in requests:
+        made.add(r)
+    made.close()
+    return made
+
+
+def test_what_fits_one_run_never_touches_the_disk(tmp_path) -> None:
+    made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(5)], limits(rows=5))
+    assert not made.on_disk
+    assert [[r.row for r in w] for w in made.windows()] == [[4, 3, 2, 1, 0]]
+    assert list(tmp_path.iterdir()) == []
+    assert list(SortedRequests(tmp_path).windows()) == []
+
+
+def test_a_run_in_memory_has_windows_too(tmp_path) -> None:
+    made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(9)], limits(rows=9, window=3))
+    assert not made.on_disk
+    assert [[r.row for r in w] for w in made.windows()] == [[8, 7, 6], [5, 4, 3, 2], [1, 0]]
+
+
+def test_one_row_more_is_sorted_on_disk(tmp_path) -> None:
+    made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(6)], limits(rows=5))
+    assert made.on_disk
+    assert [sorted(r.row for r in w) for w in made.windows()] == [[1, 2, 3, 4, 5], [0]]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(made.digests)
+
+
+def test_lower_priorities_come_first_and_depth_first_order_among_equals(tmp_path) -> None:
+    levels = [0.0, -1.5, 3.0, -0.0, 1e300, -1e300, 0.25]
+    made = sorted_requests(
+        tmp_path, [request(i, [i], priority=p) for i, p in enumerate(levels)], limits(rows=2, batch=1)
+    )
+    assert [r.row for w in made.windows() for r in sorted(w, key=sort_key)] == [5, 1, 0, 3, 6, 2, 4]
+
+
+def test_everything_of_a_request_comes_back_from_disk(tmp_path) -> None:
+    own = SamplingParams(temperature=0.1, stop=("\ud800", "b"), seed=-5)
+    labels = SamplingParams(choices=("yes", "no"))
+    requests = [
+        request(0, [1, 2], params=own, truncated=True),
+        request(1, [3], params=labels, texts=[[4, 5], [6]], priority=2.5),
+        request(2, [3], params=labels, texts=[[4, 5], [6]]),
+        request(3, [7], texts=[[1, 2, 3]]),
+        request(4, range(300)),
+    ]
+    made = sorted_requests(tmp_path, requests, limits(rows=1, batch=2))
+    back = {r.row: r for w in SortedRequests.of(tmp_path, made.digests).windows() for r in w}
+    assert [plain(back[i]) for i in range(5)] == [plain(r) for r in requests]
+    assert back[4].tokens.dtype == np.int32
+
+
+def test_a_request_longer_than_a_window_has_one_for_itself(tmp_path) -> None:
+    made = sorted_requests(
+        tmp_path, [request(0, range(50)), request(1, [1]), request(2, range(1, 30))], limits(rows=100, tokens=10)
+    )
+    assert [[r.row for r in w] for w in made.windows()] == [[0], [1], [2]]
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(st.tuples(prompts, st.sampled_from([0.0, 0.0, 1.0, -2.0])), max_size=60),
+    window=st.integers(1, 12),
+    max_tokens=st.sampled_from([3, 20, 10_000]),
+    batch=st.integers(1, 5),
+    runs=st.integers(2, 4),
+)
+def test_windows_follow_each_other_in_order_and_hold_every_request_once(
+    tmp_path_factory, rows, window, max_tokens, batch, runs
+) -> None:
+    folder = tmp_path_factory.mktemp("made")
+    requests = [request(i, ids, priority=p) for i, (ids, p) in enumerate(rows)]
+    given_limits = limits(window, max_tokens, batch, runs)
+    made = sorted_requests(folder, requests, given_limits)
+    windows = [sorted(w, key=sort_key) for w in made.windows()]
+    flat = [r for w in windows for r in w]
+    assert [sort_key(r) for r in flat] == sorted(sort_key(r) for r in requests)
+    assert sorted(r.row for r in flat) == list(range(len(rows)))
+    assert all(len(w) <= window + batch * runs for w in windows)
+    assert len(list(folder.iterdir())) <= runs
+    if made.on_disk:
+        later = SortedRequests.of(folder, made.digests, given_limits)
+        assert [[r.row for r in w] for w in later.windows()] == [[r.row for r in w] for w in made.windows()]
