@@ -113,7 +113,10 @@ def _finish(work: Generation, job: JobFolder | StdoutJob, output: str) -> JobRep
     with work.run.timed("write"):
         job.flush()
     stats = work.figures()
+    told = len(job.notes)
     job.finish(stats)
+    for note in job.notes[told:]:
+        work.progress.note(note)
     write_stats(work.config.stats, stats)
     code = 3 if work.run.failed else 0
     return JobReport(stats, output, code, False, work.prompts.chat, tuple(work.failures))

@@ -40,6 +40,7 @@ from batchgen.scheduling.block_pool import PagePool
 from batchgen.scheduling.scheduler import Scheduler
 from batchgen.scheduling.sequence import Branch, GenerationSequence, Stops
 from batchgen.scheduling.waiting import POLICIES
+from batchgen.state.cache import StateCache
 from batchgen.stats import EngineStats
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
@@ -195,9 +196,11 @@ class Engine:
         self.sizes: Sizes = size_engine(model, config, text.context_length)
         pool = PagePool(self.sizes.num_pages)
         cache = KVCache(model.layers, pool.num_pages, self.sizes.page_size, model.dtype)
-        self.memory = Memory(pool, self.sizes.page_size, model.sliding_window, self.sizes.host_pages)
+        slots = PagePool(self.sizes.num_slots) if model.states else None
+        states = StateCache(model.states, self.sizes.num_slots, model.dtype) if model.states else None
+        self.memory = Memory(pool, self.sizes.page_size, model.sliding_window, self.sizes.host_pages, slots)
         self.scheduler = Scheduler(self.memory, self.sizes.limits, self._stopper, POLICIES[config.policy])
-        self.runner = Runner(model, cache, self.sizes.limits, self.notes)
+        self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
         self.constraints = Constraints(text.tokenizer, model.vocab_size, text.eos_token_ids)
         self._launcher = Launcher(self.scheduler, self.runner, self.sampler, self.constraints, self.stats)
@@ -317,9 +320,11 @@ class Engine:
         """Nothing to give back: the memory goes with the object. (`devices.Workers` has processes.)"""
 
     def check(self) -> None:
-        """Raises `AssertionError` unless pages, tables and running sequences add up."""
+        """Raises `AssertionError` unless pages, state slots, tables and running sequences add up."""
         spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
         self.memory.pool.check(span.table[span.dropped :] for span in spans)
+        if self.memory.slots is not None:
+            self.memory.slots.check(self.memory.slots_of(span) for span in spans)
         for span in spans:
             assert len(span.table) * self.sizes.page_size >= span.computed, "KV outside of the block table"
 
@@ -417,4 +422,6 @@ class Engine:
         self.stats.attention_parts = self.runner.attention_parts
         self.stats.preemptions = self.scheduler.preemptions
         self.stats.kv_bytes_peak = self.memory.pool.peak_used * self.sizes.page_size * token
+        if self.memory.slots is not None:
+            self.stats.state_bytes_peak = self.memory.slots.peak_used * self.sizes.bytes_per_slot
         self.stats.kv_bytes_unshared = self.scheduler.peak_held_tokens * token

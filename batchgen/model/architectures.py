@@ -13,18 +13,24 @@ from batchgen.prompts.tokenizer import language_config, text_config
 VERIFIED_ON = ("5.17", "5.23")
 """The versions of transformers that `VERIFIED` was shown for, the newest last."""
 
+RECURRENT = frozenset({
+    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "mamba2", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+})  # fmt: skip
+"""Of those in `VERIFIED` the ones with recurrent layers."""
+
 VERIFIED = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
     "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
     "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
     "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
-    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2",
     "jetmoe", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
     "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "olmo", "olmo2", "olmo3",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
-})  # fmt: skip
+}) | RECURRENT  # fmt: skip
 """`model_type`s whose greedy output and logits equal those of `generate` (tests/parity)."""
 
 WRAPPERS = frozenset({
@@ -49,8 +55,8 @@ INNER = frozenset({
 })  # fmt: skip
 """`model_type`s of language models that are only found inside of a wrapper."""
 
-_RECURRENT = "they keep a recurrent state besides keys and values"
-_CONVOLUTION = "they keep a convolution's state besides keys and values"
+_RECURRENT = "they have recurrent layers of a kind that is not implemented"
+_CONVOLUTION = "they have convolutions of a kind that is not implemented"
 _INDEXER = "an indexer of theirs chooses which keys a query sees"
 _TWICE = "they run attention more than once in a layer"
 _DRAFTS = "they draft for another model, whose keys and values they read"
@@ -58,7 +64,6 @@ _ENCODER = "they are encoders, whose tokens see those after them"
 REFUSED = {
     "axk2": _INDEXER,
     "bailing_hybrid": _RECURRENT,
-    "bamba": _RECURRENT,
     "bert": _ENCODER,
     "bert-generation": _ENCODER,
     "camembert": _ENCODER,
@@ -70,7 +75,6 @@ REFUSED = {
     "dots3_note_text": _INDEXER,
     "electra": _ENCODER,
     "ernie": _ENCODER,
-    "falcon_h1": _RECURRENT,
     "falcon_mamba": _RECURRENT,
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
@@ -79,21 +83,12 @@ REFUSED = {
     "hy_v4": _INDEXER,
     "jamba": _RECURRENT,
     "kimi_linear": _RECURRENT,
-    "lfm2": _CONVOLUTION,
-    "lfm2_moe": _CONVOLUTION,
-    "lfm3": _CONVOLUTION,
     "llama4_text": "they scale queries by their place in the batch",
     "mamba": _RECURRENT,
-    "mamba2": _RECURRENT,
     "minimax": _RECURRENT,
     "minimax_m3_vl_text": _INDEXER,
     "nemotron": "their layers do not pass keyword arguments on to attention",
-    "nemotron_h": _RECURRENT,
-    "olmo_hybrid": _RECURRENT,
-    "qwen3_5_moe_text": _RECURRENT,
-    "qwen3_5_text": _RECURRENT,
-    "qwen3_next": _RECURRENT,
-    "qwen4_exp_text": _RECURRENT,
+    "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": _RECURRENT,
     "roberta": _ENCODER,
     "roberta-prelayernorm": _ENCODER,
@@ -104,12 +99,13 @@ REFUSED = {
     "xlstm": _RECURRENT,
     "xmod": _ENCODER,
     "zamba": _RECURRENT,
-    "zamba2": _RECURRENT,
     "zaya": _CONVOLUTION,
 }
 """`model_type`s that cannot be exact, and why."""
 
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+# Of families in `RECURRENT`: elsewhere the names may stand for something else.
+_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "moe", "mlp"})
 # "dynamic" and "longrope" change with the longest sequence of a batch, but not below the length to which the context is
 # capped for them (prompts/tokenizer.py).
 _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope"})
@@ -143,6 +139,8 @@ def _refusal(config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return _ENCODER
     layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if _model_type(config) in RECURRENT:
+        layers -= _RECURRENT_LAYERS
     if layers:
         return f"this one has layers of type {', '.join(sorted(layers))}"
     ropes = _rope_types(config) - _ROPES

@@ -61,6 +61,9 @@ def device_step(model: LoadedModel, cache: KVCache, limits: Limits, notes: list[
     """How the model runs a step where that is on one CUDA device with Triton; else None: there plain torch attends."""
     if model.device.type != "cuda" or model.spread:
         return None
+    if model.recurrent is not None:
+        notes.append(f"{model.device} runs plain torch, which is slower: the kernels do not have recurrent layers yet")
+        return None
     from batchgen.attention.triton_backend import DeviceAttention, supports
 
     if torch.cuda.get_device_capability(model.device) < OLDEST or not supports(cache, model.device):

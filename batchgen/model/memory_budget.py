@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from batchgen.attention.kv_cache import KVCache, bytes_per_token, devices_of
+from batchgen.attention.kv_cache import KVCache, bytes_per_token
 from batchgen.config import EngineConfig, parse_memory
 from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
 from batchgen.model.adapter import LoadedModel
@@ -20,6 +20,7 @@ from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, Step, Work
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.scheduling.waiting import POLICIES, Window
+from batchgen.state.cache import StateCache, bytes_per_slot
 
 
 def step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch.device, int] | None:
@@ -35,14 +36,15 @@ def step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch
 def _step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch.device, int] | None:
     works = largest_works(limits, page_size)
     cache = KVCache(model.layers, sum(len(work.span.table) for work in works), page_size, model.dtype)
-    runner = Runner(replace(model, compile="off"), cache, limits, [])
-    before = {device: torch.cuda.memory_allocated(device) for device in cache.devices}
-    for device in cache.devices:
+    states = StateCache(model.states, len(works), model.dtype) if model.states else None
+    runner = Runner(replace(model, compile="off"), cache, limits, [], states)
+    before = {device: torch.cuda.memory_allocated(device) for device in model.devices}
+    for device in model.devices:
         torch.cuda.reset_peak_memory_stats(device)
     runner.run(step_of(works))
     if runner.most_tokens is not None:
         return None
-    return {device: torch.cuda.max_memory_allocated(device) - before[device] for device in cache.devices}
+    return {device: torch.cuda.max_memory_allocated(device) - before[device] for device in model.devices}
 
 
 def step_of(works: list[Work]) -> Step:
@@ -74,7 +76,7 @@ def largest_works(limits: Limits, page_size: int) -> list[Work]:
         page += len(table)
         span = GenerationSequence(
             window=window, place=window.place(~i), parent=None, start=0, table=table, computed=0, claims_tail=False,
-            leaf=leaf, index=i, stops=None, slot=i,
+            leaf=leaf, index=i, stops=None, slot=i, state_slot=i,
         )  # fmt: skip
         works.append(Work(span, 0, size, size - 1))
     return works
@@ -98,6 +100,12 @@ DRAWING = 12
 """Float32 copies of the logits that tokens are drawn from at once, at most, meanwhile: sorting alone takes six."""
 GRAPHS_BYTES = 512 << 20
 """For what CUDA graphs take beside their tensors."""
+SNAPSHOTS = 32
+"""State slots beside those of the sequences that run at once: for the nodes above them, and for what later windows begin with."""
+STATE_SHARE = 0.5
+"""Most of the memory that state slots take where there is KV too."""
+MAX_PAGES = 1 << 20
+"""Of a model whose KV takes no memory."""
 SPARE = 0.02
 """Of the free memory, for whatever else."""
 
@@ -114,6 +122,10 @@ class Sizes:
     limits: Limits
     host_pages: int = 0
     """Pages of idle nodes kept in host memory."""
+    num_slots: int = 0
+    """State slots; 0 for a model without recurrent layers."""
+    bytes_per_slot: int = 0
+    """State of one slot in all recurrent layers."""
 
     def pages_for(self, leaf: Leaf) -> int:
         """Pages that the leaf can need."""
@@ -142,36 +154,76 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     """Sizes for this model on this device. Raises `UsageError` when the KV memory does not hold a single page."""
     page_size = page_size_of(config.chunk_size)
     token = bytes_per_token(model.layers, model.dtype)
+    slot = bytes_per_slot(model.states, model.dtype)
     limits = _limits(model, config)
     wish = parse_memory(config.kv_memory)
     if isinstance(wish, int):
-        num_pages = wish // (page_size * token)
+        shares = [_Share(wish, page_size * token, slot)]
     elif wish is None and model.device.type == "cuda":
         limits, room = _measured(model, limits, page_size)
-        num_pages = min(
-            size // (page_size * bytes_per_token(model.layers, model.dtype, on)) for on, size in room.items()
-        )
+        shares = [_share(model, page_size, on, size) for on, size in room.items()]
     else:  # a page has a share on every device: the tightest decides
-        num_pages = min(
-            int(
-                free_memory(device)
-                * (wish or AUTO_SHARE[device.type])
-                / (config.processes if device.type == "cpu" else 1)
+        shares = [
+            _share(
+                model,
+                page_size,
+                device,
+                int(
+                    free_memory(device)
+                    * (wish or AUTO_SHARE[device.type])
+                    / (config.processes if device.type == "cpu" else 1)
+                ),
             )
-            // (page_size * bytes_per_token(model.layers, model.dtype, device))
-            for device in devices_of(model.layers)
-        )
-    if wish is None:  # more than a full batch of the longest sequences, twice, is of no use
+            for device in model.devices
+        ]
+    num_slots = min(share.slots(limits.batch_size) for share in shares) if slot else 0
+    num_pages = min(share.pages(num_slots) for share in shares)
+    if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
         num_pages = min(num_pages, 2 * limits.batch_size * -(-context_length // page_size))
-    if num_pages < 1:
+    if num_pages < 1 or (slot and num_slots < 2):
+        needed = f"{page_size * token} bytes"
+        if slot:
+            needed += f", or two states of {slot} bytes each"
         raise UsageError(
-            f"--kv-memory {config.kv_memory} holds no page of {page_size} tokens ({page_size * token} bytes)",
+            f"--kv-memory {config.kv_memory} holds no page of {page_size} tokens ({needed})",
             "give more, or lower --chunk-size",
         )
-    if config.host_kv_memory is not None and model.device.type != "cuda":
-        raise UsageError(f"--host-kv-memory is for CUDA devices, not for {model.device}", "raise --kv-memory instead")
+    if config.host_kv_memory is not None and (model.device.type != "cuda" or slot):
+        what = "models without recurrent layers" if slot else f"CUDA devices, not for {model.device}"
+        raise UsageError(f"--host-kv-memory is for {what}", "raise --kv-memory instead")
     host = parse_memory(config.host_kv_memory) if config.host_kv_memory else 0
-    return Sizes(page_size, num_pages, token, limits, int(host or 0) // config.processes // (page_size * token))
+    return Sizes(
+        page_size=page_size,
+        num_pages=num_pages,
+        bytes_per_token=token,
+        limits=limits,
+        host_pages=int(host or 0) // config.processes // (page_size * token) if token else 0,
+        num_slots=num_slots,
+        bytes_per_slot=slot,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A device's memory, and what a page and a state slot take of it."""
+
+    room: int
+    page: int
+    slot: int
+
+    def slots(self, batch_size: int) -> int:
+        """State slots that it has for so many sequences at once."""
+        wanted = batch_size + SNAPSHOTS
+        return min(wanted, int(self.room * (STATE_SHARE if self.page else 1)) // self.slot) if self.slot else wanted
+
+    def pages(self, num_slots: int) -> int:
+        """Pages that it has beside the slots."""
+        return max(0, self.room - num_slots * self.slot) // self.page if self.page else MAX_PAGES
+
+
+def _share(model: LoadedModel, page_size: int, device: torch.device, room: int) -> _Share:
+    token = bytes_per_token(model.layers, model.dtype, device)
+    return _Share(room, page_size * token, bytes_per_slot(model.states, model.dtype, device))
 
 
 def _limits(model: LoadedModel, config: EngineConfig) -> Limits:
@@ -189,7 +241,7 @@ def _measured(model: LoadedModel, limits: Limits, page_size: int) -> tuple[Limit
     """Bytes for pages on each CUDA device, when a largest step has been run; and the limits, where it had to be made smaller for that."""
     drawing = DRAWING * 4 * min(limits.batch_size * model.vocab_size, AT_ONCE)
     while True:
-        free = {device: free_memory(device) for device in devices_of(model.layers)}
+        free = {device: free_memory(device) for device in model.devices}
         steps = step_bytes(model, limits, page_size)
         if steps is not None and (
             limits.max_batch_tokens <= LEAST_STEP or all(steps[on] <= STEP_SHARE * free[on] for on in free)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
 import torch
@@ -30,15 +30,21 @@ from batchgen.scheduling.batch import (
     tokens_of,
     wanted_of,
 )
+from batchgen.scheduling.sequence import GenerationSequence
+from batchgen.state.cache import StateCache
+from batchgen.state.step import StateSpan, StateStep
 
 
 class Runner:
     """Runs steps; the only one, with the sampler, that touches the device."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str]) -> None:
-        """Steps keep to the `limits`. What the user should know goes into `notes`."""
+    def __init__(
+        self, model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str], states: StateCache | None = None
+    ) -> None:
+        """Steps keep to the `limits`. What the user should know goes into `notes`. `states` for a model with recurrent layers."""
         self.model = model  # `with_pages`
         self.cache = cache
+        self.states = states
         self._device_step = device_step(model, cache, limits, notes)
         self.attention = "triton" if self._device_step else "cascade" if model.kernels is None else "packed"
         self.attention_parts = 0  # summed over steps
@@ -51,7 +57,8 @@ class Runner:
 
         `last` [slots] int64, on the device, has by slot the newest token of sequences that the host has not seen it of (`drawn_of`).
         A step for which the device has not the memory is run in halves: the works do not depend on one another, and what a
-        forward that failed has written is written again. Raises `OutOfMemory` when not even one token goes through.
+        forward that failed has written is written again. Raises `OutOfMemory` when not even one token goes through, and for a model with
+        recurrent layers at once: a state that a failed forward has changed cannot be changed again.
         """
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
             self._move(step.moves)
@@ -80,6 +87,11 @@ class Runner:
                 if not is_out_of_memory(e):
                     raise
             # Out of the handler, so that the failed forward's tensors are free.
+            if self.states is not None:
+                raise OutOfMemory(
+                    f"{self.model.device} has not the memory for a step of {size} tokens of a model with recurrent layers",
+                    "lower --max-batch-tokens or --kv-memory",
+                )
             if size == 1:
                 raise OutOfMemory(
                     f"{self.model.device} has not the memory for a forward of one token",
@@ -105,17 +117,30 @@ class Runner:
             places, slots = drawn_of(works)
             if len(places):
                 tokens.index_copy_(0, put(places, device), last.index_select(0, put(slots, device)))
-        output = self.model.module(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=put(attention.positions, device).unsqueeze(0),
-            use_cache=False,
-            step_attention=attention,
-            logits_to_keep=logits_at(wanted, device, self.model.spread),
-        )
+        with self._recurrent(works):
+            output = self.model.module(
+                input_ids=tokens.unsqueeze(0),
+                position_ids=put(attention.positions, device).unsqueeze(0),
+                use_cache=False,
+                step_attention=attention,
+                logits_to_keep=logits_at(wanted, device, self.model.spread),
+            )
         return [output.logits[0].to(device)] if len(wanted) else []
+
+    def _recurrent(self, works: Sequence[Work]) -> AbstractContextManager[None]:
+        """The works' states for the model's recurrent layers."""
+        if self.model.recurrent is None or self.states is None:
+            return nullcontext()
+        return self.model.recurrent.running(StateStep([_state_span(work) for work in works], self.states))
 
     def _attention(self, works: Sequence[Work]) -> PackedAttention | StepAttention:
         if self.model.kernels is not None:
             return PackedAttention(self.model.kernels, works, self.cache)
         plan = plan_attention(works, self.cache.page_size)
         return StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)
+
+
+def _state_span(work: Work) -> StateSpan:
+    span = work.span
+    generated = max(0, work.stop - max(work.start, span.start_tokens)) if isinstance(span, GenerationSequence) else 0
+    return StateSpan(work.stop - work.start, work.read, span.state_slot, generated)

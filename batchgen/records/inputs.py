@@ -7,6 +7,7 @@ import glob
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, reason, remote
 from batchgen.records.rows import Row, windows
-from batchgen.records.tables import BROKEN_TABLE, open_parquet, read_csv, read_parquet
+from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
 
 FORMATS = ("jsonl", "parquet", "csv")
 DONE_WINDOW_ROWS = 50_000
@@ -101,7 +102,7 @@ class Input:
         for file in self.files:
             if limit is not None and number >= limit:
                 return
-            for place, columns, size in _records(file):
+            for place, columns, size in _records(file, partial(self._renamed, file.shown)):
                 source = file.shown + place
                 if isinstance(columns, str):
                     yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source, size, file.shown)
@@ -141,6 +142,11 @@ class Input:
         prints = [file.fingerprint() for file in self.files]
         return [] if None in prints else [p for p in prints if p is not None]
 
+    def _renamed(self, file: str, name: str, new_name: str) -> None:
+        note = f"{file} has more than one column {name!r}: another one is read as {new_name!r}"
+        if note not in self.notes:
+            self.notes.append(note)
+
     def _read_schema(self) -> pa.Schema | None:
         if any(f.format != "parquet" for f in self.files):
             return None
@@ -148,10 +154,9 @@ class Input:
         for file in self.files:
             try:
                 with file.open() as stream:
-                    parquet = open_parquet(stream)
-                    if parquet is not None:
-                        unique = {f.name: f.with_nullable(True) for f in parquet.schema_arrow}
-                        schemas.append(pa.schema(unique.values()))
+                    schema = parquet_schema(stream)
+                    if schema is not None:
+                        schemas.append(schema)
             except (*BROKEN, *BROKEN_TABLE):
                 continue
         if not schemas:
@@ -163,9 +168,15 @@ class Input:
         ):
             return None
         try:
-            return pa.unify_schemas(schemas, promote_options="permissive")
+            unified = pa.unify_schemas(schemas, promote_options="permissive")
+            for schema in schemas:
+                for field in schema:
+                    pa.nulls(1, field.type).cast(
+                        unified.field(field.name).type
+                    )  # Arrow cannot cast all that it unifies
         except pa.ArrowException:
             return None
+        return unified
 
 
 def window_rows(config: JobConfig, source: Input, output: str | None = None) -> int | None:
@@ -192,14 +203,16 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
     return None
 
 
-def _records(file: InputFile) -> Iterator[Record]:
-    """The records of a file; what breaks in it becomes `InputCorrupt`."""
+def _records(file: InputFile, on_rename: Callable[[str, str], None]) -> Iterator[Record]:
+    """The records of a file. Raises `InputCorrupt` where it breaks off."""
     last = ""
     with _corrupt(file, lambda: last), file.open() as stream:
         if file.format == "jsonl":
             records = read_jsonl(stream)
+        elif file.format == "parquet":
+            records = read_parquet(stream, on_rename=on_rename)
         else:
-            records = read_csv(stream) if file.format == "csv" else read_parquet(stream)
+            records = read_csv(stream, delimiter="\t" if file.format == "tsv" else ",", on_rename=on_rename)
         with closing(records):  # before the stream is
             for record in records:
                 last = record[0]

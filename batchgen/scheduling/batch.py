@@ -37,6 +37,8 @@ class Work:
     stop: int
     logits: int
     """First position after which the logits are wanted; `stop` for none."""
+    read: int = -1
+    """`Span.read_slot` when it was scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Budget:
         if self.tokens < 1 or not self._reads(seq, seq.end):
             return False
         self.tokens -= 1
-        self.works.append(Work(seq, seq.computed, seq.end, seq.computed))
+        self.works.append(Work(seq, seq.computed, seq.end, seq.computed, seq.read_slot))
         return True
 
     def slice(self, span: Span) -> None:
@@ -123,7 +125,7 @@ class Budget:
         self.tokens -= stop - start
         self._prefill -= stop - start
         self._scored -= stop - logits
-        self.works.append(Work(span, start, stop, logits))
+        self.works.append(Work(span, start, stop, logits, span.read_slot))
 
     def _reads(self, span: Span, stop: int) -> bool:
         """Whether the KV that the span reads fits too; it is taken then."""

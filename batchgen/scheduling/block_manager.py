@@ -4,6 +4,10 @@ Storage is in whole pages, compute exact to the token. A span's block table begi
 the page with the parent's last tokens is either written on by one child (a claim) or copied into each child's first own
 page. Nodes that nothing descends from any more stay for the next windows, up to `IDLE_NODES` and while memory lasts, the least
 recently used first to go.
+
+A model with recurrent layers needs a state slot, besides, for each sequence that runs and each node that something still begins at: a node's
+slot is read by all of its children, each of which writes its own. So a state is there exactly where the tree branches, and nothing can begin
+between two nodes. Once all of a node's children have begun, its slot is only kept while no other needs it.
 """
 
 from __future__ import annotations
@@ -25,11 +29,20 @@ class Memory:
     """The page pool, and the spans that hold its pages.
 
     `sliding` is the widest sliding window, where every layer has one: pages behind it are given back. `host_pages` is how many
-    pages of idle nodes are kept in host memory once the pool has no room for them.
+    pages of idle nodes are kept in host memory once the pool has no room for them. `slots` (two at least) are those of recurrent states,
+    None for a model without.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, sliding: int | None = None, host_pages: int = 0) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        sliding: int | None = None,
+        host_pages: int = 0,
+        slots: PagePool | None = None,
+    ) -> None:
         self.pool = pool
+        self.slots = slots
         self.page_size = page_size
         self.sliding = sliding
         self.live: dict[Branch, None] = {}  # nodes that leaves descend from, complete or being computed
@@ -53,7 +66,7 @@ class Memory:
     def match(self, w: Window) -> None:
         """Finds what nodes of earlier windows hold of a new window's tree; its spans take it over when they are opened.
 
-        Exact to the token; what has to be run for its logits is left out.
+        Exact to the token, with recurrent layers to the end of such a node; what has to be run for its logits is left out.
         """
         if not w.leaves:
             return
@@ -78,6 +91,8 @@ class Memory:
     def _offer(self, w: Window, item: int, branch: Branch, length: int, start: int) -> bool:
         if length <= start or branch.dropped * self.page_size > self._needed_from(length):
             return False
+        if self.slots is not None and (length < branch.end or branch.state_slot < 0):
+            return False
         known = w.sources.get(item)
         # Of equally good ones that which ends first: the node itself, not one below it, is what the new one replaces.
         if known is None or (known[1], -known[0].end) < (length, -branch.end):
@@ -95,7 +110,7 @@ class Memory:
             claims_tail=False, path=(*parent.path, parent) if parent else (), node=node,
             prompt=w.leaves[node.first].tokens,
         )  # fmt: skip
-        if not self._open(branch, reserve + self._promised // 2 if reserve else 0):
+        if not self._open(branch, reserve + self._promised // 2 if reserve else 0, slots=2 if reserve else 1):
             return None
         self.live[branch] = None
         return branch
@@ -143,6 +158,9 @@ class Memory:
 
     def retire(self, branch: Branch) -> None:
         """Nothing descends from the node any more: it stays while memory lasts."""
+        if not self.has_state(branch):
+            self.evict(branch)
+            return
         del self.live[branch]
         branch.logits = None
         branch.scores.clear()
@@ -166,23 +184,61 @@ class Memory:
                 self._park(branch)
             self.evict(branch)
 
+    # -- states of recurrent layers
+
+    def has_state(self, branch: Branch) -> bool:
+        """Whether something can begin at the node's end: its state is there, or the model has none."""
+        return self.slots is None or branch.state_slot >= 0
+
+    def wrote_state(self, span: Span) -> None:
+        """The span's first forward is launched: its state is in its own slot now."""
+        if span.read_slot != span.state_slot:
+            if span.read_slot >= 0 and self.slots is not None:
+                self.slots.release([span.read_slot])
+            span.read_slot = span.state_slot
+
+    def slots_of(self, span: Span) -> list[int]:
+        """The slots that the span holds."""
+        return [slot for slot in dict.fromkeys((span.state_slot, span.read_slot)) if slot >= 0]
+
+    def _make_slots(self, count: int) -> bool:
+        """Whether so many slots are free, idle nodes given up for it where need be, then states of nodes that nothing begins at any more."""
+        if self.slots is None:
+            return True
+        while self.slots.num_free < count and self.idle:
+            self.evict(next(iter(self.idle)))
+        if self.slots.num_free < count:
+            for branch in self.live:
+                slot, n = branch.state_slot, branch.node.index
+                if branch.complete and slot >= 0 and self.slots.is_held_once(slot) and not branch.window.begins_at(n):
+                    self.slots.release([branch.state_slot])
+                    branch.state_slot = branch.read_slot = -1
+                    if self.slots.num_free >= count:
+                        break
+        return self.slots.num_free >= count
+
     # -- tables
 
-    def _open(self, span: Span, reserve: int) -> bool:
-        """Fills the span's table for positions [0, end), leaving `reserve` pages free. False when memory is short."""
+    def _open(self, span: Span, reserve: int, slots: int = 1) -> bool:
+        """Fills the span's table for positions [0, end), leaving `reserve` pages free, and gives it a slot, when `slots` are free.
+        False when memory is short.
+        """
         kept, known = span.window.sources.get(span.item, (None, 0))
         while kept is not None and kept.evicted and kept.saved is None:  # since the window was matched
             kept = kept.successor
             known = min(known, kept.computed if kept else 0)
-        if kept is None or known <= span.start or kept.dropped * self.page_size > self._needed_from(known):
-            return self._fill(span, span.parent, span.start, None, reserve)
+        gone = kept is None or (self.slots is not None and (kept.state_slot < 0 or known != kept.end))
+        if kept is None or gone or known <= span.start or kept.dropped * self.page_size > self._needed_from(known):
+            return self._fill(span, span.parent, span.start, None, reserve, slots)
         # What it takes over must not be given up to make room for it.
         shelf = self.idle if kept in self.idle else self.parked if kept in self.parked else None
         if shelf is not None:
             del shelf[kept]
-        filled = self._fill(span, kept, known, kept.saved, reserve)
+        filled = self._fill(span, kept, known, kept.saved, reserve, slots)
         # Else every window would leave one more copy of a prefix that all of them have.
         replaced = filled and isinstance(span, Branch) and _covers(span, kept, known)
+        # With recurrent layers no other node can take over from the middle of the new one.
+        replaced = replaced and (self.slots is None or span.end == kept.end)
         if shelf is self.idle and replaced:
             assert isinstance(span, Branch)
             kept.successor = span
@@ -193,11 +249,28 @@ class Memory:
             kept.saved = None
         if not filled and kept.saved is not None:
             # What is loaded has pages of its own. Run again, it can write on in its parent's last one: where memory is short, that is less.
-            filled = self._fill(span, span.parent, span.start, None, reserve)
+            filled = self._fill(span, span.parent, span.start, None, reserve, slots)
         return filled
 
-    def _fill(self, span: Span, source: Branch | None, known: int, saved: Saved | None, reserve: int) -> bool:
+    def _fill(
+        self, span: Span, source: Branch | None, known: int, saved: Saved | None, reserve: int, slots: int
+    ) -> bool:
         """`_open`, with the KV of positions before `known` taken over from `source`, or from host memory where it was `saved`."""
+        if self.slots is None:
+            return self._fill_table(span, source, known, saved, reserve)
+        before = source.state_slot if source is not None else -1
+        if before >= 0:  # held first, so that no room is made of it
+            self.slots.share([before])
+        whole = isinstance(span, Branch) and known == span.end  # nothing is to be run: the state is the source's
+        if (whole or self._make_slots(slots)) and self._fill_table(span, source, known, saved, reserve):
+            span.state_slot = before if whole else self.slots.allocate(1)[0]
+            span.read_slot = before
+            return True
+        if before >= 0:
+            self.slots.release([before])
+        return False
+
+    def _fill_table(self, span: Span, source: Branch | None, known: int, saved: Saved | None, reserve: int) -> bool:
         size = self.page_size
         parent = span.parent
         first = span.start // size
@@ -237,6 +310,9 @@ class Memory:
     def _release(self, span: Span) -> None:
         self.pool.release(span.table[span.dropped :])
         span.table, span.dropped = [], 0
+        if self.slots is not None:
+            self.slots.release(self.slots_of(span))
+            span.state_slot = span.read_slot = -1
         if span.claims_tail and span.parent is not None:
             span.parent.claimed = False
         span.claims_tail = False

@@ -73,6 +73,10 @@ class PagePool:
                 self._free_map[page] = _FREE
                 self.num_free += 1
 
+    def is_held_once(self, page: int) -> bool:
+        """Whether exactly one holds the page."""
+        return self._references[page] == 1
+
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Raises `AssertionError` unless the references are exactly those of `tables` and the free map agrees."""
         held = [0] * self.num_pages

@@ -169,6 +169,8 @@ class Admission:
                 queue.advance()
                 continue
             parent = w.branches[cursor.node] if cursor.node >= 0 else None
+            if parent is not None and parent.complete and not self._memory.has_state(parent):
+                self._memory.evict(parent)  # its state was given up: it is run again for what still begins there
             if cursor.node >= 0 and (parent is None or not parent.complete):
                 queue.wait()
                 continue
@@ -354,6 +356,7 @@ class Scheduler:
         for work in step.works:
             span = work.span
             span.computed = work.stop
+            self.memory.wrote_state(span)
             if work.stop < span.end:
                 continue
             if isinstance(span, Branch):

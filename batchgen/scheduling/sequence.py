@@ -84,6 +84,11 @@ class Span:
     """The branches above, from the root down."""
     dropped: int = 0
     """Pages at the beginning of the table that lie behind every sliding window and were given back."""
+    state_slot: int = -1
+    """Slot of the state of the recurrent layers after `computed` tokens; -1 without such layers."""
+    read_slot: int = -1
+    """Slot that the next forward reads the state from: its own, but at first that of the node it goes on from, which the span holds
+    too until then. -1: a text's beginning."""
     scores: dict[tuple[int, int], TokenScore] = field(default_factory=dict)
     """By (position, next token), where a text is scored."""
 

@@ -185,6 +185,14 @@ class Window:
         """Whether leaf i has nothing to run to start: its prompt ends at the node, and it has drawn nothing yet."""
         return parent is not None and parent.end == len(self.leaves[i].tokens) and i not in self.returning
 
+    def begins_at(self, n: int) -> bool:
+        """Whether something is still to be started, or to come back, directly under node n."""
+        return (
+            bool(self.waiting(n))
+            or any(self.plan.leaf_parent[i] == n for i in self.returning)
+            or any(self.plan.nodes[m].parent == n for m in self.restarting)
+        )
+
     def waiting(self, n: int) -> list[Cursor]:
         """The cursors that have something to start under node n."""
         return [c for c in (*self.waiters.get(n, ()), self.cursors[n]) if c.next < len(c.items)]

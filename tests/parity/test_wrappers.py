@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
-from wrappers import TEXTS, config_of, text_model, whole_model
 
 from batchgen.config import ModelConfig
 from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, is_verified, refusal
@@ -16,6 +15,7 @@ from batchgen.model.multimodal import Absent
 from batchgen.prompts import LoadedTokenizer
 from support.models import engine_for, expect, make_requests, run, text, watched
 from support.shapes import SHAPES, VOCAB, prompts_and_lengths
+from support.wrappers import TEXTS, config_of, text_model, whole_model
 
 PROMPTS, LENGTHS = prompts_and_lengths()
 TOLERANCE = 5e-5
