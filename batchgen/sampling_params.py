@@ -184,6 +184,10 @@ class SamplingParams:
             name = "stop_token_ids" if name == "stop_token_id" else name
             if value is not None and name not in known:
                 raise RowError("unsupported_parameter", f"unknown parameter {name!r}")
+            if name == "choices" and isinstance(value, list | tuple) and not value:
+                raise RowError(
+                    "unsupported_parameter", "choices must be two or more different texts, not an empty list"
+                )
             if value is not None:
                 changes[name] = value
         if not changes.keys().isdisjoint(_CONSTRAINTS):  # a row's own constraint takes the place of the command's
