@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.errors import UsageError
 from batchgen.sampling.constraints import Constraints
-from batchgen.sampling.grammars import token_bytes
+from batchgen.sampling.grammars import Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams
 
 
@@ -236,7 +236,7 @@ def test_white_space_in_json_is_allowed_on_request_and_comes_to_an_end(tokenizer
 
 
 def test_one_schema_with_and_without_white_space_are_two_grammars(tokenizer: Any) -> None:
-    vocabulary = grammars.Vocabulary(tokenizer, len(tokenizer))
+    vocabulary = Vocabulary(tokenizer, len(tokenizer))
     spaced = vocabulary.grammar(SamplingParams(json_schema=_ONE, json_whitespace=True))
     assert vocabulary.grammar(SamplingParams(json_schema=_ONE)) is not spaced
     assert vocabulary.grammar(SamplingParams(json_schema=_ONE, json_whitespace=True)) is spaced
