@@ -68,7 +68,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             size = window_rows(config, source, output)
             waiting = None if size is None else source.windows(size, config.limit)
             rows = source.first_rows(config.limit) if waiting is None else next(waiting, [])
-            prompts.check_columns(rows[:CHECKED_ROWS])
+            prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
             settings = job_settings(config, text.hf_config, chat=prompts.chat)
         with open_job(
             output,

@@ -110,7 +110,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
             waiting = SortedRequests(Path(folder))
             for rows in source.windows(size or READ_ROWS, config.limit):
                 if planner.rows == 0:
-                    prompts.check_columns(rows[:CHECKED_ROWS])
+                    prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
                 requests = planner.requests(prompts.build(rows))
                 rows.clear()  # freed before the next ones are read
                 progress.passed(planner.rows)

@@ -69,8 +69,50 @@ def _message(value: Any, where: str) -> Message:
         raise RowError("invalid_row", f"{where}.role must be text, not {'empty' if role == '' else kind(role)}")
     content = value.get("content")
     message: Message = {name: item for name, item in value.items() if item is not None}
+    if message.get("tool_calls"):
+        message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+    if content is None and role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
+        content = ""  # as OpenAI writes a turn that only calls tools
     message["content"] = content if isinstance(content, str) else _joined(content, f"{where}.content")
     return message
+
+
+def _calls(calls: Any, where: str) -> list[Any]:
+    """A turn's calls of tools, their arguments as objects, which is what templates write out; OpenAI has them as JSON text."""
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise RowError("invalid_row", f"{where} must be a list of objects")
+    found = []
+    for call in calls:
+        call = without_nulls(call)
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except ValueError:
+                arguments = None
+            if isinstance(arguments, Mapping):
+                call = {**call, "function": {**function, "arguments": arguments}}
+        found.append(call)
+    return found
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without its fields that are null, however deep: a Parquet file fills them in where objects differ."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def objects(value: Any) -> list[Any] | None:
+    """A list of objects, or its JSON as text, as the chat template gets `tools` and `documents`; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
+        return None
+    return [without_nulls(item) for item in value]
 
 
 def _joined(parts: Any, where: str) -> str:
@@ -115,6 +157,7 @@ class ChatTemplate:
         self._source = source
         self._variables = variables
         self._limited = Limited("chat template")
+        self._text = str(tokenizer.get_chat_template(source))
         self._check_syntax()
 
     @staticmethod
@@ -128,7 +171,9 @@ class ChatTemplate:
 
         Raises `RowError("template_error")` with the template's own words.
         """
-        continued = messages[-1]["role"] == "assistant"
+        continued = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        if not self.uses("developer"):  # OpenAI's newer name of the system's role
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
             return self._apply(messages, continued, {**self._variables, **variables} if variables else self._variables)
         except BatchgenError:  # a signal's, or of all rows
@@ -138,6 +183,11 @@ class ChatTemplate:
             if continued and isinstance(e, ValueError) and "continue_final_message" in reason:
                 reason = "chat template: it changes the last assistant message, which so cannot be continued"
             raise RowError("template_error", reason) from None
+
+    def uses(self, name: str) -> bool:
+        """Whether the template mentions a name at all."""
+        own = self._tokenizer.chat_template if self._source is None else self._source
+        return any(name in text for text in (own.values() if isinstance(own, dict) else (own,)))
 
     def check_variables(self, variables: Any, where: str) -> Mapping[str, Any]:
         """A row's own template variables (`chat_template_kwargs` of a body), {} for null. Raises `RowError`."""
@@ -184,7 +234,7 @@ class ChatTemplate:
             pass
 
     def _compile(self) -> str:
-        compile_guarded(self._tokenizer.get_chat_template(self._source))
+        compile_guarded(self._text)
         return ""
 
 

@@ -55,6 +55,7 @@ def open_input(inputs: Sequence[str], *, format: str | None, output: str | None)
     for name in inputs:
         many, found = _find(name, format)
         if many:
+            notes += _unread_folders(name, format)
             ours = [f for f in found if _is_ours(f, output)]
             notes += [f"{f} is an output of batchgen: left out of the input" for f in ours]
             found = [f for f in found if f not in ours]
@@ -231,6 +232,21 @@ def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
             f"{file.shown} breaks off {where}: {reason(e)}",
             f"what was read before that is kept: {mend} and run the same command again",
         ) from e
+
+
+def _unread_folders(name: str, format: str | None) -> list[str]:
+    """A note about the sub-folders of a folder that hold files which could be inputs too."""
+    path = Path(name)
+    if is_url(name) or not path.is_dir():
+        return []
+    folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and not p.name.endswith(".job")]
+    formats = {format} if format else set(FORMATS)
+    unread = sorted(f.name for f in folders if any(split_name(p.name)[1] in formats for p in f.rglob("*")))
+    if not unread:
+        return []
+    return [
+        f"sub-folders of {name} are not read ({', '.join(unread[:5])}); a glob reads them, such as '{path}/**/*.jsonl'"
+    ]
 
 
 def _find(name: str, format: str | None) -> tuple[bool, list[str]]:

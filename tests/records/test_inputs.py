@@ -97,10 +97,18 @@ def test_a_folder_gives_its_known_files_sorted_and_leaves_our_outputs_out(folder
     source = opened("data", output="data/mine.jsonl")
     assert [f.name for f in source.files] == ["data/a.csv.gz", "data/b.jsonl"]
     assert source.notes == [
+        "sub-folders of data are not read (deeper); a glob reads them, such as 'data/**/*.jsonl'",
         "data/b.out.jsonl is an output of batchgen: left out of the input",
         "data/mine.jsonl is an output of batchgen: left out of the input",
     ]
     assert [f.name for f in opened("data", format="csv").files] == ["data/a.csv.gz"]
+
+
+def test_sub_folders_are_mentioned_only_where_they_hold_files_that_could_be_read(folder):
+    (folder / "data" / "pictures").mkdir(parents=True)
+    (folder / "data" / "pictures" / "a.png").write_bytes(b"x")
+    (folder / "data" / "a.jsonl").write_bytes(JSONL)
+    assert opened("data").notes == []
 
 
 def test_a_glob_gives_its_files_sorted_without_what_is_in_job_folders(folder):
