@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,7 +72,6 @@ def prepare(
     _number_shared_attention(module)
     if kernels is not None:
         fuse(module)
-    _keep_chosen(module)
     recurrent = install(module)
     states = StateProbe()
     with recurrent.running(states) if recurrent is not None else nullcontext():
@@ -101,9 +99,7 @@ def prepare(
 
 
 def _keep_chosen(module: Any) -> None:
-    """Makes the head of a model that does not know `logits_to_keep` run on the chosen tokens alone."""
-    if "logits_to_keep" in inspect.signature(module.forward).parameters:
-        return
+    """Makes the head run on the chosen tokens alone, for a model that takes no notice of `logits_to_keep`."""
     chosen: list[Any] = []
 
     def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -182,12 +178,15 @@ class _Probe:
 
 @torch.inference_mode()
 def _probe(module: Any, device: torch.device, spread: bool) -> tuple[_Probe, int]:
-    probe = _Probe()
     tokens = torch.tensor([[0, 1]], device=device)
-    output = module(
-        input_ids=tokens, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, step_attention=probe,
-        logits_to_keep=logits_at(np.array([1]), device, spread),
-    )  # fmt: skip
-    if output.logits.shape[:2] != (1, 1):
-        raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")
-    return probe, output.logits.shape[-1]
+    for make_chosen in (_keep_chosen, None):
+        probe = _Probe()
+        output = module(
+            input_ids=tokens, position_ids=tokens, use_cache=False, step_attention=probe,
+            logits_to_keep=logits_at(np.array([1]), device, spread),
+        )  # fmt: skip
+        if output.logits.shape[:2] == (1, 1):
+            return probe, output.logits.shape[-1]
+        if make_chosen is not None:
+            make_chosen(module)
+    raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")

@@ -164,7 +164,9 @@ def _small(name: str, value: Any, layers: _Layers | None, rules: _Rules) -> Any:
     if isinstance(value, Mapping):
         if any(str(key).isdigit() for key in value):
             raise Unshrinkable(f"its setting {name} is of an unknown kind")
-        return {key: v if _is(_LEFT, key) else _small(key, v, None, rules) for key, v in value.items()}
+        return {
+            key: v if type(v) is int and _is(_LEFT, key) else _small(key, v, None, rules) for key, v in value.items()
+        }
     if isinstance(value, list | tuple):
         if layers is not None and _is_indices(name, value):
             return type(value)(layers.kept.index(i) for i in value if i in layers.kept)

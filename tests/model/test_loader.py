@@ -10,7 +10,7 @@ from batchgen.attention.kv_cache import LayerShape
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
-from batchgen.model import loader
+from batchgen.model import loader, multimodal
 from batchgen.model.architectures import REFUSED, check_architecture
 from batchgen.model.loader import load_model, pick_device, prepare_model
 from batchgen.prompts import load_tokenizer
@@ -96,7 +96,7 @@ def test_on_cuda_weights_go_from_the_files_to_the_device(tiny_model_dir, acceler
             return module, {"missing_keys": []}
 
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(loader, "AutoModelForCausalLM", Loads)
+    monkeypatch.setattr(multimodal, "AutoModelForCausalLM", Loads)
     monkeypatch.setattr(loader, "pick_device", lambda name: cuda)
     monkeypatch.setattr(loader, "check_room", lambda config, hf_config, device: asked.update(room_on=device))
     monkeypatch.setattr(loader, "find_spec", lambda name: accelerate or None)
