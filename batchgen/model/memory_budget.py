@@ -181,11 +181,9 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
         num_pages = min(num_pages, 2 * limits.batch_size * -(-context_length // page_size))
     if num_pages < 1 or (slot and num_slots < 2):
-        needed = f"{page_size * token} bytes"
-        if slot:
-            needed += f", or two states of {slot} bytes each"
+        states = f" beside two states of {slot} bytes" if slot else ""
         raise UsageError(
-            f"--kv-memory {config.kv_memory} holds no page of {page_size} tokens ({needed})",
+            f"--kv-memory {config.kv_memory} holds no page of {page_size} tokens ({page_size * token} bytes){states}",
             "give more, or lower --chunk-size",
         )
     if config.host_kv_memory is not None and (model.device.type != "cuda" or slot):

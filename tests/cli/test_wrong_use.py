@@ -129,7 +129,7 @@ def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
         (("--system", "@nowhere.txt"), "--system nowhere.txt cannot be read: No such file or directory; check the path"),
         (
             ("--input-format", "xml"),
-            "--input-format must be jsonl, parquet or csv, not 'xml'",
+            "--input-format must be jsonl, parquet, csv or tsv, not 'xml'",
         ),
     ],
 )  # fmt: skip

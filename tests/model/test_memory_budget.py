@@ -7,20 +7,28 @@ from batchgen.attention.kv_cache import LayerShape
 from batchgen.config import EngineConfig
 from batchgen.errors import OutOfMemory, UsageError
 from batchgen.model import memory_budget
+from batchgen.model.adapter import LoadedModel
 from batchgen.model.memory_budget import GRAPHS_BYTES, LEAST_STEP, halved, page_size_of, room_for_pages, size_engine
 from batchgen.scheduling.batch import Limits
+from batchgen.state.cache import StateShape
 
 # 4 KiB of KV a token, 128 KiB a page of 32.
-MODEL = SimpleNamespace(
-    vocab_size=2**15,
-    layers={i: LayerShape(4, 64, 64) for i in range(2)},
-    dtype=torch.float32,
-    device=torch.device("cpu"),
-)
+LAYERS = {i: LayerShape(4, 64, 64) for i in range(2)}
 
 
-def sizes(context=1024, **config):
-    return size_engine(MODEL, EngineConfig(**config), context)
+def model_with(layers, device="cpu", states=()):
+    return LoadedModel(
+        module=None,
+        device=torch.device(device),
+        dtype=torch.float32,
+        layers=layers,
+        vocab_size=2**15,
+        states=dict(states),
+    )
+
+
+def sizes(context=1024, model=None, **config):
+    return size_engine(model or model_with(LAYERS), EngineConfig(**config), context)
 
 
 @pytest.mark.parametrize(("chunk", "page"), [(1, 32), (5, 35), (16, 32), (31, 62), (32, 32), (100, 100)])
@@ -44,7 +52,7 @@ def test_a_share_is_of_the_device_with_the_least_room_for_its_layers(monkeypatch
     """Two of three layers lie on one device; a page there is twice as large as on the other."""
     other = torch.device("meta")
     layers = {0: LayerShape(4, 64, 64), 1: LayerShape(4, 64, 64), 2: LayerShape(4, 64, 64, other)}
-    model = SimpleNamespace(vocab_size=2**15, layers=layers, dtype=torch.float32, device=torch.device("cpu"))
+    model = model_with(layers)
     free = {"cpu": 100 * 128 * 1024, "meta": 49 * 64 * 1024}
     monkeypatch.setattr(memory_budget, "free_memory", lambda device: free[device.type])
     got = size_engine(model, EngineConfig(kv_memory="100%"), 1024)
@@ -64,6 +72,41 @@ def test_memory_without_room_for_a_page_is_refused():
         sizes(kv_memory="100KiB")
     assert e.value.message == "--kv-memory 100KiB holds no page of 32 tokens (131072 bytes)"
     assert e.value.hint == "give more, or lower --chunk-size"
+
+
+# 64 KiB of state a slot.
+STATES = {2: StateShape(0, 1, (4, 64, 64))}
+
+
+def test_state_slots_are_for_a_full_batch_and_32_nodes_and_pages_get_what_they_leave():
+    got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="16MiB", batch_size=8)
+    assert (got.num_slots, got.bytes_per_slot) == (40, 64 * 1024)
+    assert got.num_pages == (16 * 1024 - 40 * 64) // 128
+
+
+def test_state_slots_take_half_of_little_memory():
+    got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", batch_size=8)
+    assert (got.num_slots, got.num_pages) == (8, 4)
+
+
+def test_without_attention_all_memory_is_for_state_slots_and_pages_cost_nothing():
+    got = sizes(100, model_with({}, states=STATES), kv_memory="1MiB", batch_size=100)
+    assert (got.num_slots, got.bytes_per_token) == (16, 0)
+    assert got.num_pages == 2 * 100 * 4
+
+
+def test_memory_without_room_for_two_states_is_refused():
+    with pytest.raises(UsageError) as e:
+        sizes(model=model_with(LAYERS, states=STATES), kv_memory="192KiB")
+    assert (
+        e.value.message
+        == "--kv-memory 192KiB holds no page of 32 tokens (131072 bytes) beside two states of 65536 bytes"
+    )
+
+
+def test_states_are_not_kept_in_host_memory():
+    with pytest.raises(UsageError, match="--host-kv-memory is for models without recurrent layers"):
+        sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", host_kv_memory="1MiB")
 
 
 def test_budgets_have_defaults_for_the_device():
@@ -99,12 +142,7 @@ def test_half_a_step_has_half_of_everything_that_was_more():
 def cuda(monkeypatch):
     """A model on CUDA whose steps hold `step` bytes a token, with 20 GiB free; steps of more than `most` tokens run out of memory."""
     device = torch.device("cuda", 0)
-    model = SimpleNamespace(
-        vocab_size=2**15,
-        layers={i: LayerShape(4, 64, 64, device) for i in range(2)},
-        dtype=torch.float32,
-        device=device,
-    )
+    model = model_with({i: LayerShape(4, 64, 64, device) for i in range(2)}, device)
     has = SimpleNamespace(model=model, step=2**20, most=1 << 30, tried=[])
 
     def step_bytes(model, limits, page_size):
