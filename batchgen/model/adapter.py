@@ -73,9 +73,7 @@ def prepare(
     if kernels is not None:
         fuse(module)
     recurrent = install(module)
-    states = StateProbe()
-    with recurrent.running(states) if recurrent is not None else nullcontext():
-        probe, vocab_size = _probe(module, device, spread)
+    probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
     if not probe.layers and not states.layers:
         raise ModelError(f"{type(module).__name__} never calls attention")
@@ -177,16 +175,20 @@ class _Probe:
 
 
 @torch.inference_mode()
-def _probe(module: Any, device: torch.device, spread: bool) -> tuple[_Probe, int]:
+def _probe(
+    module: Any, recurrent: RecurrentLayers | None, device: torch.device, spread: bool
+) -> tuple[_Probe, StateProbe, int]:
+    """What the layers keep of a text, and the width of the logits, from a run of two tokens."""
     tokens = torch.tensor([[0, 1]], device=device)
-    for make_chosen in (_keep_chosen, None):
-        probe = _Probe()
-        output = module(
-            input_ids=tokens, position_ids=tokens, use_cache=False, step_attention=probe,
-            logits_to_keep=logits_at(np.array([1]), device, spread),
-        )  # fmt: skip
+    for again in (True, False):
+        probe, states = _Probe(), StateProbe()
+        with recurrent.running(states) if recurrent is not None else nullcontext():
+            output = module(
+                input_ids=tokens, position_ids=tokens, use_cache=False, step_attention=probe,
+                logits_to_keep=logits_at(np.array([1]), device, spread),
+            )  # fmt: skip
         if output.logits.shape[:2] == (1, 1):
-            return probe, output.logits.shape[-1]
-        if make_chosen is not None:
-            make_chosen(module)
+            return probe, states, output.logits.shape[-1]
+        if again:
+            _keep_chosen(module)
     raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")

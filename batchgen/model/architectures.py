@@ -38,11 +38,12 @@ WRAPPERS = frozenset({
     "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu",
     "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "glmga",
     "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
-    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava",
-    "llava_next", "llava_next_video", "llava_onevision", "mistral3", "mistral4", "mllama", "molmo2",
-    "moss_transcribe_diarize", "muse_glimmer", "muse_spark", "ovis2", "paddleocr_vl", "perception_lm",
-    "phi4_multimodal", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio",
-    "qwen2_vl", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm",
+    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl",
+    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
+    "minicpmv4_7", "mistral3", "mistral4", "mllama", "molmo2", "moss_transcribe_diarize", "muse_glimmer",
+    "muse_spark", "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "perception_lm", "phi4_multimodal",
+    "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm",
     "step3p7", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
 })  # fmt: skip
 """Multimodal `model_type`s around a language model: text equals that of the wrapper's own `generate` (tests/parity/wrappers.py)."""

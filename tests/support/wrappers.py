@@ -50,6 +50,8 @@ GEMMA3 = ("gemma3_text", SHAPES["gemma3_text"])
 COHERE2 = ("cohere2", SHAPES["cohere2"])
 QWEN_MOE = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True}
 
+QWEN35 = ("qwen3_5_text", SHAPES["qwen3_5_text"])
+
 TEXTS: dict[str, Text] = {
     "aria": ("aria_text", SHAPES["aria_text"]),
     "aya_vision": COHERE2,
@@ -94,11 +96,16 @@ TEXTS: dict[str, Text] = {
     "internvl": QWEN2,
     "janus": LLAMA,
     "kimi_k25": ("deepseek_v3", SHAPES["deepseek_v3/yarn"]),
+    "lfm2_vl": ("lfm2", SHAPES["lfm2"]),
+    "lfm3_vl": ("lfm3", SHAPES["lfm3"]),
     "lighton_ocr": QWEN3,
     "llava": ("mistral", SHAPES["mistral/window"]),
     "llava_next": LLAMA,
     "llava_next_video": LLAMA,
     "llava_onevision": QWEN2,
+    "minicpm_ocr": QWEN35,
+    "minicpmv4_6": QWEN35,
+    "minicpmv4_7": QWEN35,
     "mistral3": ("ministral3", SHAPES["ministral3"]),
     "mllama": ("mllama_text_model", {"num_hidden_layers": 4, "cross_attention_layers": [1], "rope_parameters": PLAIN_ROPE} | TOKENS),
     "mistral4": ("", SHAPES["deepseek_v3"] | SHAPES["ministral3"]),
@@ -106,6 +113,8 @@ TEXTS: dict[str, Text] = {
     "moss_transcribe_diarize": QWEN3,
     "muse_glimmer": ("muse_glimmer_text", WINDOW),
     "muse_spark": ("muse_spark_text", EXPERTS | WINDOW | {"moe_hidden_size": 48}),
+    "nemo_speechlm": ("nemotron_h", SHAPES["nemotron_h"]),
+    "nemotron_h_omni": ("nemotron_h", SHAPES["nemotron_h"]),
     "ovis2": QWEN2,
     "paddleocr_vl": ("paddleocr_vl_text", MROPE),
     "perception_lm": LLAMA,
@@ -116,6 +125,8 @@ TEXTS: dict[str, Text] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", MROPE),
     "qwen2_audio": QWEN2,
     "qwen2_vl": ("qwen2_vl_text", MROPE),
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe": ("qwen3_5_moe_text", SHAPES["qwen3_5_moe_text"]),
     "qwen3_asr": QWEN3,
     "qwen3_omni_moe_thinker": ("qwen3_omni_moe_text", QWEN_MOE | MROPE),
     "qwen3_vl": ("qwen3_vl_text", MROPE),
