@@ -14,6 +14,8 @@ from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.kept import KeptPrefixes
+from batchgen.model.architectures import check_architecture
+from batchgen.model_files import check_weight_files
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -101,7 +103,9 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config.inputs, format=config.input_format, output=None)
         progress.phase("loading tokenizer")
+        check_weight_files(config.model, needed=False)
         text = load_tokenizer(config.model)
+        check_architecture(text.hf_config)
         prompts = PromptBuilder(text, config.prompts, config.sampling)
         planner = Planner(config, text)
         progress.phase("planning")

@@ -6,7 +6,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, is_verified
 from batchgen.model.multimodal import is_multimodal, left_out, model_class
 from batchgen.model.self_check import self_check
+from batchgen.model_files import check_weight_files
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -150,6 +151,7 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
+    check_weight_files(config)
     notes = _check(config, text.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
     kernels = Kernels(config, device)
@@ -178,27 +180,45 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
                 dtype=dtype,
                 attn_implementation="eager" if multimodal else NAME,  # some vision parts are not even made with another
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # we refuse them below, by name
                 output_loading_info=True,
                 device_map={"": device} if direct else config.device_map,
                 **wrapped,
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())
-        if isinstance(e, OSError) and "file named model.safetensors" in reason:
+        if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
             raise ModelError(
                 f"the model {config.model!r} cannot be loaded: it has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
                 "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
             ) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
-    missing = sorted(found["missing_keys"])
-    if missing:  # transformers would go on with random numbers there
-        raise ModelError(f"the weights of {config.model!r} lack {len(missing)} tensors, {missing[0]} the first")
+    _check_found(config, found)
     if config.device_map is None and not direct:
         module = module.to(device)
     elif config.device_map is not None:
         check_device_map(getattr(module, "hf_device_map", {}))
     library, note = kernels.wait()
     return prepare_model(module, notes + note, library, config.compile)
+
+
+def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for weights of other shapes than the configuration's, or missing ones: transformers would use random numbers there."""
+    where, hint = f"the weights in {config.model!r}", "copy config.json and the weights from one model"
+    for name, there, wanted in sorted(found.get("mismatched_keys") or (), key=str):
+        raise ModelError(
+            f"{where} do not fit its config.json: {name} has shape {list(there)}, and the configuration says {list(wanted)}",
+            hint,
+        )
+    missing = sorted(found["missing_keys"])
+    if missing and all(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing):
+        raise ModelError(
+            f"{where} have no output head ({missing[0]}): the model gives hidden states, not text",
+            "give a causal language model (…ForCausalLM)",
+        )
+    if missing:
+        count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, {missing[0]} the first"
+        raise ModelError(f"{where} lack {count}", hint)
 
 
 def prepare_model(
