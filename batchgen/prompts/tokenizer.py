@@ -165,7 +165,7 @@ def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
             length = _positive(getattr(part, name, None))
             if length is not None:
                 longest = max(length, _yarn_length(part))
-                return min(longest, _longrope_length(part) or longest)
+                return min(longest, _longrope_length(part) or longest, _chunk(part) or longest)
     length = _positive(tokenizer.model_max_length)
     if length is not None and length <= _SANE_CONTEXT:
         return length
@@ -173,6 +173,12 @@ def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
         f"the configuration of model {config.model!r} does not say how long its context is",
         "add max_position_embeddings to its config.json",
     )
+
+
+def _chunk(part: Any) -> int:
+    """Where layers begin to see a part of the text only, by chunks of this length (Llama 4); 0 where none do."""
+    chunked = "chunked_attention" in (getattr(part, "layer_types", None) or ())
+    return (_positive(getattr(part, "attention_chunk_size", None)) or 0) if chunked else 0
 
 
 def _yarn_length(part: Any) -> int:
