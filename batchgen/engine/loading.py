@@ -15,7 +15,6 @@ from batchgen.config import ModelConfig
 from batchgen.engine.architectures import check_architecture, is_verified
 from batchgen.engine.attention.base import NAME, register
 from batchgen.engine.kernels.build import NoKernels, library
-from batchgen.engine.kernels.isa import instruction_set
 from batchgen.engine.prepared import LoadedModel, prepare
 from batchgen.engine.self_check import self_check
 from batchgen.engine.weights import check_room, cpu_dtype
@@ -99,8 +98,8 @@ class Kernels:
         """Raises `ModelError` where they are asked for and not for this device."""
         self._asked = config.compile == "on"
         self._made: Future[ctypes.CDLL] | None = None
-        if config.compile == "off" or (not self._asked and instruction_set() == "avx2"):
-            return  # without AVX-512 plain torch is faster
+        if config.compile == "off":
+            return
         if device.type == "cpu" and config.device_map is None:
             pool = ThreadPoolExecutor(1)
             self._made = pool.submit(library)
