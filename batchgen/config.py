@@ -1,14 +1,20 @@
-"""What a user can set, checked once. How to add an option: `batchgen/options.py`. Raises `UsageError` naming the option."""
+"""What a user can set, checked once. How to add an option: `batchgen/options.py`.
+
+Raises `UsageError` naming the option, and `TypeError` naming the field for a value of a type that it cannot have.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
-from typing import Literal
+from os import PathLike
+from typing import Any, Literal
 
 from batchgen.errors import UsageError
 from batchgen.options import (
+    PathText,
     above,
     at_least,
     check,
@@ -28,7 +34,7 @@ POLICIES = ("prefix", "prefill-first", "fifo")
 class ModelConfig:
     """Which model, and where it runs."""
 
-    model: str = option(
+    model: PathText = option(
         MISSING,
         "A folder that holds a model, or the name of one on the hub.",
         group="Model",
@@ -138,7 +144,7 @@ class PromptConfig:
         values=["error", "truncate-left", "truncate-right"],
     )
     """truncate-left keeps the ends of the longest texts, truncate-right their beginnings; the chat template's frame stays whole."""
-    row_params: tuple[str, ...] = option(
+    row_params: tuple[str, ...] | Any = option(
         (),
         "Columns that hold a row's own sampling parameters, such as temperature.",
         group="Prompts",
@@ -260,8 +266,9 @@ def _parse_kept_columns(name: str, text: str) -> tuple[str, ...] | None:
 class JobConfig:
     """A whole job: from input files to an output file."""
 
-    inputs: tuple[str, ...]
-    output: str | None = option(
+    inputs: tuple[PathText, ...] | Any
+    """Files, folders, globs, URLs or `-`: one or a list of them."""
+    output: PathText | None = option(
         None,
         "JSONL (also .gz, .zst) or Parquet, by its suffix; - is JSONL on standard output.",
         group="Job",
@@ -283,9 +290,11 @@ class JobConfig:
         metavar="COL",
         shown="id, custom_id, else the row's number",
     )
-    model: ModelConfig
+    model: ModelConfig | Any
+    """Also a folder or the name of a model alone."""
     prompts: PromptConfig = field(default_factory=PromptConfig)
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams | Any = field(default_factory=SamplingParams)
+    """Also a dict of parameters."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     window: int | Literal["all"] | None = option(
         None,
@@ -312,7 +321,7 @@ class JobConfig:
         metavar="N|P%",
         shown="no limit",
     )
-    keep: tuple[str, ...] | None = option(
+    keep: tuple[str, ...] | Any | None = option(
         None,
         "Input columns that are copied to the output.",
         group="Job",
@@ -338,15 +347,23 @@ class JobConfig:
         metavar="SECONDS",
         rules=[at_least(0)],
     )
-    work_dir: str | None = option(
+    work_dir: PathText | None = option(
         None, "Where the job's folder goes.", group="Job", metavar="DIR", shown="beside the output"
     )
-    stats: str | None = option(None, "Write the run's figures to this file too.", group="Job", metavar="FILE")
+    stats: PathText | None = option(None, "Write the run's figures to this file too.", group="Job", metavar="FILE")
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, str | PathLike):
+            object.__setattr__(self, "model", ModelConfig(model=self.model))
+        if isinstance(self.sampling, Mapping):
+            object.__setattr__(self, "sampling", SamplingParams(**self.sampling))
+        parts = {"model": ModelConfig, "prompts": PromptConfig, "sampling": SamplingParams, "engine": EngineConfig}
+        for name, part in parts.items():
+            if not isinstance(getattr(self, name), part):
+                raise TypeError(f"{name} must be {part.__name__}, not {getattr(self, name)!r}")
+        check(self)
         if not self.inputs:
             raise UsageError("no input", "name a file, a folder, a glob or - for standard input")
-        check(self)
         self._check_output_format()
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)

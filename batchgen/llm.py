@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from numbers import Integral
+from os import PathLike
+from typing import Any, Self
 
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
+from batchgen.errors import RowError
 from batchgen.generation import request_of
 from batchgen.grammar_check import GrammarCheck
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts.params import translated
 from batchgen.records import Row
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.result import Result
@@ -21,6 +25,9 @@ from batchgen.sampling_params import SamplingParams
 from batchgen.stats import EngineStats
 
 Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int] | Mapping[str, Any]
+"""A text; the messages of a conversation (`role`, `content`); token ids, sent as they are; or a row as of a file, with `prompt` or `messages`."""
+Params = SamplingParams | Mapping[str, Any]
 OnResult = Callable[[Result], None]
 OnToken = Callable[[int, int, int], None]
 
@@ -36,19 +43,22 @@ class _Arrival:
 class LLM:
     """A loaded model. Prefixes that calls share are not run again, while memory lasts.
 
-    `model` is a folder or a hub name; `dtype`, `device`, `device_map`, `revision`, `trust_remote_code` and `compile` are those of
-    `ModelConfig`; `engine` says how the work is batched. Raises `BatchgenError`.
+    `model` is a folder (text or a path) or a hub name; `dtype`, `device`, `device_map`, `revision`, `trust_remote_code` and `compile` are those of
+    `ModelConfig`; `engine` says how the work is batched. Raises `BatchgenError`. `with LLM(...) as llm:` closes it at the end.
+
+    Everywhere a single prompt may stand for a list of one, and a list of parameters gives each prompt its own; what is none of the kinds
+    of `Prompt` and `Params` raises `TypeError` before anything runs.
 
     `generate` and `score` do a list of prompts and return. `add` gives prompts to a running loop, `run` is the loop: callbacks
     of either may add and cancel, and so may other threads; everything else is for one thread.
 
     With several devices (`device="cuda:0,1"`) each has the model in a process of its own: `on_token` is then told of tokens some hundredths of a
-    second after they were drawn.
+    second after they were sampled.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str | PathLike[str],
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -59,7 +69,7 @@ class LLM:
         engine: EngineConfig | None = None,
     ) -> None:
         config = ModelConfig(
-            model=str(model),
+            model=model,
             revision=revision,
             dtype=dtype,
             device=device,
@@ -67,9 +77,12 @@ class LLM:
             trust_remote_code=trust_remote_code,
             compile=compile,
         )
+        if engine is not None and not isinstance(engine, EngineConfig):
+            raise TypeError(f"engine must be an EngineConfig, not {engine!r}")
         self.config = engine or EngineConfig()
         self.text: LoadedTokenizer = load_tokenizer(config)
-        self.engine: AnyEngine = open_engine(config, self.text, self.config)
+        self._engine: AnyEngine | None = open_engine(config, self.text, self.config)
+        self._stats: EngineStats | None = None
         self._grammars = GrammarCheck(self.text)
         self._numbers = count()
         self._arriving: deque[_Arrival] = deque()
@@ -79,7 +92,14 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         """Figures of all calls so far; also while `run` runs."""
-        return self.engine.stats
+        return self._stats or self.engine.stats
+
+    @property
+    def engine(self) -> AnyEngine:
+        """What runs the model. Raises `RuntimeError` once the model is closed."""
+        if self._engine is None:
+            raise RuntimeError("this model is closed: make a new LLM")
+        return self._engine
 
     @property
     def unfinished(self) -> int:
@@ -88,34 +108,46 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[Message]],
-        params: SamplingParams | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params | None] | None = None,
         *,
         prompt_options: PromptConfig | None = None,
     ) -> list[Result]:
-        """One result per prompt, in order. A prompt is a text, or the messages of a conversation (`role`, `content`).
+        """One result per prompt, in order; for a single prompt a list of one.
 
         A text goes through the model's chat template, where it has one, as one message of the user, unless `prompt_options`
-        say otherwise. A prompt that cannot be run has `finish_reason` "error", and the others go on.
+        say otherwise. A prompt that cannot be run has `finish_reason` "error", and the others go on. `params` is for all
+        prompts, or a list with one for each (None: the defaults).
         """
-        return self._do([_columns(prompt) for prompt in prompts], params, prompt_options)
+        options = _options(prompt_options)
+        rows = [_columns(prompt, options) for prompt in _listed(prompts)]
+        return self._do(rows, _params_of(params, len(rows)), options)
 
     def score(
         self,
-        prompts: Sequence[str | Sequence[Message]],
-        completions: Sequence[str],
+        prompts: Prompt | Sequence[Prompt],
+        completions: str | Sequence[str],
         *,
         prompt_options: PromptConfig | None = None,
     ) -> list[Result]:
         """How likely each completion is after its prompt: one result per pair, in order, with its `score`."""
-        options = replace(prompt_options or PromptConfig(), score=True)
-        pairs = zip(prompts, completions, strict=True)
-        return self._do([_columns(prompt) | {options.completion_column: text} for prompt, text in pairs], None, options)
+        options = replace(_options(prompt_options), score=True)
+        rows = [_columns(prompt, options) for prompt in _listed(prompts)]
+        texts = [completions] if isinstance(completions, str) else list(completions)
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"a completion must be text, not {_shown(text)}")
+        if len(texts) != len(rows):
+            raise ValueError(
+                f"there are {len(rows)} prompts and {len(texts)} completions; give one completion for each prompt"
+            )
+        pairs = zip(rows, texts, strict=True)
+        return self._do([row | {options.completion_column: text} for row, text in pairs], None, options)
 
     def add(
         self,
-        prompts: Sequence[str | Sequence[Message]],
-        params: SamplingParams | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params | None] | None = None,
         *,
         prompt_options: PromptConfig | None = None,
         on_result: OnResult,
@@ -124,9 +156,11 @@ class LLM:
         """Adds prompts, to be done by `run`; returns their numbers, which no other prompt has.
 
         `on_result(result)` is called for each, `result.row` its number; `on_token(number, completion, token)` for every token
-        as it is drawn, `completion` counting those of the prompt.
+        as it is sampled, `completion` counting those of the prompt.
         """
-        return self._add([_columns(prompt) for prompt in prompts], params, prompt_options, on_result, on_token)
+        options = _options(prompt_options)
+        rows = [_columns(prompt, options) for prompt in _listed(prompts)]
+        return self._add(rows, _params_of(params, len(rows)), options, on_result, on_token)
 
     def cancel(self, number: int) -> None:
         """Ends a prompt where it stands: its result has `finish_reason` "cancelled" and what was generated. Nothing if it is done."""
@@ -152,11 +186,25 @@ class LLM:
             self._running = False
 
     def close(self) -> None:
-        """Ends the processes of several devices, which the program's end does too. The model cannot be used any more."""
-        self.engine.close()
+        """Gives the model's memory back and ends the processes of several devices. What is called afterwards raises `RuntimeError`; `stats` stays."""
+        if self._engine is not None:
+            if self._running:
+                raise RuntimeError("this model is running: close it when run() has returned")
+            self._stats = self._engine.stats
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def _do(
-        self, rows: list[dict[str, Any]], params: SamplingParams | None, options: PromptConfig | None
+        self,
+        rows: list[dict[str, Any]],
+        params: SamplingParams | list[SamplingParams] | None,
+        options: PromptConfig,
     ) -> list[Result]:
         results: dict[int, Result] = {}
         numbers = self._add(rows, params, options, lambda result: results.__setitem__(result.row, result), None)
@@ -166,12 +214,14 @@ class LLM:
     def _add(
         self,
         columns: list[dict[str, Any]],
-        params: SamplingParams | None,
-        options: PromptConfig | None,
+        params: SamplingParams | list[SamplingParams] | None,
+        options: PromptConfig,
         on_result: OnResult,
         on_token: OnToken | None,
     ) -> list[int]:
-        builder = PromptBuilder(self.text, options or PromptConfig(), params or SamplingParams())
+        self.engine  # noqa: B018 - a closed model takes no prompts
+        own = params if isinstance(params, list) else None
+        builder = PromptBuilder(self.text, options, params if isinstance(params, SamplingParams) else SamplingParams())
         numbers = [next(self._numbers) for _ in columns]
         rows = [
             Row(number=number, columns=of, error=None, source=f"prompt {place}")
@@ -180,7 +230,7 @@ class LLM:
         requests: list[Request] = []
         failed: list[Result] = []
         seen: dict[bytes, int] = {}
-        for built in builder.build(rows):
+        for built in builder.build(rows, own):
             draft = self._grammars.of_row(built) if isinstance(built, Draft) else built
             if isinstance(draft, Draft):
                 occurrence = seen.get(draft.digest, 0)
@@ -209,5 +259,75 @@ class LLM:
                 self.engine.add(leaves, plan, done, arrival.on_token)
 
 
-def _columns(prompt: str | Sequence[Message]) -> dict[str, Any]:
-    return {"prompt" if isinstance(prompt, str) else "messages": prompt}
+def _listed(prompts: Any) -> list[Any]:
+    """The prompts of a call: a single one is a list of one."""
+    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts) or _is_conversation(prompts):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, not {_shown(prompts)}")
+    return list(prompts)
+
+
+def _columns(prompt: Any, options: PromptConfig) -> dict[str, Any]:
+    """A prompt as the columns of a row."""
+    if isinstance(prompt, str):
+        return {options.prompt_column: prompt}
+    if _is_token_ids(prompt):
+        return {options.prompt_column: [int(token) for token in prompt]}
+    if _is_conversation(prompt):
+        return {options.messages_column: list(prompt)}
+    if isinstance(prompt, Mapping) and (
+        options.template is not None or not prompt.keys().isdisjoint((options.prompt_column, options.messages_column))
+    ):
+        return dict(prompt)
+    raise TypeError(
+        "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with "
+        f"{options.prompt_column} or {options.messages_column}, not {_shown(prompt)}"
+    )
+
+
+def _is_token_ids(value: Any) -> bool:
+    if type(value).__name__ == "ndarray":
+        return bool(value.ndim == 1 and value.size and value.dtype.kind in "iu")
+    return _is_list_of(value, lambda item: isinstance(item, Integral) and not isinstance(item, bool))
+
+
+def _is_conversation(value: Any) -> bool:
+    return _is_list_of(value, lambda item: isinstance(item, Mapping) and "role" in item)
+
+
+def _is_list_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_one, value))
+
+
+def _params_of(given: Any, prompts: int) -> SamplingParams | list[SamplingParams] | None:
+    """The parameters of a call, or of each of its prompts."""
+    if not isinstance(given, list | tuple):
+        return None if given is None else _one_params(given)
+    if len(given) != prompts:
+        raise ValueError(
+            f"there are {prompts} prompts and {len(given)} params; give one for each prompt, or one for all"
+        )
+    return [SamplingParams() if one is None else _one_params(one) for one in given]
+
+
+def _one_params(given: Any) -> SamplingParams:
+    if isinstance(given, SamplingParams):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"params must be SamplingParams, a dict, or a list of them, not {_shown(given)}")
+    try:
+        return SamplingParams().merged(translated(given))
+    except RowError as e:
+        raise ValueError(e.message) from None
+
+
+def _options(given: Any) -> PromptConfig:
+    if given is not None and not isinstance(given, PromptConfig):
+        raise TypeError(f"prompt_options must be a PromptConfig, not {_shown(given)}")
+    return given or PromptConfig()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -3,7 +3,8 @@
     batch_size: int | None = option(None, "Maximum number of sequences that decode at once.", group="Engine",
                                     rules=[at_least(1)], parse=whole_number_or_auto, metavar="auto|N", shown="auto")
 
-The annotation is the type, the default is the default, `rules` are what `check` refuses, and the command line and the documentation
+The annotation is the type (values that can mean only one value of it are brought into it: a list for a tuple, a `Path` for a
+`PathText`), the default is the default, `rules` are what `check` refuses, and the command line and the documentation
 are made from the rest. A field without `option` is no option of the command.
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -90,57 +93,130 @@ def one_of(values: Sequence[str]) -> Rule:
     return (lambda v: v in values), " or ".join(filter(None, [", ".join(values[:-1]), values[-1]]))
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+# Types. A value that is not yet of its field's type is brought into it where that can mean only one thing.
+
+PathText = str | Any
+"""Kept as text; a path is taken too."""
+JsonText = str | Any
+"""Kept as JSON text; an object is taken too."""
+
+_UNFIT = object()
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _whole_number(value: Any) -> Any:
+    if isinstance(value, bool):
+        return _UNFIT
+    if isinstance(value, Integral):
+        return int(value)
+    # A table's integer column that has nulls arrives as floats.
+    return int(value) if isinstance(value, float) and value.is_integer() else _UNFIT
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+def _number(value: Any) -> Any:
+    return _UNFIT if isinstance(value, bool) or not isinstance(value, Real) else float(value)
 
 
-_KINDS: dict[str, Rule] = {
-    "int": (_is_whole, "a whole number"),
-    "float": (_is_number, "a number"),
-    "bool": (lambda v: isinstance(v, bool), "true or false"),
-    "str": (lambda v: isinstance(v, str), "text"),
-    "tuple[str, ...]": (_is_texts, "a tuple of texts"),
-    "tuple[int, ...]": (lambda v: isinstance(v, tuple) and all(map(_is_whole, v)), "a tuple of whole numbers"),
+def _text(value: Any) -> Any:
+    return value if isinstance(value, str) else _UNFIT
+
+
+def _path_text(value: Any) -> Any:
+    return _text(fspath(value)) if isinstance(value, str | PathLike) else _UNFIT
+
+
+def _json_text(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, Mapping) else _text(value)  # the order of its keys is kept
+
+
+def _tuple_of(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Of a list, a tuple, an array, or a single value."""
+
+    def convert(value: Any) -> Any:
+        if type(value).__name__ == "ndarray":
+            value = value.tolist()
+        items = tuple(map(item, value if isinstance(value, list | tuple) else (value,)))
+        return _UNFIT if _UNFIT in items else items
+
+    return convert
+
+
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "int": (_whole_number, "a whole number"),
+    "float": (_number, "a number"),
+    "bool": (lambda v: v if isinstance(v, bool) else _UNFIT, "true or false"),
+    "str": (_text, "text"),
+    "PathText": (_path_text, "text or a path"),
+    "JsonText": (_json_text, "an object, or its JSON as text"),
+    "tuple[str, ...]": (_tuple_of(_text), "text or a list of texts"),
+    "tuple[PathText, ...]": (_tuple_of(_path_text), "a file name, a path or a list of them"),
+    "tuple[int, ...]": (_tuple_of(_whole_number), "a whole number or a list of them"),
 }
 
 
-_RULES: dict[type, tuple[tuple[str, bool, tuple[Rule, ...]], ...]] = {}
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    name: str
+    optional: bool
+    default: Any
+    convert: Callable[[Any], Any] | None
+    """Brings a value into the field's type; None where the annotation allows more than one."""
+    type: str
+    rules: tuple[Rule, ...]
 
 
-def _rules(config: type) -> tuple[tuple[str, bool, tuple[Rule, ...]], ...]:
-    """Of each option of a dataclass: the field's name, whether it may be None, and its rules, the one of its type first."""
-    if config not in _RULES:  # worked out once: parameters are checked for every row
+_CHECKS: dict[type, tuple[_Checks, ...]] = {}
+
+
+def _checks(config: type) -> tuple[_Checks, ...]:
+    """What is checked of each field of a dataclass, options and others."""
+    if config not in _CHECKS:  # worked out once: parameters are checked for every row
         found = []
-        for f in (f for f in fields(config) if "option" in f.metadata):
-            kinds = [part.strip() for part in str(f.type).split("|")]
-            of_type = [_KINDS[kind] for kind in kinds if kind in _KINDS] if len(set(kinds) - {"None"}) == 1 else []
-            found.append((f.name, "None" in kinds, (*of_type, *f.metadata["option"].rules)))
-        _RULES[config] = tuple(found)
-    return _RULES[config]
+        for f in fields(config):
+            kinds = {part.strip() for part in str(f.type).split("|")}
+            known = [_KINDS[kind] for kind in kinds if kind in _KINDS] if len(kinds - {"None", "Any"}) == 1 else []
+            convert, what = known[0] if known else (None, "")
+            rules = f.metadata["option"].rules if "option" in f.metadata else ()
+            found.append(_Checks(f.name, "None" in kinds, f.default, convert, what, rules))
+        _CHECKS[config] = tuple(found)
+    return _CHECKS[config]
+
+
+def settle(config: Any) -> None:
+    """Brings the fields of a dataclass that is being made into their types. Raises `TypeError` for a value that cannot be."""
+    for field_ in _checks(type(config)):
+        value = getattr(config, field_.name)
+        if field_.convert is None or (value is None and field_.optional):
+            continue
+        try:
+            settled = () if value is None and field_.default == () else field_.convert(value)
+        except TypeError as e:
+            raise TypeError(f"{field_.name} is not JSON: {e}") from None
+        if settled is _UNFIT:
+            raise TypeError(f"{field_.name} must be {field_.type}, not {value!r}")
+        if settled is not value:
+            object.__setattr__(config, field_.name, settled)
 
 
 def first_problem(config: Any) -> tuple[str, str] | None:
     """The first field of a dataclass that breaks a rule: its name, and "must be …, not …". None if all values are allowed."""
-    for name, optional, rules in _rules(type(config)):
-        value = getattr(config, name)
-        if value is None and optional:
+    for field_ in _checks(type(config)):
+        value = getattr(config, field_.name)
+        if value is None and field_.optional:
             continue
-        for allowed, what in rules:
+        if isinstance(value, float) and not math.isfinite(value):
+            return field_.name, f"must be a number, not {value!r}"
+        for allowed, what in field_.rules:
             if not allowed(value):
-                return name, f"must be {what}, not {value!r}"
+                return field_.name, f"must be {what}, not {value!r}"
     return None
 
 
 def check(config: Any) -> None:
-    """Checks every option of a dataclass by its rules. Raises `UsageError` naming the option."""
+    """Brings the fields of a dataclass into their types and checks its options by their rules.
+
+    Raises `TypeError` naming the field, and `UsageError` naming the option.
+    """
+    settle(config)
     problem = first_problem(config)
     if problem is not None:
         name, what = problem

@@ -1,4 +1,4 @@
-"""How a completion is drawn, or which texts are scored: the parameters of a row, checked, merged and digested. No torch."""
+"""How a completion is sampled, or which texts are scored: the parameters of a row, checked, merged and digested. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from functools import lru_cache
 from typing import Any
 
 from batchgen.errors import RowError, UsageError
-from batchgen.options import Rule, above, at_least, between, first_problem, json_schema_file, option
+from batchgen.options import JsonText, Rule, above, at_least, between, first_problem, json_schema_file, option, settle
 
-_WHOLE = ("max_tokens", "top_k", "seed", "n", "logprobs")
 _CONSTRAINTS = ("choices", "regex", "json_schema")
-_LISTS = ("stop", "stop_token_ids", "choices")
 MAX_LOGPROBS = 1000
 
 _TEXTS: Rule = (lambda v: all(v), "texts that are not empty")
@@ -30,7 +28,11 @@ def _parse_choices(name: str, text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a completion is drawn. Raises `ValueError` naming the parameter when a value is out of range."""
+    """How a completion is sampled, or which texts are scored.
+
+    Lists may be lists, tuples or numpy arrays, or a single value; a JSON schema may be a dict. Raises `TypeError` for a value of the
+    wrong type and `ValueError` for one out of range, naming the parameter.
+    """
 
     max_tokens: int = option(
         256, "Maximum number of tokens of a completion.", group="Sampling", metavar="N", rules=[at_least(1)]
@@ -46,7 +48,7 @@ class SamplingParams:
         rules=[(lambda v: 0 < v <= 1, "above 0 and at most 1")],
     )
     top_k: int = option(
-        0, "Sample from the N most likely tokens; 0 is off.", group="Sampling", metavar="N", rules=[at_least(0)]
+        0, "Sample from the N most likely tokens; 0 or -1 is off.", group="Sampling", metavar="N", rules=[at_least(0)]
     )
     min_p: float = option(
         0.0,
@@ -77,14 +79,14 @@ class SamplingParams:
         metavar="X",
         rules=[between(-2, 2)],
     )
-    stop: tuple[str, ...] = option(
+    stop: tuple[str, ...] | Any = option(
         (),
         "A text that ends the completion and is not part of it; repeatable.",
         group="Sampling",
         metavar="TEXT",
         rules=[_TEXTS],
     )
-    stop_token_ids: tuple[int, ...] = option(
+    stop_token_ids: tuple[int, ...] | Any = option(
         (),
         "A token id that ends the completion, besides the model's own; repeatable.",
         group="Sampling",
@@ -117,7 +119,7 @@ class SamplingParams:
         rules=[between(0, MAX_LOGPROBS)],
     )
     """As the model gives them, before penalties and temperature. 0: the sampled token's alone."""
-    choices: tuple[str, ...] = option(
+    choices: tuple[str, ...] | Any = option(
         (),
         "Labels, separated by commas or as a JSON list. Nothing is generated: each is scored, and the text is the most likely one.",
         group="Constraints",
@@ -133,7 +135,7 @@ class SamplingParams:
         metavar="TEXT",
         rules=[_NOT_EMPTY],
     )
-    json_schema: str | None = option(
+    json_schema: JsonText | None = option(
         None,
         "The completion is JSON that is valid under the schema in this file.",
         group="Constraints",
@@ -144,6 +146,9 @@ class SamplingParams:
     """The schema as JSON text."""
 
     def __post_init__(self) -> None:
+        settle(self)
+        if self.top_k == -1:  # vLLM's word for off
+            object.__setattr__(self, "top_k", 0)
         problem = first_problem(self)
         if problem is not None:
             raise ValueError(" ".join(problem))
@@ -176,25 +181,16 @@ class SamplingParams:
         known = {f.name for f in fields(self)}
         changes: dict[str, Any] = {}
         for name, value in row.items():
-            if value is None:
-                continue
             name = "stop_token_ids" if name == "stop_token_id" else name
-            if name not in known:
+            if value is not None and name not in known:
                 raise RowError("unsupported_parameter", f"unknown parameter {name!r}")
-            if name in _LISTS:
-                value = tuple(value) if isinstance(value, list | tuple) else (value,)
-            elif name == "json_schema" and isinstance(value, Mapping):
-                value = json.dumps(value)  # in its own order: that of the properties is the order they are written in
-            elif name in _WHOLE and isinstance(value, float) and value.is_integer():
-                value = int(value)  # a table's integer column that has nulls arrives as floats
-            elif name not in (*_WHOLE, "ignore_eos") and isinstance(value, int):
-                value = value if isinstance(value, bool) else float(value)
-            changes[name] = value
+            if value is not None:
+                changes[name] = value
         if not changes.keys().isdisjoint(_CONSTRAINTS):  # a row's own constraint takes the place of the command's
             changes = {name: None if name != "choices" else () for name in _CONSTRAINTS} | changes
         try:
             return replace(self, **changes)
-        except ValueError as e:
+        except (TypeError, ValueError) as e:
             raise RowError("unsupported_parameter", str(e)) from None
 
     def digest(self) -> bytes:

@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchgen.errors import RowError
@@ -19,7 +20,7 @@ OTHERS: dict[str, Any] = {
 
 
 def refused(values: dict[str, Any]) -> str:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((TypeError, ValueError)) as caught:
         SamplingParams(**values)
     return str(caught.value)
 
@@ -50,9 +51,9 @@ def test_values_at_their_limits_and_what_goes_together_is_taken(values: dict[str
         ({"temperature": math.nan}, "temperature must be a number, not nan"),
         ({"temperature": math.inf}, "temperature must be a number, not inf"),
         ({"temperature": "1"}, "temperature must be a number, not '1'"),
-        ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
+        ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0.0"),
         ({"top_p": 1.1}, "top_p must be above 0 and at most 1, not 1.1"),
-        ({"top_k": -1}, "top_k must be at least 0, not -1"),
+        ({"top_k": -2}, "top_k must be at least 0, not -2"),
         ({"min_p": 1.5}, "min_p must be between 0 and 1, not 1.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, not 0.0"),
         ({"presence_penalty": 2.5}, "presence_penalty must be between -2 and 2, not 2.5"),
@@ -70,14 +71,47 @@ def test_values_at_their_limits_and_what_goes_together_is_taken(values: dict[str
         ({"choices": ("a",)}, "choices must be two or more different texts, not ('a',)"),
         ({"choices": ("a", "a")}, "choices must be two or more different texts, not ('a', 'a')"),
         ({"choices": ("a", "")}, "choices must be texts that are not empty, not ('a', '')"),
-        ({"choices": ("a", 1)}, "choices must be a tuple of texts, not ('a', 1)"),
+        ({"choices": ("a", 1)}, "choices must be text or a list of texts, not ('a', 1)"),
         ({"regex": ""}, "regex must be text that is not empty, not ''"),
         ({"regex": 5}, "regex must be text, not 5"),
-        ({"json_schema": {}}, "json_schema must be text, not {}"),
+        ({"json_schema": ""}, "json_schema must be text that is not empty, not ''"),
+        ({"json_schema": [1]}, "json_schema must be an object, or its JSON as text, not [1]"),
+        ({"json_schema": True}, "json_schema must be an object, or its JSON as text, not True"),
+        ({"json_schema": {"const": {1}}}, "json_schema is not JSON: Object of type set is not JSON serializable"),
+        ({"stop": 5.5}, "stop must be text or a list of texts, not 5.5"),
+        ({"stop": {"a"}}, "stop must be text or a list of texts, not {'a'}"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a whole number or a list of them, not ['a']"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message: str) -> None:
     assert refused(values) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({"stop": ["0"]}, {"stop": ("0",)}),
+        ({"stop": "0"}, {"stop": ("0",)}),
+        ({"stop": None, "stop_token_ids": None, "choices": None}, {"stop": (), "stop_token_ids": (), "choices": ()}),
+        ({"stop_token_ids": [22]}, {"stop_token_ids": (22,)}),
+        ({"stop_token_ids": 22}, {"stop_token_ids": (22,)}),
+        ({"stop_token_ids": np.array([22, 23])}, {"stop_token_ids": (22, 23)}),
+        ({"choices": ["yes", "no"]}, {"choices": ("yes", "no")}),
+        ({"json_schema": {"b": 1, "a": 2}}, {"json_schema": '{"b": 1, "a": 2}'}),
+        ({"json_schema": {}}, {"json_schema": "{}"}),
+        ({"max_tokens": np.int64(3), "temperature": np.float32(0.5)}, {"max_tokens": 3, "temperature": 0.5}),
+        ({"max_tokens": 3.0, "temperature": 1}, {"max_tokens": 3, "temperature": 1.0}),
+        ({"top_k": -1}, {"top_k": 0}),
+    ],
+)  # fmt: skip
+def test_values_of_natural_types_are_kept_in_one_type_and_have_one_digest(
+    values: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    params, same = SamplingParams(**values), SamplingParams(**kept)
+    assert {name: (type(getattr(params, name)), getattr(params, name)) for name in kept} == {
+        name: (type(value), value) for name, value in kept.items()
+    }
+    assert (params, hash(params), params.digest()) == (same, hash(same), same.digest())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.prompts.encoding import Encoder
-from batchgen.prompts.params import RowParams
+from batchgen.prompts.params import CHOICES_NAMES, RowParams
 from batchgen.prompts.rendering import Rendered, Renderer, Text
 from batchgen.prompts.scores import not_for_scores
 from batchgen.prompts.texts import TextEncoder, Texts
@@ -90,7 +90,7 @@ class PromptBuilder:
         found = set()
         if command.n > 1 or command.logprobs is not None or may_have(("n", "logprobs"), types):
             found.add("choices")
-        if command.choices or may_have(("choices", "guided_choice", "structured_outputs"), types):
+        if command.choices or may_have(CHOICES_NAMES, types):
             found.add("choice_probs")
         return frozenset(found)
 
@@ -98,9 +98,13 @@ class PromptBuilder:
         """Raises `UsageError`, naming the columns that there are, when none of these rows has a prompt."""
         self._renderer.columns.check(first)
 
-    def build(self, rows: Sequence[Row]) -> list[Draft | Result]:
-        """One per row, in order: a draft, or the result of a row that failed, or whose completion has nothing to score."""
-        rendered = [self._renderer.render(row) for row in rows]
+    def build(self, rows: Sequence[Row], params: Sequence[SamplingParams] | None = None) -> list[Draft | Result]:
+        """One per row, in order: a draft, or the result of a row that failed, or whose completion has nothing to score.
+
+        `params`: the rows' default parameters, one for each; None for the command's.
+        """
+        given = params if params is not None else [None] * len(rows)
+        rendered = [self._renderer.render(row, params=own) for row, own in zip(rows, given, strict=True)]
         self._renderer.note_columns(rows)
         tokens, texts = self._tokenize(rendered), self._tokenize_texts(rendered)
         return [self._built(*parts) for parts in zip(rows, rendered, tokens, texts, strict=True)]

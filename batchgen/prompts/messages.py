@@ -54,7 +54,7 @@ def conversation(value: Any, where: str, name: str) -> list[Message]:
         except ValueError:
             parsed = None
         value = parsed if isinstance(parsed, list) else value
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         raise RowError("invalid_row", f"{where} must be a list of messages, not {kind(value)}")
     if not value:
         raise RowError("invalid_row", f"{where} is an empty list")
@@ -75,7 +75,7 @@ def _message(value: Any, where: str) -> Message:
 
 def _joined(parts: Any, where: str) -> str:
     """The texts of a content's parts, one after the other, nothing put between."""
-    if not isinstance(parts, list):
+    if not isinstance(parts, list | tuple):
         raise RowError("invalid_row", f"{where} must be text or a list of text parts, not {kind(parts)}")
     texts = []
     for i, part in enumerate(parts):

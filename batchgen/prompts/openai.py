@@ -9,7 +9,7 @@ from typing import Any
 
 from batchgen.errors import RowError
 from batchgen.prompts.messages import kind
-from batchgen.prompts.params import supported
+from batchgen.prompts.params import translated
 from batchgen.records.openai_batch import CHAT, RAW, endpoint
 
 # Of a body, and neither a prompt nor a parameter that changes its completion.
@@ -18,11 +18,7 @@ _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "priority", "request_id", "cache_salt",
 })  # fmt: skip
-
-
-_TRANSLATED = frozenset({"logprobs", "top_logprobs", "response_format", "structured_outputs"})
-_GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choices"}
-"""vLLM's names for constraints, in `structured_outputs`; alone they are `guided_json` and so on."""
+_VARIABLES = frozenset({"reasoning_effort"})  # parameters of a chat that only its template can follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class Body:
     """Its `messages` or `prompt`, not yet checked."""
     model: str | None
     variables: Any
-    """Its `chat_template_kwargs`, not yet checked."""
+    """Its `chat_template_kwargs`, not yet checked, with what else of a body is the chat template's."""
     params: Mapping[str, Any]
     """Its sampling parameters, under our names."""
 
@@ -62,12 +58,13 @@ def read_body(columns: Mapping[str, Any]) -> Body:
         hint = f"; it has {other}, which {RAW if chat else CHAT} takes" if body.get(other) is not None else ""
         raise RowError("invalid_row", f"body has no {column}{hint}")
     model = body.get("model")
+    ignored = _IGNORED | _VARIABLES if chat else _IGNORED
     return Body(
         chat=chat,
         prompt=body[column],
         model=model if isinstance(model, str) else None,
-        variables=body.get("chat_template_kwargs"),
-        params=_params(body),
+        variables=_variables(body),
+        params=translated({name: value for name, value in body.items() if name not in ignored}),
     )
 
 
@@ -82,57 +79,9 @@ def _object(body: Any) -> Mapping[str, Any]:
     return body
 
 
-def _params(body: Mapping[str, Any]) -> dict[str, Any]:
-    own = {name: value for name, value in body.items() if name not in _IGNORED and name not in _TRANSLATED}
-    params = supported(own)
-    most = params.pop("max_completion_tokens", None)  # the newer name for max_tokens, which it replaces
-    if most is not None:
-        params["max_tokens"] = most
-    if params.get("top_k") == -1:  # vLLM's word for off
-        params["top_k"] = 0
-    params |= _logprobs(body) | _response_format(body.get("response_format"))
-    outputs = _structured_outputs(body.get("structured_outputs"))
-    for theirs, ours in _GUIDED.items():
-        value = params.pop(f"guided_{theirs}", None)
-        value = outputs.get(theirs, value)
-        if value is not None:
-            params[ours] = value
-    return params
-
-
-def _structured_outputs(wanted: Any) -> Mapping[str, Any]:
-    """What is asked for, under their names: others than ours are refused, for without them the text would not be what was meant."""
-    if wanted is None:
-        return {}
-    if not isinstance(wanted, Mapping):
-        raise RowError("unsupported_parameter", f"structured_outputs must be an object, not {kind(wanted)}")
-    asked = {name: value for name, value in wanted.items() if value is not None}
-    other = next((name for name, value in asked.items() if name not in _GUIDED and value is not False), None)
-    if other is not None:
-        raise RowError("unsupported_parameter", f"structured_outputs.{other} is not supported")
-    return asked
-
-
-def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A number in completions; in chat completions a switch, and the number beside it."""
-    wanted, top = body.get("logprobs"), body.get("top_logprobs")
-    if isinstance(wanted, bool) or wanted is None:
-        if top and not wanted:
-            raise RowError("unsupported_parameter", "top_logprobs needs logprobs: true")
-        return {"logprobs": top or 0} if wanted else {}
-    return {"logprobs": wanted}
-
-
-def _response_format(wanted: Any) -> dict[str, Any]:
-    if wanted is None:
-        return {}
-    kind_of = wanted.get("type") if isinstance(wanted, Mapping) else None
-    if kind_of == "text":
-        return {}
-    if kind_of == "json_object":
-        return {"json_schema": {"type": "object"}}
-    given = wanted.get("json_schema") if kind_of == "json_schema" else None
-    schema = given.get("schema") if isinstance(given, Mapping) else None
-    if isinstance(schema, Mapping):
-        return {"json_schema": schema}
-    raise RowError("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")
+def _variables(body: Mapping[str, Any]) -> Any:
+    given = body.get("chat_template_kwargs")
+    more = {name: body[name] for name in _VARIABLES if body.get(name) is not None}
+    if given is None:
+        return more or None
+    return {**more, **given} if isinstance(given, Mapping) else given

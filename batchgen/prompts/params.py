@@ -1,4 +1,7 @@
-"""A row's own sampling parameters: the object column `sampling_params`, the columns of `--row-params`, the names of the OpenAI API."""
+"""A row's own sampling parameters: the object column `sampling_params`, the columns of `--row-params`, the body of an OpenAI request.
+
+All of them may use our names or those of the OpenAI API and of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,17 @@ from batchgen.sampling_params import SamplingParams, choices_of
 
 OBJECT_COLUMN = "sampling_params"
 NAMES = {f.name for f in fields(SamplingParams)} | {"stop_token_id"}
+_ALIASES = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choices",
+}
+"""Other names of parameters. Where a row has both names, the one here goes first: it is the newer or the more exact one."""
+CHOICES_NAMES = ("choices", "guided_choice", "structured_outputs", "guided_decoding")
+_TRANSLATED = frozenset({"logprobs", "top_logprobs", "response_format", "structured_outputs", "guided_decoding"})
+_STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choices"}  # of vLLM's structured_outputs
 
 # Known elsewhere and not built here: the values that ask for nothing, which are let pass. Any other value fails the row.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -23,23 +37,67 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "add_generation_prompt": (True,),
     "continue_final_message": (False,), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
 }  # fmt: skip
-_ITSELF = ("stop", "regex", "json_schema")  # texts that are not to be read as JSON
+_ITSELF = ("stop", "regex", "json_schema", "guided_regex", "guided_json")  # texts that are not to be read as JSON
 
 
-def supported(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters without those that are null or ask for nothing (`stream: false`).
+def translated(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters under our names, without those that are null or ask for nothing (`stream: false`).
 
     Raises `RowError("unsupported_parameter")` for one that asks for what is not built; unknown names are left to `SamplingParams.merged`.
     """
-    kept = {}
+    ours: dict[str, Any] = {}
     for name, value in params.items():
-        if value is None or (name == "logprobs" and value is False):
+        if value is None or name in _TRANSLATED or name in _ALIASES:
             continue
         if name not in _NEUTRAL:
-            kept[name] = value
+            ours[name] = value
         elif not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
             raise RowError("unsupported_parameter", f"{name} is not supported: {_short(value)}")
-    return kept
+    ours |= _logprobs(params) | _response_format(params.get("response_format"))
+    ours |= {_ALIASES[name]: value for name, value in params.items() if name in _ALIASES and value is not None}
+    for name in ("guided_decoding", "structured_outputs"):
+        ours |= _structured(name, params.get(name))
+    return ours
+
+
+def _logprobs(params: Mapping[str, Any]) -> dict[str, Any]:
+    """A number; or, as in OpenAI's chat completions, a switch and the number beside it."""
+    wanted, top = params.get("logprobs"), params.get("top_logprobs")
+    if isinstance(wanted, bool) or wanted is None:
+        if top and not wanted:
+            raise RowError("unsupported_parameter", "top_logprobs needs logprobs: true")
+        return {"logprobs": top or 0} if wanted else {}
+    return {"logprobs": wanted}
+
+
+def _response_format(wanted: Any) -> dict[str, Any]:
+    if wanted is None:
+        return {}
+    kind_of = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind_of == "text":
+        return {}
+    if kind_of == "json_object":
+        return {"json_schema": {"type": "object"}}
+    given = wanted.get("json_schema") if kind_of == "json_schema" else None
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if isinstance(schema, Mapping):
+        return {"json_schema": schema}
+    raise RowError("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")
+
+
+def _structured(name: str, wanted: Any) -> dict[str, Any]:
+    """vLLM's object of constraints. What it asks for beyond ours is refused: without it the text would not be what was meant."""
+    if wanted is None:
+        return {}
+    if not isinstance(wanted, Mapping):
+        raise RowError("unsupported_parameter", f"{name} must be an object, not {kind(wanted)}")
+    asked = {key: value for key, value in wanted.items() if value is not None and value is not False}
+    if asked.pop("json_object", None):
+        asked.setdefault("json", {"type": "object"})
+    other = next((key for key in asked if key not in _STRUCTURED), None)
+    if other is not None:
+        raise RowError("unsupported_parameter", f"{name}.{other} is not supported")
+    return {_STRUCTURED[key]: value for key, value in asked.items()}
 
 
 def _short(value: Any) -> str:
@@ -53,35 +111,39 @@ class RowParams:
     def __init__(self, named: Sequence[str], default: SamplingParams) -> None:
         """Raises `UsageError` where a column of `--row-params` has not the name of a parameter."""
         for name in named:
-            if name not in NAMES:
+            if name not in NAMES and name not in _ALIASES:
                 raise UsageError(
                     f"--row-params {name!r} is not a sampling parameter", f"use {', '.join(sorted(NAMES))}"
                 )
         self._named = tuple(named)
         self.default = default
-        self._others = NAMES - set(named)
+        self._others = (NAMES | _ALIASES.keys()) - set(named)
 
-    def of(self, columns: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> SamplingParams:
-        """The row's effective parameters: the command's, under the named columns', `sampling_params`' and the body's.
+    def of(
+        self,
+        columns: Mapping[str, Any],
+        body: Mapping[str, Any] | None = None,
+        default: SamplingParams | None = None,
+    ) -> SamplingParams:
+        """The row's effective parameters: `default` (the command's), under the named columns', `sampling_params`' and the body's.
 
-        Raises `RowError`.
+        `body` has our names. Raises `RowError`.
         """
+        default = default or self.default
         own: dict[str, Any] = {}
         for name in self._named:
             value = columns.get(name)
             if value is not None:
-                own |= supported({name: _from_text(name, value) if isinstance(value, str) else value})
+                own |= translated({name: _from_text(name, value) if isinstance(value, str) else value})
         whole = columns.get(OBJECT_COLUMN)
         if whole is not None:
-            own |= supported(_object(whole))
+            own |= translated(_object(whole))
         if body:
             own |= body
         if not own:
-            return self.default
-        if isinstance(own.get("json_schema"), Mapping):
-            own["json_schema"] = _schema(own["json_schema"])
+            return default
         try:
-            return self.default.merged(own)
+            return default.merged(own)
         except OverflowError:  # JSON's whole numbers have no end
             raise RowError("unsupported_parameter", f"a number is too large: {_short(own)}") from None
 
@@ -128,20 +190,12 @@ def _from_text(name: str, text: str) -> Any:
         return None
     if name in _ITSELF:
         return text
-    if name == "choices":
+    if name in ("choices", "guided_choice"):
         return _choices(text)
     try:
         return json.loads(text.strip().lower() if name == "ignore_eos" else text)
     except ValueError:
         return text
-
-
-def _schema(schema: Mapping[str, Any]) -> str:
-    """As JSON, in its own order: that of the properties is the order they are written in."""
-    try:
-        return json.dumps(schema)
-    except TypeError as e:  # a table's dates and bytes
-        raise RowError("unsupported_parameter", f"json_schema is not JSON: {e}") from None
 
 
 def _choices(text: str) -> tuple[str, ...]:

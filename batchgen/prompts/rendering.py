@@ -97,11 +97,12 @@ class Renderer:
             Source.PROMPT: self._from_prompt,
         }
 
-    def render(self, row: Row, limit: int | None = None) -> Rendered | RowError:
+    def render(self, row: Row, limit: int | None = None, params: SamplingParams | None = None) -> Rendered | RowError:
         """What a row asks for, or why it cannot be had.
 
         `limit`: characters (or token ids) that the prompt's text and each message keep of theirs; `--on-long-prompt` says at which
         end. What stands around them is whole: the chat template's own text, `--system`, `--prefix`, the text of `--template`.
+        `params`: the row's default parameters; None for the command's.
         """
         if row.error is not None:
             return row.error
@@ -110,12 +111,12 @@ class Renderer:
             source = self.columns.source(row.columns)
             if source is Source.BODY:
                 body = read_body(row.columns)
-                prompt, params = self._from_body(body, cut), self._params.of(row.columns, body.params)
+                prompt, params = self._from_body(body, cut), self._params.of(row.columns, body.params, params)
             else:
                 both = self.columns.both_note(row.columns)
                 if both is not None:
                     self.note(both)
-                prompt, params = self._render_from[source](row.columns, cut), self._params.of(row.columns)
+                prompt, params = self._render_from[source](row.columns, cut), self._params.of(row.columns, None, params)
             completion = completion_of(row.columns, self._prompts, params) if self._prompts.score else None
             return Rendered(prompt, params, completion, priority_of(row.columns, self._prompts.priority_column))
         except RowError as e:
@@ -135,7 +136,9 @@ class Renderer:
         where = f"column {name!r}"
         if isinstance(value, list) and value and isinstance(value[0], int):
             if self._chat is not None:
-                raise RowError("invalid_row", f"{where} is a list of token ids, which only --no-chat sends as they are")
+                self.note("prompts that are token ids are sent as they are, not through the chat template")
+            if self._prompts.system is not None:
+                raise RowError("invalid_row", f"{where} is a list of token ids, which --system cannot be put before")
             return self._token_ids(cut(value), where)
         hint = ""
         if isinstance(value, list) and value and isinstance(value[0], Mapping):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from batchgen.config import ModelConfig
@@ -78,18 +79,65 @@ _TALKATIVE = ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the advice of transformers and the retries of the hub off standard error; errors are raised and logged as ever."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
+    """Keeps the advice and the loading bars of transformers and the retries of the hub off standard error; errors are raised and logged as ever.
+
+    May be nested, also by several threads: what was set before the first one entered is restored when the last one leaves.
+    """
+    _QUIET.enter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
+    finally:
+        _QUIET.leave()
+
+
+class _Quiet:
+    """Counts who wants quiet, and turns the libraries down for the first and up again after the last."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._depth = 0
+        self._levels: list[tuple[logging.Logger, int]] = []
+        self._bars = False
+
+    def enter(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            self._levels = [(logger, logger.level) for logger in map(logging.getLogger, _TALKATIVE)]
+            for logger, _ in self._levels:
+                logger.setLevel(logging.ERROR)
+            self._bars = _show_bars(False)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth:
+                return
+            for logger, level in self._levels:
                 logger.setLevel(level)
+            if self._bars:
+                _show_bars(True)
+
+
+def _show_bars(show: bool) -> bool:
+    """Turns transformers' own bars on or off, and leaves those of the hub's downloads as they are; returns whether they were on."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging as library
+
+    before, downloads = library.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    if show:
+        library.enable_progress_bar()
+    elif before:
+        library.disable_progress_bar()
+        if downloads:
+            enable_progress_bars()
+    return bool(before)
+
+
+_QUIET = _Quiet()
 
 
 def _text_config(hf_config: Any) -> Any:

@@ -155,7 +155,7 @@ def test_a_context_of_one_token_has_no_room_at_all(tools):
 
 def test_an_unknown_way_is_refused(tools):
     with pytest.raises(
-        UsageError, match="--on-long-prompt 'cut' is unknown; use error, truncate-left or truncate-right"
+        UsageError, match=r"^--on-long-prompt must be error, truncate-left or truncate-right, not 'cut'$"
     ):
         tools.builder(on_long_prompt="cut")
 

@@ -131,6 +131,14 @@ def test_template_variables_of_a_body_go_before_the_commands(tools):
     assert tools.text_of(draft) == "cmdrow"
 
 
+def test_the_reasoning_effort_of_a_chat_goes_to_its_template(tools):
+    template = "{{ reasoning_effort }}{{ b }}"
+    asked = row(CHAT, messages=[USER], reasoning_effort="low", chat_template_kwargs={"b": "!"})
+    assert tools.text_of(one(tools, asked, chat_template=template)) == "low!"
+    asked = row(CHAT, messages=[USER], reasoning_effort="low")
+    assert tools.text_of(one(tools, asked, chat_template=template)) == "low"
+
+
 def test_a_model_that_differs_is_mentioned_once(tools):
     b = tools.builder(chat_template=tools.CHATML)
     b.build(tools.rows(row(CHAT, model="gpt-x", messages=[USER]), row(CHAT, model="gpt-y", messages=[USER])))
@@ -160,7 +168,7 @@ def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
         (row(CHAT, messages=[USER], structured_outputs={"grammar": "root ::= 'a'"}), ("unsupported_parameter", "structured_outputs.grammar is not supported")),
         (row(CHAT, messages=[USER], structured_outputs={"json": {}, "whitespace_pattern": " "}), ("unsupported_parameter", "structured_outputs.whitespace_pattern is not supported")),
         (row(CHAT, messages=[USER], structured_outputs="json"), ("unsupported_parameter", "structured_outputs must be an object, not text")),
-        (row(CHAT, messages=[USER], reasoning_effort="low"), ("unsupported_parameter", "unknown parameter 'reasoning_effort'")),
+        (row(RAW, prompt="a", reasoning_effort="low"), ("unsupported_parameter", "unknown parameter 'reasoning_effort'")),
         (row(CHAT, messages=[USER], max_tokens=0), ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
         (row(CHAT, messages=[USER], chat_template_kwargs=5), ("invalid_row", "body.chat_template_kwargs must be an object, not a number")),
         (row(CHAT, messages=[USER], chat_template_kwargs={"tokenize": True}), ("unsupported_parameter", "body.chat_template_kwargs.tokenize is not the template's to set")),

@@ -148,10 +148,17 @@ def test_a_prompt_of_token_ids_is_sent_as_it_is_where_prompts_are_raw(tools):
     assert tools.error_of(large) == ("invalid_row", "column 'prompt' must be token ids from 0 to 259; one is 260")
     assert tools.error_of(mixed) == ("invalid_row", "column 'prompt' must be token ids from 0 to 259; one is text")
     assert tools.error_of(negative) == ("invalid_row", "column 'prompt' must be token ids from 0 to 259; one is -1")
-    (chat,) = tools.builder(chat_template=tools.CHATML).build(tools.rows({"prompt": [5, 0, 9]}))
-    assert tools.error_of(chat) == (
+
+
+def test_a_prompt_of_token_ids_is_sent_as_it_is_beside_a_chat_template_and_that_is_said(tools):
+    b = tools.builder(chat_template=tools.CHATML)
+    (chat,) = b.build(tools.rows({"prompt": [5, 0, 9]}))
+    assert chat.tokens.tolist() == [5, 0, 9]
+    assert b.notes == ["prompts that are token ids are sent as they are, not through the chat template"]
+    (row,) = tools.builder(chat_template=tools.CHATML, system="Be.").build(tools.rows({"prompt": [5, 0, 9]}))
+    assert tools.error_of(row) == (
         "invalid_row",
-        "column 'prompt' is a list of token ids, which only --no-chat sends as they are",
+        "column 'prompt' is a list of token ids, which --system cannot be put before",
     )
 
 

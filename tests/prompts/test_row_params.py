@@ -59,7 +59,7 @@ def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
             ("unsupported_parameter", "json_schema is not JSON: Object of type date is not JSON serializable"),
         ),
         ({"n": True}, ("unsupported_parameter", "n must be a whole number, not True")),
-        ({"top_logprobs": 3}, ("unsupported_parameter", "top_logprobs is not supported: 3")),
+        ({"top_logprobs": 3}, ("unsupported_parameter", "top_logprobs needs logprobs: true")),
         ({"logit_bias": {"5": 1}}, ("unsupported_parameter", 'logit_bias is not supported: {"5": 1}')),
     ],
 )
@@ -99,6 +99,33 @@ def test_parameters_that_ask_for_nothing_are_let_pass(tools):
         "best_of": 1,
     }
     assert params(tools, {"sampling_params": neutral}) == [SamplingParams()]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"max_completion_tokens": 9, "max_tokens": 5}, {"max_tokens": 9}),
+        ({"max_new_tokens": 9}, {"max_tokens": 9}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"logprobs": True, "top_logprobs": 2}, {"logprobs": 2}),
+        ({"guided_json": {"type": "null"}}, {"json_schema": '{"type": "null"}'}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choices": ("a", "b")}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"guided_decoding": {"json_object": True}}, {"json_schema": '{"type": "object"}'}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+    ],
+)
+def test_the_names_of_openai_and_vllm_are_understood_in_sampling_params(tools, theirs, ours):
+    default = SamplingParams(top_k=3)
+    assert params(tools, {"sampling_params": theirs}, sampling=default) == [SamplingParams(**{"top_k": 3} | ours)]
+
+
+def test_the_names_of_openai_and_vllm_are_understood_as_plain_columns(tools):
+    names = ("max_completion_tokens", "guided_choice")
+    assert params(
+        tools, {"max_completion_tokens": "7"}, {"guided_choice": "yes, no"}, {"guided_choice": None}, row_params=names
+    ) == [SamplingParams(max_tokens=7), SamplingParams(choices=("yes", "no")), SamplingParams()]
 
 
 def test_plain_columns_count_when_they_are_named(tools):

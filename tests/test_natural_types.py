@@ -1,0 +1,204 @@
+"""The Python API takes the types that one would write without looking them up; anything else is one clear error at the call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchgen import LLM, EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model_dir: Path) -> LLM:
+    return LLM(tiny_model_dir)  # a path
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_chat_model_dir: Path) -> LLM:
+    return LLM(tiny_chat_model_dir)
+
+
+def test_one_string_is_one_prompt(llm: LLM) -> None:
+    (result,) = llm.generate("Hello", FOUR)
+    assert result == llm.generate(["Hello"], FOUR)[0]
+    assert result.prompt_tokens == 1 + len("Hello")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "lengths"),
+    [
+        (("a", "bcd"), [2, 4]),
+        ((text for text in ("a", "bcd")), [2, 4]),
+        ({"a": None, "bcd": None}.keys(), [2, 4]),
+        ([5, 6, 7], [3]),
+        ([[5, 6, 7]], [3]),
+        ((5, 6), [2]),
+        (np.array([5, 6, 7]), [3]),
+        ([np.array([5, 6, 7], dtype=np.int32), "a"], [3, 2]),
+        ({"prompt": "abc", "other": 1}, [4]),
+        ([{"prompt": "abc"}, "a"], [4, 2]),
+        ([], []),
+    ],
+)
+def test_prompts_are_texts_token_ids_or_rows_in_any_list(llm: LLM, prompts: Any, lengths: list[int]) -> None:
+    results = llm.generate(prompts, FOUR)
+    assert [(r.error_type, r.prompt_tokens) for r in results] == [(None, length) for length in lengths]
+
+
+@pytest.mark.parametrize("prompts", [[USER], (USER,), [[USER]], [(USER,)], {"messages": [USER]}, {"messages": (USER,)}])
+def test_messages_are_one_conversation_or_a_list_of_them(chat: LLM, prompts: Any) -> None:
+    (result,) = chat.generate(prompts, FOUR)
+    assert result == chat.generate("hi", FOUR)[0]
+
+
+def test_token_ids_are_sent_as_they_are_also_where_there_is_a_chat_template(chat: LLM) -> None:
+    (result,) = chat.generate([5, 6, 7], FOUR)
+    assert (result.error_type, result.prompt_tokens) == (None, 3)
+
+
+def test_a_text_goes_into_the_column_that_the_options_name(llm: LLM) -> None:
+    options = PromptConfig(prompt_column="question")
+    (result,) = llm.generate("Hello", FOUR, prompt_options=options)
+    assert result.prompt_tokens == 1 + len("Hello")
+    (result,) = llm.generate([{"name": "Ada"}], FOUR, prompt_options=PromptConfig(template="I am {{ name }}"))
+    assert result.prompt_tokens == 1 + len("I am Ada")
+
+
+def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    params = [FOUR, {"max_tokens": 2, "ignore_eos": True}, None, SamplingParams(max_tokens=3, ignore_eos=True)]
+    results = llm.generate(["a", "b", "c", "d"], params)
+    counts = [r.completion_tokens for r in results]
+    assert (counts[0], counts[1], counts[3]) == (4, 2, 3)
+    assert results[2] == llm.generate(["x", "x", "c"])[2]
+    alone = llm.generate("d", params[3])[0]
+    assert results[3].text == alone.text
+
+
+def test_parameters_may_be_a_dict_with_the_names_of_openai_and_vllm_too(llm: LLM) -> None:
+    (result,) = llm.generate("a", {"max_completion_tokens": 3, "ignore_eos": True, "top_k": -1, "stop_token_ids": [5]})
+    assert result.completion_tokens <= 3
+    (label,) = llm.generate("a", {"guided_choice": ["yes", "no"]})
+    assert label.text in ("yes", "no")
+
+
+def test_lists_in_parameters_are_taken(llm: LLM) -> None:
+    llm.generate("a", SamplingParams(max_tokens=2, stop=["0"], stop_token_ids=[22]))
+    (label,) = llm.generate("a", SamplingParams(choices=["yes", "no"]))
+    assert set(label.choice_probs or {}) == {"yes", "no"}
+
+
+def test_one_pair_may_be_scored(llm: LLM) -> None:
+    (result,) = llm.score("a", "xyz")
+    assert result.score is not None
+    assert result.score.tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5,), "prompts must be a prompt or a list of prompts, not 5"),
+        ((None,), "prompts must be a prompt or a list of prompts, not None"),
+        ((b"Hello",), "prompts must be a prompt or a list of prompts, not b'Hello'"),
+        (([5.5],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not 5.5"),
+        ((["a", None],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not None"),
+        (([{"text": "a"}],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not {'text': 'a'}"),
+        ((["a"], 5), "params must be SamplingParams, a dict, or a list of them, not 5"),
+        ((["a"], ["x"]), "params must be SamplingParams, a dict, or a list of them, not 'x'"),
+    ],
+)  # fmt: skip
+def test_anything_else_is_one_type_error_at_the_call(llm: LLM, arguments: Any, message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        llm.generate(*arguments)
+    assert str(caught.value) == message
+    assert llm.unfinished == 0
+
+
+def test_lists_that_do_not_go_together_are_refused_with_both_lengths(llm: LLM) -> None:
+    with pytest.raises(
+        ValueError, match=r"^there are 2 prompts and 1 params; give one for each prompt, or one for all$"
+    ):
+        llm.generate(["a", "b"], [FOUR])
+    with pytest.raises(
+        ValueError, match=r"^there are 2 prompts and 1 completions; give one completion for each prompt$"
+    ):
+        llm.score(["a", "b"], ["x"])
+    with pytest.raises(TypeError, match=r"^a completion must be text, not 5$"):
+        llm.score(["a"], [5])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"^prompt_options must be a PromptConfig, not \{\}$"):
+        llm.generate("a", prompt_options={})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^unknown parameter 'temprature'$"):
+        llm.generate("a", {"temprature": 1})
+
+
+def test_a_model_is_closed_at_the_end_of_with_and_says_so_afterwards(tiny_model_dir: Path) -> None:
+    with LLM(tiny_model_dir) as llm:
+        llm.generate("a", FOUR)
+    for call in (lambda: llm.generate("a"), lambda: llm.score("a", "b"), llm.run, lambda: llm.engine):
+        with pytest.raises(RuntimeError, match=r"^this model is closed: make a new LLM$"):
+            call()
+    assert llm.stats.completion_tokens == 4
+    llm.close()
+
+
+def test_a_job_takes_texts_paths_and_lists(tiny_model_dir: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    whole = JobConfig(inputs=source, output=output, model=tiny_model_dir, sampling={"max_tokens": 2}, keep=["prompt"])
+    assert (whole.inputs, whole.output, whole.keep) == ((str(source),), str(output), ("prompt",))
+    assert (whole.model, whole.sampling) == (ModelConfig(model=str(tiny_model_dir)), SamplingParams(max_tokens=2))
+    assert run_job(whole).exit_code == 0
+    for inputs in (str(source), [source], (source,), [str(source)]):
+        assert JobConfig(inputs=inputs, output=str(output), model=str(tiny_model_dir)).inputs == (str(source),)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"inputs": 5}, "inputs must be a file name, a path or a list of them, not 5"),
+        ({"inputs": [5]}, "inputs must be a file name, a path or a list of them, not [5]"),
+        ({"inputs": [b"a"]}, "inputs must be a file name, a path or a list of them, not [b'a']"),
+        ({"output": 5}, "output must be text or a path, not 5"),
+        ({"model": 5}, "model must be ModelConfig, not 5"),
+        ({"sampling": 5}, "sampling must be SamplingParams, not 5"),
+        ({"prompts": {}}, "prompts must be PromptConfig, not {}"),
+        ({"engine": "fast"}, "engine must be EngineConfig, not 'fast'"),
+        ({"keep": 5}, "keep must be text or a list of texts, not 5"),
+        ({"keep": [5]}, "keep must be text or a list of texts, not [5]"),
+    ],
+)
+def test_a_job_says_which_of_its_values_has_a_type_that_it_cannot_have(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        JobConfig(**{"inputs": "a.jsonl", "model": "m"} | values)
+    assert str(caught.value) == message
+
+
+def test_options_of_prompts_are_text(tiny_model_dir: Path) -> None:
+    assert PromptConfig(row_params="seed").row_params == PromptConfig(row_params=["seed"]).row_params == ("seed",)
+    with pytest.raises(TypeError, match=r"^template must be text, not PosixPath\('a.jinja'\)$"):
+        PromptConfig(template=Path("a.jinja"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^model must be text or a path, not 5$"):
+        LLM(5)  # type: ignore[arg-type]
+
+
+def test_a_program_sees_no_bar_of_a_library(tiny_model_dir: Path) -> None:
+    program = (
+        f"from batchgen import LLM\nLLM({str(tiny_model_dir)!r}, compile='off').generate('a', {{'max_tokens': 2}})\n"
+    )
+    program += "from transformers.utils import logging\nprint(logging.is_progress_bar_enabled())"
+    environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "True\n", "")
+
+
+def test_the_engine_says_which_of_its_values_has_a_type_that_it_cannot_have(tiny_model_dir: Path) -> None:
+    with pytest.raises(TypeError, match=r"^engine must be an EngineConfig, not 'fast'$"):
+        LLM(tiny_model_dir, engine="fast")  # type: ignore[arg-type]
+    assert LLM(tiny_model_dir, engine=EngineConfig(batch_size=2)).config.batch_size == 2
