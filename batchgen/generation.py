@@ -10,7 +10,6 @@ from typing import Any
 from batchgen.ahead import Ahead
 from batchgen.config import JobConfig
 from batchgen.devices import AnyEngine, open_engine
-from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import ErrorLimit
 from batchgen.jobs.identity import dtype_name
 from batchgen.kept import KeptPrefixes
@@ -20,6 +19,7 @@ from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder
 from batchgen.records import JobFolder, Row, StdoutJob
 from batchgen.request import Leaf, Request, leaves_of, row_key
 from batchgen.result import Result
+from batchgen.sampling.grammars import GrammarCheck
 from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, figures
 

@@ -8,7 +8,6 @@ from typing import Any
 from batchgen.config import JobConfig
 from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyErrors
 from batchgen.generation import Generation
-from batchgen.grammar_check import GrammarCheck
 from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import job_settings
 from batchgen.progress import Progress, Silent, Told
@@ -25,6 +24,7 @@ from batchgen.records import (
     window_rows,
 )
 from batchgen.records.inputs import CHECKED_ROWS
+from batchgen.sampling.grammars import GrammarCheck
 from batchgen.signals import Signals
 from batchgen.stats import RunFigures, check_stats_file, versions, write_stats
 from batchgen.whole import Whole

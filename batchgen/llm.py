@@ -14,13 +14,13 @@ from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.errors import RowError
 from batchgen.generation import request_of
-from batchgen.grammar_check import GrammarCheck
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
 from batchgen.records import Row
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.result import Result
+from batchgen.sampling.grammars import GrammarCheck
 from batchgen.sampling_params import SamplingParams
 from batchgen.stats import EngineStats
 

@@ -145,7 +145,9 @@ class Planner:
     def __post_init__(self) -> None:
         self._survey = Survey(self.config.engine.chunk_size, TREE_NODES, GROUPS)
         with quiet():  # torchao, where it is installed, has much to say
-            from batchgen.engine.sizing import page_size_of  # imports torch, which transformers has imported by now
+            from batchgen.model.memory_budget import (
+                page_size_of,  # imports torch, which transformers has imported by now
+            )
 
         self.page_size = page_size_of(self.config.engine.chunk_size)
         self.bytes_per_token = kv_bytes_per_token(

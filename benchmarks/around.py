@@ -71,8 +71,8 @@ def child(model: Path, rows: Path) -> None:
     import torch
 
     from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
-    from batchgen.engine.runner import Runner
-    from batchgen.engine.sampler import Sampler
+    from batchgen.model.runner import Runner
+    from batchgen.sampling.sampler import Sampler
     from benchmarks.roofline import Shape
 
     shape = Shape.of(model)

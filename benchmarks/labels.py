@@ -19,7 +19,7 @@ import numpy as np
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.engine.engine import Engine
-from batchgen.engine.loading import load_model
+from batchgen.model.loader import load_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import load_tokenizer
 from batchgen.request import Request, leaves_of, row_key

@@ -21,7 +21,7 @@ import numpy as np
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.engine.engine import Engine
-from batchgen.engine.loading import LoadedModel, load_model
+from batchgen.model.loader import LoadedModel, load_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer, load_tokenizer
 from batchgen.request import Request, leaves_of, row_key

@@ -1,6 +1,6 @@
 """Writes docs/models.md: the architectures that are verified, what their tests cover, and those that are refused.
 
-Run it after a change to batchgen/engine/architectures.py or tests/parity/shapes.py: python docs/make_models_table.py
+Run it after a change to batchgen/model/architectures.py or tests/support/shapes.py: python docs/make_models_table.py
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ This page is written by `docs/make_models_table.py`; a test compares the two.
 
 def page() -> str:
     """The whole of docs/models.md."""
-    sys.path.insert(0, str(HERE.parent / "tests" / "parity"))
-    from features import candidates, features_of_all
-
-    from batchgen.engine.architectures import REFUSED, VERIFIED, VERIFIED_ON
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON
+    from support.features import candidates, features_of_all
 
     features = features_of_all()
     decoders = {name for name in candidates() if "encoders" not in REFUSED.get(name, "")}

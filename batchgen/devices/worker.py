@@ -14,9 +14,8 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from batchgen.devices.channel import Channel
-from batchgen.devices.messages import Cancel, Failed, Ready, Report, Setup, Stop, Work
-from batchgen.devices.opening import engine_here
+from batchgen.devices.engine import engine_here
+from batchgen.devices.transport import Cancel, Channel, Failed, Ready, Report, Setup, Stop, Work
 from batchgen.errors import BatchgenError, DevicesLost
 from batchgen.guards import few_collections, memory_errors
 from batchgen.prefix import PrefixPlan, plan_prefixes
@@ -28,6 +27,20 @@ from batchgen.stats import memory_bytes_peak
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
+
+
+def take_share(device: str, place: int, processes: int) -> None:
+    """Its part of the CPU's threads; its GPU, and no context on another. Raises `ModelError` for one that this machine does not have."""
+    with quiet():  # torchao, where it is installed, has much to say
+        import torch
+
+        from batchgen.model.loader import pick_device
+
+    torch.set_num_threads(max(1, (torch.get_num_threads() + place) // processes))
+    own = pick_device(device)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+
 
 REPORT_SECONDS = 0.02
 """Between two reports while it runs."""
@@ -56,9 +69,6 @@ def _end_with_parent(parent: int) -> None:
 def load(setup: Setup) -> Engine:
     """The engine of this process. Raises `BatchgenError`."""
     text = load_tokenizer(setup.model)
-    with quiet():
-        from batchgen.engine.process import take_share  # imports torch
-
     take_share(setup.model.device, setup.place, setup.processes)
     return engine_here(setup.model, text, setup.engine)
 

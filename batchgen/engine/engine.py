@@ -6,33 +6,178 @@ the present one's tokens looked at. A sequence that has ended by then has run on
 
 from __future__ import annotations
 
+import ctypes
+import sys
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig
-from batchgen.engine.constraints import Constraints
-from batchgen.engine.flight import Flight, Launcher
-from batchgen.engine.host_memory import keep_freed_memory
-from batchgen.engine.kv_cache import KVCache
-from batchgen.engine.memory import Memory
-from batchgen.engine.pages import PagePool
-from batchgen.engine.policy import POLICIES
-from batchgen.engine.prepared import LoadedModel, with_pages
-from batchgen.engine.rows import OnResult, OnToken, Rows
-from batchgen.engine.runner import Runner
-from batchgen.engine.sampler import Sampler
-from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sizing import Sizes, page_size_of, size_engine
-from batchgen.engine.spans import Sequence as Running
-from batchgen.engine.spans import Stops
-from batchgen.engine.steps import Step
-from batchgen.engine.stopping import Detokenizer, Stopper
+from batchgen.engine.results import OnResult, OnToken, Rows
 from batchgen.errors import RowError
+from batchgen.kernels.transfer import Readback, put
+from batchgen.model.adapter import LoadedModel, with_pages
+from batchgen.model.memory_budget import Sizes, page_size_of, size_engine
+from batchgen.model.runner import Runner
 from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Leaf, Request
 from batchgen.result import Result
+from batchgen.sampling.constraints import Constraints
+from batchgen.sampling.logprobs import Drawn, Sampled
+from batchgen.sampling.sampler import Sampler
+from batchgen.sampling.scoring import StepScores, score_step
+from batchgen.sampling.stopping import Detokenizer, Stopper
+from batchgen.scheduling.batch import Step, count_step
+from batchgen.scheduling.block_manager import Memory
+from batchgen.scheduling.block_pool import PagePool
+from batchgen.scheduling.scheduler import Scheduler
+from batchgen.scheduling.sequence import Branch, GenerationSequence, Stops
+from batchgen.scheduling.waiting import POLICIES
 from batchgen.stats import EngineStats
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
+
+
+def keep_freed_memory() -> bool:
+    """Tells glibc to reuse large blocks, not to unmap them; process-wide. False where the C library is another."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False  # musl, say
+    # 32 MiB is the largest threshold that glibc takes; larger blocks are mapped each for itself.
+    wanted = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20))
+    return all([mallopt(option, value) == 1 for option, value in wanted])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step that is launched. What it says of sequences that have ended meanwhile counts for nothing."""
+
+    drawing: list[GenerationSequence]
+    """The sequences that a token is drawn for, in the order of `drawn`."""
+    drawn: Drawn | None
+    scored: list[GenerationSequence]
+    """The texts that it scores to their end."""
+    scores: StepScores | None
+    readback: Readback
+
+    def land(self) -> Sampled:
+        """Waits for the step: its scores are filled in, what it has drawn is returned."""
+        numbers = self.readback.lists()
+        if self.scores is not None:
+            self.scores.fill(numbers[0], numbers[1])
+            del numbers[:2]
+        return Sampled([], []) if self.drawn is None else self.drawn.read(numbers)
+
+
+class Launcher:
+    """Launches steps: the forward, what is scored in it, the draw, and the copy of their numbers to the host.
+
+    What the scheduler gives away at a launch, pages and slots of sequences that have ended or are leaving, goes to later steps. The device does
+    its work in the order of the launches, so whatever a step still in flight reads or writes there, it does before them.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, sampler: Sampler, constraints: Constraints, stats: EngineStats
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._constraints = constraints
+        self._stats = stats
+
+    def launch(self, step: Step, catch_up: Callable[[], None] | None) -> Flight:
+        """Launches a step whose sequences are seated.
+
+        `catch_up` lands the step before, where that is still in flight. It is called between forward and draw where a row under a grammar
+        runs: which token may follow depends on the one before.
+        """
+        with self._timed():
+            drawing = _drawing(step)
+            if catch_up is None:
+                self._constraints.start(drawing)  # while the model runs
+            logits = self._runner.run(step, self._sampler.last)
+            scores = None
+            if logits is not None:
+                scores = score_step(step.works, logits)
+                _keep_logits(step, logits)
+        count_step(self._stats, step)
+        scored = [*step.scored, *self._scheduler.ran(step)]
+        if catch_up is not None and self._constraints.used:
+            catch_up()
+        with self._timed():
+            drawing, drawn = self._draw(step, logits, drawing)
+            parts = [*(scores.tensors if scores else ()), *(drawn.tensors if drawn else ())]
+            readback = Readback(parts, self._runner.model.device)
+        for seq in self._scheduler.draws(drawing):
+            self._sampler.remove(seq.slot)
+            seq.slot = -1
+        return Flight(drawing, drawn, scored, scores, readback)
+
+    def land(self, flight: Flight) -> Sampled:
+        """Waits for a step."""
+        with self._timed():
+            return flight.land()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._stats.forward_seconds += time.perf_counter() - began
+
+    def _draw(
+        self, step: Step, logits: torch.Tensor | None, drawing: list[GenerationSequence]
+    ) -> tuple[list[GenerationSequence], Drawn | None]:
+        """Draws for those of `drawing` that have not ended since the step was scheduled, and returns who they are."""
+        rows: list[int] = []
+        at = 0
+        for work in step.works:
+            at += work.stop - work.logits
+            if work.logits < work.stop and isinstance(work.span, GenerationSequence) and not work.span.scoring:
+                rows.append(at - 1)
+        if not all(seq.running for seq in drawing):
+            rows = [row for row, seq in zip(rows, drawing, strict=False) if seq.running]
+            drawing = [seq for seq in drawing if seq.running]
+        if not drawing:
+            return [], None
+        parts: list[torch.Tensor] = []
+        if logits is not None and rows:
+            places = np.array(rows, dtype=np.int64)
+            parts.append(logits if len(rows) == len(logits) else logits[put(places, logits.device)])
+        if len(drawing) > len(rows):
+            parts.append(torch.stack([seq.path[-1].logits for seq in drawing[len(rows) :]]))
+        drawn = self._sampler.sample(
+            parts[0] if len(parts) == 1 else torch.cat(parts),
+            [seq.slot for seq in drawing],
+            [seq.drawn for seq in drawing],
+            self._constraints.mask(drawing),
+        )
+        return drawing, drawn
+
+
+def _drawing(step: Step) -> list[GenerationSequence]:
+    """The sequences that draw a token in this step: in the order of the works, then those that draw at a node."""
+    works = (w.span for w in step.works if w.logits < w.stop)
+    return [*(s for s in works if isinstance(s, GenerationSequence) and not s.scoring), *step.ready]
+
+
+def _keep_logits(step: Step, logits: torch.Tensor) -> None:
+    """A node's last logits stay for the prompts that end there."""
+    at = 0
+    for work in step.works:
+        at += work.stop - work.logits
+        span = work.span
+        if isinstance(span, Branch) and work.stop == span.end and span.window.draws_at[span.node.index]:
+            span.logits = logits[at - 1].clone()
 
 
 class Engine:
@@ -192,7 +337,7 @@ class Engine:
                 if request.params.constrained:
                     self.constraints.add(seq, request.params, seq.generated)
 
-    def _unseat(self, seq: Running) -> None:
+    def _unseat(self, seq: GenerationSequence) -> None:
         if seq.slot >= 0 and not seq.scoring:  # else it has left the sampler already
             self.sampler.remove(seq.slot)
         seq.slot = -1
@@ -218,7 +363,7 @@ class Engine:
                 self._drew(seq, token, valid, numbers)
         self._flights.popleft()
 
-    def _drew(self, seq: Running, token: int, valid: bool, logprobs: object) -> None:
+    def _drew(self, seq: GenerationSequence, token: int, valid: bool, logprobs: object) -> None:
         """A token was drawn for a sequence."""
         self.stats.decode_sequences += 1
         if not valid:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
-from batchgen.engine.kv_cache import KVCache, bytes_per_token
+from batchgen.attention.kv_cache import KVCache, bytes_per_token
 from benchmarks.engines.common import add_device, check_and_write_ids, parser, read_work, report
 
 FIGURES = ("prompt_tokens", "prefill_tokens", "prefill_tokens_min", "shared_fraction", "steps", "mean_decode_batch",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from batchgen.engine.kv_cache import LayerShape
+from batchgen.attention.kv_cache import LayerShape
 from benchmarks.gpu.floor import Ceiling
 from benchmarks.machine import machine_facts
 from benchmarks.models import GPU_CONFIGS

@@ -1,6 +1,6 @@
 """Attention by itself, one layer: where shared parts begin to pay, which tiles are fast, and how it stands beside torch's own.
 
-What it finds sets the constants of `batchgen/engine/attention/device.py` and `triton_kernels.py`; nothing changes by itself.
+What it finds sets the constants of `batchgen/attention/triton_backend.py` and `triton_kernels.py`; nothing changes by itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from batchgen.engine.attention import device, work_list
-from batchgen.engine.attention.base import LayerOptions
-from batchgen.engine.attention.device import DeviceAttention
-from batchgen.engine.kv_cache import KVCache
-from batchgen.engine.steps import Work
+from batchgen.attention import triton_backend, work_list
+from batchgen.attention.base import LayerOptions
+from batchgen.attention.kv_cache import KVCache
+from batchgen.attention.triton_backend import DeviceAttention
+from batchgen.scheduling.batch import Work
 from benchmarks.gpu.device import Bench, layer_shape, shape_of
 
 PAGE = 32
@@ -127,14 +127,14 @@ def crossover(bench: Bench, model: str) -> dict[str, Any]:
             works = decoding(count, prefix, PAGE)
             took = []
             for reads in (ALWAYS, NEVER):
-                with changed(device, SHARED_READS=reads):
+                with changed(triton_backend, SHARED_READS=reads):
                     took.append(layer.seconds(works))
             grid.append({"prefix": prefix, "sharers": count, "shared_ms": ms(took[0]), "flat_ms": ms(took[1])})
     return {
         "model": bench.model(model),
         "grid": grid,
         "best_shared_reads": best_threshold(grid),
-        "used": device.SHARED_READS,
+        "used": triton_backend.SHARED_READS,
     }
 
 
@@ -218,7 +218,7 @@ def varlen(bench: Bench, layer: Layer, count: int, length: int) -> float | None:
 
 def variants(bench: Bench, lane: str) -> dict[str, Any]:
     """Milliseconds with other tiles: of decoding under a shared prefix, and of the prefill (wide) or of decoding alone (narrow)."""
-    from batchgen.engine.attention import triton_kernels
+    from batchgen.attention import triton_kernels
 
     shape = shape_of(bench.model("8b"), bench.dtype)
     key = (bench.dtype.itemsize, max(64, shape.head_dim))
@@ -240,7 +240,7 @@ def splits(bench: Bench) -> dict[str, Any]:
     """The same by how finely long ranges of keys are split: as it is, and with one constant at a time changed."""
     found = [{"change": {}, **_all(bench)}]
     for name, values in list(SPLITS.items())[: bench.size(None, 1)]:
-        of = device if hasattr(device, name) else work_list
+        of = triton_backend if hasattr(triton_backend, name) else work_list
         for value in values[: bench.size(None, 1)]:
             with changed(of, **{name: value}):
                 found.append({"change": {name: value}, **_all(bench)})

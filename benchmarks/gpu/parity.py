@@ -16,17 +16,17 @@ import torch
 
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
-from batchgen.engine.loading import prepare_model, use_exact_float32
-from batchgen.engine.prepared import LoadedModel
-from batchgen.engine.spans import Sequence as Running
+from batchgen.model.adapter import LoadedModel
+from batchgen.model.loader import prepare_model, use_exact_float32
 from batchgen.prompts import LoadedTokenizer
 from batchgen.result import Result
+from batchgen.scheduling.sequence import GenerationSequence
 from benchmarks.gpu.device import Bench
 from benchmarks.gpu.serving import Numbers
 from benchmarks.models import random_model
 from benchmarks.programs import ROOT
 
-sys.path.insert(0, str(ROOT / "tests" / "parity"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 ARCHITECTURES = (
     "llama", "llama/llama3", "llama/mqa", "qwen2", "qwen3", "mistral/window", "mixtral", "gemma2", "gemma3_text", "gemma4_text",
@@ -65,8 +65,8 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]:
     """Rows whose tokens are those of `generate`, under each schedule; and how far logits lie from its logits, of the largest."""
-    from models import build, expect, make_requests, run
-    from shapes import prompts_and_lengths
+    from support.models import build, expect, make_requests, run
+    from support.shapes import prompts_and_lengths
 
     reference = build(name).to(bench.device)
     model = prepared(reference)
@@ -117,7 +117,7 @@ class Seen:
             at = 0
             for work in step.works:
                 for position in range(work.logits, work.stop):
-                    if logits is not None and isinstance(work.span, Running):
+                    if logits is not None and isinstance(work.span, GenerationSequence):
                         request = work.span.request
                         # A copy: the next step may put its logits where these are.
                         copied = logits[at].to(torch.float32, copy=True)
@@ -141,7 +141,7 @@ def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any
     The largest of many differences says little where transformers' own are bit for bit the same in every batch. What says whether
     precision was lost is the error: the root mean square of the differences from float32.
     """
-    from models import build, make_requests, run
+    from support.models import build, make_requests, run
 
     if name in BFLOAT16[:1]:
         reference = random_model(bench.model(name), str(bench.device), "bfloat16")
@@ -180,7 +180,7 @@ def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any
 
 def prepared(reference: Any, compiled: bool = True) -> LoadedModel:
     """A copy of the model as the engine runs it: on a CPU with our kernels, where they are `compiled`."""
-    from models import kernels
+    from support.models import kernels
 
     on_cpu = reference.device.type == "cpu"
     return prepare_model(copy.deepcopy(reference), kernels=kernels() if on_cpu and compiled else None)

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
-from batchgen.engine.loading import prepare_model
+from batchgen.model.loader import prepare_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Request, leaves_of, row_key

@@ -24,7 +24,11 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 def gpu_tests(bench: Bench) -> dict[str, Any]:
     """The tests that need a GPU; a tiny bench runs some that do not, to show that it can."""
     # By far the most examples of the slow ones have a kernel of their own to compile.
-    on_gpu = ["-m", "gpu and not slow and not nightly", "tests/engine", "tests/devices"]
+    on_gpu = [
+        "-m",
+        "gpu and not slow and not nightly",
+        *(f"tests/{part}" for part in ("attention", "devices", "engine", "kernels", "model", "sampling")),
+    ]
     tests = bench.size(on_gpu, ["-m", "", "tests/prefix/test_hashing.py"])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

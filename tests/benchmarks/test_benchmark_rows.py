@@ -57,7 +57,7 @@ def test_what_the_pool_holds_more_tells_how_often_the_prefix_is_there(copies: in
 def test_what_stands_in_for_the_forward_is_not_counted_and_gives_other_logits_each_time() -> None:
     import torch
 
-    from batchgen.engine.steps import Work
+    from batchgen.scheduling.batch import Work
 
     in_place = InPlace(5, torch.float32)
     works = [Work(None, 0, 4, 3), Work(None, 0, 2, 2), Work(None, 7, 8, 7)]  # type: ignore[arg-type]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import ThreadProcess
 
 from batchgen import LLM, EngineConfig, Result, SamplingParams
-from batchgen.devices import processes, worker
-from batchgen.devices.messages import Setup
+from batchgen.devices import transport, worker
+from batchgen.devices.transport import Setup
 from batchgen.errors import ModelError
+from support.fakes import ThreadProcess
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -36,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadProcess]]:
         started.append(ThreadProcess(connection, said, load_in_turn))
         return started[-1]
 
-    monkeypatch.setattr(processes, "start_process", start)
+    monkeypatch.setattr(transport, "start_process", start)
     yield started
     for process in started:
         process.kill()

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fakes import FakeEngine, Fleet, grouped, planned, request
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.workers import Workers
+from batchgen.devices.engine import Workers
 from batchgen.errors import BatchgenError, DevicesLost, ModelError, OutOfMemory, UsageError
 from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
+from support.fakes import FakeEngine, Fleet, grouped, planned, request
 
 
 @pytest.fixture

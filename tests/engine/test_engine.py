@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
-import tiny
-from tiny import PAGE, TOKEN, VOCAB, build, engine_of, planned, requests_of, run
+
+from support import tiny
+from support.tiny import PAGE, TOKEN, VOCAB, build, engine_of, planned, requests_of, run
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["step by step", "a step ahead"])

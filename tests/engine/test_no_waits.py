@@ -13,19 +13,20 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, build, engine_of, planned, requests_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from batchgen.engine import flight, staging
-from batchgen.engine.flight import Launcher
-from batchgen.engine.loading import prepare_model
-from batchgen.engine.runner import Runner
-from batchgen.engine.sampler import Sampler
+from batchgen.engine import engine as engine_module
+from batchgen.engine.engine import Launcher
+from batchgen.kernels import transfer
+from batchgen.model.loader import prepare_model
+from batchgen.model.runner import Runner
 from batchgen.request import Request
+from batchgen.sampling.sampler import Sampler
 from batchgen.sampling_params import SamplingParams
+from support.tiny import VOCAB, build, engine_of, planned, requests_of
 
 NOWHERE = torch.device("meta")
 EOS = 90
@@ -122,8 +123,8 @@ def guarded(monkeypatch, engine):
     module, slots, penalties = engine.runner.model.module, engine.sampler._slots, engine.sampler._penalties
     tensors = [slots.last, slots._table, penalties._seen.rows, penalties._counts.rows]
     copies = Copies([*module.parameters(), *module.buffers(), *tensors])
-    staged = staging.staged
-    monkeypatch.setattr(staging, "staged", lambda values, device: copies.pin(staged(values, device)))
+    staged = transfer.staged
+    monkeypatch.setattr(transfer, "staged", lambda values, device: copies.pin(staged(values, device)))
     step = engine.step
 
     def watched(admit=True):
@@ -144,7 +145,7 @@ def engine_without_values(monkeypatch, **options):
     here, model = models()
     engine = engine_of(here, eos=(EOS,), **options)
     engine.ahead = True
-    monkeypatch.setattr(flight, "Readback", Told)
+    monkeypatch.setattr(engine_module, "Readback", Told)
     runner = Runner(model, engine.runner.cache, engine.sizes.limits, engine.notes)
     runner._attention = Attention
     runner._move = lambda moves: None  # of pages: kv_cache's
@@ -235,7 +236,7 @@ MISTAKES = {
     "a tensor made of a list": lambda x: torch.tensor([1, 2], device=x.device) + 1,
     "memory that is not pinned": lambda x: torch.arange(3).to(x.device, non_blocking=True),
     "a number for the places of an index": lambda x: x.clone().__setitem__(torch.zeros_like(x).long()[0, :1], 1),
-    "a copy that waits": lambda x: staging.staged(np.arange(3), x.device).to(x.device),
+    "a copy that waits": lambda x: transfer.staged(np.arange(3), x.device).to(x.device),
 }  # fmt: skip
 
 

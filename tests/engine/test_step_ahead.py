@@ -4,14 +4,14 @@ import random
 
 import numpy as np
 import pytest
-import tiny
-from tiny import VOCAB
 
 from batchgen.config import EngineConfig
-from batchgen.engine.policy import POLICIES
 from batchgen.llm import LLM
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.waiting import POLICIES
+from support import tiny
+from support.tiny import VOCAB
 
 EOS = (11, 60)
 

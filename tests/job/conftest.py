@@ -9,22 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import CASES, Job, Runs
 
-HERE = Path(__file__).parent
+from support.harness import CASES, Job, Runs
 
 
 @pytest.fixture(scope="session")
 def runs(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    root, scratch = HERE.parents[1], tmp_path_factory.mktemp("runs")
-    paths = [str(root), str(root / "cli"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    root, scratch = Path(__file__).parents[2], tmp_path_factory.mktemp("runs")
+    paths = [str(root), str(root / "cli"), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     env = os.environ | one_thread
     env |= {"PYTHONPATH": os.pathsep.join(paths), "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     with (
         (scratch / "zygote.err").open("w") as err,
         subprocess.Popen(
-            [sys.executable, str(HERE / "zygote.py")],
+            [sys.executable, str(root / "tests" / "support" / "zygote.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=err,

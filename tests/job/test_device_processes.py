@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import TINY_SPOOL, Case, Job, Running, Runs, journal_keys, write_common_input
+
+from support.harness import TINY_SPOOL, Case, Job, Running, Runs, journal_keys, write_common_input
 
 TWO = ("--device", "cpu:0,1")
 LONG = ("--max-tokens", "240", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")

@@ -11,7 +11,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from harness import Job, Running, journal_keys, read_output
+
+from support.harness import Job, Running, journal_keys, read_output
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="stops are seen in /proc")
 each = pytest.mark.parametrize("job", ["spooled", "windows"], indirect=True)

@@ -8,7 +8,8 @@ import random
 import re
 
 import pytest
-from harness import CASES, Ended, Job
+
+from support.harness import CASES, Ended, Job
 
 SQLITE_WORDS = {"ENOSPC": "database or disk is full", "EROFS": "attempt to write a readonly database"}
 FAULTS = [(how, lasting) for how in ("ENOSPC", "EIO", "EROFS", "EDQUOT") for lasting in (False, True)]

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import TINY_SPOOL, write_common_input
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from batchgen.prompts import load_tokenizer
 from batchgen.request import Leaf, row_digest
 from batchgen.result import Result
 from batchgen.stats import EngineStats
+from support.harness import TINY_SPOOL, write_common_input
 
 
 class Killed(BaseException):

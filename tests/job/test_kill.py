@@ -6,7 +6,8 @@ import random
 import time
 
 import pytest
-from harness import CASES, Job, journal_keys
+
+from support.harness import CASES, Job, journal_keys
 
 KILLS = 3
 """Of each case."""

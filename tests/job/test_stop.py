@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from harness import CASES, Ended, Job, journal_keys
+
+from support.harness import CASES, Ended, Job, journal_keys
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import kernels
 
 from benchmarks.gpu.device import Bench
 from benchmarks.gpu.parity import bfloat16
+from support.models import kernels
 
 PLAIN = 1.1
 """Times transformers' error, without our kernels: torch's products round attention's scores. Measured: 1.00 to 1.09."""

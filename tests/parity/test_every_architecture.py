@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from features import candidates
-from models import Expected, engine_for, expect, make_requests, packed_model, reference_model, run, watched
-from shapes import SHAPES, prompts_and_lengths
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from batchgen.engine.architectures import REFUSED, VERIFIED, VERIFIED_ON, check_architecture, is_verified, refusal
-from batchgen.engine.attention.base import LayerOptions, StepAttention
+from batchgen.attention.base import LayerOptions, StepAttention
 from batchgen.errors import ModelError
+from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, check_architecture, is_verified, refusal
+from support.features import candidates
+from support.models import Expected, engine_for, expect, make_requests, packed_model, reference_model, run, watched
+from support.shapes import SHAPES, prompts_and_lengths
 
 # transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 import torch
 import transformers
-from models import build, kernels
-from shapes import SHAPES, VOCAB
 from transformers import CONFIG_MAPPING
 
-from batchgen.engine import fused
-from batchgen.engine.fused import fuse
+from batchgen.kernels import fusion
+from batchgen.kernels.fusion import fuse
+from support.models import build, kernels
+from support.shapes import SHAPES, VOCAB
 
 # transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -42,7 +42,7 @@ def _logits(model: torch.nn.Module, count: int = 50) -> torch.Tensor:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
-    monkeypatch.setattr(fused, "is_fast", lambda dtype: True)  # also where torch's own layers are faster
+    monkeypatch.setattr(fusion, "is_fast", lambda dtype: True)  # also where torch's own layers are faster
 
 
 @pytest.mark.parametrize("name", _params())
@@ -61,10 +61,10 @@ def test_logits_in_bfloat16_differ_no_more_than_between_lengths_of_a_batch(name:
     exact = _logits(copy.deepcopy(model).float())
     plain = _logits(model)
     fuse(model)
-    fused = _logits(model)
+    fusion = _logits(model)
     spread = float((plain - exact).abs().max())
-    assert float((fused - exact).abs().max()) <= 1.25 * spread
-    assert float((fused - plain).abs().max()) <= spread
+    assert float((fusion - exact).abs().max()) <= 1.25 * spread
+    assert float((fusion - plain).abs().max()) <= spread
 
 
 def test_the_usual_parts_are_found() -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import engine_for, generate, make_requests, packed_model, reference_model, run
-from shapes import SHAPES, VOCAB
 
 from batchgen.prefix import plan_prefixes
+from support.models import engine_for, generate, make_requests, packed_model, reference_model, run
+from support.shapes import SHAPES, VOCAB
 
 CHUNK = 16  # and a page of 32
 

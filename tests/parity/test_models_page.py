@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from batchgen.engine.architectures import VERIFIED_ON
+from batchgen.model.architectures import VERIFIED_ON
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "make_models_table.py"
 

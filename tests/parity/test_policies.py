@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
 
-from batchgen.engine.policy import POLICIES
+from batchgen.scheduling.waiting import POLICIES
+from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
 
 
 def numbers(rng, count):

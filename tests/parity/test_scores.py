@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
 
 from batchgen.request import Request, row_digest, row_key
 from batchgen.sampling_params import SamplingParams
+from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
 
 
 def numbers(rng, count):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from models import engine_for, generate, packed_model, reference_model
 
-from batchgen.engine import sizing
-from batchgen.engine.policy import POLICIES
+from batchgen.model import memory_budget
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.waiting import POLICIES
+from support.models import engine_for, generate, packed_model, reference_model
 
 LONGEST = 30
 preempted = []
@@ -27,7 +27,7 @@ preempted = []
 def small_pages():
     """Of 4 tokens, so that a tree has many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "PAGE_TOKENS", 4)
+        patch.setattr(memory_budget, "PAGE_TOKENS", 4)
         yield
 
 

@@ -1,0 +1,140 @@
+"""What every attention backend gets and gives, and the registration with transformers.
+
+Shapes: T packed tokens, H query heads, K key/value heads, G = H/K query heads a key/value head, D key size, V value size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from batchgen.attention.kv_cache import KVCache
+from batchgen.attention.plan import AttentionPlan
+from batchgen.errors import ModelError
+
+NAME = "batchgen"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """What a layer asks of attention besides softmax(q k^T * scale) v."""
+
+    scale: float
+    window: int | None = None
+    """A query at position p sees keys after p - window only."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    sinks: torch.Tensor | None = None
+    """[H] a further score for each head that takes probability and gives nothing."""
+
+
+class Backend(Protocol):
+    """Attention of one step. Built anew for each step's plan; called once for each layer."""
+
+    def attend(
+        self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """Attention output [T, K, G, V] in the queries' dtype.
+
+        `keys` [K, slots, D] and `values` [K, slots, V] are a layer's whole pool, this step's tokens already in it.
+        """
+        ...
+
+
+class StepAttention:
+    """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
+
+    def __init__(self, plan: AttentionPlan, backends: Mapping[torch.device, Backend], cache: KVCache) -> None:
+        """`backends` has one for each of the cache's devices: a layer's attention runs where its KV lies."""
+        self._slots = {device: torch.from_numpy(plan.slots).to(device) for device in backends}
+        self._backends = backends
+        self._cache = cache
+        self.positions = plan.positions
+        self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
+        self.layers_run = 0
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """[T, H, V]"""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        self._cache.write(layer, self._slots[keys.device], k_KTD, v_KTV)
+        kv_heads, size = k_KTD.shape[0], q_HTD.shape[1]
+        q_KTGD = q_HTD.view(kv_heads, -1, size, q_HTD.shape[2]).transpose(1, 2)
+        out = self._backends[keys.device].attend(q_KTGD, keys, values, options)
+        self.layers_run += 1
+        return out.reshape(size, q_HTD.shape[0], -1)
+
+
+def register() -> None:
+    """Makes `attn_implementation="batchgen"` known to transformers: our attention, and no mask, since the plan says who sees what.
+
+    transformers builds none where it knows of none; it would ask the device for the positions first, and wait for them, if one were registered.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+
+
+# Keyword arguments that change no result of a packed step without dropout, gradients or padding.
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
+     "is_causal", "position_embeddings", "past_key_value", "past_key_values", "logits_to_keep", "return_dict", "head_mask",
+     "layer_idx", "num_items_in_batch"}
+)  # fmt: skip
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    step_attention: StepAttention | Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' layers call: query [1, H, T, D], key and value [1, K, T, D]. Returns [1, T, H, V].
+
+    Raises `ModelError` for anything that the plan does not cover: better no answer than a wrong one.
+    """
+    if step_attention is None:
+        raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to attention")
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+    asks = {
+        ", ".join(unknown): bool(unknown),
+        "a mask": attention_mask is not None,
+        "no causal mask": kwargs.get("is_causal") is False or getattr(module, "is_causal", None) is False,
+        "dropout": bool(dropout),
+        # What a module has but leaves to a mask, or to code of its own.
+        "a sliding window in its mask": sliding_window is None and _slides(module),
+        "sinks of its own": s_aux is None and getattr(module, "sinks", None) is not None,
+    }
+    for what, asked in asks.items():
+        if asked:
+            raise ModelError(f"{type(module).__name__} asks attention for {what}, which is not supported")
+    options = LayerOptions(
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelError(f"{type(module).__name__} has no layer index")
+    out = step_attention(layer, query[0], key[0], value[0], options)
+    return out.unsqueeze(0).contiguous(), None  # some models ask for a view of it
+
+
+def _slides(module: torch.nn.Module) -> bool:
+    """Whether the configuration has a sliding window in this module's layer."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    slides = isinstance(layer, int) and layer < len(kinds) and kinds[layer] == "sliding_attention"
+    return slides and getattr(config, "sliding_window", None) is not None

@@ -1,0 +1,103 @@
+"""Attention by our own kernels (kernels/attention.cpp): on the CPU, in float32 and bfloat16.
+
+The pool has a layout of its own, in which whatever the kernels' products read lies side by side: a page of a head's keys is
+[D/u, page_size, u] and of its values [page_size/u, V, u], with u elements to a 32-bit word, D rounded up to whole words and V to 16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchgen.attention.base import LayerOptions
+from batchgen.attention.kv_cache import KVCache, LayerShape
+from batchgen.attention.plan import cut
+from batchgen.scheduling.batch import Work
+
+VECTOR = 16
+"""Keys that are read at a time; pages have a multiple of it."""
+TILE_ROWS = 64
+"""Query heads of neighbouring tokens that read keys together, about."""
+SHARED_READS = 2
+"""A run of pages becomes a shared part where queries x pages reaches this."""
+
+
+def storage(layers: dict[int, LayerShape], dtype: torch.dtype) -> dict[int, LayerShape]:
+    """The layers' shapes as the pool stores them: sizes rounded up."""
+    word = 4 // dtype.itemsize
+    return {
+        i: replace(s, k_size=-(-s.k_size // word) * word, v_size=-(-s.v_size // VECTOR) * VECTOR)
+        for i, s in layers.items()
+    }
+
+
+class _Plan(ctypes.Structure):
+    """`Plan` of attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_tokens", "page_size", "num_shared", "num_blocks", "tile")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "shared", "blocks", "pages", "starts")),
+    ]  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "size", "v_size", "num_pages", "window")),
+        *((name, ctypes.c_int64) for name in ("q_head", "q_token", "k_head", "k_token", "v_head", "v_token")),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "q", "k", "v", "keys", "values", "out")),
+    ]  # fmt: skip
+
+
+class PackedAttention:
+    """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
+
+    def __init__(self, library: ctypes.CDLL, works: Sequence[Work], cache: KVCache) -> None:
+        size = cache.page_size
+        cuts = cut(works, size, SHARED_READS)
+        self.positions = cuts.positions
+        self.num_parts = len(cuts.shared) + 1
+        self._library = library
+        self._cache = cache
+        pages: list[int] = []
+        indices: list[int] = []
+        blocks: list[tuple[int, int]] = []
+        for block in cuts.blocks:
+            blocks.append((block.q_start, len(pages)))
+            read = block.indices(size)
+            indices += read
+            pages += [block.table[i] for i in read]
+        blocks.append((cuts.num_tokens, len(pages)))
+        shared = [(p.page, p.num_pages, p.q_start, p.q_end, p.position) for p in cuts.shared]
+        arrays: tuple[Any, ...] = (cuts.positions, cuts.slots, shared, blocks, pages, np.array(indices) * size)
+        self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
+        counts = (cuts.num_tokens, size, len(shared), len(cuts.blocks))
+        self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """[T, H, V]"""
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
+        heads, tokens, size = q.shape
+        out = torch.empty((tokens, heads, v.shape[2]), dtype=q.dtype)
+        sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        plan = _Plan(*self._counts, max(1, TILE_ROWS * k.shape[0] // heads), *self._pointers)
+        what = _Layer(
+            heads, k.shape[0], size, v.shape[2], self._cache.num_pages, options.window or 0,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            options.scale, options.softcap or 0.0, None if sinks is None else sinks.data_ptr(),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        kind, threads = int(q.dtype == torch.bfloat16), torch.get_num_threads()
+        self._library.batchgen_write(ctypes.byref(plan), ctypes.byref(what), kind, threads)
+        self._library.batchgen_attend(ctypes.byref(plan), ctypes.byref(what), kind, threads)
+        return out

@@ -1,0 +1,286 @@
+"""Attention as the merge of shared, paged and causal parts, in plain torch: any device, any float dtype.
+
+Scores and merges are in float32. The shared part is read through a zero-copy `expand` of the one stored KV, folded into
+one matrix product a key/value head (Hydragen, arXiv:2402.05099); partial results are merged by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchgen.attention.base import LayerOptions
+from batchgen.attention.plan import AttentionPlan, CausalPart, PagedPart, SharedPart
+
+SCORES = 1 << 21
+"""Most scores of one matrix product: more no longer lie in the cache and cost memory."""
+DENSE = 0.6
+"""Share of a stretch of the pool that must be read for reading it in place to beat gathering its pages."""
+
+
+class Cascade:
+    """One step's plan as tensors."""
+
+    def __init__(self, plan: AttentionPlan, device: torch.device) -> None:
+        self.plan = plan
+        self.positions = torch.from_numpy(plan.positions).to(device)
+        self.causal = [_Causal(part, device) for part in plan.causal]
+        self.paged = _Paged(plan.paged, plan.page_size, plan.num_tokens, device) if plan.paged else None
+
+    def attend(
+        self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """See `Backend`. Every query is written once by its paged or causal part; shared parts are merged in."""
+        K, T, G, _ = q_KTGD.shape
+        q_KTGD = q_KTGD.contiguous()
+        if q_KTGD.dtype == torch.float32 or math.frexp(options.scale)[0] == 0.5:  # exact: no pass over the scores
+            q_KTGD = q_KTGD * options.scale
+            options = LayerOptions(1.0, options.window, options.softcap, options.sinks)
+        # One row more than there are tokens: where the padding of causal blocks is written.
+        out = torch.empty((K, T + 1, G, values.shape[-1]), dtype=torch.float32, device=q_KTGD.device)
+        lse = torch.empty((K, T + 1, G), dtype=torch.float32, device=q_KTGD.device)
+        for part in self.causal:
+            part.attend(q_KTGD, keys, values, options, out, lse)
+        if self.paged is not None:
+            self.paged.attend(q_KTGD, keys, values, options, out, lse)
+        for shared in self.plan.shared:
+            self._attend_shared(shared, q_KTGD, keys, values, options, out, lse)
+        out, lse = out[:, :T], lse[:, :T]
+        if options.sinks is not None:
+            out = out * torch.sigmoid(lse - options.sinks.float().view(K, 1, G)).unsqueeze(-1)
+        return out.permute(1, 0, 2, 3).to(q_KTGD.dtype)
+
+    def _attend_shared(
+        self,
+        part: SharedPart,
+        q_KTGD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: LayerOptions,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        K, _, G, D = q_KTGD.shape
+        size = self.plan.page_size
+        first, last = part.page * size, (part.page + part.num_pages) * size
+        q_block = max(1, min(part.q_end - part.q_start, SCORES // (K * G * min(last - first, 1024))))
+        for q_start in range(part.q_start, part.q_end, q_block):
+            q_end = min(q_start + q_block, part.q_end)
+            count = q_end - q_start
+            k_block = max(size, SCORES // (K * G * count))
+            for k_start in range(first, last, k_block):
+                k_end = min(k_start + k_block, last)
+                k_nKSD = broadcast(keys[:, k_start:k_end], count)
+                v_nKSV = broadcast(values[:, k_start:k_end], count)
+                masked = None
+                if options.window is not None:
+                    at = torch.arange(k_start, k_end, device=q_KTGD.device) + (part.position - first)
+                    masked = at <= self.positions[q_start:q_end, None] - options.window
+                    masked = masked.repeat_interleave(G, dim=0)
+                o, s = shared_attention(q_KTGD[:, q_start:q_end], k_nKSD, v_nKSV, options, masked)
+                merge(out[:, q_start:q_end], lse[:, q_start:q_end], o, s)
+
+
+def broadcast(kv_KSD: torch.Tensor, count: int) -> torch.Tensor:
+    """One stored KV as that of `count` queries, [n, K, S, D]: a view of stride 0, nothing is copied."""
+    return kv_KSD.unsqueeze(0).expand(count, *kv_KSD.shape)
+
+
+def shared_attention(
+    q_KnGD: torch.Tensor,
+    k_nKSD: torch.Tensor,
+    v_nKSV: torch.Tensor,
+    options: LayerOptions,
+    masked_MS: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of n queries over KV that all of them share: (out [K, n, G, V], lse [K, n, G]), float32.
+
+    The KV's batch stride is 0, so the batch folds into the queries: [K, n*G, D] x [K, D, S], the KV read once.
+    Raises `ValueError` for KV that has been copied per query.
+    """
+    if k_nKSD.shape[0] > 1 and (k_nKSD.stride(0) or v_nKSV.stride(0)):
+        raise ValueError("shared KV must be a broadcast view, not a copy for each query")
+    K, n, G, D = q_KnGD.shape
+    out, lse = partial(q_KnGD.reshape(K, n * G, D), k_nKSD[0], v_nKSV[0], options, masked_MS)
+    return out.view(K, n, G, -1), lse.view(K, n, G)
+
+
+def partial(
+    q_NMD: torch.Tensor,
+    k_NSD: torch.Tensor,
+    v_NSV: torch.Tensor,
+    options: LayerOptions,
+    masked: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention over these keys alone: (out [N, M, V], log-sum-exp of the scores [N, M]), float32.
+
+    `masked` is broadcast against [N, M, S]; a query all of whose keys are masked has lse -inf and out 0.
+    """
+    weights, lse, total = _softmax(torch.bmm(q_NMD, k_NSD.transpose(1, 2)), options, masked)
+    out = torch.bmm(weights.to(v_NSV.dtype), v_NSV).float()
+    return out.div_(total.unsqueeze(-1)), lse
+
+
+def _softmax(
+    scores: torch.Tensor, options: LayerOptions, masked: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Unnormalised weights (largest 1), log-sum-exp, and their sum, over the last dimension, float32."""
+    scores = scores.float()
+    if options.scale != 1.0:
+        scores = scores.mul_(options.scale)
+    if options.softcap is not None:
+        scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
+    if masked is not None:
+        scores = scores.masked_fill_(masked, -math.inf)
+    top = scores.amax(-1)
+    if masked is not None:
+        top = top.clamp_min_(torch.finfo(torch.float32).min)
+    weights = scores.sub_(top.unsqueeze(-1)).exp_()
+    total = weights.sum(-1)
+    lse = total.log().add_(top)
+    return weights, lse, total.clamp_min_(torch.finfo(torch.float32).tiny)
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Merges attention over further keys into (out, lse), in place: out [..., V], lse [...], float32."""
+    both = torch.logaddexp(lse, other_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1)).addcmul_(other, (other_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)
+
+
+class _Causal:
+    """A batch of causal blocks. `B` blocks of `L` queries and `S` keys."""
+
+    def __init__(self, part: CausalPart, device: torch.device) -> None:
+        self.queries = torch.from_numpy(part.queries.reshape(-1)).to(device)
+        self.keys = torch.from_numpy(part.keys.reshape(-1)).to(device)
+        self.q_positions = torch.from_numpy(part.q_positions).to(device)
+        self.k_positions = torch.from_numpy(part.k_positions).to(device)
+        self.later = self.k_positions[:, None, :] > self.q_positions[:, :, None]  # [B, L, S]
+
+    def attend(
+        self,
+        q_KTGD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: LayerOptions,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        K, T, G, D = q_KTGD.shape
+        B, L, S = self.later.shape
+        masked = self.later
+        if options.window is not None:
+            masked = masked | (self.k_positions[:, None, :] <= self.q_positions[:, :, None] - options.window)
+        q = q_KTGD.index_select(1, self.queries.clamp(max=T - 1)).view(K * B, L * G, D)
+        k = keys.index_select(1, self.keys).view(K * B, S, D)
+        v = values.index_select(1, self.keys).view(K * B, S, -1)
+        masked = masked.view(1, B, L, 1, S).expand(K, B, L, G, S).reshape(K * B, L * G, S)
+        o, s = partial(q, k, v, options, masked)
+        out.index_copy_(1, self.queries, o.view(K, B * L, G, -1))
+        lse.index_copy_(1, self.queries, s.view(K, B * L, G))
+
+
+class _Paged:
+    """Pages read by one decoding query each: every page a batch element with its query, merged per query.
+
+    `Q` queries, `R` page reads, `C` keys a page.
+    """
+
+    def __init__(self, part: PagedPart, page_size: int, num_tokens: int, device: torch.device) -> None:
+        owners, pages, lengths, positions = part.owners, part.pages, part.lengths, part.positions
+        lowest, highest = int(pages.min()), int(pages.max()) + 1
+        unique = len(set(pages.tolist())) == len(pages)
+        self.stretch: tuple[int, int] | None = None
+        if unique and len(pages) >= DENSE * (highest - lowest):
+            # Read the stretch of the pool where it lies. Pages in it that nobody reads go to one query more.
+            self.stretch = (lowest, highest)
+            place = pages - lowest
+            size = highest - lowest
+            owners = _scatter(size, place, owners, len(part.queries))
+            lengths = _scatter(size, place, lengths, 1)
+            positions = _scatter(size, place, positions, 0)
+        self.page_size = page_size
+        self.num_queries = len(part.queries)
+        self.all_tokens = self.num_queries == num_tokens
+        self.queries = torch.from_numpy(part.queries).to(device)
+        self.pages = torch.from_numpy(pages).to(device)
+        self.owners = torch.from_numpy(owners).to(device)
+        self.reader = self.queries[self.owners.clamp(max=self.num_queries - 1)]
+        self.lengths = torch.from_numpy(lengths).to(device)
+        self.positions = torch.from_numpy(positions).to(device)
+        self.missing = torch.arange(page_size, device=device) >= self.lengths[:, None]  # [R, C]
+
+    def attend(
+        self,
+        q_KTGD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: LayerOptions,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        K, T, G, D = q_KTGD.shape
+        R, C, V = len(self.owners), self.page_size, values.shape[-1]
+        k_KRCD, v_KRCV = self._read(keys), self._read(values)
+        q_KRGD = q_KTGD.index_select(1, self.reader)
+        scores = torch.empty((K, R, G, C), dtype=keys.dtype, device=keys.device)
+        for head in range(K):  # a stretch of the pool is no single batch over heads and pages
+            torch.bmm(q_KRGD[head], k_KRCD[head].transpose(1, 2), out=scores[head])
+        missing = self.missing
+        if options.window is not None:
+            at = self.positions[:, None] + torch.arange(C, device=keys.device)
+            missing = missing | (at <= self._last_positions()[:, None] - options.window)
+        weights, page_lse, total = _softmax(scores, options, missing[None, :, None, :])
+        partial_out = torch.empty((K, R, G, V), dtype=values.dtype, device=keys.device)
+        weights = weights.to(values.dtype)
+        for head in range(K):
+            torch.bmm(weights[head], v_KRCV[head], out=partial_out[head])
+        self._merge_pages(partial_out, page_lse, total, out, lse)
+
+    def _read(self, pool: torch.Tensor) -> torch.Tensor:
+        pages = pool.view(pool.shape[0], -1, self.page_size, pool.shape[2])
+        if self.stretch is not None:
+            return pages[:, self.stretch[0] : self.stretch[1]]
+        return pages.index_select(1, self.pages)
+
+    def _last_positions(self) -> torch.Tensor:
+        """[R] position of the query that reads each page: its last key's."""
+        ends = torch.zeros(self.num_queries + 1, dtype=torch.int64, device=self.owners.device)
+        ends.scatter_reduce_(0, self.owners, self.positions + self.lengths - 1, "amax")
+        return ends[self.owners]
+
+    def _merge_pages(
+        self,
+        page_out: torch.Tensor,
+        page_lse: torch.Tensor,
+        total: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Merges each query's pages: weights relative to its largest log-sum-exp, summed by query."""
+        K, _, G, V = page_out.shape
+        Q = self.num_queries
+        owners = self.owners.view(1, -1, 1).expand(K, -1, G)
+        top = torch.full((K, Q + 1, G), -math.inf, device=lse.device).scatter_reduce_(1, owners, page_lse, "amax")
+        weight = (page_lse - top.index_select(1, self.owners)).exp_()
+        sums = torch.zeros((K, Q + 1, G), device=lse.device).index_add_(1, self.owners, weight)
+        scaled = page_out.float().mul_((weight / total).unsqueeze(-1))
+        merged = torch.zeros((K, Q + 1, G, V), device=lse.device).index_add_(1, self.owners, scaled)
+        merged = merged[:, :Q].div_(sums[:, :Q].unsqueeze(-1))
+        merged_lse = sums[:, :Q].log().add_(top[:, :Q])
+        if self.all_tokens:
+            out[:, :Q].copy_(merged)
+            lse[:, :Q].copy_(merged_lse)
+        else:
+            out.index_copy_(1, self.queries, merged)
+            lse.index_copy_(1, self.queries, merged_lse)
+
+
+def _scatter(size: int, place: NDArray[np.int64], values: NDArray[np.int64], default: int) -> NDArray[np.int64]:
+    spread = np.full(size, default, dtype=np.int64)
+    spread[place] = values
+    return spread

@@ -1,0 +1,227 @@
+"""Attention on one CUDA device: the plan of each step in static buffers, the kernels behind one operator of torch.
+
+So a model compiles whole, and a CUDA graph captured once serves every step of its padded size. In tests the same runs on the CPU, on
+Triton's interpreter. Imports triton only where it is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchgen.attention.base import LayerOptions
+from batchgen.attention.kv_cache import KVCache
+from batchgen.attention.plan import cut
+from batchgen.attention.work_list import HEADER, PAGES, Lane, work_list
+from batchgen.scheduling.batch import Work
+
+SHARED_READS = 64
+"""A run of pages becomes a shared part where queries x pages reaches this (CUDA). To be measured."""
+WIDE_LEAST_KEYS, NARROW_LEAST_KEYS = 512, 256
+"""A range of keys is not split into shorter ones: the merge would cost more. To be measured."""
+STAGING = 3
+"""Host buffers used in turn: so many steps may be planned before the first one's copy must have ended."""
+PARTIALS = 4096
+"""Partial results of queries that there is room for at first; two of every query of a large step, if that is more."""
+MOST_SLOTS = 1 << 31
+LOG2E = math.log2(math.e)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_SIZE = 512
+BLOCK_T = 16
+"""Tokens whose KV a program writes."""
+MERGED = 4096
+"""Elements of the output that a program merges."""
+
+
+def supports(cache: KVCache, device: torch.device) -> bool:
+    """Whether `DeviceAttention` serves this cache: all of it on one CUDA device, Triton and its C compiler at hand, heads up to 512 wide;
+    any page size.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from batchgen.attention.triton_kernels import INTERPRETED, compiles
+
+    if INTERPRETED or not compiles():
+        return False
+    pools = [*cache.keys.values(), *cache.values.values()]
+    return all(
+        pool.device == device and pool.dtype in DTYPES and pool.shape[1] < MOST_SLOTS and pool.shape[2] <= MOST_SIZE
+        for pool in pools
+    )
+
+
+class DeviceAttention:
+    """A step's attention on one device whose plan lies in static buffers: built once for an engine, planned anew for each step.
+
+    The plan is one buffer of int32: a header, positions (int64), slots, then what varies in length: items, pages, and the lists
+    of the merge. One copy moves it.
+    """
+
+    def __init__(self, cache: KVCache, max_tokens: int, device: torch.device, group: int = 1) -> None:
+        """`max_tokens`: of the largest padded batch. `group`: query heads to a key/value head; any is right, the model's is fast."""
+        from batchgen.attention import triton_kernels as kernels
+
+        self.generation = 0
+        """Grows when a static buffer had to be allocated anew: a captured graph is void then."""
+        self.positions_host: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        """[T] of the present step."""
+        self.num_parts = 0
+        """Of the present step."""
+        self._cache, self._device, self._max_tokens = cache, device, max_tokens
+        keys, values = [*cache.keys.values()], [*cache.values.values()]
+        heads = max(pool.shape[0] for pool in keys)
+        k_size, v_size = (max(pool.shape[2] for pool in pools) for pools in (keys, values))
+        tiles = kernels.tiles(k_size, v_size, keys[0].dtype, group, device)
+        self._wide, self._narrow = (
+            Lane(max(1, tile.rows // group), kernels.programs(tile, device), heads, least)
+            for tile, least in zip(tiles, (WIDE_LEAST_KEYS, NARROW_LEAST_KEYS), strict=True)
+        )
+        self._lists = HEADER + 3 * max_tokens  # where what varies in length begins
+        self._partials = max(PARTIALS, 2 * max_tokens)
+        self._allocate(self._lists + 8 * max_tokens + (1 << 14))
+
+    def _allocate(self, words: int) -> None:
+        cuda = self._device.type == "cuda"
+        self._plan = torch.zeros(words, dtype=torch.int32, device=self._device)
+        self.positions = self._plan[HEADER : HEADER + 2 * self._max_tokens].view(torch.int64)
+        """int64 [max_tokens] on the device; 0 at padded places."""
+        self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=cuda) for _ in range(STAGING)]
+        self._copied: list[torch.cuda.Event | None] = [None] * STAGING
+
+    def _reserve(self, words: int, partials: int) -> None:
+        if words <= len(self._plan) and partials <= self._partials:
+            return
+        self.generation += 1
+        while self._partials < partials:
+            self._partials *= 2
+        if words > len(self._plan):
+            self._allocate(max(words, 2 * len(self._plan)))
+
+    def plan(self, works: Sequence[Work], tokens: int | None = None) -> None:
+        """Plans a step and starts the copy of its plan to the device, for which the host does not wait.
+
+        `tokens`: the padded size of the batch; padded places write no KV and give zeros. Raises `ValueError` where it is too small.
+        """
+        size = self._cache.page_size
+        cuts = cut(works, size, SHARED_READS)
+        count = cuts.num_tokens
+        padded = count if tokens is None else tokens
+        if not count <= padded <= self._max_tokens:
+            raise ValueError(f"{count} tokens in a batch of {padded}, of at most {self._max_tokens}")
+        lists = work_list(works, cuts, size, self._wide, self._narrow)
+        self.positions_host = cuts.positions
+        self.num_parts = len(cuts.shared) + 1
+        parts = (lists.wide, lists.narrow, lists.pages, lists.merge_starts, lists.merge_rows)
+        wide, narrow, pages, starts, rows, end = np.cumsum([self._lists, *(part.size for part in parts)]).tolist()
+        self._reserve(end, lists.num_partials)
+        for items in parts[:2]:
+            items[:, PAGES] += pages
+        header = (count, len(lists.wide), wide, len(lists.narrow), narrow, starts)
+        host = self._next_staging()
+        staged = host.numpy()
+        staged[: len(header)] = header
+        positions = staged[HEADER : HEADER + 2 * self._max_tokens].view(np.int64)
+        slots = staged[HEADER + 2 * self._max_tokens : self._lists]
+        for static, values, nothing in ((positions, cuts.positions, 0), (slots, cuts.slots, -1)):
+            static[:count] = values
+            static[count:] = nothing
+        np.concatenate(
+            [part.ravel() for part in (*parts[:3], lists.merge_starts + rows, lists.merge_rows)],
+            out=staged[self._lists : end],
+            casting="same_kind",
+        )
+        self._plan[:end].copy_(host[:end], non_blocking=True)
+        if self._device.type == "cuda":
+            self._copied.insert(0, torch.cuda.current_stream(self._device).record_event())
+            self._copied.pop()
+
+    def _next_staging(self) -> torch.Tensor:
+        """The staging buffer used longest ago, first in line now."""
+        self._staging.insert(0, self._staging.pop())
+        if (copied := self._copied[-1]) is not None:
+            copied.synchronize()  # of a copy that was begun some steps ago
+        return self._staging[0]
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """[T, H, V] for the planned step's padded batch; its KV is in the pool then."""
+        out: torch.Tensor = torch.ops.batchgen.attend(
+            q_HTD, k_KTD, v_KTV, self._cache.keys[layer], self._cache.values[layer], self._plan, options.sinks, options.scale,
+            options.window, options.softcap, self._cache.page_size, self._max_tokens, self._partials, self._wide.tokens,
+            self._narrow.tokens,
+        )  # fmt: skip
+        return out
+
+
+@torch.library.custom_op("batchgen::attend", mutates_args=("keys", "values"))
+def attend(
+    q_HTD: torch.Tensor,
+    k_KTD: torch.Tensor,
+    v_KTV: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    page_size: int,
+    max_tokens: int,
+    partials: int,
+    wide_tokens: int,
+    narrow_tokens: int,
+) -> torch.Tensor:
+    """Attention [T, H, V] of a layer by a plan of `DeviceAttention`; first writes the layer's KV into the pool.
+
+    All its state is its arguments; it runs on the current device, which is theirs. `partials`: rows that the partial results may
+    need; `wide_tokens`, `narrow_tokens`: most queries of an item.
+    """
+    from batchgen.attention import triton_kernels as kernels
+
+    # Products are of one type, and some models leave their queries in float32.
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD.to(keys.dtype), k_KTD, v_KTV))
+    H, T, D = q.shape
+    K, V = keys.shape[0], values.shape[2]
+    G = H // K
+    block_d, block_v = (max(16, _power_of_two(size)) for size in (D, V))
+    out = torch.empty((T, H, V), dtype=q_HTD.dtype, device=q.device)
+    part_out = torch.empty((partials, H, V), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty((partials, H), dtype=torch.float32, device=q.device)
+    scores = (scale * LOG2E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    some_sinks = plan if sinks is None else sinks.contiguous()  # not read where there are none
+    slots = plan[HEADER + 2 * max_tokens :]
+    kernels.write_kernel[-(-T // BLOCK_T), K](
+        k, v, keys, values, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), values.stride(0), max_tokens,
+        D, V, BLOCK_T, block_d, block_v, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    tiles = kernels.tiles(D, V, q.dtype, G, q.device)
+    lanes = (kernels.WIDE.value, wide_tokens), (kernels.NARROW.value, narrow_tokens)
+    for tile, (lane, tokens) in zip(tiles, lanes, strict=True):
+        kernels.attend_kernel[(kernels.programs(tile, q.device),)](
+            q, keys, values, plan, some_sinks, out, part_out, part_lse, q.stride(0), q.stride(1), keys.stride(0),
+            values.stride(0), window or 0, *scores, lane, tokens, K, G, D, V, page_size, block_d, block_v, tile.rows, tile.keys,
+            window is not None, softcap is not None, sinks is not None, kernels.INTERPRETED,
+            "ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    block_h = max(1, min(_power_of_two(H), MERGED // block_v))
+    kernels.merge_kernel[T, -(-H // block_h)](
+        plan, some_sinks, out, part_out, part_lse, H, V, block_h, block_v, sinks is not None, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+@attend.register_fake
+def _(q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, *_: object) -> torch.Tensor:
+    return q_HTD.new_empty((q_HTD.shape[1], q_HTD.shape[0], v_KTV.shape[2]))
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that is not below `size`."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,256 @@
+"""Rows under way: the leaves of each request, gathered until its result is whole. Knows tokens and numbers, not the device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from batchgen.errors import RowError
+from batchgen.request import Request
+from batchgen.result import Completion, Result, Score, TokenLogprob
+from batchgen.sampling.philox import uniforms
+from batchgen.scheduling.scheduler import Scheduler
+from batchgen.scheduling.sequence import GenerationSequence, TokenScore
+from batchgen.scheduling.waiting import Window
+
+OnResult = Callable[[Result], None]
+OnToken = Callable[[int, int, int], None]
+"""Called with row, number of the completion and token, for each token as it is drawn."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request whose leaves are being generated or scored."""
+
+    request: Request
+    on_result: OnResult
+    on_token: OnToken | None
+    window: Window
+    places: dict[int, int] = field(default_factory=dict)
+    """By number of a leaf: its depth-first place in the window."""
+    completions: dict[int, Completion] = field(default_factory=dict)
+    """By number: those that have ended."""
+    scores: dict[int, list[TokenScore]] = field(default_factory=dict)
+    """By number: `Sequence.text_scores` of the texts that have been scored."""
+    began: bool = False
+    """Whether one of its leaves has run."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its leaves have ended."""
+        return len(self.completions) + len(self.scores) == self.request.leaves
+
+    def result(self) -> Result:
+        """Of a whole row."""
+        return self._scored() if self.request.texts else self._generated()
+
+    def failed(self, error: RowError) -> Result:
+        return Result.failed(self.request.row, error, len(self.request.tokens))
+
+    def _generated(self) -> Result:
+        completions = tuple(self.completions[i] for i in range(self.request.leaves))
+        first = completions[0]
+        params = self.request.params
+        return Result(
+            row=self.request.row,
+            text=first.text,
+            finish_reason=first.finish_reason,
+            prompt_tokens=len(self.request.tokens),
+            completion_tokens=sum(len(c.token_ids) for c in completions),
+            token_ids=first.token_ids,
+            truncated=self.request.truncated,
+            completions=completions if params.n > 1 or params.logprobs is not None else (),
+        )
+
+    def _scored(self) -> Result:
+        scores = [self.scores[i] for i in range(self.request.leaves)]
+        sums = [math.fsum(token.logprob for token in tokens) for tokens in scores]
+        if any(math.isnan(total) for total in sums):
+            return self.failed(RowError("numerical_error", "the model's logits for the text are not numbers"))
+        result = partial(
+            Result, row=self.request.row, prompt_tokens=len(self.request.tokens), truncated=self.request.truncated
+        )
+        choices = self.request.params.choices
+        if choices:
+            probs = _normalised(sums)
+            text = choices[_chosen(sums, probs, self.request)]
+            return result(text=text, finish_reason="stop", choice_probs=dict(zip(choices, probs, strict=True)))
+        greedy = all(token.likeliest for token in scores[0])
+        return result(text=None, finish_reason=None, score=Score(sums[0], len(scores[0]), greedy))
+
+
+class Rows:
+    """The rows under way: what has ended of each, when its time is up, and the result of those that are done.
+
+    `unseat` frees what places a sequence has outside the scheduler, `piece` is the text of a token, `timeout` in seconds from a row's
+    start.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        unseat: Callable[[GenerationSequence], None],
+        piece: Callable[[int], str],
+        timeout: float | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._unseat = unseat
+        self._piece = piece
+        self._timeout = timeout
+        self._rows: dict[Request, Row] = {}
+        self._deadlines: deque[tuple[float, Request]] = deque()  # in order: all rows have as much time
+        self._cancelled: deque[Request] = deque()
+        self.watched = False
+        """Whether any row is told of each of its tokens."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, window: Window, on_result: OnResult, on_token: OnToken | None) -> None:
+        """Takes in the rows of a window whose leaves are to run."""
+        self.watched |= on_token is not None
+        for place, leaf in enumerate(window.leaves):
+            if place not in window.ended:
+                if leaf.request not in self._rows:
+                    self._rows[leaf.request] = Row(leaf.request, on_result, on_token, window)
+                self._rows[leaf.request].places[leaf.choice] = place
+
+    def begun(self, request: Request) -> None:
+        """One of its leaves runs."""
+        row = self._rows[request]
+        if self._timeout is not None and not row.began:
+            row.began = True
+            self._deadlines.append((time.monotonic() + self._timeout, request))
+
+    def drew(self, seq: GenerationSequence, token: int, reason: str | None) -> None:
+        """A token was drawn for a completion, which has ended with it if there is a reason."""
+        row = self._rows[seq.request]
+        if row.on_token is not None:
+            row.on_token(row.request.row, seq.leaf.choice, token)
+        if reason is not None:
+            self._unseat(seq)
+            row.completions[seq.leaf.choice] = self._completion(seq, reason)
+            self._finish(row)
+
+    def scored(self, seq: GenerationSequence) -> None:
+        """A text has been scored to its end."""
+        self._unseat(seq)
+        row = self._rows[seq.request]
+        row.scores[seq.leaf.choice] = seq.text_scores
+        self._finish(row)
+
+    def fail(self, seq: GenerationSequence, error: RowError) -> None:
+        """The row of a running sequence fails because of it."""
+        self._scheduler.fail(seq)
+        self._unseat(seq)
+        self._fail(self._rows[seq.request], error)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a row with the next `end_due`, if it is not done by then. Any thread may call this."""
+        if request in self._rows:
+            self._cancelled.append(request)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether some row's time is up."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= time.monotonic()
+
+    def end_cancelled(self) -> None:
+        """Ends the rows that were cancelled."""
+        while self._cancelled:
+            self._end(self._rows.get(self._cancelled.popleft()), "cancelled")
+
+    def end_due(self) -> None:
+        """Ends the rows that were cancelled, and those whose time is up."""
+        self.end_cancelled()
+        while self.overdue:
+            self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
+
+    def clear(self) -> None:
+        """Forgets all rows: the job is being interrupted."""
+        self._rows.clear()
+        self._deadlines.clear()
+        self._cancelled.clear()
+
+    def _end(self, row: Row | None, reason: str) -> None:
+        if row is None:
+            return  # done already
+        if row.request.texts:
+            self._fail(row, RowError(reason, f"the row was ended ({reason}) before it was scored"))
+            return
+        for choice, place in row.places.items():
+            if choice not in row.completions:
+                seq = self._cut(row, place)
+                ended = Completion(text="", finish_reason=reason) if seq is None else self._completion(seq, reason)
+                row.completions[choice] = ended
+        self._finish(row)
+
+    def _finish(self, row: Row) -> None:
+        """Gives the row's result, if it is whole."""
+        if row.whole:
+            del self._rows[row.request]
+            row.on_result(row.result())
+
+    def _fail(self, row: Row, error: RowError) -> None:
+        """What else of the row runs or waits is dropped."""
+        for choice, place in row.places.items():
+            if choice not in row.completions and choice not in row.scores:
+                self._cut(row, place)
+        del self._rows[row.request]
+        row.on_result(row.failed(error))
+
+    def _cut(self, row: Row, place: int) -> GenerationSequence | None:
+        """Ends a leaf where it stands; its sequence, if it had begun."""
+        seq = self._scheduler.cancel(row.window, place)
+        if seq is not None:
+            self._unseat(seq)
+        return seq
+
+    def _completion(self, seq: GenerationSequence, reason: str) -> Completion:
+        logprobs = None
+        if seq.request.params.logprobs is not None:
+            logprobs = _token_logprobs(self._piece, seq.logprobs, seq.generated)
+        text = seq.stops.text if seq.stops else ""
+        return Completion(text=text, finish_reason=reason, token_ids=tuple(seq.generated), logprobs=logprobs)
+
+
+def _normalised(logprobs: list[float], temperature: float = 1.0) -> list[float]:
+    """Probabilities that add up to 1; equal ones where every choice is impossible."""
+    top = max(logprobs)
+    if top == -math.inf:
+        return [1 / len(logprobs)] * len(logprobs)
+    weights = [math.exp((logprob - top) / temperature) for logprob in logprobs]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def _chosen(logprobs: list[float], probs: list[float], request: Request) -> int:
+    """The likeliest choice, the first among equals; above temperature 0 a draw by the inverse of the cumulative distribution."""
+    params = request.params
+    if params.greedy:
+        return probs.index(max(probs))
+    weights = np.cumsum(_normalised(logprobs, params.temperature))
+    key = np.frombuffer(request.key, dtype="<u8").reshape(1, 2)
+    zero = np.zeros(1, dtype=np.int64)
+    u = uniforms(key, np.array([params.seed], dtype=np.int64), zero, zero)[0]
+    return min(int(np.searchsorted(weights, u * weights[-1], side="right")), len(logprobs) - 1)
+
+
+def _token_logprobs(piece: Callable[[int], str], drawn: list[Any], tokens: list[int]) -> tuple[TokenLogprob, ...]:
+    """The tokens with their texts, by `piece`; `drawn` holds the numbers of each (`logprobs.TokenLogprobs`)."""
+    return tuple(
+        TokenLogprob(
+            piece(token),
+            token,
+            numbers.logprob,
+            tuple(TokenLogprob(piece(t), t, p) for t, p in zip(numbers.top_ids, numbers.top_logprobs, strict=True)),
+        )
+        for token, numbers in zip(tokens, drawn, strict=True)
+    )

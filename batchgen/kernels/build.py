@@ -1,0 +1,153 @@
+"""Compiles the kernels with the C++ compiler found on this machine, for this processor, and loads them.
+
+The library is kept in the user's cache folder, by what it was made from: the sources, the compiler's version and the flags, which
+name the instruction set (`isa`). It knows nothing of torch (pointers and sizes in, nothing out), so any version of torch can use it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchgen.errors import BatchgenError
+from batchgen.kernels.isa import NONE, flags, instruction_set
+
+SOURCES = Path(__file__).parent
+FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
+)  # fmt: skip
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""What the kernels compute in, by the names that their functions have."""
+TIMEOUT = 300.0
+"""Seconds that the compiler may take."""
+
+
+class NoKernels(BatchgenError):
+    """The kernels cannot be compiled or loaded on this machine."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels; compiled now where that has not been done. Raises `NoKernels` with the reason."""
+    if instruction_set() == NONE:
+        raise NoKernels(_why_none())
+    target = _target()
+    if target.exists():
+        try:
+            return _load(target)
+        except NoKernels:  # cut off by a full disk or a power cut, say
+            target.unlink(missing_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Made in a folder of its own and renamed, so that of several processes each finds a whole one.
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="unfinished-") as folder:
+            made = Path(folder) / target.name
+            _compile(made)
+            made.replace(target)
+    except OSError as e:
+        raise NoKernels(f"compiled kernels cannot be kept in {target.parent}: {e.strerror or e}") from e
+    return _load(target)
+
+
+@cache
+def kernel(name: str, dtype: torch.dtype, more: str = "") -> Any:
+    """The function of this name for one of `DTYPES`; it returns nothing. Raises `NoKernels`."""
+    function = library()[f"batchgen_{name}_{DTYPES[dtype]}{more}"]
+    function.restype = None
+    return function
+
+
+def _compile(to: Path) -> None:
+    compiler = _compiler()
+    objects = [to.parent / f"{source.stem}.o" for source in _sources()]
+    runs = [
+        subprocess.Popen([compiler, *_flags(), "-c", str(source), "-o", str(made)], stderr=subprocess.PIPE, text=True)
+        for source, made in zip(_sources(), objects, strict=True)
+    ]
+    for run in runs:
+        _finish(run)
+    # Not linked with OpenMP: its functions are taken from the copy that torch has loaded, so that one pool of threads serves
+    # both. Two pools would wait for each other's idle threads, which spin.
+    link = [compiler, "-shared", *map(str, objects), "-o", str(to)]
+    _finish(subprocess.Popen(link, stderr=subprocess.PIPE, text=True))
+
+
+def _finish(run: subprocess.Popen[str]) -> None:
+    try:
+        _, errors = run.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as e:
+        run.kill()
+        raise NoKernels(f"the C++ compiler was not done after {TIMEOUT:.0f} s") from e
+    if run.returncode != 0:
+        first = next((line for line in errors.splitlines() if "error" in line), errors[:300])
+        raise NoKernels(f"the C++ compiler failed: {first.strip()}")
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    torch_own = list((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    for openmp in torch_own or [Path("libgomp.so.1")]:
+        with suppress(OSError):
+            ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as e:
+        raise NoKernels(f"the compiled kernels cannot be loaded: {e}") from e
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def _target() -> Path:
+    """Where the library is, or goes."""
+    compiler = _compiler()
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as e:
+        raise NoKernels(f"the C++ compiler {compiler} does not run: {e}") from e
+    digest = hashlib.sha256()
+    for text in (version, " ".join(_flags()), platform.machine()):
+        digest.update(text.encode() + b"\0")
+    for source in sorted([*SOURCES.glob("*.h"), *_sources()]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return cache_folder() / f"kernels-{digest.hexdigest()[:20]}" / "kernels.so"
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/batchgen`, by default `~/.cache/batchgen`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(base or Path.home() / ".cache") / "batchgen"
+
+
+def _compiler() -> str:
+    """Raises `NoKernels` where there is none."""
+    if not sys.platform.startswith("linux"):
+        raise NoKernels("the kernels are for Linux")
+    chosen = os.environ.get("CXX")
+    for name in [chosen] if chosen else ["g++", "c++", "clang++"]:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise NoKernels("no C++ compiler (g++) was found")
+
+
+def _flags() -> list[str]:
+    return [*FLAGS, *flags()]
+
+
+def _why_none() -> str:
+    if os.environ.get("BATCHGEN_ISA") == NONE:
+        return "BATCHGEN_ISA=none switches the CPU kernels off"
+    return f"there are no CPU kernels for this processor ({platform.machine()} without AVX2 and FMA, or NEON)"

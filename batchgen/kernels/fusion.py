@@ -1,0 +1,254 @@
+"""Puts the kernels for the CPU in the place of a loaded model's norms, rotary embeddings, gated MLPs and linear layers.
+
+A part is replaced only where it is known to compute the same (`forwards`) and gives the same on random numbers; all others stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from transformers.activations import GELUTanh, SiLUActivation
+
+from batchgen.kernels import forwards
+from batchgen.kernels.build import DTYPES
+from batchgen.kernels.forwards import is_written_as
+from batchgen.kernels.ops import Activation, PackedLinear, fits, is_fast, rms_norm, rotate
+
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
+"""Largest difference of a replacement, relative to the largest number: two roundings and more, and far below any mistake."""
+ACTIVATIONS = {
+    torch.nn.SiLU: Activation.SILU,
+    SiLUActivation: Activation.SILU,
+    GELUTanh: Activation.GELU_TANH,
+}
+ROTARIES = (forwards.rotary, forwards.rotary_kept, forwards.rotary_partial, forwards.rotary_phi)
+
+
+@torch.inference_mode()
+def fuse(model: torch.nn.Module) -> dict[str, int]:
+    """Replaces what can be, in place; returns how many parts of each kind. Parameters that are packed are freed.
+
+    The model can then run without gradients, and no more be saved. Raises `NoKernels`.
+    """
+    count: Counter[str] = Counter()
+    if any(p.device.type != "cpu" for p in model.parameters()) or getattr(model, "is_quantized", False):
+        return count
+    shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    _fuse_rotary(model, count)
+    for kind, made in (("norms", _norm), ("gated MLPs", _mlp), ("linear layers", _linear)):
+        for part, places in _parts(model):
+            fused = made(part, shared)
+            if fused is not None:
+                for parent, name in places:
+                    parent._modules[name] = fused
+                count[kind] += 1
+    return count
+
+
+def _parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[tuple[torch.nn.Module, str]]]]:
+    """Every module below the model, with all the places where it is, one at a time: what is replaced is freed at once."""
+    places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    parts = list(places)
+    while parts:
+        part = parts.pop()
+        yield part, places.pop(part)
+
+
+class FusedNorm(torch.nn.Module):
+    """Root mean square norm over the last dimension."""
+
+    def __init__(self, weight: torch.Tensor, offset: float, eps: float, rounds_first: bool) -> None:
+        """Multiplies by `weight` + `offset`; `rounds_first` as `rms_norm` has it."""
+        super().__init__()
+        self.weight = weight
+        self.dtype = weight.dtype
+        self.factor = weight.detach().float() + offset
+        self.eps = eps
+        self.rounds_first = rounds_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.dtype:
+            raise ValueError(f"expected {self.dtype}, not {x.dtype}")
+        return rms_norm(x, self.factor, self.eps, self.rounds_first)
+
+
+class NormKind(NamedTuple):
+    """A norm as transformers' modules have it."""
+
+    written: Any
+    """The class in `forwards`."""
+    eps: str
+    """Its attribute."""
+    offset: float
+    """What it adds to its weight."""
+    rounds_first: bool
+
+
+NORMS = (
+    NormKind(forwards.LlamaNorm, "variance_epsilon", 0.0, rounds_first=True),
+    NormKind(forwards.OlmoNorm, "variance_epsilon", 0.0, rounds_first=False),
+    NormKind(forwards.HeliumNorm, "variance_epsilon", 0.0, rounds_first=False),
+    NormKind(forwards.GemmaNorm, "eps", 1.0, rounds_first=False),
+    NormKind(forwards.Gemma4Norm, "eps", 0.0, rounds_first=False),
+)
+
+
+def _norm(part: Any, shared: Counter[int]) -> torch.nn.Module | None:
+    forward = _own_forward(part)
+    weight: Any = getattr(part, "weight", None)
+    if not _is_plain(weight) or weight.dim() != 1 or getattr(part, "with_scale", True) is not True:
+        return None
+    for kind in NORMS:
+        helper = getattr(kind.written, "_norm", None)
+        if is_written_as(forward, kind.written.forward) and (helper is None or is_written_as(type(part)._norm, helper)):
+            fused = FusedNorm(weight, kind.offset, getattr(part, kind.eps), kind.rounds_first)
+            return fused if _agree(part, fused, weight.shape[0], weight.dtype) else None
+    return None
+
+
+class FusedMLP(torch.nn.Module):
+    """down(act(gate(x)) * up(x))"""
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.gate_up(x))
+        return y
+
+
+def _mlp(part: Any, shared: Counter[int]) -> torch.nn.Module | None:
+    forward = _own_forward(part)
+    if is_written_as(forward, forwards.LlamaMLP.forward):
+        gates, down, activation = [part.gate_proj, part.up_proj], part.down_proj, part.act_fn
+    elif is_written_as(forward, forwards.PhiMLP.forward):
+        gates, down, activation = [part.gate_up_proj], part.down_proj, part.activation_fn
+    elif is_written_as(forward, forwards.GraniteMLP.forward):
+        gates, down, activation = [part.input_linear], part.output_linear, part.activation
+    else:
+        return None
+    act = ACTIVATIONS.get(type(activation))
+    if act is None or not all(_can_pack(layer, shared) for layer in (*gates, down)):
+        return None
+    weights = [half for layer in gates for half in layer.weight.chunk(3 - len(gates))]
+    biases = [half for layer in gates for half in _halves(layer.bias, 3 - len(gates))]
+    if weights[0].shape != weights[1].shape:
+        return None
+    fused = FusedMLP(PackedLinear(weights, biases, act), PackedLinear([down.weight], [down.bias]))
+    return fused if _agree(part, fused, weights[0].shape[1], weights[0].dtype) else None
+
+
+def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
+    return [None] * count if bias is None else list(bias.chunk(count))
+
+
+def _linear(part: Any, shared: Counter[int]) -> torch.nn.Module | None:
+    if not _can_pack(part, shared):
+        return None
+    fused = PackedLinear([part.weight], [part.bias])
+    return fused if _agree(part, fused, part.in_features, part.weight.dtype) else None
+
+
+def _can_pack(part: Any, shared: Counter[int]) -> bool:
+    """A plain linear layer with weights of its own: those that an embedding shares stay where it finds them."""
+    bias = getattr(part, "bias", None)
+    return (
+        type(part) is torch.nn.Linear
+        and _own_forward(part) is not None
+        and _is_plain(part.weight)
+        and (bias is None or _is_plain(bias))
+        and shared[id(part.weight)] == 1
+        and fits(part.weight)
+        and is_fast(part.weight.dtype)
+    )
+
+
+def _own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
+    """The forward of the module's class; None where hooks or another forward stand before it."""
+    hooked = [*part._forward_hooks, *part._forward_pre_hooks, *(part.__dict__.keys() & {"forward", "_hf_hook"})]
+    return None if hooked else type(part).forward
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) is torch.nn.Parameter and tensor.dtype in DTYPES and tensor.layout == torch.strided
+
+
+def _agree(part: Callable[..., Any], fused: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
+    """Whether the two give the same on random numbers."""
+    x = torch.randn((1, 3, size), generator=torch.Generator().manual_seed(0)).to(dtype)
+    return _near(fused(x), part(x))
+
+
+def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    difference = (a.float() - b.float()).abs().max()
+    return a.shape == b.shape and a.dtype == b.dtype and bool(difference <= NEAR[b.dtype] * b.float().abs().max())
+
+
+def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:
+    """Gives the attention modules a forward of their own that looks up our function where it says `apply_rotary_pos_emb`."""
+    made: dict[Callable[..., Any], FunctionType | None] = {}
+    for module in model.modules():
+        forward = _own_forward(module)
+        if forward is None or "apply_rotary_pos_emb" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            continue
+        if forward not in made:
+            made[forward] = _with_rotary(forward)
+        fused = made[forward]
+        if fused is not None:
+            module.forward = MethodType(fused, module)
+            count["rotary embeddings"] += 1
+
+
+def _with_rotary(forward: Any) -> FunctionType | None:
+    names = forward.__globals__
+    plain = names["apply_rotary_pos_emb"]
+    if not is_written_as(names.get("rotate_half"), forwards.rotate_half):
+        return None
+    known = next((known for known in ROTARIES if is_written_as(plain, known)), None)
+    if known is None:
+        return None
+    fused = FusedRotary(plain, keeps_type=known is forwards.rotary_kept)
+    if not fused.agrees():
+        return None
+    function = FunctionType(
+        forward.__code__, names | {"apply_rotary_pos_emb": fused}, forward.__name__, forward.__defaults__, forward.__closure__
+    )  # fmt: skip
+    function.__kwdefaults__ = forward.__kwdefaults__
+    return function
+
+
+class FusedRotary:
+    """`apply_rotary_pos_emb` by the kernel, by the model's own function where that has not what is asked."""
+
+    def __init__(self, plain: Callable[..., Any], keeps_type: bool) -> None:
+        self.plain = plain
+        self.keeps_type = keeps_type
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> Any:
+        if unsqueeze_dim == 1 and (cos.dtype == q.dtype or self.keeps_type):
+            turned = rotate(q, k, cos, sin)
+            if turned is not None:
+                return turned
+        return self.plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    def agrees(self) -> bool:
+        """Whether it gives what the model's own function gives, on random numbers."""
+        numbers = torch.Generator().manual_seed(0)
+        for dtype in DTYPES:
+            q, k = (torch.randn((1, heads, 3, 40), generator=numbers).to(dtype) for heads in (4, 2))
+            cos, sin = (torch.randn((1, 3, 40), generator=numbers).to(dtype) for _ in range(2))
+            if not all(map(_near, self(q, k, cos, sin), self.plain(q, k, cos, sin))):
+                return False
+        return True

@@ -1,0 +1,207 @@
+"""The compiled CPU kernels as torch functions: norms, rotary embeddings, packed linear layers."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from itertools import pairwise
+
+import torch
+
+from batchgen.kernels.build import DTYPES, kernel, library
+from batchgen.kernels.isa import instruction_set
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` in elementwise.cpp is the same."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("outer", "inner", "size", "x_outer", "x_inner", "rounds_first", "threads")
+        ),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "y")),
+    )
+
+
+class _Rotary(ctypes.Structure):
+    """`Rotary` in elementwise.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "q_heads", "k_heads", "size", "turned")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "cos_token", "threads")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "cos", "sin", "q_out", "k_out")),
+    )
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; `weight` is float32.
+
+    `rounds_first`: x over its root mean square is rounded to its type before the weight comes.
+    """
+    size = x.shape[-1]
+    if x.stride(-1) != 1 or not _is_two_deep(x):
+        x = x.contiguous()
+    inner = x.shape[-2] if x.dim() > 2 else 1
+    y = torch.empty(x.shape, dtype=x.dtype)
+    outer = y.numel() // max(1, inner * size)
+    x_outer = x.stride(-3) if x.dim() > 2 else x.stride(0) if x.dim() == 2 else 0
+    norm = _Norm(
+        outer, inner, size, x_outer, x.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
+        weight.data_ptr(), x.data_ptr(), y.data_ptr(),
+    )  # fmt: skip
+    kernel("norm", x.dtype)(ctypes.byref(norm))
+    return y
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """q [1, H, T, D] and k [1, K, T, D] times cos, and their halves turned times sin, [1, T, R]; None for what the kernel has not.
+
+    Of each head the first R elements are rotated. Each product is rounded to the type of cos and sin: that of q, or float32.
+    """
+    if not _can_rotate(q, k, cos, sin):
+        return None
+    (_, heads, tokens, size), kv_heads = q.shape, k.shape[1]
+    q_out = torch.empty((1, tokens, heads, size), dtype=q.dtype)
+    k_out = torch.empty((1, tokens, kv_heads, size), dtype=q.dtype)
+    rotary = _Rotary(
+        tokens, heads, kv_heads, size, cos.shape[2], q.stride(2), q.stride(1), k.stride(2), k.stride(1), cos.stride(1),
+        torch.get_num_threads(), q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_out.data_ptr(), k_out.data_ptr(),
+    )  # fmt: skip
+    kernel("rotary", q.dtype, "" if cos.dtype == q.dtype else "_by_float32")(ctypes.byref(rotary))
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+def _can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    return (
+        q.dim() == k.dim() == 4
+        and cos.dim() == 3
+        and q.shape[0] == k.shape[0] == cos.shape[0] == 1
+        and q.shape[2:] == k.shape[2:]
+        and cos.shape[1] == q.shape[2]
+        and cos.shape[2] <= q.shape[3]
+        and cos.shape[2] % 2 == 0
+        and cos.shape == sin.shape
+        and cos.stride() == sin.stride()
+        and q.dtype == k.dtype
+        and q.dtype in DTYPES
+        and cos.dtype == sin.dtype
+        and cos.dtype in (q.dtype, torch.float32)
+        and q.stride(3) == k.stride(3) == cos.stride(2) == 1
+        and q.device.type == k.device.type == cos.device.type == "cpu"
+    )
+
+
+def _is_two_deep(x: torch.Tensor) -> bool:
+    """Whether all dimensions before the last two can be walked as one."""
+    steps = [(x.stride(i), x.shape[i]) for i in range(x.dim() - 2) if x.shape[i] != 1]
+    return all(before[0] == after[0] * after[1] for before, after in pairwise(steps))
+
+
+class Activation(IntEnum):
+    """What a gated layer does to its gate."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+
+
+class _Product(ctypes.Structure):
+    """`Product` in linear.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "words", "x_row", "y_row", "activation", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
+        ("inner", ctypes.c_int64),
+    )
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether packed layers of this type, float32 or bfloat16, are faster here than torch's own."""
+    if dtype == torch.bfloat16:  # torch uses matrix units (AMX), which are not used here
+        return instruction_set() in ("avx2", "avx512", "avx512_bf16")
+    return instruction_set() in ("avx2", "avx512", "avx512_bf16", "amx")
+
+
+def fits(weight: torch.Tensor) -> bool:
+    """Whether a weight [N, K] can be packed: bfloat16 goes in pairs."""
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
+
+
+class PackedLinear(torch.nn.Module):
+    """x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded as the modules round."""
+
+    def __init__(
+        self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], activation: Activation = Activation.NONE
+    ) -> None:
+        """`weights` are one [N, K], or gate and up of the same shape. They are copied.
+
+        Weights in float32 that are all numbers of bfloat16, as those of a bfloat16 checkpoint are, are kept in 16 bits: the
+        products and sums are those of float32.
+        """
+        super().__init__()
+        self.out_features, self.in_features = weights[0].shape
+        self.dtype = weights[0].dtype
+        self.activation = activation
+        self._kind = ""
+        self._x_dtype = self.dtype
+        if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
+            weights = [weight.detach().bfloat16() for weight in weights]
+            self._kind = "_by_bfloat16"
+        elif self.dtype == torch.bfloat16 and library().batchgen_linear_widens():
+            self._x_dtype = torch.float32
+        self._weight_dtype = weights[0].dtype
+        words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
+        # Plain tensors: torch takes microseconds to find parameters and buffers.
+        self.weights = _panels(words).transpose(1, 2).contiguous()
+        """[panels, words of K, columns of a panel]"""
+        self.bias = biases[0] if len(biases) == 1 else None
+        self.biases: torch.Tensor | None = None
+        """[panels, columns of a panel] in float32"""
+        if any(bias is not None for bias in biases):
+            columns = [torch.zeros(self.out_features) if b is None else b.detach().float() for b in biases]
+            self.biases = _panels(columns)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
+            raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
+        rows = x.reshape(-1, self.in_features).to(self._x_dtype)
+        if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4:
+            rows = rows.contiguous()
+        weights, biases = self.weights, self.biases
+        y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
+        product = _Product(
+            rows.shape[0], self.out_features, weights.shape[1], rows.stride(0) * rows.itemsize // 4, self.out_features, self.activation,
+            torch.get_num_threads(), rows.data_ptr(), weights.data_ptr(), None if biases is None else biases.data_ptr(),
+            y.data_ptr(),
+        )  # fmt: skip
+        kernel("linear", self.dtype, self._kind)(ctypes.byref(product))
+        return y
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[N, K] of a plain layer, unpacked anew each time: for models that look at it."""
+        rows = self.weights.transpose(1, 2).reshape(-1, self.weights.shape[1])[: self.out_features]
+        return rows.contiguous().view(self._weight_dtype).to(self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.dtype}, {self.activation.name.lower()}"
+
+
+def _is_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether bfloat16 has all of a float32 weight's numbers, and they come in pairs."""
+    return weight.shape[1] % 2 == 0 and not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
+
+
+def _panels(parts: list[torch.Tensor]) -> torch.Tensor:
+    """[panels, columns of a panel, ...] of one [N, ...], or of two whose rows share each panel; filled up with zeros."""
+    width = library().batchgen_linear_panel() // len(parts)
+    size = parts[0].shape[0]
+    if size % width:
+        fill = parts[0].new_zeros((-size % width, *parts[0].shape[1:]))
+        parts = [torch.cat([part, fill]) for part in parts]
+    panels = [part.view(-1, width, *part.shape[1:]) for part in parts]
+    return panels[0] if len(panels) == 1 else torch.cat(panels, 1)

@@ -1,0 +1,1 @@
+"""A transformers model: loaded, checked, adapted to packed steps, and run."""

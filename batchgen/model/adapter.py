@@ -1,0 +1,150 @@
+"""A transformers model with our attention in it, and the shape of its KV, learned by running two tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchgen.attention.base import NAME, LayerOptions, register
+from batchgen.attention.cpu_backend import VECTOR, storage
+from batchgen.attention.kv_cache import LayerShape
+from batchgen.errors import ModelError
+from batchgen.kernels.build import DTYPES
+from batchgen.kernels.fusion import fuse
+from batchgen.kernels.transfer import put
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run packed steps."""
+
+    module: Any
+    """The transformers model."""
+    device: torch.device
+    """Where token ids go in and logits come out; each layer says where its KV lies."""
+    dtype: torch.dtype
+    """Of keys and values: what the model computes in, also where its weights are quantized."""
+    layers: dict[int, LayerShape]
+    """KV of each attention layer as it is stored, by layer index."""
+    vocab_size: int
+    """Width of the logits."""
+    group: int = 1
+    """Most query heads to a key/value head."""
+    sliding_window: int | None = None
+    """The widest sliding window where every layer has one: no position behind it is ever read again."""
+    spread: bool = False
+    """Whether the parameters lie on several devices."""
+    kernels: ctypes.CDLL | None = None
+    """Our own kernels for the CPU, where they are wanted and compiled."""
+    compile: str = "auto"
+    """On one CUDA device: off, steps run as they are; auto, as CUDA graphs where these pay; on, always, and under `torch.compile`."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of how the model was loaded, a sentence each."""
+
+
+def prepare(
+    module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None, compile: str = "auto"
+) -> LoadedModel:
+    """Switches a model's attention to ours. Raises `ModelError` where that cannot be."""
+    register()
+    if module.config._attn_implementation != NAME:
+        module.set_attn_implementation(NAME)
+    module.eval()
+    device = module.get_input_embeddings().weight.device
+    spread = len({parameter.device for parameter in module.parameters()}) > 1
+    if kernels is not None:
+        fuse(module)
+    probe, vocab_size = _probe(module, device, spread)
+    _settle_frequencies(module)
+    windows = [window for window in probe.windows if window is not None]
+    sliding = max(windows) if len(windows) == len(probe.windows) else None
+    return LoadedModel(
+        module=module,
+        device=device,
+        dtype=probe.dtype,
+        layers=probe.layers,
+        vocab_size=vocab_size,
+        group=probe.group,
+        sliding_window=sliding,
+        spread=spread,
+        kernels=kernels,
+        compile=compile,
+        notes=notes,
+    )
+
+
+def _settle_frequencies(module: torch.nn.Module) -> None:
+    """Rotary frequencies that may change with a batch's longest sequence stay as they are: contexts end before they would
+    (`prompts/tokenizer.py`), and to see that, every forward would look at the positions, for which the host waits.
+    """
+    for part in module.modules():
+        kind: Any = getattr(part, "rope_type", None)
+        if isinstance(kind, str):
+            part.rope_type = _settled(kind)  # type: ignore[assignment]
+        elif isinstance(kind, dict):
+            part.rope_type = {layers: _settled(of) for layers, of in kind.items()}  # type: ignore[assignment]
+
+
+def _settled(rope_type: str) -> str:
+    """What transformers' `dynamic_rope_update` leaves alone."""
+    return "default" if rope_type == "longrope" or "dynamic" in rope_type else rope_type
+
+
+def with_pages(model: LoadedModel, page_size: int) -> LoadedModel:
+    """The model as an engine with such pages runs it: its KV stored as our kernels want it, or without them."""
+    on_cpu = all(shape.device.type == "cpu" for shape in model.layers.values())
+    if model.kernels is None or not on_cpu or model.dtype not in DTYPES or page_size % VECTOR:
+        return replace(model, kernels=None)
+    return replace(model, layers=storage(model.layers, model.dtype))
+
+
+def logits_at(places: NDArray[np.int64], device: torch.device, spread: bool) -> torch.Tensor | list[int]:
+    """The argument `logits_to_keep` for the logits after these tokens of the packed batch.
+
+    A list where the model is spread: hooks move tensors to the first device, and the head may be on the last.
+    """
+    return places.tolist() if spread else put(places, device)
+
+
+class _Probe:
+    """Stands in for a step's attention: notes each layer's shapes, and attends plainly."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.windows: list[int | None] = []
+        self.group = 1
+        self.dtype = torch.float32
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        if layer in self.layers:
+            raise ModelError(f"the model runs attention twice in layer {layer}, which is not supported")
+        self.layers[layer] = LayerShape(k_KTD.shape[0], k_KTD.shape[2], v_KTV.shape[2], v_KTV.device)
+        self.windows.append(options.window)
+        self.dtype = v_KTV.dtype
+        group = q_HTD.shape[0] // k_KTD.shape[0]
+        self.group = max(self.group, group)
+        k, v = k_KTD.repeat_interleave(group, 0), v_KTV.repeat_interleave(group, 0)
+        out = torch.nn.functional.scaled_dot_product_attention(q_HTD, k, v, is_causal=True, scale=options.scale)
+        return out.transpose(0, 1)
+
+
+@torch.inference_mode()
+def _probe(module: Any, device: torch.device, spread: bool) -> tuple[_Probe, int]:
+    probe = _Probe()
+    tokens = torch.tensor([[0, 1]], device=device)
+    output = module(
+        input_ids=tokens, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, step_attention=probe,
+        logits_to_keep=logits_at(np.array([1]), device, spread),
+    )  # fmt: skip
+    if not probe.layers:
+        raise ModelError(f"{type(module).__name__} never calls attention")
+    if output.logits.shape[:2] != (1, 1):
+        raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")
+    return probe, output.logits.shape[-1]

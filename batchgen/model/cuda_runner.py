@@ -1,0 +1,174 @@
+"""A step on one CUDA device: its inputs in a static buffer, filled by one asynchronous copy, and its forward a graph where that pays.
+
+Nothing here waits for the device, but the capture of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch._dynamo import config
+from torch.fx.experimental import _config as shapes
+
+from batchgen.attention.kv_cache import KVCache
+from batchgen.errors import is_out_of_memory
+from batchgen.kernels.transfer import staged
+from batchgen.model.adapter import LoadedModel
+from batchgen.model.cuda_graphs import Capture, CudaCapture, Graphs, Shape
+from batchgen.scheduling.batch import Limits, Work, drawn_of, tokens_of, wanted_of
+
+if TYPE_CHECKING:
+    from batchgen.attention.triton_backend import DeviceAttention
+
+
+class Compiled:
+    """Calls the model's compiled forward, or where it cannot be compiled the model as it is.
+
+    A dimension of 1 (or 0) would be compiled for itself: callers pad token ids and wanted logits to 2. Sizes that happen to be equal
+    when it is compiled may differ later; a model's own numbers (scales, epsilons) are constants.
+    """
+
+    def __init__(self, module: Any, notes: list[str]) -> None:
+        """What the user should know goes into `notes`."""
+        self._module = module
+        self._compiled: Any = torch.compile(module, fullgraph=True, dynamic=True)
+        self._notes = notes
+
+    def __call__(self, **inputs: Any) -> Any:
+        if self._compiled is not None:
+            try:
+                with shapes.patch(use_duck_shape=False), config.patch(specialize_float=True):  # type: ignore[attr-defined]
+                    return self._compiled(**inputs)
+            except Exception as e:  # whatever a compiler may raise
+                if is_out_of_memory(e):
+                    raise
+                self._compiled = None
+                reason = " ".join(str(e).split())[:200]
+                self._notes.append(f"--compile on: torch.compile fails on this model, which runs without: {reason}")
+        return self._module(**inputs)
+
+
+OLDEST = (8, 0)
+"""Compute capability from which on our kernels run."""
+
+
+def device_step(model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str]) -> DeviceStep | None:
+    """How the model runs a step where that is on one CUDA device with Triton; else None: there plain torch attends."""
+    if model.device.type != "cuda" or model.spread:
+        return None
+    from batchgen.attention.triton_backend import DeviceAttention, supports
+
+    if torch.cuda.get_device_capability(model.device) < OLDEST or not supports(cache, model.device):
+        notes.append(
+            f"{model.device} runs plain torch, which is slower: the kernels need Triton, a C compiler for it, and a GPU like the A100 or newer"
+        )
+        return None
+    attention = DeviceAttention(cache, limits.max_batch_tokens, model.device, model.group)
+    return DeviceStep(model, attention, limits, notes, partial(CudaCapture, model.device))
+
+
+class DeviceStep:
+    """Runs the works of a step. What it needs of them lies at the same addresses in every step of a shape."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        attention: DeviceAttention,
+        limits: Limits,
+        notes: list[str],
+        new_capture: Callable[[], Capture],
+    ) -> None:
+        """`new_capture` as `Graphs` has it. What the user should know goes into `notes`."""
+        self.attention = attention
+        self._device = model.device
+        self._model = model.module
+        self._least = 0
+        self._graphs: Graphs | None = None
+        if model.compile != "off":
+            self._graphs = Graphs(new_capture, limits.max_batch_tokens, limits.batch_size, notes)
+        if model.compile == "on" and limits.max_batch_tokens > 1:
+            self._model = Compiled(model.module, notes)
+            self._least = 2
+            self._graphs = Graphs(new_capture, limits.max_batch_tokens, max(2, limits.batch_size), notes, after=0)
+        # A step's token ids, the places of its wanted logits, and for tokens that only the device knows: their places, and whose they are.
+        self._inputs = torch.zeros(4 * limits.max_batch_tokens + 1, dtype=torch.int64, device=model.device)
+        self._logits: torch.Tensor | None = None
+        self._generation = attention.generation
+
+    def __call__(self, works: Sequence[Work], last: torch.Tensor | None) -> list[torch.Tensor]:
+        """The wanted logits [N, vocabulary], if any, valid until the next call. `last` as `Runner.run` has it."""
+        tokens, wanted = tokens_of(works), wanted_of(works)
+        least = Shape(max(len(tokens), self._least), max(len(wanted), self._least))
+        graphs = self._graphs
+        shape = graphs.shape_of(*least) if graphs is not None else None
+        if graphs is None or shape is None:
+            self._fill(least, works, tokens, wanted, last)
+            logits = self._forward(least)
+        else:
+            if not graphs.captured and shape.tokens < graphs.largest.tokens:
+                # The memory of the largest serves the others, but not the other way round.
+                self._fill(graphs.largest, works, tokens, wanted, last)
+                graphs.capture(graphs.largest, partial(self._keep, graphs.largest))
+            self._fill(shape, works, tokens, wanted, last)
+            graphs.run(shape, partial(self._keep, shape))
+            assert self._logits is not None
+            logits = self._logits
+        return [logits[: len(wanted)]] if len(wanted) else []
+
+    def _fill(
+        self,
+        shape: Shape,
+        works: Sequence[Work],
+        tokens: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+        last: torch.Tensor | None,
+    ) -> None:
+        """Sends the step's plan and inputs to the device, padded to the shape: token 0 that writes nowhere, logits that nobody reads."""
+        self.attention.plan(works, shape.tokens)
+        if self._graphs is not None and self.attention.generation != self._generation:
+            self._graphs.void()
+        self._generation = self.attention.generation
+        first = _logits_at(shape)
+        places, slots = drawn_of(works) if last is not None else (_NONE, _NONE)
+        values = np.zeros(first + shape.logits + 2 * len(places), dtype=np.int64)
+        values[: len(tokens)] = tokens
+        values[first : first + len(wanted)] = wanted
+        values[first + shape.logits :] = np.concatenate([places, slots])
+        inputs = self._inputs[: len(values)]
+        inputs.copy_(staged(values, self._device), non_blocking=True)
+        if last is not None and len(places):
+            to, of = inputs[first + shape.logits :].chunk(2)
+            inputs[: shape.tokens].index_copy_(0, to, last.index_select(0, of))
+
+    def _forward(self, shape: Shape) -> torch.Tensor:
+        first = _logits_at(shape)
+        output = self._model(
+            input_ids=self._inputs[: shape.tokens].unsqueeze(0),
+            position_ids=self.attention.positions[: shape.tokens].unsqueeze(0),
+            use_cache=False,
+            step_attention=self.attention,
+            logits_to_keep=self._inputs[first : first + shape.logits],
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _keep(self, shape: Shape) -> None:
+        """A forward whose logits are put where all graphs put them: held by none, their own memory is the next graph's too."""
+        logits = self._forward(shape)
+        if self._logits is None:
+            assert self._graphs is not None
+            self._logits = logits.new_empty((self._graphs.largest.logits, logits.shape[1]))
+        self._logits[: shape.logits].copy_(logits)
+
+
+def _logits_at(shape: Shape) -> int:
+    """Where the places of logits begin in the inputs: behind the token ids, at a multiple of 16 bytes, which compiled code asks for."""
+    return shape.tokens + shape.tokens % 2
+
+
+_NONE = np.zeros(0, dtype=np.int64)

@@ -1,0 +1,279 @@
+"""Loads a transformers model with our attention in it: refused by name, on the verified list, or checked in small beforehand."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from batchgen.attention.base import NAME, register
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.kernels import isa
+from batchgen.kernels.build import NoKernels, library
+from batchgen.model.adapter import LoadedModel, prepare
+from batchgen.model.architectures import check_architecture, is_verified
+from batchgen.model.self_check import self_check
+from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
+    """Raises `ModelError` where the model's files are on the disk and say that its weights do not fit on this CUDA device."""
+    files = weight_files(config)
+    if files is None:
+        return
+    dtype = dtype_of(config, hf_config)
+    quantized = getattr(hf_config, "quantization_config", None) is not None
+    needed = weight_bytes(files, None if quantized else dtype)
+    if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
+        free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+        check_fits(needed, dtype, device.index or 0, free)
+
+
+def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]) -> None:
+    """Raises `ModelError` unless so many bytes fit on CUDA device `device`; `free` are the bytes of all of them."""
+    if needed <= free[device]:
+        return
+    name = str(dtype).removeprefix("torch.")
+    if len(free) > 1 and needed <= sum(free):
+        hint = f"--device-map auto, without --device, spreads it over {len(free)} GPUs, of which {_size(sum(free))} are free"
+    elif dtype == torch.float32 and needed // 2 <= free[device]:
+        hint = f"--dtype bfloat16 needs {_size(needed // 2)}"
+    else:
+        hint = "use a quantized checkpoint, or larger or more GPUs"
+    raise ModelError(
+        f"the model's weights take {_size(needed)} in {name}, and of cuda:{device} are {_size(free[device])} free", hint
+    )
+
+
+def dtype_of(config: ModelConfig, hf_config: Any) -> torch.dtype:
+    """What the weights are loaded as."""
+    own = getattr(hf_config, "dtype", None) if config.dtype == "auto" else config.dtype
+    found = getattr(torch, str(own).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.dtype:
+    """What the weights are loaded as on a CPU, where `processes` of this machine do so.
+
+    `--dtype auto` is float32 for a 16-bit checkpoint on a processor that multiplies float32 faster, if that takes at most half of
+    the machine's memory: all numbers of the checkpoint stay as they are.
+    """
+    own = dtype_of(config, hf_config)
+    fast = isa.has_bfloat16() if own == torch.bfloat16 else isa.has_float16()
+    if (
+        config.dtype != "auto"
+        or own not in (torch.bfloat16, torch.float16)
+        or fast
+        or not isa.features()  # an unknown processor
+        or getattr(hf_config, "quantization_config", None) is not None
+    ):
+        return own
+    files = weight_files(config)
+    needed = weight_bytes(files, torch.float32) if files is not None else _bytes_on_the_hub(config)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return torch.float32 if needed is not None and needed * processes <= memory // 2 else own
+
+
+def _bytes_on_the_hub(config: ModelConfig) -> int | None:
+    """Bytes of a hub model's weights in float32; None where the hub does not say."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
+
+    try:
+        found = get_safetensors_metadata(config.model, revision=config.revision)
+    except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError, ValueError):
+        return None
+    return 4 * sum(found.parameter_count.values())
+
+
+def weight_files(config: ModelConfig) -> list[Path] | None:
+    """The model's safetensors files, of a folder or in the hub's cache; None where they are not all on the disk."""
+    index = _path(config, _INDEX)
+    if index is None:
+        whole = _path(config, _WHOLE)
+        return None if whole is None else [whole]
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    paths = [_path(config, name) for name in sorted(names)]
+    return None if None in paths else [path for path in paths if path is not None]
+
+
+def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None) -> int:
+    """Bytes of the tensors in the files, floating-point ones as `dtype` (None: as they are)."""
+    total = 0
+    for path in files:
+        with path.open("rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = tensor["data_offsets"]
+            if dtype is not None and tensor["dtype"] in _FLOATS:
+                total += math.prod(tensor["shape"]) * dtype.itemsize
+            else:
+                total += end - start
+    return total
+
+
+def _path(config: ModelConfig, name: str) -> Path | None:
+    folder = Path(config.model).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(config.model, name, revision=config.revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -> LoadedModel:
+    """Loads the weights; so do `processes` of this machine, each its own. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
+    device = pick_device(config.device)
+    if config.device_map is not None and find_spec("accelerate") is None:
+        raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
+    notes = _check(config, text.hf_config)
+    on_cuda = device.type == "cuda" and config.device_map is None
+    kernels = Kernels(config, device)
+    if on_cuda:
+        check_room(config, text.hf_config, device)
+    use_exact_float32()
+    # A tensor at a time from the file to the device, and cast there. Without accelerate the files are mapped, so that the host holds a copy
+    # of the model only where it is cast, and it is moved then.
+    direct = on_cuda and find_spec("accelerate") is not None
+    register()
+    dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    if (
+        device.type == "cpu"
+        and config.device_map is None
+        and cpu_dtype(config, text.hf_config, processes) == torch.float32
+    ):
+        dtype = torch.float32
+    try:
+        with quiet():
+            module, found = AutoModelForCausalLM.from_pretrained(
+                config.model,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                dtype=dtype,
+                attn_implementation=NAME,
+                use_safetensors=True,
+                output_loading_info=True,
+                device_map={"": device} if direct else config.device_map,
+            )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
+        reason = " ".join(str(e).split())
+        if isinstance(e, OSError) and "file named model.safetensors" in reason:
+            raise ModelError(
+                f"the model {config.model!r} cannot be loaded: it has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
+                "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
+            ) from e
+        raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers would go on with random numbers there
+        raise ModelError(f"the weights of {config.model!r} lack {len(missing)} tensors, {missing[0]} the first")
+    if config.device_map is None and not direct:
+        module = module.to(device)
+    elif config.device_map is not None:
+        check_device_map(getattr(module, "hf_device_map", {}))
+    library, note = kernels.wait()
+    return prepare_model(module, notes + note, library, config.compile)
+
+
+def prepare_model(
+    module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None, compile: str = "auto"
+) -> LoadedModel:
+    """A transformers model already in memory, its attention switched to ours. Whether it is exact there is the caller's to know."""
+    check_architecture(module.config)
+    return prepare(module, notes, kernels, compile)
+
+
+def use_exact_float32() -> None:
+    """Keeps float32 products in float32 on GPUs, for all of the process: not in TF32, which has 10 bits of mantissa."""
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # torch's default, but an environment variable or other code may have changed it
+    torch.backends.cudnn.allow_tf32 = False  # here TF32 is the default
+
+
+class Kernels:
+    """Our kernels for the CPU, being compiled while the model is loaded."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        """Raises `ModelError` where they are asked for and not for this device."""
+        self._asked = config.compile == "on"
+        self._made: Future[ctypes.CDLL] | None = None
+        if config.compile == "off":
+            return
+        if device.type == "cpu" and config.device_map is None:
+            pool = ThreadPoolExecutor(1)
+            self._made = pool.submit(library)
+            pool.shutdown(wait=False)
+        elif self._asked and (device.type != "cuda" or config.device_map is not None):
+            raise ModelError("--compile on is for the CPU and for one CUDA device", "leave it out")
+
+    def wait(self) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
+        """The library, or None and what the user should know. Raises `ModelError` where they were asked for and cannot be had."""
+        if self._made is None:
+            return None, ()
+        try:
+            return self._made.result(), ()
+        except NoKernels as e:
+            if self._asked:
+                raise ModelError(f"--compile on: {e.message}", "leave it out, and plain torch runs") from e
+            return None, (f"{e.message}; plain torch runs, which is slower on a CPU",)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of `--device`. Raises `ModelError` for one that this machine does not have."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device("cpu" if name.startswith("cpu") else name)  # cpu:N is a process, of which torch knows nothing
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = f"{torch.cuda.device_count()} CUDA device(s)"
+        raise ModelError(f"--device {name}: this machine has {found}", "use --device auto or cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ModelError(f"--device {name}: this machine has no MPS device", "use --device auto or cpu")
+    return device
+
+
+def check_device_map(places: dict[str, int | str | torch.device]) -> None:
+    """Raises `ModelError` where parts of a model were left on the disk, or on the CPU beside accelerators: each step would load them anew."""
+    kinds = [str(place).partition(":")[0] for place in places.values()]
+    away = [
+        part
+        for part, kind in zip(places, kinds, strict=True)
+        if kind == "disk" or (kind == "cpu" and set(kinds) != {"cpu"})
+    ]
+    if away:
+        raise ModelError(
+            f"--device-map auto: the devices have no room for {len(away)} of {len(places)} parts of the model, {away[0]} the first",
+            "use more devices, a smaller --dtype or a quantized checkpoint",
+        )
+
+
+def _check(config: ModelConfig, hf_config: Any) -> tuple[str, ...]:
+    """What the user should know of the architecture. Raises `ModelError` where it is not supported."""
+    check_architecture(hf_config)
+    if is_verified(hf_config):
+        return ()
+    self_check(hf_config, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    name = getattr(hf_config, "model_type", "unknown")
+    return (
+        f"models of type {name!r} are not on the verified list; a small one of the kind was checked against transformers and agreed",
+    )

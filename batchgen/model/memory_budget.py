@@ -1,0 +1,244 @@
+"""How large the page pool and the steps are: what the user says, else what suits the device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from batchgen.attention.kv_cache import KVCache, bytes_per_token, devices_of
+from batchgen.config import EngineConfig, parse_memory
+from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
+from batchgen.model.adapter import LoadedModel
+from batchgen.model.runner import Runner
+from batchgen.prefix import plan_prefixes
+from batchgen.request import Leaf, Request, leaves_of
+from batchgen.sampling.sampler import AT_ONCE
+from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.batch import Limits, Step, Work
+from batchgen.scheduling.sequence import GenerationSequence
+from batchgen.scheduling.waiting import POLICIES, Window
+
+
+def step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch.device, int] | None:
+    """Most bytes that a step within the limits holds at once on each of the model's CUDA devices, beside the pool; None where it does not fit."""
+    try:
+        return _step_bytes(model, limits, page_size)
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+    return None
+
+
+def _step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch.device, int] | None:
+    works = largest_works(limits, page_size)
+    cache = KVCache(model.layers, sum(len(work.span.table) for work in works), page_size, model.dtype)
+    runner = Runner(replace(model, compile="off"), cache, limits, [])
+    before = {device: torch.cuda.memory_allocated(device) for device in cache.devices}
+    for device in cache.devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    runner.run(step_of(works))
+    if runner.most_tokens is not None:
+        return None
+    return {device: torch.cuda.max_memory_allocated(device) - before[device] for device in cache.devices}
+
+
+def step_of(works: list[Work]) -> Step:
+    """A step that is nothing but these works."""
+    return Step(works=tuple(works), moves=(), preempted=(), started=(), ready=(), scored=())
+
+
+def largest_works(limits: Limits, page_size: int) -> list[Work]:
+    """As many prompts as run at once, of as many tokens as fit into a step; after each the logits are wanted."""
+    each, longer = divmod(limits.max_batch_tokens, limits.batch_size)
+    requests = [
+        Request(
+            row=row,
+            tokens=np.zeros(each + (row < longer), dtype=np.int32),
+            params=SamplingParams(max_tokens=1),
+            max_tokens=1,
+            key=row.to_bytes(16, "little"),
+        )
+        for row in range(limits.batch_size)
+    ]
+    leaves = leaves_of(requests)
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], page_size, share=False)
+    window = Window.of(leaves, plan, POLICIES["prefix"], 0)
+    works: list[Work] = []
+    page = 0
+    for i, leaf in enumerate(leaves):
+        size = len(leaf.tokens)
+        table = list(range(page, page - (-size // page_size)))
+        page += len(table)
+        span = GenerationSequence(
+            window=window, place=window.place(~i), parent=None, start=0, table=table, computed=0, claims_tail=False,
+            leaf=leaf, index=i, stops=None, slot=i,
+        )  # fmt: skip
+        works.append(Work(span, 0, size, size - 1))
+    return works
+
+
+PAGE_TOKENS = 32
+"""A page is the smallest multiple of the chunk that has so many tokens (CPU: benchmarks/NOTES.md)."""
+BATCH_SIZE = 256
+BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
+SCORED_LOGITS = 1 << 25
+"""Most logits of texts to score in one forward: tokens times vocabulary."""
+AUTO_SHARE = {"cpu": 0.5, "mps": 0.5}
+"""Of the memory that is free once the model is loaded; the rest is for activations and other programs. On CUDA it is measured."""
+STEP_SHARE = 0.5
+"""On CUDA: the largest step takes at most so much of the free memory, else it is made smaller."""
+LEAST_STEP = 256
+"""A step of so many tokens is not made smaller."""
+STEP_SLACK = 1.5
+"""What a step takes of memory, as a multiple of what it holds: steps of other sizes leave gaps, and graphs have memory of their own."""
+DRAWING = 12
+"""Float32 copies of the logits that tokens are drawn from at once, at most, meanwhile: sorting alone takes six."""
+GRAPHS_BYTES = 512 << 20
+"""For what CUDA graphs take beside their tensors."""
+SPARE = 0.02
+"""Of the free memory, for whatever else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that an engine is built with."""
+
+    page_size: int
+    """Tokens per page."""
+    num_pages: int
+    bytes_per_token: int
+    """KV of one token in all layers."""
+    limits: Limits
+    host_pages: int = 0
+    """Pages of idle nodes kept in host memory."""
+
+    def pages_for(self, leaf: Leaf) -> int:
+        """Pages that the leaf can need."""
+        return -(-leaf.most_tokens // self.page_size)
+
+    def does_not_fit(self, leaf: Leaf) -> RowError:
+        """Says how much it needs, and what would make it fit."""
+        page = self.bytes_per_token * self.page_size
+        needed = self.pages_for(leaf) * page
+        prompt = len(leaf.request.tokens)
+        what = "the text to score" if leaf.request.texts else "completion"
+        return RowError(
+            "does_not_fit",
+            f"prompt ({prompt} tokens) and {what} (up to {leaf.most_tokens - prompt + 1}) need {_size(needed)} of KV memory, "
+            f"there are {_size(self.num_pages * page)}; "
+            f"give --kv-memory {_option(needed)}{'' if leaf.request.texts else ' or lower max_tokens'}",
+        )
+
+
+def page_size_of(chunk_size: int) -> int:
+    """Tokens per page for a chunk size."""
+    return -(-PAGE_TOKENS // chunk_size) * chunk_size
+
+
+def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -> Sizes:
+    """Sizes for this model on this device. Raises `UsageError` when the KV memory does not hold a single page."""
+    page_size = page_size_of(config.chunk_size)
+    token = bytes_per_token(model.layers, model.dtype)
+    limits = _limits(model, config)
+    wish = parse_memory(config.kv_memory)
+    if isinstance(wish, int):
+        num_pages = wish // (page_size * token)
+    elif wish is None and model.device.type == "cuda":
+        limits, room = _measured(model, limits, page_size)
+        num_pages = min(
+            size // (page_size * bytes_per_token(model.layers, model.dtype, on)) for on, size in room.items()
+        )
+    else:  # a page has a share on every device: the tightest decides
+        num_pages = min(
+            int(
+                free_memory(device)
+                * (wish or AUTO_SHARE[device.type])
+                / (config.processes if device.type == "cpu" else 1)
+            )
+            // (page_size * bytes_per_token(model.layers, model.dtype, device))
+            for device in devices_of(model.layers)
+        )
+    if wish is None:  # more than a full batch of the longest sequences, twice, is of no use
+        num_pages = min(num_pages, 2 * limits.batch_size * -(-context_length // page_size))
+    if num_pages < 1:
+        raise UsageError(
+            f"--kv-memory {config.kv_memory} holds no page of {page_size} tokens ({page_size * token} bytes)",
+            "give more, or lower --chunk-size",
+        )
+    if config.host_kv_memory is not None and model.device.type != "cuda":
+        raise UsageError(f"--host-kv-memory is for CUDA devices, not for {model.device}", "raise --kv-memory instead")
+    host = parse_memory(config.host_kv_memory) if config.host_kv_memory else 0
+    return Sizes(page_size, num_pages, token, limits, int(host or 0) // config.processes // (page_size * token))
+
+
+def _limits(model: LoadedModel, config: EngineConfig) -> Limits:
+    batch_tokens = config.max_batch_tokens or BATCH_TOKENS[model.device.type]
+    return Limits(
+        batch_size=min(config.batch_size or BATCH_SIZE, batch_tokens),
+        max_batch_tokens=batch_tokens,
+        max_prefill_tokens=min(config.max_prefill_tokens or batch_tokens, batch_tokens),
+        max_scored_tokens=max(1, SCORED_LOGITS // model.vocab_size),
+        max_kv_read=config.max_kv_read,
+    )
+
+
+def _measured(model: LoadedModel, limits: Limits, page_size: int) -> tuple[Limits, dict[torch.device, int]]:
+    """Bytes for pages on each CUDA device, when a largest step has been run; and the limits, where it had to be made smaller for that."""
+    drawing = DRAWING * 4 * min(limits.batch_size * model.vocab_size, AT_ONCE)
+    while True:
+        free = {device: free_memory(device) for device in devices_of(model.layers)}
+        steps = step_bytes(model, limits, page_size)
+        if steps is not None and (
+            limits.max_batch_tokens <= LEAST_STEP or all(steps[on] <= STEP_SHARE * free[on] for on in free)
+        ):
+            left = {on: free_memory(on) for on in free}  # without what the libraries have loaded for the step
+            return limits, {
+                on: room_for_pages(left[on], steps[on], drawing if on == model.device else 0) for on in left
+            }
+        if limits.max_batch_tokens == 1:
+            raise OutOfMemory(f"{model.device} has not the memory for a forward of one token", "use a smaller --dtype")
+        limits = halved(limits)
+
+
+def room_for_pages(free: int, step: int, drawing: int) -> int:
+    """Of a CUDA device's free bytes those for pages, where the largest step holds `step` and drawing tokens takes `drawing`."""
+    return max(0, free - int(STEP_SLACK * step) - drawing - GRAPHS_BYTES - int(SPARE * free))
+
+
+def halved(limits: Limits) -> Limits:
+    """The same for steps of half as many tokens."""
+    most = max(1, limits.max_batch_tokens // 2)
+    return replace(
+        limits,
+        batch_size=min(limits.batch_size, most),
+        max_batch_tokens=most,
+        max_prefill_tokens=min(limits.max_prefill_tokens, most),
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _option(count: int) -> str:
+    """The least size, in whole units, that `--kv-memory` takes for so many bytes."""
+    unit, name = (2**30, "GiB") if count >= 2**32 else (2**20, "MiB") if count >= 2**22 else (2**10, "KiB")
+    return f"{-(-count // unit)}{name}"

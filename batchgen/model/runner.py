@@ -1,0 +1,121 @@
+"""Packs a step into tensors and runs the transformers model on it. What happens on the device in a step happens here and in the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import groupby
+
+import torch
+
+from batchgen.attention.base import StepAttention
+from batchgen.attention.cpu_backend import PackedAttention
+from batchgen.attention.kv_cache import KVCache
+from batchgen.attention.plan import plan_attention
+from batchgen.attention.torch_backend import Cascade
+from batchgen.errors import OutOfMemory, is_out_of_memory
+from batchgen.kernels.transfer import put
+from batchgen.model.adapter import LoadedModel, logits_at
+from batchgen.model.cuda_runner import device_step
+from batchgen.scheduling.batch import (
+    Copy,
+    Limits,
+    Load,
+    Save,
+    Step,
+    Work,
+    drawn_of,
+    halves,
+    size_of,
+    tokens_of,
+    wanted_of,
+)
+
+
+class Runner:
+    """Runs steps; the only one, with the sampler, that touches the device."""
+
+    def __init__(self, model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str]) -> None:
+        """Steps keep to the `limits`. What the user should know goes into `notes`."""
+        self.model = model  # `with_pages`
+        self.cache = cache
+        self._device_step = device_step(model, cache, limits, notes)
+        self.attention = "triton" if self._device_step else "cascade" if model.kernels is None else "packed"
+        self.attention_parts = 0  # summed over steps
+        self.most_tokens: int | None = None
+        """After out-of-memory: the largest forward that is tried."""
+
+    @torch.inference_mode()
+    def run(self, step: Step, last: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Logits [N, vocabulary] after the wanted positions of the works, in their order, valid until the next run; None when none are wanted.
+
+        `last` [slots] int64, on the device, has by slot the newest token of sequences that the host has not seen it of (`drawn_of`).
+        A step for which the device has not the memory is run in halves: the works do not depend on one another, and what a
+        forward that failed has written is written again. Raises `OutOfMemory` when not even one token goes through.
+        """
+        with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
+            self._move(step.moves)
+            logits = self._run(step.works, last) if step.works else []
+            if not logits:
+                return None
+            return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _move(self, moves: Sequence[Copy | Save | Load]) -> None:
+        for kind, some in groupby(moves, type):
+            if kind is Copy:
+                self.cache.copy([(move.source, move.to) for move in some if isinstance(move, Copy)])
+                continue
+            for move in some:
+                if isinstance(move, Save):
+                    move.to.kv = self.cache.save(move.pages)
+                elif isinstance(move, Load):
+                    self.cache.load(move.source.kv, move.first, move.pages)
+
+    def _run(self, works: Sequence[Work], last: torch.Tensor | None) -> list[torch.Tensor]:
+        size = size_of(works)
+        if self.most_tokens is None or size <= self.most_tokens:
+            try:
+                return self._forward(works, last)
+            except (MemoryError, RuntimeError) as e:
+                if not is_out_of_memory(e):
+                    raise
+            # Out of the handler, so that the failed forward's tensors are free.
+            if size == 1:
+                raise OutOfMemory(
+                    f"{self.model.device} has not the memory for a forward of one token",
+                    "lower --kv-memory or --batch-size",
+                )
+            self.most_tokens = -(-size // 2)
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+        # The next half may put its logits where these are.
+        return [logits.clone() for half in halves(works) for logits in self._run(half, last)]
+
+    def _forward(self, works: Sequence[Work], last: torch.Tensor | None) -> list[torch.Tensor]:
+        if self._device_step is not None:
+            logits = self._device_step(works, last)
+            self.attention_parts += self._device_step.attention.num_parts
+            return logits
+        device = self.model.device
+        attention = self._attention(works)
+        self.attention_parts += attention.num_parts
+        wanted = wanted_of(works)
+        tokens = put(tokens_of(works), device)
+        if last is not None:
+            places, slots = drawn_of(works)
+            if len(places):
+                tokens.index_copy_(0, put(places, device), last.index_select(0, put(slots, device)))
+        output = self.model.module(
+            input_ids=tokens.unsqueeze(0),
+            position_ids=put(attention.positions, device).unsqueeze(0),
+            use_cache=False,
+            step_attention=attention,
+            logits_to_keep=logits_at(wanted, device, self.model.spread),
+        )
+        return [output.logits[0].to(device)] if len(wanted) else []
+
+    def _attention(self, works: Sequence[Work]) -> PackedAttention | StepAttention:
+        if self.model.kernels is not None:
+            return PackedAttention(self.model.kernels, works, self.cache)
+        plan = plan_attention(works, self.cache.page_size)
+        return StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)

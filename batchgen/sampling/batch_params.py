@@ -1,0 +1,192 @@
+"""What the sampler knows of each running sequence, by slot: on the host, and of all in one table on the device.
+
+On the CPU there is no table: a column of a step's rows is a view of the host's records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchgen.kernels.transfer import put
+from batchgen.sampling_params import SamplingParams
+
+# What a slot holds. `seen` and `counts` are rows of the penalty tensors, -1 where the sequence needs none.
+_SLOT = np.dtype(
+    [
+        ("used", "?"),
+        ("temperature", "f4"),
+        ("top_k", "i8"),  # 0 for off
+        ("top_p", "f8"),  # inf for off
+        ("min_p", "f4"),
+        ("repetition_penalty", "f4"),
+        ("presence_penalty", "f4"),
+        ("frequency_penalty", "f4"),
+        ("seed", "i8"),
+        ("key", "u8", 2),
+        ("choice", "i8"),
+        ("logprobs", "i8"),  # how many of the likeliest tokens; -1 for none
+        ("seen", "i8"),
+        ("counts", "i8"),
+    ]
+)
+_EMPTY = np.zeros((), dtype=_SLOT)
+
+# Of those, what the device needs, and as what.
+_TABLE: dict[str, torch.dtype] = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float64,
+    "min_p": torch.float32,
+    "repetition_penalty": torch.float32,
+    "presence_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
+    "seen": torch.int64,
+    "counts": torch.int64,
+}
+_COLUMNS = {name: i for i, name in enumerate((*_TABLE, "u"))}
+
+
+class Batch:
+    """The rows of a step, or some of them: what is known of each, and its uniform number."""
+
+    def __init__(
+        self, records: NDArray[Any], u: NDArray[np.float64], device: torch.device, table: torch.Tensor | None
+    ) -> None:
+        """`records` and `u` [N] on the host; `table` [N, columns] on the device, None on the CPU."""
+        self.records = records
+        self._u = u
+        self._device = device
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def column(self, name: str) -> torch.Tensor:
+        """What the rows hold under this name [N, 1], on the device; `u` are their uniform numbers."""
+        if self._table is None:
+            return put((self._u if name == "u" else self.records[name]).copy(), self._device)[:, None]
+        at = _COLUMNS[name]
+        dtype = _TABLE.get(name, self._table.dtype)
+        return self._table[:, at : at + 1].to(self._table.dtype if dtype == torch.float64 else dtype)
+
+    def rows(self, name: str) -> torch.Tensor:
+        """The same [N]."""
+        return self.column(name)[:, 0]
+
+    def part(self, rows: NDArray[np.int64]) -> tuple[Batch, torch.Tensor | slice]:
+        """These rows, and what picks them out of tensors that have all of them."""
+        if len(rows) == len(self):
+            return self, slice(None)
+        at = put(rows, self._device)
+        return Batch(
+            self.records[rows], self._u[rows], self._device, None if self._table is None else self._table[at]
+        ), at
+
+    def block(self, rows: slice) -> Batch:
+        """Rows that follow one another."""
+        if rows.start == 0 and rows.stop >= len(self):
+            return self
+        return Batch(
+            self.records[rows], self._u[rows], self._device, None if self._table is None else self._table[rows]
+        )
+
+
+class Slots:
+    """Takes sequences in and gives the rows of a step. `count` slots at first; `wide` is the device's widest float."""
+
+    def __init__(self, vocab_size: int, device: torch.device, wide: torch.dtype, count: int) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._wide = wide
+        self._tabled = device.type != "cpu"
+        self.records = np.zeros(0, dtype=_SLOT)
+        self._params: SamplingParams | None = None
+        """Those that came last, and what a slot holds of them."""
+        self._record_of = _EMPTY
+        self._changed: set[int] = set()  # slots that the table on the device has yet to learn of
+        with torch.inference_mode(False):
+            self._table = torch.zeros((0, len(_TABLE)), dtype=wide, device=device)
+            self.last = torch.zeros(0, dtype=torch.int64, device=device)
+        self._make(count)
+
+    def take(self, slot: int, params: SamplingParams, key: bytes, choice: int) -> Any:
+        """A sequence takes the slot; its record is returned, whose `seen` and `counts` the caller may still set."""
+        if slot >= len(self.records):
+            self._make(max(slot + 1, 2 * len(self.records)))
+        record = self.records[slot]
+        if record["used"]:
+            raise ValueError(f"slot {slot} is in use")
+        if params is not self._params:
+            self._params, self._record_of = params, self._settings(params)
+        self.records[slot] = self._record_of
+        record["key"] = np.frombuffer(key, dtype="<u8")
+        record["choice"] = choice
+        self._changed.add(slot)
+        return record
+
+    def free(self, slot: int) -> Any:
+        """The sequence leaves; what its slot held is returned."""
+        if slot >= len(self.records) or not self.records[slot]["used"]:
+            raise ValueError(f"slot {slot} is not in use")
+        record = self.records[slot].copy()
+        self.records[slot] = _EMPTY
+        self._changed.discard(slot)
+        return record
+
+    def of(self, slots: Sequence[int]) -> NDArray[Any]:
+        """The records of these slots, all of which must be in use."""
+        records = self.records[np.asarray(slots, dtype=np.int64)]
+        if not records["used"].all():
+            raise ValueError(f"slots {np.asarray(slots)[~records['used']].tolist()} are not in use")
+        return records
+
+    def batch(self, slots: Sequence[int], records: NDArray[Any], u: NDArray[np.float64]) -> tuple[Batch, torch.Tensor]:
+        """The rows of these slots with their records and uniform numbers, and the slots on the device; it takes one small copy."""
+        at = np.asarray(slots, dtype=np.int64)
+        if not self._tabled:
+            return Batch(records, u, self._device, None), torch.from_numpy(at)
+        self._send()
+        columns = put(np.stack([at, u]).astype(_numpy(self._wide)), self._device)
+        places = columns[0].long()
+        return Batch(records, u, self._device, torch.cat([self._table[places], columns[1][:, None]], dim=1)), places
+
+    def _send(self) -> None:
+        """What has changed since the last step goes into the table, in one copy."""
+        if not self._changed:
+            return
+        at = np.fromiter(self._changed, dtype=np.int64)
+        self._changed.clear()
+        rows = np.stack([at, *(self.records[name][at] for name in _TABLE)], axis=1).astype(_numpy(self._wide))
+        sent = put(rows, self._device)
+        self._table.index_copy_(0, sent[:, 0].long(), sent[:, 1:])
+
+    def _make(self, count: int) -> None:
+        more = count - len(self.records)
+        self.records = np.concatenate([self.records, np.zeros(more, dtype=_SLOT)])
+        # Not inference tensors even under inference mode: those cannot be changed outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._table = torch.cat([self._table, self._table.new_zeros((more, len(_TABLE)))])
+            self.last = torch.cat([self.last, self.last.new_zeros(more)])
+
+    def _settings(self, params: SamplingParams) -> NDArray[Any]:
+        """A slot's record with the parameters in it. Rows without parameters of their own have one object of them."""
+        record = np.zeros((), dtype=_SLOT)
+        for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
+            record[name] = getattr(params, name)
+        record["top_k"] = params.top_k if params.top_k < self._vocab_size else 0
+        record["top_p"] = params.top_p if params.top_p < 1 else np.inf
+        # Divides differences of logits in float32, where it must become neither 0 nor infinite.
+        record["temperature"] = 0 if params.greedy else min(max(params.temperature, 1e-30), 1e30)
+        record["logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        record["seen"] = record["counts"] = -1
+        record["used"] = True
+        return record
+
+
+def _numpy(dtype: torch.dtype) -> type[np.floating[Any]]:
+    return np.float32 if dtype == torch.float32 else np.float64

@@ -1,0 +1,294 @@
+"""Regular expressions and JSON schemas as grammars over a model's vocabulary. Knows llguidance and token bytes, not sequences.
+
+llguidance is the extra `batchgen[structured]`, imported with the first grammar.
+
+- `regex` has the syntax of Rust's crate `regex`: no look-around, no back-references; `\\d` is any digit of Unicode (`[0-9]` those
+  of ASCII), likewise `\\w` and `\\s`. The whole text matches; `^` and `$` at its ends change nothing.
+- `json_schema` is JSON Schema 2020-12, the properties in the schema's order; a keyword that cannot be kept to is an error, and a
+  `format` is kept to by its shape (any year has a 29 February). Up to 20 blanks and line ends may stand between the tokens of
+  JSON, none around the text; `"x-guidance": {"whitespace_flexible": false}` at the top of the schema makes the text compact.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchgen.errors import RowError, UsageError
+from batchgen.prompts import Draft, LoadedTokenizer
+from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+
+_KEPT = 256  # grammars kept compiled: each row may bring its own
+# llguidance would otherwise spell what a grammar leaves no choice in as the tokenizer does: normalized, and with a special token
+# where the text has the name of one.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_WHITE_SPACE = r"[ \n\t]{0,20}"  # without a bound, a weak model may write nothing else
+_VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
+_MAPS = ("properties", "$defs", "definitions", "dependentSchemas")  # those that hold schemas by name
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    text: str
+    """As llguidance reads it; empty for what could not be written down."""
+    matcher: LLMatcher
+    """At the beginning of a text, never moved. Copies share its lexer, the states that it has found and its limits."""
+    fault: str
+    """Why it cannot be used, in one line; empty when it can."""
+
+
+class Vocabulary:
+    """The tokens of a model as llguidance has them, and the grammars compiled for them. Any thread may call its methods.
+
+    `tokenizer` is transformers'. Of its tokens those below `size` count, the width of the logits. Behind them comes `end`,
+    which llguidance allows where a text is whole.
+    """
+
+    def __init__(self, tokenizer: Any, size: int) -> None:
+        self.end = size
+        self._tokenizer = tokenizer
+        self._loaded: tuple[LLTokenizer, LLExecutor] | None = None
+        self._grammars: OrderedDict[tuple[str | None, str | None], Grammar] = OrderedDict()
+        self._lock = Lock()
+
+    def grammar(self, params: SamplingParams) -> Grammar:
+        """The grammar of `params`, compiled once as long as it is among the last ones used.
+
+        Raises `UsageError` where there can be none: llguidance is missing, or the tokenizer is of another kind.
+        """
+        key = (params.regex, params.json_schema)
+        with self._lock:
+            grammar = self._grammars.pop(key, None) or self._compile(*key)
+            self._grammars[key] = grammar
+            if len(self._grammars) > _KEPT:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def fresh(self, grammar: Grammar) -> LLMatcher:
+        """A matcher with a lexer of its own. Rows to come do not get the lexer of `grammar` either."""
+        with self._lock:
+            self._grammars = OrderedDict((k, g) for k, g in self._grammars.items() if g is not grammar)
+            return self._matcher(grammar.text)
+
+    def fill(self, masks: NDArray[np.uint32], matchers: Sequence[tuple[LLMatcher, int]]) -> None:
+        """Writes each matcher's mask into its row of `masks` [N, end // 32 + 1]; one that goes wrong allows `end` and says so itself."""
+        if matchers:
+            rows, words = masks.shape
+            _, executor = self._llguidance()
+            executor.unsafe_compute_mask_ptr(list(matchers), masks.ctypes.data, words * masks.itemsize, rows)
+
+    def _compile(self, regex: str | None, schema: str | None) -> Grammar:
+        text = ""
+        try:
+            text = _of_regex(regex) if regex is not None else _of_schema(schema or "")
+            text.encode()  # half of a surrogate pair is no character
+            matcher = self._matcher(text)
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if matcher.is_error():
+                raise ValueError(one_line(matcher.get_error()))
+            if first.is_error():
+                raise ValueError(f"it allows no text ({one_line(first.get_error())})")
+        except UnicodeEncodeError:
+            fault = "it is not Unicode"
+        except RecursionError:
+            fault = "it is nested too deeply"
+        except ValueError as e:
+            fault = str(e)
+        else:
+            return Grammar(text, matcher, "")
+        name = "json_schema" if regex is None else "regex"
+        return Grammar(text, self._matcher(""), f"{name} cannot be used: {fault}")
+
+    def _matcher(self, text: str) -> LLMatcher:
+        tokenizer, _ = self._llguidance()
+        from llguidance import LLMatcher, LLParserLimits
+
+        # Short errors; the limits are the library's own.
+        return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+    def _llguidance(self) -> tuple[LLTokenizer, LLExecutor]:
+        if self._loaded is None:
+            try:
+                from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+            except ImportError:
+                raise UsageError(
+                    "a regex or JSON schema needs the package llguidance", "pip install 'batchgen[structured]'"
+                ) from None
+            tokens = _Tokens([*token_bytes(self._tokenizer, self.end), b""], self.end)
+            self._loaded = LLTokenizer(TokenizerWrapper(tokens)), LLExecutor()
+        return self._loaded
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What llguidance's `TokenizerWrapper` asks for."""
+
+    tokens: list[bytes]
+    eos_token_id: int
+    bos_token_id: None = None
+    special_token_ids: tuple[int, ...] = ()
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []  # the tokens of a text: of use only where tokens are forced
+
+
+def token_bytes(tokenizer: Any, size: int) -> list[bytes]:
+    """What each of the ids below `size` adds to a text; b"" for special tokens and where there is no token.
+
+    Raises `UsageError` for a tokenizer whose texts are not simply its tokens' bytes one after the other.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    piece = _piece_reader(json.loads(decoder.__getstate__())) if decoder is not None else None
+    if backend is None or piece is None:
+        raise UsageError(
+            f"a regex or JSON schema cannot be kept to with the tokenizer of this model ({type(tokenizer).__name__})",
+            "byte-level and sentencepiece tokenizers of the tokenizers library can be used",
+        )
+    added = backend.get_added_tokens_decoder()
+    special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+    names = (None if i in special else backend.id_to_token(i) for i in range(size))
+    return [b"" if name is None else piece(name) for name in names]
+
+
+def _piece_reader(decoder: Any) -> Callable[[str], bytes] | None:
+    """How a token's name becomes its bytes, from the description of a `tokenizers` decoder; None for decoders that do more."""
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" in kinds:
+        return _byte_level if set(kinds) <= {"ByteLevel", "Fuse"} else None
+    spaces: list[tuple[str, str]] = []
+    for at, step in enumerate(steps):
+        if step["type"] == "Replace" and "String" in step["pattern"]:
+            spaces.append((step["pattern"]["String"], step["content"]))
+        elif step["type"] == "Metaspace":
+            spaces.append((step["replacement"], " "))
+        elif step["type"] == "Strip":  # of the whole text's beginning, which the prompt is
+            if "Fuse" not in kinds[:at] or step["stop"]:
+                return None
+        elif step["type"] not in ("ByteFallback", "Fuse"):
+            return None
+
+    def piece(name: str) -> bytes:
+        if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):
+            return bytes([int(name[3:5], 16)])
+        for old, new in spaces:
+            name = name.replace(old, new)
+        return name.encode()
+
+    return piece if spaces or "ByteFallback" in kinds else None
+
+
+# GPT-2's alphabet: a byte that is a visible character is that character, the others are those from U+0100 in order.
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
+_BYTES = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_HIDDEN)}
+
+
+def _byte_level(name: str) -> bytes:
+    if not _BYTES.keys() >= set(name):
+        return name.encode()  # an added token stands for itself
+    return bytes(_BYTES[c] for c in name)
+
+
+def _of_regex(regex: str) -> str:
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise ValueError("it ends inside an escape")
+    body = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], regex, flags=re.DOTALL)
+    return f"{_OPTIONS}start: /{body}/"
+
+
+def _of_schema(text: str) -> str:
+    try:
+        schema = json.loads(text, parse_constant=_not_json)
+    except ValueError as e:
+        raise ValueError(f"it is not JSON ({e})") from None
+    schema = _kept_to(schema)
+    if isinstance(schema, dict):  # a user's own goes before ours
+        schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}} | schema
+    grammars = [{"lark_grammar": f"{_OPTIONS}start: @schema"}, {"name": "schema", "json_schema": schema}]
+    return json.dumps({"grammars": grammars})
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
+def _kept_to(schema: Any) -> Any:
+    """The schema in words that llguidance keeps to. Raises `ValueError` where there are none.
+
+    Keys that `properties` does not name may repeat, and are counted each time. A class of characters in a pattern that has
+    all the control characters lets quotes and backslashes in (derivre 0.3): one of them is taken out of negated classes.
+    """
+    if not isinstance(schema, dict):
+        return [_kept_to(part) for part in schema] if isinstance(schema, list) else schema
+    least, required = schema.get("minProperties"), schema.get("required")
+    named = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and least > max(1, named):
+        raise ValueError(
+            f"minProperties {least} cannot be kept to with {named} required properties, as other keys may repeat"
+        )
+    kept: dict[str, Any] = {}
+    for keyword, part in schema.items():
+        if keyword in _VALUES:
+            kept[keyword] = part
+        elif keyword == "pattern" and isinstance(part, str):
+            kept[keyword] = _without_control(part)
+        elif keyword == "patternProperties" and isinstance(part, dict):
+            kept[keyword] = {_without_control(name): _kept_to(value) for name, value in part.items()}
+        elif keyword in _MAPS and isinstance(part, dict):
+            kept[keyword] = {name: _kept_to(value) for name, value in part.items()}
+        else:
+            kept[keyword] = _kept_to(part)
+    return kept
+
+
+def _without_control(pattern: str) -> str:
+    return re.sub(r"\\.|\[\^-*\]?", lambda m: m[0] if m[0][0] == "\\" else m[0] + r"[\x01]", pattern, flags=re.DOTALL)
+
+
+def one_line(message: str) -> str:
+    """What llguidance has to say, without places in texts that the user did not write."""
+    if message.startswith("NoExtensionBias"):
+        return "no token may follow"
+    parsing = re.search(r"\nerror: (.*)", message)
+    line = parsing[1] if parsing else message.strip().split("\n")[0]
+    line = re.sub(r'^(at )?\d+\(\d+\): (invalid regex ".*" \(in regex\): )?| at line \d+ column \d+$', "", line)
+    if line.startswith("lookarounds not supported"):
+        return r"^ and $ can only stand at its ends, and \b nowhere"
+    return line
+
+
+class GrammarCheck:
+    """Checks grammars against a model's tokenizer; costs nothing where there are none."""
+
+    def __init__(self, text: LoadedTokenizer) -> None:
+        self._vocabulary = Vocabulary(text.tokenizer, text.vocab_size)
+
+    def of_command(self, params: SamplingParams) -> None:
+        """Raises `UsageError` for a grammar that cannot be used, or where there can be none."""
+        fault = self._vocabulary.grammar(params).fault if params.constrained else ""
+        if fault:
+            name, _, rest = fault.partition(" ")
+            raise UsageError(f"--{name.replace('_', '-')} {rest}")
+
+    def of_row(self, draft: Draft) -> Draft | Result:
+        """The draft, or the result of a row whose grammar cannot be used."""
+        fault = self._vocabulary.grammar(draft.params).fault if draft.params.constrained else ""
+        if fault:
+            return Result.failed(draft.row, RowError("constraint_error", fault), len(draft.tokens))
+        return draft

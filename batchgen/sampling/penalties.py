@@ -1,0 +1,100 @@
+"""Repetition, presence and frequency penalties: the tokens that each sequence has had, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchgen.kernels.transfer import put
+from batchgen.request import TokenArray
+from batchgen.sampling.batch_params import Batch
+from batchgen.sampling_params import SamplingParams
+
+
+class VocabularyRows:
+    """A tensor [rows, V] on the device whose rows are lent to sequences; allocated and grown when a row is taken."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.rows = torch.zeros((0, width), dtype=dtype, device=device)
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """A free row, set to zeros."""
+        if not self._free:
+            old = len(self.rows)
+            self._free = list(range(2 * old + 7, old - 1, -1))
+            # Not an inference tensor even under inference mode: those cannot be changed outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                self.rows = torch.cat([self.rows, self.rows.new_zeros((old + 8, self.rows.shape[1]))])
+        row = self._free.pop()
+        self.rows[row].zero_()
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+
+class Penalties:
+    """Of the sequences that have any. What a slot's record names as `seen` and `counts` are rows here."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._seen = VocabularyRows(vocab_size, torch.bool, device)
+        self._counts = VocabularyRows(vocab_size, torch.int32, device)
+
+    def add(self, record: Any, params: SamplingParams, prompt: TokenArray, generated: Sequence[int]) -> None:
+        """Takes the rows that a sequence needs and puts them into its slot's record."""
+        if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
+            return
+        drawn = np.asarray(generated, dtype=np.int64)
+        if params.repetition_penalty != 1:
+            ids = np.unique(np.concatenate([prompt, drawn]))
+            ids = ids[ids < self._vocab_size]  # a prompt may hold ids that the model has no logits for
+            row = record["seen"] = self._seen.take()
+            self._seen.rows[row].index_fill_(0, put(ids, self._device), True)
+        if params.presence_penalty or params.frequency_penalty:
+            row = record["counts"] = self._counts.take()
+            if drawn.size:
+                ids, counts = np.unique(drawn, return_counts=True)
+                self._counts.rows[row].index_copy_(
+                    0, put(ids, self._device), put(counts.astype(np.int32), self._device)
+                )
+
+    def remove(self, record: Any) -> None:
+        """The sequence leaves; whoever takes its rows next sets them after its last step, in the device's order."""
+        for name, rows in (("seen", self._seen), ("counts", self._counts)):
+            if record[name] >= 0:
+                rows.give_back(int(record[name]))
+
+    def applied(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The logits [N, V] themselves where no row has a penalty, else a float32 copy with the penalties in it."""
+        repetition, counted = (np.flatnonzero(batch.records[name] >= 0) for name in ("seen", "counts"))
+        if not repetition.size and not counted.size:
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        if repetition.size:
+            some, at = batch.part(repetition)
+            part, penalty = scores[at], some.column("repetition_penalty")
+            seen = self._seen.rows[some.rows("seen")]
+            scores[at] = torch.where(seen, torch.where(part < 0, part * penalty, part / penalty), part)
+        if counted.size:
+            some, at = batch.part(counted)
+            counts = self._counts.rows[some.rows("counts")]
+            part = scores[at] - some.column("frequency_penalty") * counts
+            scores[at] = part - some.column("presence_penalty") * (counts > 0)
+        return scores
+
+    def note(self, tokens: torch.Tensor, batch: Batch) -> None:
+        """These tokens [N] were drawn."""
+        for name, state in (("seen", self._seen), ("counts", self._counts)):
+            has = np.flatnonzero(batch.records[name] >= 0)
+            if has.size:
+                some, at = batch.part(has)
+                rows, ids = some.rows(name), tokens[at]
+                # A number by itself would be copied to the device, for which the host waits.
+                new = torch.ones_like(ids, dtype=torch.bool) if name == "seen" else state.rows[rows, ids] + 1
+                state.rows[rows, ids] = new

@@ -1,0 +1,230 @@
+"""Logits to tokens, for rows with different parameters at once. Knows slots and token ids, not text nor when to stop.
+
+A sequence has a slot while it decodes; its parameters lie there (slots.py), and what penalties need (penalties.py). `sample`
+gathers by slot and works on the whole batch, and nothing in it waits for the device: which rows need what is known on the host.
+
+The order is that of transformers' processors: repetition penalty, presence and frequency, a grammar's mask, temperature, top-k, top-p,
+min-p. A token is then drawn by the inverse of the cumulative distribution in vocabulary order, from one uniform
+number (randoms.py), so that a row's draw does not depend on the batch. No filter depends on how a sort orders equal
+logits.
+
+Shapes: N rows, V vocabulary, n rows of a subset, k tokens of a sorted head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchgen.kernels.transfer import put
+from batchgen.request import TokenArray
+from batchgen.sampling.batch_params import Batch, Slots
+from batchgen.sampling.filters import forbid, head_tokens, inverse_cdf, largest, nucleus, nucleus_head
+from batchgen.sampling.logprobs import Drawn, measure
+from batchgen.sampling.penalties import Penalties
+from batchgen.sampling.philox import uniforms
+from batchgen.sampling_params import SamplingParams
+
+CACHED = 1 << 18
+"""Logits that are filtered and drawn from at once on the CPU: as many as stay in its cache (twice as fast)."""
+AT_ONCE = 1 << 24
+"""The same on other devices: each takes some ten times its float32 size meanwhile."""
+
+
+class Sampler:
+    """Draws the next token of many sequences. `vocab_size` is the width of the logits, padding included; `slots` is how many there are at first."""
+
+    def __init__(self, vocab_size: int, device: torch.device, slots: int = 16) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        # Cumulative sums are in float64: in float32 their rounding would move the draws. MPS has no float64.
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
+        self._slots = Slots(vocab_size, device, self._wide, slots)
+        self._penalties = Penalties(vocab_size, device)
+
+    @property
+    def last(self) -> torch.Tensor:
+        """[slots] int64 on the device: the token that was drawn last in each slot."""
+        return self._slots.last
+
+    @property
+    def used(self) -> list[int]:
+        """The slots that are in use."""
+        return np.flatnonzero(self._slots.records["used"]).tolist()
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        key: bytes,
+        prompt: TokenArray,
+        generated: Sequence[int] = (),
+        choice: int = 0,
+    ) -> None:
+        """A sequence takes `slot`. After a preemption `generated` are the tokens it had already drawn."""
+        record = self._slots.take(slot, params, key, choice)
+        self._penalties.add(record, params, prompt, generated)
+
+    def remove(self, slot: int) -> None:
+        """The sequence leaves; nothing of it stays."""
+        self._penalties.remove(self._slots.free(slot))
+
+    def clear(self) -> None:
+        """All sequences leave."""
+        for slot in self.used:
+            self.remove(slot)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        mask: torch.Tensor | None = None,
+    ) -> Drawn:
+        """Draws one token per row and remembers it for penalties and in `last`.
+
+        Row i of `logits` [N, V] (any float dtype, on the device) belongs to `slots[i]`, a slot at most once;
+        `positions[i]` is the number of tokens that its completion had before. `mask`, int32 [N, words] on the host, says
+        which tokens may be drawn (filters.forbid); rows that may draw any have all bits set.
+        """
+        records = self._records(logits, slots)
+        if not len(records):
+            return Drawn(self.last[:0], self.last[:0], None, {})
+        u = np.zeros(len(records))
+        if (records["temperature"] > 0).any():
+            places = np.asarray(positions, dtype=np.int64)
+            u = uniforms(records["key"], records["seed"], records["choice"], places)
+        batch, at = self._slots.batch(slots, records, u)
+        blocks = [
+            self._draw(logits[part], batch.block(part), None if mask is None else mask[part])
+            for part in self._blocks(records, mask)
+        ]
+        tokens = torch.cat([tokens for tokens, _ in blocks])
+        valid = torch.cat([valid for _, valid in blocks])
+        self._penalties.note(tokens, batch)
+        self.last.index_copy_(0, at, tokens)
+        wanted = np.flatnonzero(records["logprobs"] >= 0)
+        if not wanted.size:
+            return Drawn(tokens, valid, None, {})
+        counts, (_, chosen) = records["logprobs"][wanted], batch.part(wanted)
+        measured = measure(logits[chosen], tokens[chosen], int(counts.max()))
+        return Drawn(tokens, valid, measured, dict(zip(wanted.tolist(), counts.tolist(), strict=True)))
+
+    @torch.no_grad()
+    def probabilities(
+        self, logits: torch.Tensor, slots: Sequence[int], mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What `sample` draws from: float32 [N, V], penalties, mask and filters applied; greedy rows have 1 on one token."""
+        records = self._records(logits, slots)
+        batch, _ = self._slots.batch(slots, records, np.zeros(len(records)))
+        scores = self._masked(self._penalties.applied(logits, batch), mask)
+        best, tokens = scores.max(dim=-1)
+        result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)
+        for _, at, ids, weights in self._choices(scores, best, batch):
+            if ids is not None:
+                weights = torch.zeros((len(ids), self._vocab_size)).scatter_add_(1, ids, weights)
+            result[at] = weights / weights.sum(dim=-1, keepdim=True)
+        return result
+
+    def _draw(self, logits: torch.Tensor, batch: Batch, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [n] and whether the logits are numbers [n]."""
+        scores = self._masked(self._penalties.applied(logits, batch), mask)
+        best, tokens = scores.max(dim=-1)  # a NaN is the largest
+        for some, at, ids, weights in self._choices(scores, best, batch):
+            likeliest = tokens[at] if ids is None else weights.argmax(dim=-1)
+            drawn = inverse_cdf(weights.to(self._wide), some.rows("u"), likeliest)
+            tokens[at] = drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
+        return tokens, torch.isfinite(best)
+
+    def _blocks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
+        """The rows to work on at once: all, where the likeliest token is all that is asked for."""
+        plain = (records["temperature"] == 0) & (records["seen"] < 0) & (records["counts"] < 0)
+        size = len(records)
+        if not (plain.all() and mask is None):
+            size = max(1, (CACHED if self._device.type == "cpu" else AT_ONCE) // self._vocab_size)
+        return [slice(i, i + size) for i in range(0, len(records), size)]
+
+    def _records(self, logits: torch.Tensor, slots: Sequence[int]) -> NDArray[Any]:
+        if logits.shape != (len(slots), self._vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(slots), self._vocab_size)}")
+        return self._slots.of(slots)
+
+    def _masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """`scores` themselves where every row may draw any token, else a copy with -inf for what may not be drawn."""
+        at = np.flatnonzero((mask.numpy() != -1).any(axis=1)) if mask is not None else np.zeros(0)
+        if mask is None or not at.size:
+            return scores
+        words = put(mask.numpy()[at], self._device)
+        if at.size == len(scores):
+            return forbid(scores, words)
+        scores, rows = scores.clone(), put(at, self._device)
+        scores[rows] = forbid(scores[rows], words)
+        return scores
+
+    def _choices(
+        self, scores: torch.Tensor, best: torch.Tensor, batch: Batch
+    ) -> Iterator[tuple[Batch, torch.Tensor | slice, torch.Tensor | None, torch.Tensor]]:
+        """Of the rows that are not greedy, by groups: which, and the unnormalised probabilities of all tokens [n, V], or of a few [n, k]
+
+        with their ids [n, k], in the vocabulary's order. A few are enough on the CPU where a small top-k leaves no more.
+        """
+        records = batch.records
+        warm = records["temperature"] > 0
+        few = warm & (records["top_k"] > 0) & (records["top_k"] <= self._vocab_size // 8) & (self._device.type == "cpu")
+        for rows in (np.flatnonzero(few), np.flatnonzero(warm & ~few)):
+            if not rows.size:
+                continue
+            some, at = batch.part(rows)
+            if few[rows[0]]:
+                yield some, at, *self._head_weights(scores[at], best[at], some)
+            else:
+                yield some, at, None, self._weights(scores[at], best[at], some)
+
+    def _head_weights(
+        self, scores: torch.Tensor, best: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, values = head_tokens(scores, batch.records["top_k"])
+        x = values.sub_(best.float()[:, None]).div_(batch.column("temperature"))
+        weights = x.exp()
+        if (batch.records["top_p"] < 1).any():
+            nucleus(weights, x, largest(x, x.shape[1]), batch.column("top_p"))
+        if (batch.records["min_p"] > 0).any():
+            weights.masked_fill_(weights < batch.column("min_p"), 0)
+        return ids, weights
+
+    def _weights(self, scores: torch.Tensor, best: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Unnormalised probabilities [n, V] of rows that are not greedy, float32, 1 for the likeliest token."""
+        x = scores.float().sub(best.float()[:, None]).div_(batch.column("temperature"))
+        weights = x.exp()
+        limited = batch.records["top_k"] > 0
+        nucleus = batch.records["top_p"] < 1
+        for rows in (np.flatnonzero(limited), np.flatnonzero(nucleus & ~limited)):
+            if rows.size == len(batch):
+                self._filter(weights, x, batch)
+            elif rows.size:
+                some, at = batch.part(rows)
+                part = weights[at]
+                self._filter(part, x[at], some)
+                weights[at] = part
+        if (batch.records["min_p"] > 0).any():
+            weights.masked_fill_(weights < batch.column("min_p"), 0)
+        return weights
+
+    def _filter(self, weights: torch.Tensor, x: torch.Tensor, batch: Batch) -> None:
+        """Top-k, then top-p, in place: `weights` [n, V] = exp(`x`) become 0 where a token falls out.
+
+        Either all rows have a top-k or none has. Tokens are compared by `x`: more of them are equal as weights.
+        """
+        if batch.records["top_k"][0]:
+            head = largest(x, int(batch.records["top_k"].max()))
+            least = head.gather(1, batch.column("top_k") - 1)
+            weights.masked_fill_(x < least, 0)  # tokens equal to the k-th stay, as in transformers
+        else:
+            head = nucleus_head(x, weights, batch.column("top_p"))
+        if (batch.records["top_p"] < 1).any():
+            nucleus(weights, x, head, batch.column("top_p"))

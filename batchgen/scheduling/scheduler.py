@@ -1,0 +1,441 @@
+"""What runs in the next step: which running sequences, which prompts, what is started, who gives pages up.
+
+Each node is prefilled once, and its children wait for it; a finished sequence's place is taken in the next step. Nothing
+a step does is linear in the number of waiting leaves: what can start next lies in a queue of cursors, one for each
+resident node that still has children to start. The policy says in which order.
+
+A step may be scheduled before the tokens of the one before it are known: `ran` and `draws` say what is certain as soon as a step is
+launched, `drew` what its tokens say. A sequence that turns out to have ended has run once too often, and nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from batchgen.prefix import PrefixPlan
+from batchgen.request import Leaf, Request
+from batchgen.scheduling.batch import Budget, Limits, Step
+from batchgen.scheduling.block_manager import Memory
+from batchgen.scheduling.sequence import Branch, GenerationSequence, Span, State, Stops
+from batchgen.scheduling.waiting import POLICIES, Cursor, Policy, Queue, Window
+
+
+class Underway:
+    """At most `batch_size` running sequences, each in a slot of its own, and what else holds pages. The scheduler's book."""
+
+    def __init__(self, memory: Memory, batch_size: int) -> None:
+        self.memory = memory
+        self.queue = Queue()
+        """What may start next."""
+        self.running: dict[GenerationSequence, None] = {}  # in the order of admission: the newest is preempted first
+        self.prefilling: dict[Span, None] = {}
+        self.unfinished = 0  # leaves that still have something to run
+        self.held_tokens = 0  # what the running sequences would hold, each with a prefix of its own
+        self._slots = list(range(batch_size))
+
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free."""
+        return not self._slots
+
+    def start(self, seq: GenerationSequence) -> None:
+        """A sequence that has its pages takes a slot."""
+        seq.slot = heapq.heappop(self._slots)
+        self.running[seq] = None
+        seq.window.running[seq.index] = seq
+        self.held_tokens += seq.end
+        # A prompt that ends at a node has nothing to run: it draws from the logits computed there.
+        seq.become(State.PREFILLING if seq.computed < seq.end else State.DECODING)
+
+    def preempt(self, seq: GenerationSequence) -> None:
+        """A running sequence gives its pages up; its leaf waits again, in its turn."""
+        assert not seq.unseen, "what it has drawn must be known, or it could not go on"
+        self._stop(seq, State.PREEMPTED)
+        w = seq.window
+        w.returning[seq.index] = seq
+        self.queue.push(Cursor(w, seq.parent.node.index if seq.parent else -1, [seq.item]))
+
+    def leave(self, seq: GenerationSequence) -> None:
+        """All of a sequence's work is launched: its leaf has nothing more to run, and `end` follows when its last numbers are here.
+
+        What it held may go to others at once: they run after it, in the order in which the device is given its work.
+        """
+        if seq in self.running:
+            self._stop(seq, State.LEAVING)
+        else:
+            seq.become(State.LEAVING)
+        self.drop_leaf(seq.window, seq.index)
+        seq.window.leaving[seq.index] = seq
+
+    def end(self, seq: GenerationSequence, state: State) -> None:
+        """A sequence that runs or is leaving comes to its end."""
+        if seq.state is State.LEAVING:
+            del seq.window.leaving[seq.index]
+            seq.become(state)
+        else:
+            self._stop(seq, state)
+            self.drop_leaf(seq.window, seq.index)
+
+    def cancel(self, w: Window, i: int) -> GenerationSequence | None:
+        """Ends leaf i, wherever it stands. Returns its sequence if it had begun; a leaf that is done stays so."""
+        seq = w.running.get(i) or w.leaving.get(i)
+        if seq is not None:
+            self.end(seq, State.CANCELLED)
+            return seq
+        seq = w.returning.pop(i, None)
+        if seq is not None:
+            seq.become(State.CANCELLED)
+        if i not in w.ended:
+            self.drop_leaf(w, i)
+        return seq
+
+    def abandon(self) -> None:
+        """Drops what runs and waits."""
+        for seq in list(self.running):
+            self._stop(seq, State.CANCELLED)
+        for branch in list(self.memory.live):
+            if branch.complete:
+                self.memory.retire(branch)
+            else:
+                self.memory.evict(branch)
+        self.prefilling.clear()
+        self.queue.clear()
+        self.unfinished = 0
+
+    def drop_leaf(self, w: Window, i: int) -> None:
+        """Leaf i has nothing more to run: nodes that nothing descends from any more become idle."""
+        w.ended.add(i)
+        w.left -= 1
+        self.unfinished -= 1
+        n = int(w.plan.leaf_parent[i])
+        while n >= 0:
+            w.unfinished[n] -= 1
+            branch = w.branches[n]
+            if w.unfinished[n] == 0 and branch is not None:
+                if branch.complete:
+                    self.memory.retire(branch)
+                elif not branch.evicted:  # its leaves were cancelled
+                    del self.prefilling[branch]
+                    self.memory.evict(branch)
+                w.branches[n] = None
+            n = w.plan.nodes[n].parent
+        if w.left == 0:
+            w.forget()
+
+    def complete(self, branch: Branch) -> None:
+        """A node is computed: what waits for it may start."""
+        w, n = branch.window, branch.node.index
+        self.queue.complete(w, n)
+        if w.unfinished[n] == 0:
+            self.memory.retire(branch)
+            w.branches[n] = None
+
+    def drop_branch(self, branch: Branch) -> None:
+        """Gives up a node that is still being computed; its children wait for it to start again."""
+        self.prefilling.pop(branch, None)
+        self.memory.evict(branch)
+        w, n = branch.window, branch.node.index
+        w.branches[n] = None
+        self.queue.lost(w, n)
+
+    def _stop(self, seq: GenerationSequence, state: State) -> None:
+        self.prefilling.pop(seq, None)
+        del self.running[seq]
+        del seq.window.running[seq.index]
+        heapq.heappush(self._slots, seq.slot)
+        self.held_tokens -= seq.end
+        self.memory.close(seq)
+        seq.become(state)
+
+
+class Admission:
+    """Starts what waits, in the order of its turns; `stops` makes what ends a completion."""
+
+    def __init__(self, under: Underway, policy: Policy, stops: Callable[[Request], Stops]) -> None:
+        self._under = under
+        self._memory = under.memory
+        self._policy = policy
+        self._stops = stops
+
+    def admit(self, budget: Budget, started: list[GenerationSequence], scored: list[GenerationSequence]) -> None:
+        """Fills what is left of a step; adds the sequences that begin in it, and the texts that nodes have scored to their end."""
+        queue = self._under.queue
+        while queue:
+            cursor = queue.top
+            w, item = cursor.window, cursor.item
+            if w.is_done(item):
+                queue.advance()
+                continue
+            parent = w.branches[cursor.node] if cursor.node >= 0 else None
+            if cursor.node >= 0 and (parent is None or not parent.complete):
+                queue.wait()
+                continue
+            if item < 0 and w.is_scored(~item, parent):
+                queue.advance()
+                scored.append(self._score(w, ~item, parent))
+                continue
+            if budget.prefill <= 0 and not (item < 0 and w.draws_without_a_forward(~item, parent)):
+                return  # it would only hold pages
+            span = self._start_node(w, item) if item >= 0 else self._start_leaf(w, ~item, parent)
+            if span is None:
+                return
+            queue.advance()
+            if isinstance(span, GenerationSequence):
+                started.append(span)
+            elif span.complete:
+                self._under.complete(span)
+                continue
+            if span.computed < span.end:
+                self._under.prefilling[span] = None
+                budget.slice(span)
+
+    def clear(self, path: bool) -> None:
+        """Gives up all nodes but the parent of what comes next and, with `path`, those above it."""
+        top = self._under.queue.top
+        parent = top.window.branches[top.node] if top.node >= 0 else None
+        self._memory.evict_all({parent, *(parent.path if parent and path else ())})
+
+    def _score(self, w: Window, i: int, parent: Branch | None) -> GenerationSequence:
+        seq = self._sequence(w, i)
+        assert parent is not None
+        seq.parent, seq.path, seq.start, seq.computed = parent, (*parent.path, parent), parent.end, parent.end
+        seq.gather()
+        self._under.leave(seq)
+        return seq
+
+    def _start_node(self, w: Window, n: int) -> Branch | None:
+        node = w.plan.nodes[n]
+        reserve = 0
+        if (
+            self._under.running or self._under.prefilling
+        ):  # a node ahead of its turn must not take the room of those before it
+            ahead = self._memory.pages_for(w.leaves[node.first].most_tokens) - self._memory.pages_for(node.end)
+            reserve = max(2 * ahead, self._margin)
+        branch = self._memory.open_branch(w, n, reserve)
+        if branch is not None:
+            w.branches[n] = branch
+            w.restarting.pop(n, None)
+        return branch
+
+    def _start_leaf(self, w: Window, i: int, parent: Branch | None) -> GenerationSequence | None:
+        if self._under.full:
+            return None
+        seq = w.returning.get(i) or self._sequence(w, i)
+        alone = not self._under.running and not self._under.prefilling
+        if not self._memory.open_sequence(seq, parent, None if alone else self._margin):
+            return None
+        w.returning.pop(i, None)
+        self._under.start(seq)
+        return seq
+
+    def _sequence(self, w: Window, i: int) -> GenerationSequence:
+        leaf = w.leaves[i]
+        return GenerationSequence(
+            window=w, place=w.place(~i), parent=None, start=0, table=[], computed=0, claims_tail=False, leaf=leaf,
+            index=i, stops=None if leaf.request.texts else self._stops(leaf.request),
+        )  # fmt: skip
+
+    @property
+    def _margin(self) -> int:
+        return int(self._policy.margin * self._memory.pool.num_pages)
+
+
+class Scheduler:
+    """Turns windows of leaves into steps. The only one that changes a sequence's state."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        limits: Limits,
+        stops: Callable[[Request], Stops],
+        policy: Policy = POLICIES["prefix"],
+    ) -> None:
+        self.memory = memory
+        self.limits = limits
+        self.policy = policy
+        self.steps = 0
+        self.preemptions = 0
+        self.peak_held_tokens = 0
+        self._under = Underway(memory, limits.batch_size)
+        self._admission = Admission(self._under, policy, stops)
+        self._numbers = 0  # leaves of all windows so far
+
+    @property
+    def running(self) -> dict[GenerationSequence, None]:
+        """In the order of admission."""
+        return self._under.running
+
+    @property
+    def prefilling(self) -> dict[Span, None]:
+        """Nodes and sequences whose prompts are not yet run to their end."""
+        return self._under.prefilling
+
+    @property
+    def unfinished(self) -> int:
+        """Leaves that still have something to run."""
+        return self._under.unfinished
+
+    # -- windows come and go
+
+    def load(self, leaves: Sequence[Leaf], plan: PrefixPlan, unfit: Iterable[int] = ()) -> Window:
+        """Takes a window in, beside those that are not done: `leaves` in depth-first order, and positions that fail without running.
+
+        What nodes of other windows hold is taken over where the tokens match.
+        """
+        w = Window.of(leaves, plan, self.policy, self._numbers)
+        self._numbers += len(leaves)
+        self._under.unfinished += len(leaves)
+        self.memory.match(w)
+        for i in unfit:
+            self._under.drop_leaf(w, i)
+        if w.left:
+            self._under.queue.push(w.cursors[-1])
+        return w
+
+    def abandon(self) -> None:
+        """Drops what runs and waits: the job is being interrupted."""
+        self._under.abandon()
+
+    def cancel(self, w: Window, i: int) -> GenerationSequence | None:
+        """Ends leaf i, wherever it stands. Returns its sequence if it had begun; a leaf that is done stays so."""
+        return self._under.cancel(w, i)
+
+    def shrink(self, max_batch_tokens: int) -> None:
+        """Steps have at most so many tokens from now on."""
+        least = max(1, min(max_batch_tokens, self.limits.max_batch_tokens))
+        self.limits = replace(
+            self.limits, max_batch_tokens=least, max_prefill_tokens=min(least, self.limits.max_prefill_tokens)
+        )
+
+    # -- a step
+
+    def schedule(self, admit: bool = True) -> Step | None:
+        """The next step. Empty only when nothing is left (or, without `admit`, nothing runs).
+
+        None while memory is short and tokens are unseen: who gives its pages up must be known whole, and may have ended.
+        """
+        preempted = self._grow_running()
+        if preempted is None:
+            return None
+        self.steps += 1
+        budget = Budget(self.limits)
+        decoding = [s for s in self.running if s.state is State.DECODING]
+        if self.policy.decode_first:
+            self._decode(decoding, budget)
+        for span in self.prefilling:
+            if admit or isinstance(span, GenerationSequence):  # else nothing that runs needs it
+                budget.slice(span)
+        started: list[GenerationSequence] = []
+        scored: list[GenerationSequence] = []
+        if admit and not preempted:
+            self._admission.admit(budget, started, scored)
+            # Nothing runs, so what holds the pages is nodes: those beside the next item's path go, then those above
+            # its parent too. With these alone it fits, or it was refused (`unfit`) from the start.
+            for path in (True, False):
+                if budget.works or started or scored or decoding or not self.unfinished:
+                    break
+                self._admission.clear(path)
+                self._admission.admit(budget, started, scored)
+            idle = not (budget.works or started or scored or decoding)
+            assert not (idle and self.unfinished), "nothing runs and nothing can start"
+        if not self.policy.decode_first:
+            self._decode(decoding, budget)
+        works = sorted(budget.works, key=lambda w: w.span.place)
+        ready = tuple(s for s in started if s.state is State.DECODING)
+        held = self._under.held_tokens + sum(seq.end for seq in scored)
+        self.peak_held_tokens = max(self.peak_held_tokens, held)
+        return Step(tuple(works), self.memory.take_moves(), preempted, tuple(started), ready, tuple(scored))
+
+    def ran(self, step: Step) -> list[GenerationSequence]:
+        """The step's forward is launched: its tokens have KV. Returns the texts that are scored to their end, which leave."""
+        scored: list[GenerationSequence] = []
+        for work in step.works:
+            span = work.span
+            span.computed = work.stop
+            if work.stop < span.end:
+                continue
+            if isinstance(span, Branch):
+                del self.prefilling[span]
+                self._under.complete(span)
+            elif isinstance(span, GenerationSequence) and span.state is State.PREFILLING:
+                del self.prefilling[span]
+                if span.scoring:
+                    span.gather()
+                    scored.append(span)
+                    self._under.leave(span)
+                else:
+                    span.become(State.DECODING)
+        if self.memory.sliding is not None:
+            for work in step.works:
+                if work.span.table:
+                    self.memory.drop_behind(work.span)
+        return scored
+
+    def draws(self, drawing: Iterable[GenerationSequence]) -> list[GenerationSequence]:
+        """A token is being drawn for each of these. Returns those that end with it at the latest, which leave."""
+        leaving: list[GenerationSequence] = []
+        for seq in drawing:
+            seq.unseen += 1
+            self._under.held_tokens += 1
+            if seq.drawn >= seq.request.max_tokens:
+                self._under.leave(seq)
+                leaving.append(seq)
+        return leaving
+
+    def drew(self, seq: GenerationSequence, token: int) -> str | None:
+        """This token was drawn for `seq`; ends it where it has ended. Returns the finish reason, or None."""
+        seq.generated.append(token)
+        seq.unseen -= 1
+        assert seq.stops is not None
+        reason = seq.stops.append(token)
+        if reason is not None:
+            self.finish(seq)
+        assert seq.unseen or seq.state is not State.LEAVING, "a completion passes its length"
+        return reason
+
+    def finish(self, seq: GenerationSequence) -> None:
+        """Ends a sequence that is whole."""
+        self._under.end(seq, State.FINISHED)
+
+    def fail(self, seq: GenerationSequence) -> None:
+        """Ends a sequence that cannot go on."""
+        self._under.end(seq, State.FAILED)
+
+    # -- running
+
+    def _decode(self, decoding: list[GenerationSequence], budget: Budget) -> None:
+        """The next token of every decoding sequence; where not all fit, of those that have waited longest."""
+        if self.limits.max_kv_read is not None or budget.tokens < len(decoding):
+            decoding = sorted(decoding, key=lambda s: s.turn)
+        for seq in decoding:
+            if not budget.decode(seq):
+                break
+            seq.turn = self.steps
+
+    def _grow_running(self) -> tuple[GenerationSequence, ...] | None:
+        """A page for every sequence whose next token begins one; the newest give theirs up where none is free.
+
+        None where that is to be put off (`schedule`).
+        """
+        preempted: list[GenerationSequence] = []
+        for seq in list(self.running):
+            while seq in self.running and seq.state is State.DECODING and not self.memory.grow(seq):
+                if any(other.unseen for other in self.running):
+                    return None
+                newest = self._newest()
+                if newest is seq and len(self.running) == 1:
+                    self.memory.evict_all()
+                    for span in [s for s in self.prefilling if isinstance(s, Branch)]:
+                        self._under.drop_branch(span)
+                    if self.memory.grow(seq):
+                        break
+                self.preemptions += 1
+                self._under.preempt(newest)
+                preempted.append(newest)
+        return tuple(preempted)
+
+    def _newest(self) -> GenerationSequence:
+        """Who is preempted: of the least urgent sequences the newest."""
+        return max(reversed(self.running), key=lambda s: s.request.priority)

@@ -1,0 +1,275 @@
+"""What the engine runs: spans of tokens that follow one another on a path of the prefix tree. Integers only.
+
+A span is a run of tokens with a block table; there is no prefill phase and no decode phase, only tokens computed so far
+catching up with tokens there are. A `Branch` is a prefix node made resident, a `Sequence` a leaf under way: a completion
+being generated, or a text being scored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from batchgen.prefix import PrefixNode
+from batchgen.request import Leaf, Request, TokenArray
+
+if TYPE_CHECKING:
+    from batchgen.scheduling.waiting import Window
+
+
+class State(Enum):
+    """Where a sequence stands; `LEGAL` lists what may follow."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    LEAVING = "leaving"
+    """All of it is drawn or scored, on the device: it holds no pages and no slot any more, only its last numbers are to come."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+LEGAL: dict[State, frozenset[State]] = {
+    # A text to score that lies whole on the nodes above it has nothing left to run.
+    State.WAITING: frozenset({State.PREFILLING, State.DECODING, State.LEAVING, State.FAILED, State.CANCELLED}),
+    State.PREFILLING: frozenset({State.DECODING, State.PREEMPTED, State.LEAVING, State.FAILED, State.CANCELLED}),
+    State.DECODING: frozenset({State.PREEMPTED, State.LEAVING, State.FINISHED, State.FAILED, State.CANCELLED}),
+    State.PREEMPTED: frozenset({State.PREFILLING, State.DECODING, State.FAILED, State.CANCELLED}),
+    State.LEAVING: frozenset({State.FINISHED, State.FAILED, State.CANCELLED}),
+    State.FINISHED: frozenset(),
+    State.FAILED: frozenset(),
+    State.CANCELLED: frozenset(),
+}
+
+_RUNNING = frozenset({State.PREFILLING, State.DECODING, State.LEAVING})
+
+# Place in depth-first order: (first leaf below, depth); a leaf comes after the nodes that begin with it. Leaves are numbered
+# through all windows.
+Place = tuple[int, int]
+AFTER_NODES = 1 << 40
+
+
+@dataclass(slots=True)
+class TokenScore:
+    """Of a token of a given text; filled in when the numbers come from the device, with all others of its step."""
+
+    logprob: float = math.nan
+    likeliest: bool = False
+    """Whether it is the likeliest in its place."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Span:
+    """Tokens at positions `start` and on, behind those of `parent`."""
+
+    window: Window
+    place: Place
+    parent: Branch | None
+    start: int
+    """First position of its own; its parent's end."""
+    table: list[int]
+    """Block table: the page of positions i*page_size and on, from position 0. The span holds a reference to each but the
+    first `dropped`."""
+    computed: int
+    """Positions before this have their KV in the pages."""
+    claims_tail: bool
+    """Whether it writes on in the page that holds its parent's last tokens (at most one child does; others copy it)."""
+    path: tuple[Branch, ...] = ()
+    """The branches above, from the root down."""
+    dropped: int = 0
+    """Pages at the beginning of the table that lie behind every sliding window and were given back."""
+    scores: dict[tuple[int, int], TokenScore] = field(default_factory=dict)
+    """By (position, next token), where a text is scored."""
+
+    @property
+    def item(self) -> int:
+        """Which of its window's it is: node n as n, leaf i as ~i."""
+        raise NotImplementedError
+
+    @property
+    def scoring(self) -> bool:
+        """Whether texts are scored here."""
+        raise NotImplementedError
+
+    def next_tokens(self, position: int) -> list[int]:
+        """What may follow the token at `position` in the texts that are scored here."""
+        return [int(token) for token in self.tokens(position + 1, position + 2)]
+
+    @property
+    def logits_from(self) -> int:
+        """First position after which the logits are wanted."""
+        raise NotImplementedError
+
+    @property
+    def prompt_end(self) -> int:
+        """Positions before this belong to a prompt."""
+        raise NotImplementedError
+
+    @property
+    def end(self) -> int:
+        """Number of tokens there are to compute, from position 0."""
+        raise NotImplementedError
+
+    def tokens(self, start: int, stop: int) -> TokenArray:
+        """Token ids at positions [start, stop), int32; of those that the host has seen."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class Saved:
+    """A place in host memory for the KV of some pages; filled by the runner."""
+
+    kv: Any = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Branch(Span):
+    """A prefix node whose KV is, or is being, computed. One node may have several in turn, if memory ran short."""
+
+    node: PrefixNode
+    prompt: TokenArray
+    """The tokens of a leaf below; the first `node.end` are the path's."""
+    claimed: bool = False
+    """Whether a child writes on in the page of the last tokens."""
+    evicted: bool = False
+    saved: Saved | None = None
+    """Its KV in host memory, where it was moved there when it was evicted."""
+    successor: Branch | None = None
+    """The node that has its tokens now, where it was evicted because of that."""
+    logits: Any = None
+    """Logits after the last token [vocabulary], kept while prompts that end here wait to draw their first token."""
+
+    @property
+    def item(self) -> int:
+        return self.node.index
+
+    @property
+    def scoring(self) -> bool:
+        return self.node.index in self.window.targets
+
+    def next_tokens(self, position: int) -> list[int]:
+        if position == self.end - 1:
+            return sorted(self.window.targets[self.node.index])
+        return Span.next_tokens(self, position)
+
+    @property
+    def logits_from(self) -> int:
+        return self.window.logits_from[self.node.index]
+
+    @property
+    def prompt_end(self) -> int:
+        return self.window.prompt_end[self.node.index]
+
+    @property
+    def end(self) -> int:
+        return self.node.end
+
+    @property
+    def complete(self) -> bool:
+        return self.computed == self.node.end and not self.evicted
+
+    def tokens(self, start: int, stop: int) -> TokenArray:
+        return self.prompt[start:stop]
+
+
+class Stops(Protocol):
+    """Decides after each token whether a completion has ended, and makes its text."""
+
+    def append(self, token: int) -> str | None: ...
+    @property
+    def text(self) -> str: ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GenerationSequence(Span):
+    """A leaf under way: a completion being generated for a request, or a text being scored after its prompt."""
+
+    leaf: Leaf
+    index: int
+    """Its place among its window's leaves."""
+    stops: Stops | None
+    """None for a text to score."""
+    generated: list[int] = field(default_factory=list)
+    """The tokens drawn, as far as the host has seen them."""
+    unseen: int = 0
+    """Tokens drawn beyond those: on the device only."""
+    state: State = State.WAITING
+    slot: int = -1
+    """Its row in the sampler while it runs."""
+    turn: int = 0
+    """The last step that it decoded in."""
+    logprobs: list[Any] = field(default_factory=list)
+    """By drawn token, where they are wanted: `sampler.TokenLogprobs`."""
+    text_scores: list[TokenScore] = field(default_factory=list)
+    """Of a text that has been scored: its tokens'."""
+    # Of the leaf, asked for several times a token.
+    request: Request = field(init=False)
+    scoring: bool = field(init=False)
+    start_tokens: int = field(init=False)
+    """What is run before the first token is drawn."""
+
+    def __post_init__(self) -> None:
+        self.request = self.leaf.request
+        self.scoring = bool(self.request.texts)
+        self.start_tokens = len(self.leaf.tokens)
+
+    def next_tokens(self, position: int) -> list[int]:
+        return [int(self.leaf.scored[-1])] if position == self.end - 1 else Span.next_tokens(self, position)
+
+    @property
+    def item(self) -> int:
+        return ~self.index
+
+    @property
+    def logits_from(self) -> int:
+        return len(self.leaf.request.tokens) - 1 if self.scoring else self.end - 1
+
+    @property
+    def prompt_end(self) -> int:
+        return len(self.leaf.request.tokens)
+
+    @property
+    def end(self) -> int:
+        return self.start_tokens + self.drawn
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn so far, seen or not."""
+        return len(self.generated) + self.unseen
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs, or is leaving: what is drawn for it counts."""
+        return self.state in _RUNNING
+
+    @property
+    def most_tokens(self) -> int:
+        """Positions that it can need KV for: the last token drawn is never run."""
+        return self.leaf.most_tokens
+
+    def tokens(self, start: int, stop: int) -> TokenArray:
+        prompt = self.leaf.tokens
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        drawn = np.asarray(self.generated[max(start - len(prompt), 0) : stop - len(prompt)], dtype=np.int32)
+        return np.concatenate([prompt[start:], drawn]) if start < len(prompt) else drawn
+
+    def gather(self) -> None:
+        """Collects the scores of the text's tokens from the spans that they lie on."""
+        spans = iter((*self.path, self))
+        span = next(spans)
+        for position, token in enumerate(self.leaf.scored.tolist(), len(self.leaf.request.tokens) - 1):
+            while position >= span.end:
+                span = next(spans)
+            self.text_scores.append(span.scores[position, token])
+
+    def become(self, state: State) -> None:
+        """Changes the state; only the scheduler calls this. Raises `AssertionError` for an illegal transition."""
+        assert state in LEGAL[self.state], f"{self.state.value} sequence cannot become {state.value}"
+        self.state = state

@@ -1,0 +1,158 @@
+import pytest
+import torch
+
+from batchgen.attention.kv_cache import KVCache, LayerShape, bytes_per_token, devices_of
+
+CPU = torch.device("cpu")
+
+
+def cache_of(num_pages=6, page_size=2, layers=None, dtype=torch.float32):
+    return KVCache(layers or {0: LayerShape(1, 1, 1)}, num_pages, page_size, dtype)
+
+
+def numbered(cache):
+    for pool in (*cache.keys.values(), *cache.values.values()):
+        pool.copy_(torch.arange(pool.numel(), dtype=pool.dtype).view(pool.shape))
+    return cache
+
+
+def test_each_layer_has_keys_and_values_of_its_own_shape():
+    cache = cache_of(3, 4, {0: LayerShape(2, 8, 6), 5: LayerShape(1, 4, 4)}, torch.bfloat16)
+    assert {i: tuple(k.shape) for i, k in cache.keys.items()} == {0: (2, 12, 8), 5: (1, 12, 4)}
+    assert {i: tuple(v.shape) for i, v in cache.values.items()} == {0: (2, 12, 6), 5: (1, 12, 4)}
+    assert cache.keys[0].dtype == cache.values[5].dtype == torch.bfloat16
+
+
+def test_the_pool_begins_as_zeros():
+    assert not cache_of(dtype=torch.float16).keys[0].any()
+
+
+def test_tokens_are_written_to_their_slots_and_nowhere_else():
+    cache = cache_of(2, 2, {0: LayerShape(2, 1, 1), 1: LayerShape(1, 1, 1)})
+    keys = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
+    cache.write(0, torch.tensor([3, 0]), keys, -keys)
+    assert cache.keys[0][..., 0].tolist() == [[2, 0, 0, 1], [4, 0, 0, 3]]
+    assert cache.values[0][..., 0].tolist() == [[-2, 0, 0, -1], [-4, 0, 0, -3]]
+    assert not cache.keys[1].any()
+
+
+def test_pages_are_copied_whole_in_every_layer():
+    cache = numbered(cache_of(4, 2, {0: LayerShape(1, 1, 1), 1: LayerShape(2, 1, 1)}))
+    cache.copy([(1, 3)])
+    assert cache.keys[0][0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
+    assert cache.values[1][1, :, 0].tolist() == [8, 9, 10, 11, 12, 13, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("copies", "pages"),
+    [
+        ([], [0, 1, 2, 3, 4, 5]),
+        ([(0, 3), (0, 4)], [0, 1, 2, 0, 0, 5]),
+        ([(0, 1), (1, 2)], [0, 0, 0, 3, 4, 5]),  # a copy of a copy
+        ([(1, 2), (0, 1)], [0, 0, 1, 3, 4, 5]),  # the source is given away after it was read
+        ([(0, 1), (1, 2), (2, 3), (5, 0), (0, 4)], [5, 0, 0, 0, 5, 5]),
+    ],
+)
+def test_copies_are_made_as_if_one_after_the_other(copies, pages):
+    cache = numbered(cache_of())
+    cache.copy(copies)
+    assert cache.keys[0].view(6, 2).tolist() == [[2 * p, 2 * p + 1] for p in pages]
+
+
+def test_a_page_copied_to_twice_holds_the_last():
+    cache = numbered(cache_of())
+    cache.copy([(0, 3), (1, 3)])
+    assert cache.keys[0].view(6, 2)[3].tolist() == [2, 3]
+
+
+def test_bytes_of_a_token_are_those_of_all_layers():
+    layers = {0: LayerShape(2, 8, 6), 1: LayerShape(1, 4, 4)}
+    assert bytes_per_token(layers, torch.float32) == (2 * 14 + 8) * 4
+    assert bytes_per_token(layers, torch.bfloat16) == (2 * 14 + 8) * 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_token_that_is_no_number_spoils_only_those_that_attend_to_it(bad):
+    """Masked keys have weight 0, and 0 times NaN is NaN: a value in the pool is always finite, its key tells."""
+    cache = cache_of(2, 2, {0: LayerShape(1, 2, 2)})
+    keys = torch.tensor([[[1.0, -0.0], [3.0, 4.0]]])
+    values = torch.tensor([[[5.0, bad], [7.0, 8.0]]])
+    cache.write(0, torch.tensor([0, 1]), keys, values)
+    assert cache.values[0].isfinite().all()
+    assert cache.keys[0][0, 0].isnan().all()
+    assert cache.keys[0][0, 1].tolist() == [3, 4]
+    assert cache.values[0][0, 1].tolist() == [7, 8]
+
+
+META = torch.device("meta")
+SPREAD = {0: LayerShape(1, 1, 1), 1: LayerShape(2, 4, 2, META), 2: LayerShape(1, 1, 1)}
+
+
+def test_each_layer_s_kv_lies_on_its_layer_s_device():
+    cache = cache_of(4, 2, SPREAD)
+    assert cache.devices == devices_of(SPREAD) == (CPU, META)
+    assert {i: k.device for i, k in cache.keys.items()} == {0: CPU, 1: META, 2: CPU}
+    assert {i: v.device for i, v in cache.values.items()} == {0: CPU, 1: META, 2: CPU}
+
+
+def test_pages_are_copied_on_every_device():
+    cache = cache_of(4, 2, SPREAD)
+    cache.keys[2].copy_(torch.arange(8.0).view(1, 8, 1))
+    cache.copy([(1, 3)])
+    assert cache.keys[2][0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
+
+
+def test_bytes_of_a_token_are_those_on_one_device_where_that_is_asked():
+    assert bytes_per_token(SPREAD, torch.float32) == (2 + 12 + 2) * 4
+    assert bytes_per_token(SPREAD, torch.float32, CPU) == 4 * 4
+    assert bytes_per_token(SPREAD, torch.float32, META) == 12 * 4
+
+
+def test_layers_of_one_shape_lie_in_one_tensor_and_none_is_a_view():
+    """A page is moved in all layers at once; to torch.compile views of one tensor that are written to would be one."""
+    cache = cache_of(4, 2, {0: LayerShape(2, 3, 3), 1: LayerShape(2, 3, 5), 2: LayerShape(1, 3, 3)})
+    assert [tuple(pool.shape) for pool in cache.pools] == [(2 * 3, 8, 3), (2, 8, 5), (1 * 2, 8, 3)]
+    tensors = [*cache.keys.values(), *cache.values.values()]
+    assert not any(tensor._is_view() for tensor in tensors)
+    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 6
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i)
+    assert [int(tensor.min()) for tensor in tensors] == [int(tensor.max()) for tensor in tensors] == [*range(6)]
+
+
+@pytest.mark.parametrize(("first", "pages"), [(0, [5, 0, 3]), (1, [0, 5]), (2, [1])])
+def test_saved_pages_come_back_wherever_they_are_loaded(first, pages):
+    layers = {0: LayerShape(2, 3, 3), 1: LayerShape(1, 4, 2)}
+    cache = numbered(cache_of(6, 2, layers))
+    saved = cache.save([2, 4, 3])
+    before = numbered(cache_of(6, 2, layers))
+    for tensor in (*cache.keys.values(), *cache.values.values()):
+        tensor.zero_()
+    cache.load(saved, first, pages)
+    for i, shape in layers.items():
+        for got, was, size in ((cache.keys, before.keys, shape.k_size), (cache.values, before.values, shape.v_size)):
+            paged, kept = (of[i].view(shape.heads, 6, 2, size) for of in (got, was))
+            for source, to in zip([2, 4, 3][first:], pages, strict=True):
+                assert torch.equal(paged[:, to], kept[:, source])
+            rest = [page for page in range(6) if page not in pages]
+            assert not paged[:, rest].any()
+
+
+@pytest.mark.gpu
+def test_pages_are_saved_while_the_device_goes_on_and_are_what_they_were():
+    cuda = torch.device("cuda", 0)
+    cache = numbered(cache_of(64, 32, {i: LayerShape(8, 128, 128, cuda) for i in range(4)}))
+    want = [pool.clone() for pool in cache.pools]
+    pages = list(range(40, 56))
+    cache.save(pages)  # the first pins memory and loads kernels, which may wait
+    torch.cuda._sleep(10**8)
+    saved = cache.save(pages)
+    assert not any(kept.there.query() for kept in saved)  # nobody has waited
+    assert all(kept.pages.is_pinned() for kept in saved)
+    for pool in cache.pools:
+        pool.zero_()
+    cache.load(saved, 4, pages[4:])
+    del saved
+    for pool, was in zip(cache.pools, want, strict=True):
+        assert torch.equal(pool[:, 44 * 32 : 56 * 32], was[:, 44 * 32 : 56 * 32])
+        assert not pool[:, : 44 * 32].any()

@@ -1,0 +1,302 @@
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchgen.attention import plan as plan_module
+from batchgen.attention import torch_backend as cascade_module
+from batchgen.attention.base import LayerOptions, StepAttention
+from batchgen.attention.kv_cache import KVCache, LayerShape
+from batchgen.attention.plan import AttentionPlan, SharedPart, plan_attention
+from batchgen.attention.torch_backend import Cascade, broadcast, merge, partial, shared_attention
+from support import simulation as sim
+from support.reference_attention import Reference
+
+CPU = torch.device("cpu")
+GARBAGE = 1e4
+
+
+def pool_of(plan, works, slots, K, D, V, page_size, dtype, generator):
+    """Random KV where these works look, and large garbage everywhere else."""
+    keys, values = torch.full((K, slots, D), GARBAGE), torch.full((K, slots, V), GARBAGE)
+    used = {w.span.table[p // page_size] * page_size + p % page_size for w in works for p in range(w.stop)}
+    at = torch.tensor(sorted(used))
+    keys[:, at] = torch.randn((K, len(at), D), generator=generator)
+    values[:, at] = torch.randn((K, len(at), V), generator=generator)
+    return keys.to(dtype), values.to(dtype)
+
+
+def compare(
+    step, plan, page_size, pages, *, K=2, G=2, D=8, V=8, dtype=torch.float32, tolerance=1e-5, seed=0, **options
+):
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = pool_of(plan, step.works, pages * page_size, K, D, V, page_size, dtype, generator)
+    q = torch.randn((K, plan.num_tokens, G, D), generator=generator).to(dtype)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(K * G, generator=generator)
+    layer = LayerOptions(**({"scale": 0.3} | options))
+    got = Cascade(plan, CPU).attend(q, keys, values, layer)
+    want = Reference(step.works, page_size).attend(q, keys, values, layer)
+    assert got.shape == want.shape == (plan.num_tokens, K, G, V)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+
+
+def random_steps(sim, seed, check, *, page_size=4, pages=400, shared_reads=1, longest=14, steps=6, tokens=40):
+    """Some steps of a random tree of prompts, prefill in slices and decode mixed."""
+    rng = random.Random(seed)
+    prompts: list[list[int]] = []
+    for _ in range(10):
+        begin = rng.choice(prompts)[: rng.randint(0, 3 * longest)] if prompts and rng.random() < 0.8 else []
+        prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, longest))])
+    s = sim.Simulation(
+        pages=pages, page_size=page_size, tokens=tokens, batch_size=8, prefill=tokens, shared_reads=shared_reads,
+        every_step=lambda step, plan: check(step, plan) if plan is not None else None,
+    )  # fmt: skip
+    s.load(prompts, [rng.randint(1, 8) for _ in prompts])
+    for _ in range(steps):
+        if s.scheduler.unfinished:
+            s.step()
+
+
+@pytest.mark.parametrize("shared_reads", [1, 8, 10**9])
+@pytest.mark.parametrize(("K", "G"), [(1, 1), (1, 3), (2, 1), (2, 2)])
+def test_the_cascade_is_the_reference(K, G, shared_reads):
+    def check(step, plan):
+        compare(step, plan, 4, 400, K=K, G=G, D=8, V=6)
+
+    random_steps(sim, 3, check, shared_reads=shared_reads)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1}, {"window": 5}, {"window": 1000}, {"softcap": 0.7}, {"sinks": True}, {"scale": 0.25}, {"scale": 1.0},
+        {"window": 6, "softcap": 2.0, "sinks": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("shared_reads", [1, 10**9])
+def test_the_cascade_is_the_reference_under_every_option(options, shared_reads):
+    random_steps(sim, 4, lambda step, plan: compare(step, plan, 4, 400, **options), shared_reads=shared_reads)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_cascade_is_the_reference_on_random_trees(data):
+    seed = data.draw(st.integers(0, 2**32))
+    rng = random.Random(seed)
+    page_size, pages = rng.choice([1, 3, 4, 8]), 500
+    options = {
+        "window": rng.choice([None, None, 3, 9]),
+        "softcap": rng.choice([None, 1.5]),
+        "sinks": rng.random() < 0.3,
+    }
+    shape = {"K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3]), "D": 8, "V": rng.choice([4, 8])}
+
+    def check(step, plan):
+        compare(step, plan, page_size, pages, seed=seed % 1000, **shape, **options)
+
+    random_steps(
+        sim, seed, check, page_size=page_size, pages=pages, shared_reads=rng.choice([1, 6, 10**9]),
+        tokens=rng.choice([9, 40, 300]), steps=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shared_reads", [1, 10**9])
+def test_long_slices_are_cut_into_blocks(monkeypatch, shared_reads):
+    monkeypatch.setattr(plan_module, "CAUSAL_BLOCK", 5)
+    monkeypatch.setattr(plan_module, "CAUSAL_SCORES", 100)
+    monkeypatch.setattr(cascade_module, "SCORES", 64)
+    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400), shared_reads=shared_reads, longest=40, tokens=90)
+    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, window=7), shared_reads=shared_reads, longest=40, tokens=90)
+
+
+@pytest.mark.parametrize("dense", [0.0, 2.0], ids=["in place", "gathered"])
+def test_pages_read_in_place_and_gathered_give_the_same(monkeypatch, dense):
+    monkeypatch.setattr(cascade_module, "DENSE", dense)
+    random_steps(sim, 6, lambda s, p: compare(s, p, 4, 400, window=9), shared_reads=1)
+
+
+def test_memory_that_is_scattered_is_read_right():
+    """Short memory: nodes evicted and computed again, runs that do not follow one another."""
+    parts = []
+
+    def check(step, plan):
+        parts.extend(plan.shared)
+        compare(step, plan, 2, 34)
+
+    random_steps(sim, 7, check, page_size=2, pages=34, steps=40)
+    assert parts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near_the_reference(dtype):
+    tolerance = 0.03 if dtype == torch.bfloat16 else 0.004
+    random_steps(sim, 8, lambda s, p: compare(s, p, 4, 400, dtype=dtype, tolerance=tolerance))
+
+
+# -- the shared part
+
+
+def test_shared_kv_is_broadcast_without_a_copy():
+    kv = torch.randn(2, 32, 8)[:, 8:24]
+    wide = broadcast(kv, 64)
+    assert wide.shape == (64, 2, 16, 8)
+    assert wide.stride(0) == 0
+    assert wide.data_ptr() == kv.data_ptr()
+    assert wide.untyped_storage().data_ptr() == kv.untyped_storage().data_ptr()
+
+
+def test_kv_that_was_copied_for_each_query_is_refused():
+    q, kv = torch.randn(2, 3, 1, 8), torch.randn(2, 16, 8)
+    for k, v in ((broadcast(kv, 3).contiguous(), broadcast(kv, 3)), (broadcast(kv, 3), broadcast(kv, 3).contiguous())):
+        with pytest.raises(ValueError, match=r"^shared KV must be a broadcast view, not a copy for each query$"):
+            shared_attention(q, k, v, LayerOptions(1.0))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that was made new, and the sum of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {
+            t.untyped_storage().data_ptr() for t in [*args, *(kwargs or {}).values()] if isinstance(t, torch.Tensor)
+        }
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
+                size = t.untyped_storage().nbytes() // t.element_size()
+                self.largest, self.total = max(self.largest, size), self.total + size
+        return out
+
+
+def shared_step(n, pages, page_size):
+    """n decoding queries under one node, each with a page of its own."""
+    import numpy as np
+
+    paged = plan_module.PagedPart(
+        queries=np.arange(n), pages=np.arange(pages, pages + n), owners=np.arange(n), lengths=np.full(n, 1),
+        positions=np.full(n, pages * page_size),
+    )  # fmt: skip
+    positions = np.full(n, pages * page_size)
+    slots = np.arange(pages, pages + n) * page_size
+    return AttentionPlan(n, positions, slots, (SharedPart(0, pages, 0, n, 0),), paged, (), page_size)
+
+
+@pytest.mark.parametrize("window", [None, 3000])
+def test_memory_of_the_shared_part_does_not_grow_with_a_copy_for_each_query(window):
+    """Its largest tensor is the scores, K*G*S for a query: KV for each query would be D times as much."""
+    K, G, D, page_size, pages = 2, 1, 64, 16, 128
+    made = {}
+    for n in (16, 64):
+        plan = shared_step(n, pages, page_size)
+        keys = torch.randn(K, (pages + n) * page_size, D)
+        q = torch.randn(K, n, G, D)
+        with Largest() as seen:
+            Cascade(plan, CPU).attend(q, keys, keys, LayerOptions(0.125, window))
+        made[n] = seen
+        copied = n * K * pages * page_size * D
+        assert seen.largest <= copied // D
+        assert seen.total < copied // 4
+    assert made[64].total <= 4.1 * made[16].total
+
+
+def test_the_kv_of_a_group_is_stored_once():
+    """Of 64 queries under a node of 64 tokens, all read the same 8 pages."""
+    s = sim.Simulation(page_size=8, pages=200, shared_reads=1)
+    s.load([[*range(64), 100 + i] for i in range(64)], [2] * 64)
+    s.step()
+    assert s.memory.pool.num_used == 8
+    step = s.step()
+    assert s.memory.pool.num_used == 8 + 64
+    plan = plan_attention(step.works, 8, 1)
+    assert plan.shared == (SharedPart(0, 8, 0, 64, 0),)
+
+
+# -- pieces
+
+
+def plain(q, k, v, scale=1.0):
+    scores = q @ k.transpose(1, 2) * scale
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def test_a_partial_gives_attention_and_the_log_sum_exp_of_its_scores():
+    q, k, v = torch.randn(3, 5, 8), torch.randn(3, 7, 8), torch.randn(3, 7, 4)
+    out, lse = partial(q, k, v, LayerOptions(0.5))
+    want, want_lse = plain(q, k, v, 0.5)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+
+def test_a_query_that_sees_no_key_of_a_part_takes_nothing_from_it():
+    q, k = torch.randn(1, 2, 8), torch.randn(1, 4, 8)
+    masked = torch.tensor([[True] * 4, [False] * 4])
+    out, lse = partial(q, k, k, LayerOptions(1.0), masked)
+    assert (lse[0, 0].item(), out[0, 0].tolist()) == (-float("inf"), [0.0] * 8)
+    before, before_lse = torch.randn(1, 2, 8), torch.randn(1, 2)
+    merged, merged_lse = before.clone(), before_lse.clone()
+    merge(merged, merged_lse, out, lse)
+    assert torch.equal(merged[0, 0], before[0, 0])
+    assert torch.equal(merged_lse[0, 0], before_lse[0, 0])
+
+
+def test_merging_parts_is_attention_over_all_their_keys():
+    q, k, v = torch.randn(2, 3, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 8)
+    out, lse = partial(q, k[:, :5], v[:, :5], LayerOptions(1.0))
+    for start, end in ((5, 6), (6, 12)):
+        merge(out, lse, *partial(q, k[:, start:end], v[:, start:end], LayerOptions(1.0)))
+    want, want_lse = plain(q, k, v)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("size", [300.0, 1e4])
+def test_large_scores_neither_overflow_nor_vanish(size):
+    q, k, v = size * torch.ones(1, 1, 4), torch.ones(1, 3, 4), torch.randn(1, 3, 4)
+    out, lse = partial(q, k, v, LayerOptions(1.0))
+    merge(out, lse, *partial(-q, k, v, LayerOptions(1.0)))
+    torch.testing.assert_close(out, v.mean(1, keepdim=True))
+
+
+def test_a_step_writes_its_kv_before_it_attends():
+    seen = []
+
+    def check(step, plan):
+        cache = KVCache({0: LayerShape(1, 4, 4)}, 400, 4, torch.float32)
+        attention = StepAttention(plan, {CPU: Cascade(plan, CPU)}, cache)
+        q, kv = torch.randn(2, plan.num_tokens, 4), torch.randn(1, plan.num_tokens, 4)
+        out = attention(0, q, kv, kv, LayerOptions(0.5))
+        assert out.shape == (plan.num_tokens, 2, 4)
+        assert torch.equal(cache.keys[0][:, torch.from_numpy(plan.slots)], kv)
+        want = Reference(step.works, 4).attend(
+            q.view(1, 2, -1, 4).transpose(1, 2), cache.keys[0], cache.values[0], LayerOptions(0.5)
+        )
+        torch.testing.assert_close(out, want.reshape(plan.num_tokens, 2, 4))
+        seen.append(attention.layers_run)
+
+    random_steps(sim, 9, check, steps=3)
+    assert seen == [1, 1, 1]
+
+
+@pytest.mark.parametrize("shared_reads", [1, 10**9])
+def test_what_is_masked_may_be_anything_but_its_values(shared_reads):
+    """Keys of freed pages may be NaN; `KVCache.write` keeps values finite."""
+
+    def check(step, plan):
+        generator = torch.Generator().manual_seed(0)
+        keys, values = pool_of(plan, step.works, 1600, 1, 4, 4, 4, torch.float32, generator)
+        q = torch.randn((1, plan.num_tokens, 1, 4), generator=generator)
+        want = Cascade(plan, CPU).attend(q, keys, values, LayerOptions(0.5, 9))
+        keys[keys == GARBAGE] = float("nan")
+        got = Cascade(plan, CPU).attend(q, keys, values, LayerOptions(0.5, 9))
+        assert torch.equal(got, want)
+
+    random_steps(sim, 10, check, shared_reads=shared_reads)

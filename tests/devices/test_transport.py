@@ -1,0 +1,49 @@
+"""Processes of devices as they really are: how they start, and how they ended, in words."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.devices import transport
+from batchgen.devices.engine import Workers
+from batchgen.devices.transport import how_it_ended, start_process
+from batchgen.errors import ModelError
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("raise SystemExit(7)", "exit code 7"),
+        ("print('one'); print('two  '); print(); raise SystemExit(3)", "exit code 3: two"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+        ("import os; os.write(2, b'x' * 50_000 + b'\\nlast \\xff words'); os.abort()", "SIGABRT: last \ufffd words"),
+        ("import os; os.write(1, b'x' * 5000); os._exit(1)", "exit code 1: " + "x" * 300),
+    ],
+)
+def test_a_signal_or_an_exit_code_and_the_last_line_that_it_printed(program: str, words: str) -> None:
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=said, stderr=said)
+        assert how_it_ended(process, said) == words
+
+
+def test_one_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "END_SECONDS", 0.01)
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        assert how_it_ended(process, said) == "it hangs"
+        process.kill()
+        process.wait()
+
+
+def test_processes_start_from_wherever_the_job_was_started_and_tell_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('a module of the present folder')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError) as e:
+        Workers(ModelConfig(model="./nowhere", device="cpu:0,1"), EngineConfig(), start_process)
+    assert e.value.message == "model folder './nowhere' does not exist"

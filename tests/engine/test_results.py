@@ -1,0 +1,207 @@
+"""Forks, cancellations, time-outs and callbacks: what becomes of a row whose leaves end in different ways."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batchgen.engine import results as module
+from batchgen.errors import OutOfMemory
+from batchgen.scheduling.batch import Work, halves
+from support import tiny
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["step by step", "a step ahead"])
+def ahead(request, monkeypatch):
+    monkeypatch.setattr(tiny, "AHEAD", request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.build()
+
+
+def texts(results):
+    return {row: r.token_ids for row, r in results.items()}
+
+
+GROUP = list(range(20))
+
+
+def test_forks_draw_by_their_number_whatever_the_batch(model):
+    requests = tiny.requests_of([GROUP, [*GROUP, 1], [7]], [6, 9, 4], n=4, temperature=1.0)
+    want = tiny.run(tiny.engine_of(model), requests)
+    assert all(len({c.token_ids for c in r.completions}) == 4 for r in want.values())
+    for how in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 5}, {"pages": 3}):
+        assert tiny.run(tiny.engine_of(model, **how), requests) == want, how
+    first = tiny.run(tiny.engine_of(model), tiny.requests_of([GROUP], [6], n=1, temperature=1.0))
+    assert first[0].completions == ()  # one completion is the row's text
+
+
+def test_forks_hold_their_prompt_once(model):
+    prompt = [i % 90 for i in range(1024)]
+    peaks = []
+    for n in (1, 8):
+        engine = tiny.engine_of(model, kv_memory="256MiB", debug=False)
+        (result,) = tiny.run(engine, tiny.requests_of([prompt], [8], n=n, temperature=1.0)).values()
+        assert result.completion_tokens == 8 * n
+        assert engine.stats.prefill_tokens == 1024
+        peaks.append(engine.stats.kv_bytes_peak)
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
+    """The token 90 has no numbers; one of the forks draws it."""
+    engine = tiny.engine_of(tiny.build(poison=90))
+    requests = tiny.requests_of([GROUP, [5], [6]], [60, 2, 2], n=8, temperature=1.5)
+    clean = tiny.run(tiny.engine_of(tiny.build()), requests)
+    spoiled = {row for row, r in clean.items() if any(90 in c.token_ids[:-1] for c in r.completions)}
+    assert 0 in spoiled
+    assert len(spoiled) < 3
+    results = tiny.run(engine, requests)
+    assert {row for row, r in results.items() if r.error_type == "numerical_error"} == spoiled
+    assert {row: r for row, r in results.items() if row not in spoiled} == {
+        row: r for row, r in clean.items() if row not in spoiled
+    }
+    assert not engine.sampler.used
+    engine.memory.evict_all()
+    assert engine.memory.pool.num_used == 0
+
+
+def test_tokens_are_told_as_they_are_drawn(model):
+    engine = tiny.engine_of(model)
+    told, results = {}, {}
+    leaves, plan = tiny.planned(tiny.requests_of([GROUP, [7]], [5, 3], n=2, temperature=1.0))
+    engine.add(
+        leaves,
+        plan,
+        lambda r: results.__setitem__(r.row, r),
+        lambda row, choice, token: told.setdefault((row, choice), []).append(token),
+    )
+    engine.run()
+    assert told == {(row, i): list(c.token_ids) for row, r in results.items() for i, c in enumerate(r.completions)}
+
+
+def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(model):
+    engine = tiny.engine_of(model, batch_size=3)
+    requests = tiny.requests_of([GROUP, [*GROUP, 3], [7], [8], [*GROUP, 9]], [30, 30, 30, 30, 30])
+    want = tiny.run(tiny.engine_of(model), requests)
+    drawn = []
+
+    def on_token(row, choice, token):
+        drawn.append(row)
+        if drawn.count(0) == 4 and row == 0:
+            engine.cancel(requests[0])  # runs
+            engine.cancel(requests[4])  # waits
+            engine.cancel(requests[0])  # a second time
+
+    results = {}
+    engine.add(*tiny.planned(requests), lambda r: results.__setitem__(r.row, r), on_token)
+    engine.run()
+    assert (results[0].finish_reason, results[0].token_ids) == ("cancelled", want[0].token_ids[:4])
+    assert (results[4].finish_reason, results[4].token_ids, results[4].text) == ("cancelled", (), "")
+    assert [results[i] for i in (1, 2, 3)] == [want[i] for i in (1, 2, 3)]
+    assert not engine.sampler.used
+    engine.cancel(requests[1])  # done already
+    assert tiny.run(engine, requests) == want
+
+
+def test_a_row_has_its_time_from_its_start_and_keeps_what_it_has(model, monkeypatch):
+    """By a clock that goes on a second a step: rows that wait lose none of theirs."""
+    engine = tiny.engine_of(model, batch_size=2, row_timeout=9.5)
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(monotonic=lambda: engine.stats.steps, perf_counter=time.perf_counter)
+    )
+    requests = tiny.requests_of([[1], [2], [3], [4]], [50, 3, 50, 5])
+    want = tiny.run(tiny.engine_of(model), requests)
+    results = tiny.run(engine, requests)
+    assert {row: (r.finish_reason, len(r.token_ids)) for row, r in results.items()} == {
+        0: ("timeout", 10), 1: ("length", 3), 2: ("timeout", 10), 3: ("length", 5),
+    }  # fmt: skip
+    assert all(results[row].token_ids == want[row].token_ids[:10] for row in (0, 2))
+    assert all(r.error_type is None for r in results.values())
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: you tried")]
+)
+def test_after_out_of_memory_the_steps_are_smaller_and_no_row_is_lost(error):
+    requests = tiny.requests_of([[*GROUP * 3, i] for i in range(6)] + [[50 + i] * 9 for i in range(8)], [7] * 14)
+    model = tiny.build()
+    want = tiny.run(tiny.engine_of(model), requests)
+    engine = tiny.engine_of(model)
+    forward, sizes = engine.runner.model.module.forward, []
+
+    def limited(*args, **kwargs):
+        size = kwargs["input_ids"].shape[1]
+        sizes.append(size)
+        if size > 20:
+            raise error
+        return forward(*args, **kwargs)
+
+    model.module.forward = limited
+    assert tiny.run(engine, requests) == want
+    assert max(sizes) > 20
+    assert engine.scheduler.limits.max_batch_tokens <= 20
+    assert [s for s in sizes if s > 20] == [132, 66, 33]  # in one step; none after it
+    assert engine.stats.prefill_tokens == 60 + 6 + 8 * 9
+    assert engine.notes == [
+        f"cpu ran out of memory in a step of more than {engine.runner.most_tokens} tokens; going on with steps of "
+        f"{engine.runner.most_tokens} (--max-batch-tokens {engine.runner.most_tokens} avoids the attempt)"
+    ]
+
+
+def test_a_device_without_the_memory_for_one_token_ends_the_job():
+    model = tiny.build()
+
+    def never(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = tiny.engine_of(model)
+    model.module.forward = never
+    with pytest.raises(OutOfMemory, match="cpu has not the memory for a forward of one token; lower --kv-memory"):
+        tiny.run(engine, tiny.requests_of([GROUP, [1]], [3, 3]))
+
+
+def test_other_errors_of_a_forward_are_not_taken_for_out_of_memory():
+    model = tiny.build()
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("shape mismatch")
+
+    engine = tiny.engine_of(model)
+    model.module.forward = broken
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        tiny.run(engine, tiny.requests_of([GROUP], [3]))
+
+
+def test_halves_of_a_step_keep_its_order_and_its_logits():
+    works = [Work("a", 0, 7, 6), Work("b", 3, 4, 3), Work("c", 0, 2, 2)]
+    first, second = halves(works)
+    assert first == [Work("a", 0, 5, 5)]
+    assert second == [Work("a", 5, 7, 6), Work("b", 3, 4, 3), Work("c", 0, 2, 2)]
+
+
+def test_a_row_waits_its_turn_by_priority(model):
+    engine = tiny.engine_of(model, batch_size=1)
+    requests = tiny.requests_of([[1], [*GROUP, 2], [3], [*GROUP, 4]], [3] * 4, priorities=[5, 0, -2, 5])
+    order = []
+    engine.generate(*tiny.planned(requests), on_result=lambda r: order.append(r.row))
+    assert order[:2] == [2, 1]
+    assert engine.stats.prefill_tokens == 1 + 20 + 1 + 1 + 1
+
+
+def test_what_comes_back_from_host_memory_is_as_if_it_had_never_gone(model):
+    a, b = [i % 90 for i in range(100)], [(7 * i) % 90 for i in range(100)]
+    windows = [[[*p, x] for x in (1, 2)] for p in (a, b, a)]
+    engine, fresh = (tiny.engine_of(model, pages=7) for _ in range(2))
+    engine.memory.host_pages = 8
+    for window in windows:
+        requests = tiny.requests_of(window, [20, 20])
+        assert texts(tiny.run(engine, requests)) == texts(tiny.run(tiny.engine_of(model), requests))
+        tiny.run(fresh, requests)
+    assert (
+        fresh.stats.prefill_tokens - engine.stats.prefill_tokens == 1 + 100
+    )  # the token that b has of a, and all of a

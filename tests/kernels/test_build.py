@@ -1,0 +1,140 @@
+"""The kernels are compiled once, for this machine; without a compiler plain torch runs, and says so."""
+
+import ctypes
+import shutil
+
+import pytest
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError, UsageError
+from batchgen.kernels import build
+from batchgen.kernels.isa import instruction_set
+from batchgen.model.loader import load_model
+from batchgen.prompts.tokenizer import load_tokenizer
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+SOURCE = '#include <omp.h>\nextern "C" __attribute__((visibility("default"))) int answer() { int n = 0;\n#pragma omp parallel\n{ n = 42; }\nreturn n; }\n'
+
+
+def forget():
+    build.library.cache_clear()
+    instruction_set.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Sources of a small library, and a cache of its own."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text(SOURCE)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("BATCHGEN_ISA", raising=False)
+    forget()
+    yield sources
+    forget()
+
+
+def libraries(tmp_path):
+    return sorted((tmp_path / "cache" / "batchgen").glob("kernels-*/*"))
+
+
+def without_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@needs_compiler
+def test_the_library_is_compiled_once_and_kept(folder, tmp_path, monkeypatch):
+    assert build.library().answer() == 42
+    (kept,) = libraries(tmp_path)
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "_compile", lambda to: pytest.fail("compiled again"))
+    assert isinstance(build.library(), ctypes.CDLL)
+    assert libraries(tmp_path) == [kept]
+
+
+@needs_compiler
+def test_other_sources_or_other_instructions_make_another_library(folder, tmp_path, monkeypatch):
+    first = build._target()
+    (folder / "answer.cpp").write_text(SOURCE + "\n")
+    second = build._target()
+    monkeypatch.setattr(build, "flags", lambda: ["-mother"])
+    assert len({first, second, build._target()}) == 3
+
+
+@needs_compiler
+def test_a_library_that_was_cut_off_is_compiled_again(folder, tmp_path):
+    target = build._target()
+    target.parent.mkdir(parents=True)
+    target.write_bytes(b"\x7fELF")
+    assert build.library().answer() == 42
+
+
+@needs_compiler
+def test_what_the_compiler_says_is_told(folder):
+    (folder / "answer.cpp").write_text("int broken(;\n")
+    with pytest.raises(build.NoKernels, match=r"the C\+\+ compiler failed: .*answer\.cpp:1.*error"):
+        build.library()
+
+
+def test_without_a_compiler_there_are_no_kernels(folder, tmp_path, monkeypatch):
+    without_compiler(monkeypatch, tmp_path)
+    with pytest.raises(build.NoKernels, match=r"no C\+\+ compiler \(g\+\+\) was found"):
+        build.library()
+
+
+def test_a_compiler_that_does_not_run_is_named(folder, tmp_path, monkeypatch):
+    compiler = tmp_path / "mine"
+    compiler.write_text("#!/bin/sh\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(build.NoKernels, match=f"the C\\+\\+ compiler {compiler} does not run"):
+        build.library()
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named(folder, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(build.NoKernels, match=f"compiled kernels cannot be kept in {tmp_path}/cache/batchgen/kernels-"):
+        build.library()
+
+
+def load(tiny_model_dir, **options):
+    config = ModelConfig(model=str(tiny_model_dir), device="cpu", **options)
+    return load_model(config, load_tokenizer(config))
+
+
+@needs_compiler
+def test_a_model_is_loaded_with_the_kernels_unless_they_are_off(tiny_model_dir):
+    assert load(tiny_model_dir).kernels is build.library()
+    assert load(tiny_model_dir, compile="off").kernels is None
+
+
+def test_they_can_be_switched_off_by_the_environment(folder, monkeypatch, tiny_model_dir):
+    monkeypatch.setenv("BATCHGEN_ISA", "none")
+    forget()
+    model = load(tiny_model_dir)
+    assert model.kernels is None
+    assert model.notes == (
+        "BATCHGEN_ISA=none switches the CPU kernels off; plain torch runs, which is slower on a CPU",
+    )
+
+
+def test_auto_goes_on_without_a_compiler_and_says_so(folder, tmp_path, monkeypatch, tiny_model_dir):
+    without_compiler(monkeypatch, tmp_path)
+    model = load(tiny_model_dir)
+    assert model.kernels is None
+    assert model.notes == ("no C++ compiler (g++) was found; plain torch runs, which is slower on a CPU",)
+
+
+def test_on_is_refused_without_a_compiler(folder, tmp_path, monkeypatch, tiny_model_dir):
+    without_compiler(monkeypatch, tmp_path)
+    with pytest.raises(ModelError) as refused:
+        load(tiny_model_dir, compile="on")
+    assert str(refused.value) == ("--compile on: no C++ compiler (g++) was found; leave it out, and plain torch runs")
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(UsageError, match="--compile must be auto, on or off, not 'max'"):
+        ModelConfig(model="x", compile="max")

@@ -1,0 +1,187 @@
+"""Which parts of a model our kernels take over, which they leave alone, and that the model stays whole."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from batchgen.kernels import forwards, fusion
+from batchgen.kernels.build import NoKernels, library
+from batchgen.kernels.forwards import is_written_as
+from batchgen.kernels.fusion import FusedMLP, FusedNorm, fuse
+from batchgen.kernels.ops import PackedLinear
+
+ALL = {"rotary embeddings": 2, "norms": 5, "gated MLPs": 2, "linear layers": 9}
+IDS = torch.arange(7)[None]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    try:
+        library()
+    except NoKernels as e:
+        pytest.skip(e.message)
+    monkeypatch.setattr(fusion, "is_fast", lambda dtype: True)  # also where torch's own layers are faster
+
+
+def llama(**changes):
+    options = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.1, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
+
+
+@torch.inference_mode()
+def logits(model):
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def same(model, plain):
+    torch.testing.assert_close(logits(model), plain, atol=1e-5, rtol=1e-5)
+
+
+def test_every_part_of_a_llama_is_replaced_and_the_logits_stay():
+    model = llama()
+    plain = logits(model)
+    assert fuse(model) == ALL
+    layer = model.model.layers[0]
+    assert isinstance(layer.input_layernorm, FusedNorm)
+    assert isinstance(layer.mlp, FusedMLP)
+    assert isinstance(layer.self_attn.q_proj, PackedLinear)
+    same(model, plain)
+
+
+def test_biases_are_added():
+    model = llama(attention_bias=True, mlp_bias=True)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    plain = logits(model)
+    assert fuse(model) == ALL
+    same(model, plain)
+
+
+def test_packed_weights_are_not_kept_twice():
+    model = llama()
+    gone = [weakref.ref(model.lm_head.weight), weakref.ref(model.model.layers[1].mlp.gate_proj.weight)]
+    fuse(model)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert [name for name, p in model.named_parameters() if p.dim() > 1] == ["model.embed_tokens.weight"]
+
+
+def test_a_head_that_the_embedding_shares_stays_with_it():
+    model = llama(tie_word_embeddings=True)
+    plain = logits(model)
+    assert fuse(model) == ALL | {"linear layers": 8}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    same(model, plain)
+
+
+def test_a_copy_of_the_model_stands_by_itself():
+    model = llama()
+    plain = logits(model)
+    fuse(model)
+    other = copy.deepcopy(model)
+    del model
+    gc.collect()
+    same(other, plain)
+
+
+def test_other_models_of_the_process_are_left_alone():
+    before = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward
+    other = llama()
+    fuse(llama())
+    assert (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward) == before
+    assert "forward" not in vars(other.model.layers[0].self_attn)
+
+
+def test_a_module_that_stands_in_two_places_is_replaced_in_both():
+    model = llama()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj
+    plain = logits(model)
+    assert fuse(model) == ALL | {"gated MLPs": 1, "linear layers": 8}
+    assert model.model.layers[1].mlp is model.model.layers[0].mlp
+    assert model.model.layers[1].self_attn.q_proj is model.model.layers[0].self_attn.q_proj
+    same(model, plain)
+
+
+def test_hooks_keep_a_part_as_it_is():
+    model = llama()
+    seen = []
+    for part in (model.lm_head, model.model.norm, model.model.layers[0].mlp, model.model.layers[1].mlp.down_proj):
+        part.register_forward_hook(lambda *_: seen.append(1))
+    assert fuse(model) == {"rotary embeddings": 2, "norms": 4, "linear layers": 8 + 5}
+    logits(model)
+    assert len(seen) == 4
+
+
+class Wide(torch.nn.Linear):
+    pass
+
+
+def test_other_layers_types_and_devices_are_left_alone():
+    model = llama()
+    model.lm_head = Wide(32, 97, bias=False)
+    assert fuse(model) == ALL | {"linear layers": 8}
+    assert type(model.lm_head) is Wide
+    assert fuse(llama().half()) == {"rotary embeddings": 2}
+    assert fuse(llama().to("meta")) == {}
+
+
+def test_a_part_that_is_written_alike_but_gives_other_numbers_stays(monkeypatch):
+    model = llama()
+    plain = logits(model)
+    monkeypatch.setattr(fusion, "rms_norm", lambda x, *_: x * 1.01)
+    monkeypatch.setattr(fusion, "rotate", lambda q, k, *_: (q * 1.2, k))
+    assert fuse(model) == {"gated MLPs": 2, "linear layers": 9}
+    same(model, plain)
+
+
+def test_another_activation_keeps_its_mlp_and_packs_the_layers():
+    model = llama(hidden_act="gelu")
+    plain = logits(model)
+    assert fuse(model) == {"rotary embeddings": 2, "norms": 5, "linear layers": 9 + 6}
+    same(model, plain)
+
+
+def test_weights_that_are_not_numbers_are_left_to_torch():
+    model = llama()
+    model.lm_head.weight.data[3, 4] = torch.nan
+    assert fuse(model) == ALL | {"linear layers": 8}
+
+
+class Likeness(forwards.LlamaNorm):
+    def forward(self, hidden_states):
+        """The same, with a docstring."""
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class Other(forwards.LlamaNorm):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-2, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+def test_a_forward_is_known_by_what_it_does():
+    known = forwards.LlamaNorm.forward
+    assert is_written_as(Likeness.forward, known)
+    assert is_written_as(modeling_llama.LlamaRMSNorm.forward, known)
+    assert not is_written_as(Other.forward, known)
+    assert not is_written_as(forwards.OlmoNorm.forward, known)
+    assert not is_written_as(torch.relu, known)
+    assert not is_written_as(None, known)

@@ -1,0 +1,93 @@
+"""Which instructions the kernels are compiled for: the processor's, as far as `BATCHGEN_ISA` allows."""
+
+import pytest
+
+from batchgen.errors import UsageError
+from batchgen.kernels import isa
+from batchgen.kernels.isa import ARM, X86, allowed
+
+HASWELL = frozenset(["fpu", "sse2", "avx", "avx2", "fma", "f16c", "bmi2"])
+SKYLAKE_X = HASWELL | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+ZEN4 = SKYLAKE_X | {"avx512_bf16", "avx512_vnni"}
+SAPPHIRE_RAPIDS = ZEN4 | {"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}
+GRAVITON2 = frozenset(["fp", "asimd", "asimddp"])
+GRAVITON3 = GRAVITON2 | {"bf16", "i8mm", "asimdhp"}
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Lets the module believe that it is on such a processor."""
+
+    def pretend(machine, features, wish=None):
+        monkeypatch.setattr(isa.platform, "machine", lambda: machine)
+        monkeypatch.setattr(isa, "features", lambda: features)
+        if wish is None:
+            monkeypatch.delenv("BATCHGEN_ISA", raising=False)
+        else:
+            monkeypatch.setenv("BATCHGEN_ISA", wish)
+        isa.instruction_set.cache_clear()
+
+    yield pretend
+    monkeypatch.undo()
+    isa.instruction_set.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("sets", "has", "found"),
+    [
+        (X86, frozenset({"sse2", "avx"}), "none"),
+        (X86, HASWELL, "avx2"),
+        (X86, SKYLAKE_X, "avx512"),
+        (X86, SKYLAKE_X - {"avx512vl"}, "avx2"),
+        (X86, ZEN4, "avx512_bf16"),
+        (X86, SAPPHIRE_RAPIDS, "amx"),
+        (ARM, GRAVITON2, "neon"),
+        (ARM, GRAVITON3, "neon_bf16"),
+        (("none",), SAPPHIRE_RAPIDS, "none"),
+    ],
+)
+def test_the_largest_set_that_the_processor_has_is_used(sets, has, found):
+    assert allowed(None, sets, has) == found
+
+
+@pytest.mark.parametrize("wish", X86)
+def test_a_large_processor_stands_in_for_every_smaller_one(wish):
+    assert allowed(wish, X86, SAPPHIRE_RAPIDS) == wish
+
+
+def test_a_wish_gives_a_processor_nothing_that_it_has_not():
+    assert allowed("avx512", X86, HASWELL) == "avx2"
+    assert allowed("neon", X86, ZEN4) == "avx512_bf16"
+
+
+def test_an_unknown_set_is_refused_with_those_that_there_are():
+    with pytest.raises(UsageError) as refused:
+        allowed("avx3", ARM, GRAVITON2)
+    assert str(refused.value) == "BATCHGEN_ISA 'avx3' is unknown; use one of none, neon, neon_bf16, or leave it out"
+
+
+def test_the_compiler_is_given_the_instructions_of_the_set_and_no_others(on):
+    on("x86_64", SAPPHIRE_RAPIDS, "avx2")
+    assert isa.flags() == ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+    on("x86_64", SAPPHIRE_RAPIDS)
+    assert isa.flags()[-1] == "-mavx512bf16"
+    on("x86_64", SAPPHIRE_RAPIDS, "none")
+    assert isa.flags() == []
+    on("aarch64", GRAVITON3)
+    assert isa.flags() == ["-march=armv8.2-a+simd+dotprod+bf16"]
+
+
+def test_sixteen_bits_are_multiplied_fast_only_by_instructions_for_them(on):
+    for machine, features, wish, bfloat16, float16 in [
+        ("x86_64", HASWELL, None, False, False),
+        ("x86_64", SKYLAKE_X, None, False, False),
+        ("x86_64", ZEN4, None, True, False),
+        ("x86_64", SAPPHIRE_RAPIDS, None, True, True),
+        ("x86_64", SAPPHIRE_RAPIDS, "avx2", False, False),
+        ("x86_64", SAPPHIRE_RAPIDS, "none", True, True),  # plain torch has them all
+        ("aarch64", GRAVITON2, None, False, False),
+        ("aarch64", GRAVITON3, None, True, True),
+        ("riscv64", frozenset(), None, False, False),
+    ]:
+        on(machine, features, wish)
+        assert (isa.has_bfloat16(), isa.has_float16()) == (bfloat16, float16)

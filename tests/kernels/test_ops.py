@@ -1,0 +1,198 @@
+"""Linear layers, norms and rotary embedding by our own kernels, each against the plain torch that it stands for."""
+
+import pytest
+import torch
+from torch.nn.functional import gelu, linear, silu
+
+from batchgen.kernels import build, forwards, isa
+from batchgen.kernels import ops as packed
+from batchgen.kernels.build import NoKernels
+from batchgen.kernels.isa import instruction_set
+from batchgen.kernels.ops import Activation, PackedLinear, rms_norm, rotate
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+ACTS = {Activation.SILU: silu, Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh")}
+
+
+def forget():
+    for cached in (instruction_set, build.library, build.kernel):
+        cached.cache_clear()
+
+
+def smaller():
+    """The sets that this processor has besides its own."""
+    sets = isa._sets()
+    return sets[1 : sets.index(instruction_set())]
+
+
+@pytest.fixture(scope="module", params=["", *smaller()], autouse=True)
+def kernels(request):
+    """As they are compiled here, and as for lesser processors."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setenv("BATCHGEN_ISA", request.param)
+            forget()
+        try:
+            yield build.library()
+        except NoKernels as e:
+            pytest.skip(e.message)
+    forget()
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def numbers(*shape, dtype=FLOAT32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def near(got, want, by=1.0):
+    """Float32 by the order of sums, bfloat16 by one rounding more or less."""
+    assert got.dtype == want.dtype
+    tolerance = by * (2e-5 if got.dtype == FLOAT32 else 2**-7)
+    torch.testing.assert_close(got.float(), want.float(), atol=tolerance * float(want.float().abs().max()), rtol=0)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 64, 289])
+@pytest.mark.parametrize(("inner", "columns"), [(2, 1), (32, 64), (66, 63), (130, 200), (1026, 65)])
+def test_a_packed_layer_gives_what_the_plain_one_gives(dtype, rows, inner, columns, threads):
+    weight, bias = numbers(columns, inner, dtype=dtype), numbers(columns, dtype=dtype, seed=1)
+    x = numbers(rows, inner, dtype=dtype, seed=2)
+    for b in (None, bias):
+        near(PackedLinear([weight], [b])(x), linear(x, weight, b))
+
+
+def test_float32_layers_may_have_an_odd_inner_size():
+    weight, x = numbers(20, 17), numbers(3, 17, seed=1)
+    near(PackedLinear([weight], [None])(x), linear(x, weight))
+    assert packed.fits(weight)
+    assert not packed.fits(weight.bfloat16())
+
+
+@dtypes
+def test_a_large_inner_size_is_summed_in_pieces(dtype):
+    weight, x = numbers(70, 5000, dtype=dtype), numbers(301, 5000, dtype=dtype, seed=1)
+    near(PackedLinear([weight], [None])(x), linear(x, weight))
+
+
+@dtypes
+@pytest.mark.parametrize("act", list(ACTS), ids=lambda a: a.name)
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 2, 1), (7, 32, 31), (13, 64, 32), (300, 66, 100)])
+def test_a_gated_layer_rounds_where_the_modules_round(dtype, act, rows, inner, columns, threads):
+    gate, up = (numbers(columns, inner, dtype=dtype, seed=s) for s in (0, 1))
+    biases = [numbers(columns, dtype=dtype, seed=2), None]
+    x = numbers(rows, inner, dtype=dtype, seed=3)
+    layer = PackedLinear([gate, up], biases, act)
+    near(layer(x), ACTS[act](linear(x, gate, biases[0])) * linear(x, up))
+
+
+def test_rows_may_lie_apart_and_have_any_shape():
+    weight = numbers(40, 32)
+    layer = PackedLinear([weight], [None])
+    wide = numbers(2, 5, 96, seed=1)
+    near(layer(wide[..., 32:64]), linear(wide[..., 32:64], weight))
+    near(layer(wide[..., ::3]), linear(wide[..., ::3], weight))
+    near(layer(wide[0, 0, :32]), linear(wide[0, 0, :32], weight))
+    assert layer(wide[:0, :, :32]).shape == (0, 5, 40)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 17])
+def test_float32_weights_that_are_numbers_of_bfloat16_take_16_bits_and_give_the_same(rows):
+    weight, x = numbers(70, 66, dtype=BFLOAT16).float(), numbers(rows, 66, seed=1)
+    layer = PackedLinear([weight], [None])
+    near(layer(x), linear(x, weight))
+    assert torch.equal(layer.weight, weight)
+    other = PackedLinear([numbers(70, 66)], [None])
+    assert other.weights.numel() == 2 * layer.weights.numel()
+
+
+@dtypes
+def test_a_packed_weight_can_be_had_back(dtype):
+    weight = numbers(70, 66, dtype=dtype)
+    assert torch.equal(PackedLinear([weight], [None]).weight, weight)
+
+
+def test_a_packed_layer_refuses_what_it_was_not_made_for():
+    layer = PackedLinear([numbers(4, 8)], [None])
+    with pytest.raises(ValueError, match=r"expected \[..., 8\] in torch.float32, not \[1, 6\] in torch.float32"):
+        layer(numbers(1, 6))
+    with pytest.raises(ValueError, match=r"not \[1, 8\] in torch.bfloat16"):
+        layer(numbers(1, 8, dtype=BFLOAT16))
+
+
+@dtypes
+def test_what_is_not_a_number_stays_in_its_row(dtype):
+    weight = numbers(70, 64, dtype=dtype)
+    x = numbers(8, 64, dtype=dtype, seed=1)
+    x[3, 5], x[5, 0] = torch.nan, torch.inf
+    got = PackedLinear([weight], [None])(x)
+    gated = PackedLinear([weight, weight], [None, None], Activation.SILU)(x)
+    for y in (got, gated):
+        assert y[3].isnan().all()
+        assert y[[0, 1, 2, 4, 6, 7]].isfinite().all()
+    assert got[5].isinf().all()
+    assert not gated[5].isfinite().any()
+    normed = rms_norm(x, torch.ones(64), 1e-6, rounds_first=True)
+    assert normed[3].isnan().all()
+    assert normed[[0, 1, 2, 4, 6, 7]].isfinite().all()
+
+
+def plain_norm(x, weight, eps, rounds_first):
+    h = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return (weight.to(x.dtype) * h.to(x.dtype)) if rounds_first else (weight * h).to(x.dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("rounds_first", [True, False])
+@pytest.mark.parametrize("size", [1, 15, 16, 63, 64, 100, 512])
+def test_norms_are_those_of_transformers(dtype, rounds_first, size, threads):
+    weight = numbers(size, dtype=dtype).float()
+    for rows in (1, 3, 300):
+        x = numbers(rows, size, dtype=dtype, seed=rows)
+        near(rms_norm(x, weight, 1e-5, rounds_first), plain_norm(x, weight, 1e-5, rounds_first))
+
+
+@pytest.mark.parametrize("x", [
+    numbers(10), numbers(0, 10), numbers(2, 3, 10), numbers(1, 3, 4, 30)[..., 10:20], numbers(1, 4, 3, 10).transpose(1, 2),
+    numbers(2, 3, 4, 5, 10).permute(3, 1, 0, 2, 4), numbers(5, 10, 2)[..., 0], numbers(1, 3, 40).view(1, 3, 4, 10)[:, 1:],
+])  # fmt: skip
+def test_norms_take_rows_that_lie_apart(x):
+    weight = numbers(10, seed=1)
+    got = rms_norm(x, weight, 1e-6, rounds_first=True)
+    assert got.shape == x.shape
+    near(got, plain_norm(x, weight, 1e-6, rounds_first=True)) if x.numel() else None
+
+
+@pytest.mark.parametrize("kinds", [(FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32)])
+@pytest.mark.parametrize(("size", "turned"), [(2, 2), (8, 8), (64, 64), (80, 80), (96, 20), (100, 32)])
+def test_rotary_embedding_is_that_of_transformers(kinds, size, turned, threads):
+    dtype, cos_dtype = kinds
+    for tokens in (1, 130):
+        q = numbers(1, tokens, 4, size, dtype=dtype).transpose(1, 2)
+        both = numbers(1, tokens, 2, 2 * size, dtype=dtype, seed=1)
+        k = both[..., :size].transpose(1, 2)  # a slice of a wider product
+        angle = numbers(1, tokens, turned, seed=2)
+        cos, sin = angle.cos().to(cos_dtype), angle.sin().to(cos_dtype)
+        got = rotate(q, k, cos, sin)
+        want = [y.to(dtype) for y in forwards.rotary_partial(q.to(cos_dtype), k.to(cos_dtype), cos, sin)]
+        for g, w, before in zip(got, want, (q, k), strict=True):
+            assert g.shape == before.shape
+            near(g, w)
+            assert torch.equal(g[..., turned:], before[..., turned:])
+
+
+def test_what_the_rotary_kernel_has_not_is_left_to_others():
+    q, k, cos = numbers(1, 4, 3, 8), numbers(1, 2, 3, 8), numbers(1, 3, 8)
+    assert rotate(q, k, cos, cos) is not None
+    assert rotate(q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1), cos, cos) is None
+    assert rotate(q.double(), k.double(), cos.double(), cos.double()) is None
+    assert rotate(q, k, cos.bfloat16(), cos.bfloat16()) is None
+    assert rotate(q, k, cos[..., :7], cos[..., :7]) is None
+    assert rotate(q[..., :4], k[..., :4], cos, cos) is None

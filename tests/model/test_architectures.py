@@ -1,0 +1,106 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from batchgen.attention.base import attention_forward
+from batchgen.errors import ModelError
+from batchgen.model.architectures import check_architecture, is_verified, refusal
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "gpt2"])
+def test_a_verified_architecture_is_not_refused(name):
+    config = AutoConfig.for_model(name)
+    assert is_verified(config)
+    assert refusal(config) is None
+    check_architecture(config)
+
+
+def test_an_unknown_architecture_is_neither_verified_nor_refused():
+    config = SimpleNamespace(model_type="of_tomorrow")
+    assert not is_verified(config)
+    assert refusal(config) is None
+
+
+def test_the_refusal_names_the_type_and_the_reason():
+    with pytest.raises(ModelError) as e:
+        check_architecture(SimpleNamespace(model_type="mamba"))
+    assert e.value.message == (
+        "models of type 'mamba' are not supported: they keep a recurrent state besides keys and values"
+    )
+
+
+def test_a_model_around_a_refused_text_model_is_refused():
+    config = SimpleNamespace(model_type="llama4", text_config=SimpleNamespace(model_type="llama4_text"))
+    assert refusal(config) == "they scale queries by their place in the batch"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"layer_types": ["attention", "mamba"]}, "this one has layers of type mamba"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "this one has layers of type chunked_attention"),
+        ({"use_bidirectional_attention": True}, "they are encoders, whose tokens see those after them"),
+        ({"use_bidirectional_attention": "all"}, "they are encoders, whose tokens see those after them"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "this one has rotary embeddings of type spiral"),
+        (
+            {"rope_parameters": {"full_attention": {"type": "spiral"}, "sliding_attention": {"type": "yarn"}}},
+            "this one has rotary embeddings of type spiral",
+        ),
+        ({"use_bidirectional_attention": "vision"}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None),
+        ({"rope_parameters": {"rope_type": "longrope"}}, None),  # the context ends where it would change
+    ],
+)
+def test_settings_that_cannot_be_exact_are_refused(settings, reason):
+    assert refusal(SimpleNamespace(model_type="llama", **settings)) == reason
+
+
+class Layer(torch.nn.Module):
+    """A module that calls attention, with settings of its own."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.layer_idx = 0
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+
+def attend(module, mask=None, **options):
+    q, kv = torch.zeros((1, 4, 3, 8)), torch.zeros((1, 2, 3, 8))
+
+    def step(layer, q_HTD, k_KTD, v_KTV, asked):
+        return q_HTD.transpose(0, 1)
+
+    return attention_forward(module, q, kv, kv, mask, **({"step_attention": step} | options))
+
+
+SLIDING = SimpleNamespace(layer_types=["sliding_attention"], sliding_window=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "what"),
+    [
+        ({}, {"position_bias": torch.zeros(1)}, "position_bias"),
+        ({}, {"mask": torch.zeros(1)}, "a mask"),
+        ({}, {"is_causal": False}, "no causal mask"),
+        ({"is_causal": False}, {}, "no causal mask"),
+        ({}, {"dropout": 0.1}, "dropout"),
+        ({"config": SLIDING}, {}, "a sliding window in its mask"),
+        ({"sinks": torch.zeros(4)}, {}, "sinks of its own"),
+    ],
+)
+def test_attention_refuses_what_it_would_leave_out(settings, options, what):
+    with pytest.raises(ModelError) as e:
+        attend(Layer(**settings), **options)
+    assert e.value.message == f"Layer asks attention for {what}, which is not supported"
+
+
+def test_attention_takes_what_it_is_given_in_full():
+    module = Layer(config=SLIDING, sinks=torch.zeros(4), is_causal=True)
+    out, weights = attend(module, sliding_window=2, s_aux=module.sinks, position_ids=torch.zeros(1), position_bias=None)
+    assert out.shape == (1, 3, 4, 8)
+    assert out.is_contiguous()
+    assert weights is None

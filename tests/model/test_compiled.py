@@ -1,0 +1,104 @@
+"""Models under `torch.compile`, traced and run without a compiler: no graph breaks, and one graph for steps of all sizes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batchgen.model import cuda_runner
+from batchgen.model.loader import prepare_model
+from support.fake_device import use_fake_device
+from support.models import build as build_type
+from support.tiny import build, engine_of, requests_of, run
+
+PROMPTS = [[*range(40), i] for i in range(5)] + [[50 + i] * (3 + i) for i in range(3)] + [[7]]
+LENGTHS = [9, 1, 7, 12, 5, 3, 8, 2, 14]
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The number of graphs that were traced, and the sizes that each ran with; a graph break is an error."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([])
+        shapes = graphs[-1]
+
+        def ran(*args):
+            shapes.append(next(int(a.shape[1]) for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.int64))
+            return graph(*args)
+
+        return ran
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, **options: compiler(module, backend=backend, **options))
+    yield graphs
+    torch._dynamo.reset()
+
+
+def texts(results):
+    return {row: r.token_ids for row, r in results.items()}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"])
+def test_a_model_is_traced_whole_and_once_for_steps_of_all_sizes(model_type, traced, monkeypatch):
+    model = prepare_model(build_type(model_type))
+    requests = requests_of(PROMPTS, LENGTHS)
+    want = texts(run(engine_of(model), requests))
+    steps = use_fake_device(monkeypatch)
+    engine = engine_of(replace(model, compile="on"), batch_size=8)
+    engine.ahead = True
+    run(engine, requests_of([[1], [2]], [3, 3]))  # as many tokens as logits: that is no rule for what comes
+    assert texts(run(engine, requests)) == want
+    assert engine.notes == []
+    assert len(traced) == 1
+    assert {2, 4, 8} < set(traced[0])
+    assert 1 not in traced[0]
+    assert {(8, 8), (4, 4), (2, 2)} < set(steps[0]._graphs.captured)
+
+
+def test_a_model_that_cannot_be_compiled_runs_as_it_is(traced, monkeypatch):
+    model = build()
+    norm = model.module.model.norm
+    forward = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda x: forward(x) if float(x.sum()) < 1e9 else x)
+    requests = requests_of(PROMPTS, LENGTHS)
+    want = texts(run(engine_of(model), requests))
+    use_fake_device(monkeypatch)
+    engine = engine_of(replace(model, compile="on"))
+    assert texts(run(engine, requests)) == want
+    assert len(engine.notes) == 1
+    assert engine.notes[0].startswith("--compile on: torch.compile fails on this model, which runs without: ")
+
+
+def test_memory_that_runs_out_while_a_model_is_compiled_is_no_failure_of_the_compiler(monkeypatch):
+    def failing(**inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "compile", lambda module, **options: failing)
+    notes = []
+    model = cuda_runner.Compiled(torch.nn.Identity(), notes)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(input=torch.zeros(1))
+    assert notes == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own parts
+def test_compiled_code_writes_the_same_and_does_not_copy_the_pool(monkeypatch):
+    from torch._inductor.utils import run_and_get_code
+
+    model = build()
+    requests = requests_of(PROMPTS, LENGTHS)
+    want = texts(run(engine_of(model), requests))
+    use_fake_device(monkeypatch)
+    torch._dynamo.reset()
+    engine = engine_of(replace(model, compile="on"))
+    got, code = run_and_get_code(run, engine, requests)
+    assert texts(got) == want
+    assert engine.notes == []
+    slots = engine.runner.cache.keys[0].shape[1]
+    made = [line for line in code[0].splitlines() if "empty_strided" in line and str(slots) in line]
+    assert "batchgen_tests.attend" in code[0]
+    assert made == []

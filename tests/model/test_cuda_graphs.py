@@ -1,0 +1,183 @@
+from itertools import pairwise
+
+import pytest
+import torch
+
+from batchgen.model.cuda_graphs import CAPTURE_AFTER, MOST_GRAPHS, MOST_TOKENS, Graphs, Shape, sizes_up_to
+
+
+class Captures:
+    """Counts what is captured and replayed, by the name of the forward; forwards are lists to append to."""
+
+    def __init__(self):
+        self.pools = 0
+        self.captured = []
+        self.replayed = []
+        self.error = None
+
+    def new(self):
+        self.pools += 1
+
+        def capture(forward):
+            if self.error is not None:
+                raise self.error
+            forward()
+            self.captured.append(forward)
+            return lambda: self.replayed.append(forward)
+
+        return capture
+
+
+@pytest.fixture
+def captures():
+    return Captures()
+
+
+def graphs_of(captures, tokens=2048, logits=256, notes=None, **options):
+    return Graphs(captures.new, tokens, logits, [] if notes is None else notes, **options)
+
+
+def due(graphs, tokens, logits):
+    """The shape of such a step once it is met often enough."""
+    for _ in range(CAPTURE_AFTER):
+        assert graphs.shape_of(tokens, logits) is None
+    return graphs.shape_of(tokens, logits)
+
+
+def test_sizes_are_fine_steps_that_grow_with_the_size():
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(8) == [1, 2, 4, 8]
+    assert sizes_up_to(50) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
+    assert sizes_up_to(256) == [
+        *(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128),
+        *(144, 160, 176, 192, 208, 224, 240, 256),
+    ]
+    for most in range(1, 600):
+        sizes = sizes_up_to(most)
+        assert sizes[-1] == most
+        assert all(a < b <= max(a + 8, a * 9 / 8) for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("step", "shape"),
+    [
+        ((1, 1), (1, 1)),
+        ((2, 1), (2, 1)),
+        ((3, 3), (4, 4)),
+        ((9, 9), (16, 16)),
+        ((129, 129), (144, 144)),
+        ((255, 255), (256, 256)),
+        ((257, 250), (288, 256)),
+        ((100, 3), (104, 4)),
+        ((2048, 1), (2048, 1)),
+    ],
+)
+def test_a_step_is_padded_to_the_smallest_shape_that_holds_it(captures, step, shape):
+    assert due(graphs_of(captures), *step) == Shape(*shape)
+
+
+def test_a_full_batch_is_not_padded(captures):
+    assert due(graphs_of(captures, logits=200), 200, 200) == (200, 200)
+
+
+def test_sizes_end_where_steps_do(captures):
+    assert due(graphs_of(captures, tokens=50, logits=20), 49, 19) == (50, 20)
+
+
+@pytest.mark.parametrize("step", [(MOST_TOKENS + 1, 1), (300, 257), (20, 0)])
+def test_large_steps_and_those_without_logits_run_as_they_are(captures, step):
+    graphs = graphs_of(captures, tokens=8192)
+    for _ in range(2 * CAPTURE_AFTER):
+        assert graphs.shape_of(*step) is None
+
+
+def test_the_largest_shape_is_a_full_batch_s(captures):
+    assert graphs_of(captures, logits=100).largest == (100, 100)
+
+
+def test_a_shape_is_captured_when_it_was_met_as_often_as_that_costs_and_replayed_from_then_on(captures):
+    graphs, forward = graphs_of(captures), [].copy
+    shape = due(graphs, 7, 7)
+    graphs.run(shape, forward)
+    assert (captures.captured, captures.replayed, graphs.captured) == ([forward], [], ((8, 8),))
+    assert graphs.shape_of(5, 6) == shape
+    graphs.run(shape, forward)
+    graphs.run(shape, forward)
+    assert (captures.captured, captures.replayed) == ([forward], [forward, forward])
+
+
+def test_shapes_are_captured_at_once_where_that_is_asked_for(captures):
+    assert graphs_of(captures, after=0).shape_of(3, 3) == (4, 4)
+
+
+def test_there_are_not_more_graphs_than_memory_is_set_aside_for(captures):
+    graphs = graphs_of(captures, logits=2048, after=0)
+    shapes = [shape for shape in (graphs.shape_of(size, size) for size in range(1, 2048)) if shape]
+    for shape in dict.fromkeys(shapes):
+        if graphs.shape_of(*shape):
+            graphs.run(shape, lambda: None)
+    assert len(graphs.captured) == min(MOST_GRAPHS, len(sizes_up_to(2048)))
+    for size in range(1, 2048):  # mixed steps, each of a shape of its own
+        shape = graphs.shape_of(size, 1)
+        if shape:
+            graphs.run(shape, lambda: None)
+    assert len(graphs.captured) == MOST_GRAPHS
+
+
+def test_graphs_of_old_buffers_are_void_and_captured_anew_with_memory_of_their_own(captures):
+    graphs = graphs_of(captures)
+    graphs.run(due(graphs, 4, 4), lambda: None)
+    graphs.void()
+    assert (graphs.captured, captures.pools) == ((), 2)
+    graphs.run(due(graphs, 4, 4), lambda: None)
+    assert len(captures.captured) == 2
+    assert captures.replayed == []
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            "no memory for more CUDA graphs; steps of other sizes run without, which is slower "
+            "(--kv-memory, given by hand and lower, leaves more)",
+        ),
+        (
+            RuntimeError("operation not permitted\nwhen stream is capturing"),
+            "the model cannot be captured as a CUDA graph and runs without, which is slower: "
+            "operation not permitted when stream is capturing",
+        ),
+    ],
+)
+def test_a_capture_that_fails_is_the_last_and_the_step_runs_without(captures, error, note):
+    notes, ran = [], []
+    graphs = graphs_of(captures, notes=notes)
+    graphs.run(due(graphs, 4, 4), lambda: ran.append("captured"))
+    shape = due(graphs, 8, 8)
+    captures.error = error
+    graphs.run(shape, lambda: ran.append("plain"))
+    assert ran == ["captured", "plain"]
+    assert notes == [note]
+    captures.error = None
+    for _ in range(2 * CAPTURE_AFTER):
+        assert graphs.shape_of(8, 8) is None
+        assert graphs.shape_of(16, 16) is None
+    assert notes == [note]
+
+
+def test_graphs_that_there_are_serve_on_when_another_finds_no_memory(captures):
+    graphs = graphs_of(captures)
+    graphs.run(due(graphs, 4, 4), lambda: None)
+    shape = due(graphs, 8, 8)
+    captures.error = torch.OutOfMemoryError("CUDA out of memory")
+    graphs.run(shape, lambda: None)
+    assert graphs.shape_of(4, 4) == (4, 4)
+    graphs.run(Shape(4, 4), lambda: None)
+    assert len(captures.replayed) == 1
+
+
+def test_other_errors_are_not_swallowed(captures):
+    graphs = graphs_of(captures, after=0)
+    captures.error = KeyError("a mistake")
+    with pytest.raises(KeyError):
+        graphs.run(graphs.shape_of(1, 1), lambda: None)

@@ -1,0 +1,340 @@
+"""Steps as a CUDA device runs them, on the CPU: whole generations through padded shapes and graphs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchgen.model import cuda_runner as module
+from batchgen.model.cuda_graphs import CAPTURE_AFTER, Shape
+from batchgen.model.loader import prepare_model
+from support.fake_device import Recording, use_fake_device
+from support.models import build as build_type
+from support.tiny import build, engine_of, requests_of, run
+
+GROUP = list(range(40))
+PROMPTS = [[*GROUP, i] for i in range(7)] + [[50 + i] * (3 + i) for i in range(4)] + [GROUP, GROUP, [7]]
+LENGTHS = [25, 1, 9, 14, 40, 23, 18, 20, 36, 30, 27, 15, 14, 33]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+def texts(results):
+    return {row: r.token_ids for row, r in results.items()}
+
+
+@pytest.fixture(scope="module")
+def want(model):
+    return texts(run(engine_of(model), requests_of(PROMPTS, LENGTHS)))
+
+
+def sizes_seen(model, monkeypatch):
+    """What the module is called with from now on: tokens, logits, and the addresses of its inputs."""
+    seen = []
+    forward = model.module.forward
+
+    def watched(**inputs):
+        ids, places = inputs["input_ids"], inputs["logits_to_keep"]
+        tensors = (ids, inputs["position_ids"], places)
+        assert inputs["position_ids"].shape == ids.shape
+        seen.append((Shape(ids.shape[1], len(places)), tuple(t.data_ptr() for t in tensors)))
+        return forward(**inputs)
+
+    monkeypatch.setattr(model.module, "forward", watched)
+    return seen
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_without_graphs_a_generation_is_as_without_a_device(model, want, monkeypatch, ahead):
+    steps = use_fake_device(monkeypatch)
+    seen = sizes_seen(model, monkeypatch)
+    engine = engine_of(replace(model, compile="off"), batch_size=12)
+    engine.ahead = ahead
+    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert (steps[0]._graphs, engine.notes, engine.runner.attention) == (None, [], "triton")
+    assert len(seen) == engine.stats.steps
+
+
+def test_graphs_that_run_recorded_operators_alone_write_the_same(model, want, monkeypatch):
+    """All that a step depends on is in the buffers that were there when its graph was captured, tokens that the host does not know among it."""
+    steps = use_fake_device(monkeypatch, Recording)
+    engine = engine_of(model, batch_size=12)
+    engine.ahead = True
+    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    graphs = steps[0]._graphs
+    assert engine.notes == []
+    assert graphs.captured[0] == (12, 12)
+    assert len(graphs.captured) > 2
+    assert graphs._capture.replays > engine.stats.steps // 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"pages": 8}, {"max_batch_tokens": 9}, {"policy": "prefill-first"}, {"share": False}]
+)
+def test_graphs_change_nothing_whatever_the_schedule(model, want, monkeypatch, options):
+    steps = use_fake_device(monkeypatch)
+    engine = engine_of(model, **options)
+    engine.ahead = True
+    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert steps[0]._graphs._capture.replays > 10
+
+
+def test_once_captured_a_step_runs_in_its_shape_alone(model, monkeypatch):
+    """What a graph reads lies at the same addresses in all steps of its shape: they are those of its capture."""
+    steps = use_fake_device(monkeypatch, Recording)
+    seen = sizes_seen(model, monkeypatch)
+    engine = engine_of(model, batch_size=8)
+    run(engine, requests_of([[i] for i in range(8)], [30] * 8))
+    captured = steps[0]._graphs.captured
+    assert captured == ((8, 8),)
+    assert [shape for shape, _ in seen[-2:]] == [(8, 8)] * 2  # to warm up, and to capture
+    assert len(seen) == CAPTURE_AFTER + 2
+    assert steps[0]._graphs._capture.replays == 30 - CAPTURE_AFTER - 1
+    assert len({addresses for shape, addresses in seen if shape == (8, 8)}) == 1
+
+
+def test_decode_steps_are_padded_to_buckets_and_no_others_are_met(model, monkeypatch):
+    use_fake_device(monkeypatch)
+    seen = sizes_seen(model, monkeypatch)
+    monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
+    run(engine_of(model, batch_size=20), requests_of([[i] for i in range(19)], range(3, 41, 2)))
+    assert {shape for shape, _ in seen} == {(20, 20), (16, 16), (8, 8), (4, 4), (2, 2), (1, 1)}
+
+
+def eager_graphs(graphs):
+    """Every shape is captured when it is first met, and replays run the module again: what it sees can be watched."""
+    return lambda new_capture, *args: graphs(lambda: plain_capture, *args, after=0)
+
+
+def plain_capture(forward):
+    forward()
+    return forward
+
+
+def test_the_largest_shape_is_captured_first(model, monkeypatch):
+    steps = use_fake_device(monkeypatch)
+    run(engine_of(model, batch_size=50), requests_of([[1], [2]], [20, 30]))
+    assert steps[0]._graphs.captured == ((50, 50), (2, 2), (1, 1))
+
+
+def test_graphs_are_captured_anew_when_a_buffer_of_theirs_was_replaced(model, want, monkeypatch):
+    steps = use_fake_device(monkeypatch)
+    engine = engine_of(model, batch_size=12)
+    pools, old = [], module.Graphs.void
+
+    def void(graphs):
+        pools.append(graphs._capture)
+        old(graphs)
+
+    monkeypatch.setattr(module.Graphs, "void", void)
+    schedule = engine.scheduler.schedule
+
+    def replaced(*args):
+        if engine.stats.steps == 20:
+            attention = steps[0].attention
+            attention.positions.fill_(10**9)
+            attention.positions = attention.positions.clone()
+            attention.generation += 1
+        return schedule(*args)
+
+    monkeypatch.setattr(engine.scheduler, "schedule", replaced)
+    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert len(pools) == 1
+    assert pools[0].replays > 0
+    assert steps[0]._graphs._capture.replays > 0
+
+
+def test_padding_writes_no_kv(model, monkeypatch):
+    use_fake_device(monkeypatch)
+    engine = engine_of(model, batch_size=64)
+    run(engine, requests_of([[1], [2]], [20, 20]))
+    pools = [*engine.runner.cache.keys.values(), *engine.runner.cache.values.values()]
+    assert all(int(pool.abs().sum((0, 2)).count_nonzero()) == 2 * 20 for pool in pools)
+
+
+def test_a_model_that_asks_the_device_runs_without_graphs(want, monkeypatch):
+    model = build()
+    norm = model.module.model.norm
+    monkeypatch.setattr(norm, "forward", asking(norm.forward))
+    steps = use_fake_device(monkeypatch, Recording)
+    engine = engine_of(model)
+    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert steps[0]._graphs.captured == ()
+    assert len(engine.notes) == 1
+    assert engine.notes[0].startswith(
+        "the model cannot be captured as a CUDA graph and runs without, which is slower: "
+    )
+
+
+def asking(forward):
+    return lambda x: forward(x) if float(x.sum()) < 1e9 else x
+
+
+def test_memory_that_runs_out_in_a_capture_costs_the_graphs_and_no_row(model, want, monkeypatch):
+    def capture(forward):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    steps = use_fake_device(monkeypatch, lambda: capture)
+    engine = engine_of(model)
+    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert (steps[0]._graphs.captured, engine.runner.most_tokens) == ((), None)
+    assert [note.split(";")[0] for note in engine.notes] == ["no memory for more CUDA graphs"]
+
+
+def test_halves_of_a_step_that_found_no_memory_do_not_share_their_logits(model, want, monkeypatch):
+    """Graphs put them into one buffer, one half after the other."""
+    steps = use_fake_device(monkeypatch)
+    monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
+    engine = engine_of(model, batch_size=14)
+    engine.runner.most_tokens = 5
+    monkeypatch.setattr(engine, "_shrink", lambda: None)  # so that steps go on to be cut
+    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert len(steps[0].attention.sizes) > 2 * engine.stats.steps
+
+
+def test_forks_draw_what_they_draw_without_a_device(model, monkeypatch):
+    requests = requests_of(PROMPTS, LENGTHS, n=2, temperature=1.0, seed=3)
+    before = texts(run(engine_of(model), requests))
+    use_fake_device(monkeypatch)
+    assert texts(run(engine_of(model), requests)) == before
+
+
+@pytest.mark.parametrize("place", [{"device": torch.device("cpu")}, {"device": torch.device("mps")}, {"spread": True}])
+def test_models_elsewhere_than_on_one_cuda_device_have_no_such_step(model, place):
+    notes = []
+    assert module.device_step(replace(model, **{"device": torch.device("cuda", 0)} | place), None, None, notes) is None
+    assert notes == []
+
+
+@pytest.mark.parametrize(("capability", "supported"), [((7, 5), True), ((9, 0), False)])
+def test_a_gpu_that_the_kernels_do_not_run_on_runs_plain_torch_and_the_user_is_told(
+    model, capability, supported, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("batchgen.attention.triton_backend.supports", lambda cache, device: supported)
+    notes = []
+    assert module.device_step(replace(model, device=torch.device("cuda", 0)), None, None, notes) is None
+    assert notes == [
+        "cuda:0 runs plain torch, which is slower: the kernels need Triton, a C compiler for it, and a GPU like the A100 or newer"
+    ]
+
+
+class Asked(TorchDispatchMode):
+    """Raises where the host would wait for an answer of the device."""
+
+    answers = frozenset(
+        {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2"}
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        assert name not in self.answers, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "mistral", "llama/dynamic", "phi3/longrope"])
+def test_a_step_asks_the_device_nothing(model_type, monkeypatch):
+    model = prepare_model(build_type(model_type))
+    use_fake_device(monkeypatch)
+    engine = engine_of(model)
+    launch = engine.runner.run
+
+    def watched(step, last):
+        with Asked():
+            return launch(step, last)
+
+    monkeypatch.setattr(engine.runner, "run", watched)
+    assert sorted(run(engine, requests_of(PROMPTS, LENGTHS))) == list(range(len(PROMPTS)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_on_a_gpu_write_what_steps_without_them_write(dtype):
+    """In the same shapes: a row's numbers depend on the batch's in their last bits."""
+    module = build().module.to("cuda", dtype)
+    outcomes = []
+    for graphs_are in ("off", "auto"):
+        model = prepare_model(module, compile=graphs_are)
+        engine = engine_of(model, batch_size=8)
+        engine.ahead = True
+        requests = requests_of([[i, i + 1] for i in range(8)], [40] * 8)
+        outcomes.append(texts(run(engine, requests)))
+        graphs = engine.runner._device_step._graphs
+        assert engine.notes == []
+        assert (graphs.captured if graphs else ()) == (((8, 8),) if graphs_are == "auto" else ())
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_gives_memory_back():
+    model = prepare_model(build().module.to("cuda"))
+    inner = model.module.model.layers[0].mlp
+    inner.register_forward_hook(lambda module, inputs, output: output * (1.0 if output.sum().item() else 0.5))
+    engine = engine_of(model, batch_size=8)
+    results = run(engine, requests_of([[i, i + 1] for i in range(8)], [40] * 8))
+    assert [len(r.token_ids) for r in results.values()] == [40] * 8
+    assert engine.runner._device_step._graphs.captured == ()
+    assert [note.split(":")[0] for note in engine.notes] == [
+        "the model cannot be captured as a CUDA graph and runs without, which is slower"
+    ]
+    assert "synchroniz" in engine.notes[0]
+    before = torch.cuda.memory_reserved()
+    torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() > before
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+
+
+@pytest.mark.gpu
+def test_ragged_generations_on_a_gpu_are_those_of_the_cpu(model, want):
+    on_gpu = prepare_model(build().module.to("cuda"))
+    engine = engine_of(on_gpu, batch_size=12)
+    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert len(engine.runner._device_step._graphs.captured) > 2
+    assert engine.notes == []
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_wait_for_nothing(monkeypatch):
+    """torch raises where a step waits for the device, but for captures, which are made beforehand."""
+    engine = engine_of(prepare_model(build().module.to("cuda")), batch_size=8)
+    requests = requests_of([[i, i + 1] for i in range(8)], [40] * 8)
+    run(engine, requests)
+    launch = engine.runner.run
+
+    def watched(step, last):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(step, last)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(engine.runner, "run", watched)
+    assert len(run(engine, requests)) == 8
+
+
+def test_graphs_over_the_real_kernels_write_the_same(model, monkeypatch):
+    """On Triton's interpreter: a graph captured for one step serves the plans of all steps of its shape."""
+    kernels = pytest.importorskip("batchgen.attention.triton_kernels")
+    if not kernels.INTERPRETED:
+        pytest.skip("the kernels are compiled")
+    from batchgen.attention.triton_backend import DeviceAttention
+
+    requests = requests_of([[*range(33), 5], [*range(33), 6], [50, 51]], [6, 5, 4])
+    want = texts(run(engine_of(model), requests))
+    steps = use_fake_device(
+        monkeypatch, Recording, lambda cache, tokens: DeviceAttention(cache, tokens, model.device, model.group)
+    )
+    eager = module.Graphs
+    monkeypatch.setattr(module, "Graphs", lambda *args: eager(*args, after=0))
+    engine = engine_of(model, batch_size=4, max_batch_tokens=64)
+    engine.ahead = True
+    assert texts(run(engine, requests)) == want
+    graphs = steps[0]._graphs
+    assert engine.notes == []
+    assert {(40, 1), (4, 4), (2, 2)} <= set(graphs.captured)
+    assert graphs._capture.replays >= 2

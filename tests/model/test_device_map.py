@@ -1,0 +1,134 @@
+"""Models spread over devices. There is one device here; `meta` stands in for another, which computes shapes and no numbers."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from batchgen import LLM, SamplingParams
+from batchgen.attention.base import LayerOptions, StepAttention
+from batchgen.attention.kv_cache import KVCache, LayerShape
+from batchgen.attention.plan import plan_attention
+from batchgen.attention.torch_backend import Cascade
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.errors import ModelError, UsageError
+from batchgen.model import loader
+from batchgen.model.loader import check_device_map, load_model, prepare_model
+from batchgen.prompts import load_tokenizer
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+PROMPTS = ["the same beginning of every text, and then " + end for end in ("a", "another", "a third one", "")] + [
+    "else"
+]
+
+
+@pytest.fixture
+def module(tiny_model_dir):
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+
+
+@pytest.fixture
+def completions(tiny_model_dir, monkeypatch):
+    """What a loaded model writes."""
+
+    def generate(model):
+        monkeypatch.setattr(loader, "load_model", lambda config, text: model)
+        llm = LLM(str(tiny_model_dir), engine=EngineConfig(kv_memory="16MiB", debug=True))
+        return [r.token_ids for r in llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))]
+
+    return generate
+
+
+def test_a_device_map_and_a_device_exclude_one_another():
+    with pytest.raises(UsageError, match=r"^--device-map chooses the devices itself; leave --device out$"):
+        ModelConfig(model="m", device="cpu", device_map="auto")
+
+
+def test_a_device_map_without_accelerate_names_the_extra(tiny_model_dir, monkeypatch):
+    monkeypatch.setattr(loader, "find_spec", lambda name: None)
+    config = ModelConfig(model=str(tiny_model_dir), device_map="auto")
+    with pytest.raises(ModelError) as e:
+        load_model(config, load_tokenizer(config))
+    assert str(e.value) == "--device-map needs the package accelerate; install batchgen[device-map]"
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")
+def test_a_device_map_on_a_machine_with_one_device_is_that_device(tiny_model_dir, completions):
+    pytest.importorskip("accelerate")
+    config = ModelConfig(model=str(tiny_model_dir), device_map="auto")
+    model = load_model(config, load_tokenizer(config))
+    assert {shape.device for shape in model.layers.values()} == {CPU}
+    plain = load_model(ModelConfig(model=str(tiny_model_dir), device="cpu"), load_tokenizer(config))
+    assert completions(model) == completions(plain)
+
+
+def test_the_hooks_that_move_tensors_between_layers_change_nothing(module, tiny_model_dir, completions):
+    accelerate = pytest.importorskip("accelerate")
+    want = completions(prepare_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "cpu", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    accelerate.dispatch_model(module, places, force_hooks=True)
+    assert hasattr(module.model.layers[1], "_hf_hook")
+    assert completions(prepare_model(module)) == want
+
+
+def test_a_layer_s_kv_is_where_the_layer_runs(module):
+    hooks = pytest.importorskip("accelerate.hooks")
+    for part in (module.model.layers[1], module.model.norm, module.lm_head):
+        hooks.add_hook_to_module(part, hooks.AlignDevicesHook("meta", place_submodules=True))
+    model = prepare_model(module)
+    assert model.layers == {0: LayerShape(2, 16, 16, CPU), 1: LayerShape(2, 16, 16, META)}
+    assert model.device == CPU
+    assert model.spread
+
+
+def test_a_step_s_plan_is_on_each_layer_s_device(tiny_model_dir, completions, monkeypatch):
+    """Every step of a real run is attended to in two more layers, one of them on another device."""
+    seen = []
+
+    class Both(StepAttention):
+        def __init__(self, plan, backends, cache):
+            super().__init__(plan, backends, cache)
+            layers = {0: LayerShape(2, 16, 16), 1: LayerShape(2, 16, 16, META)}
+            spread = KVCache(layers, cache.num_pages, cache.page_size, torch.float32)
+            both = StepAttention(plan, {on: Cascade(plan, on) for on in spread.devices}, spread)
+            for layer, on in ((0, CPU), (1, META)):
+                q, kv = torch.ones(4, plan.num_tokens, 16, device=on), torch.ones(2, plan.num_tokens, 16, device=on)
+                out = both(layer, q, kv, kv, LayerOptions(0.5, 5))
+                assert (out.shape, out.device) == ((plan.num_tokens, 4, 16), on)
+            seen.append((bool(plan.shared), plan.paged is not None, bool(plan.causal)))
+
+    monkeypatch.setattr("batchgen.model.runner.plan_attention", partial(plan_attention, shared_reads=1))
+    monkeypatch.setattr("batchgen.model.runner.StepAttention", Both)
+    completions(prepare_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
+    assert [any(kinds) for kinds in zip(*seen, strict=True)] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    "places", [{"": "cpu"}, {"a": "cpu", "b": "cpu"}, {"a": 0, "b": 1}, {"a": torch.device("cuda:0")}]
+)
+def test_a_map_of_devices_that_hold_the_model_is_taken(places):
+    check_device_map(places)
+
+
+@pytest.mark.parametrize("away", ["cpu", "disk", CPU])
+def test_a_map_that_leaves_parts_off_the_devices_is_refused(away):
+    with pytest.raises(ModelError) as e:
+        check_device_map({"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": away, "lm_head": away})
+    assert str(e.value) == (
+        "--device-map auto: the devices have no room for 2 of 4 parts of the model, model.layers.1 the first; "
+        "use more devices, a smaller --dtype or a quantized checkpoint"
+    )
+
+
+@pytest.mark.gpu
+def test_a_model_on_two_devices_writes_what_it_writes_on_one(module, tiny_model_dir, completions):
+    accelerate = pytest.importorskip("accelerate")
+    want = completions(prepare_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.rotary_emb": "cpu"}
+    places |= {"model.layers.1": 0, "model.norm": 0, "lm_head": 0}
+    accelerate.dispatch_model(module, places, main_device="cpu")  # with it, what is on the CPU also runs there
+    model = prepare_model(module)
+    assert [shape.device.type for shape in model.layers.values()] == ["cpu", "cuda"]
+    assert completions(model) == want

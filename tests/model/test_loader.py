@@ -1,0 +1,231 @@
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from batchgen.attention.base import attention_forward
+from batchgen.attention.kv_cache import LayerShape
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.kernels import isa
+from batchgen.model import loader
+from batchgen.model.architectures import REFUSED, check_architecture
+from batchgen.model.loader import load_model, pick_device, prepare_model
+from batchgen.prompts import load_tokenizer
+
+
+@pytest.fixture
+def folder(tiny_model_dir, tmp_path):
+    """A copy of the tiny model that a test may damage."""
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
+
+
+def load(folder, **options):
+    config = ModelConfig(model=str(folder), device="cpu", **options)
+    return load_model(config, load_tokenizer(config))
+
+
+def refused(folder, **options):
+    with pytest.raises(ModelError) as e:
+        load(folder, **options)
+    assert "\n" not in str(e.value)
+    return e.value
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_model_is_loaded_with_the_shape_of_its_kv(tiny_model_dir):
+    model = load(tiny_model_dir)
+    assert model.layers == {0: LayerShape(2, 16, 16), 1: LayerShape(2, 16, 16)}
+    assert (model.vocab_size, model.device.type, model.dtype) == (262, "cpu", torch.float32)
+    assert not model.module.training
+    assert model.module.config._attn_implementation == "batchgen"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_in_the_dtype_that_is_asked_for(tiny_model_dir, dtype):
+    model = load(tiny_model_dir, dtype=dtype)
+    assert model.dtype == getattr(torch, dtype)
+    assert {p.dtype for p in model.module.parameters()} == {model.dtype}
+
+
+def test_float32_is_not_rounded_to_tf32(tiny_model_dir, monkeypatch):
+    torch.set_float32_matmul_precision("high")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    load(tiny_model_dir)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("compile", ["auto", "off", "on"])
+def test_what_is_compiled_is_known_to_the_model(tiny_model_dir, compile, monkeypatch):
+    monkeypatch.setattr(loader, "library", lambda: None)
+    assert load(tiny_model_dir, compile=compile).compile == compile
+
+
+@pytest.mark.parametrize(("device", "device_map"), [("mps", None), ("cuda", "auto")])
+def test_to_compile_is_refused_where_nothing_is(device, device_map):
+    config = ModelConfig(model="m", device_map=device_map, compile="on")
+    with pytest.raises(ModelError) as e:
+        loader.Kernels(config, torch.device(device))
+    assert str(e.value) == "--compile on is for the CPU and for one CUDA device; leave it out"
+
+
+@pytest.mark.parametrize("compile", ["auto", "off", "on"])
+def test_there_are_no_kernels_of_the_cpu_on_cuda(compile):
+    config = ModelConfig(model="m", device="cuda", compile=compile)
+    assert loader.Kernels(config, torch.device("cuda")).wait() == (None, ())
+
+
+@pytest.mark.parametrize("accelerate", [True, False])
+def test_on_cuda_weights_go_from_the_files_to_the_device(tiny_model_dir, accelerate, monkeypatch):
+    """Without accelerate, which transformers needs for that, they are moved there afterwards."""
+    asked = {}
+
+    class Loads:
+        @staticmethod
+        def from_pretrained(name, **options):
+            asked.update(options)
+            module = AutoModelForCausalLM.from_pretrained(name)
+            monkeypatch.setattr(module, "to", lambda device: asked.update(moved=device) or module)
+            return module, {"missing_keys": []}
+
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(loader, "AutoModelForCausalLM", Loads)
+    monkeypatch.setattr(loader, "pick_device", lambda name: cuda)
+    monkeypatch.setattr(loader, "check_room", lambda config, hf_config, device: asked.update(room_on=device))
+    monkeypatch.setattr(loader, "find_spec", lambda name: accelerate or None)
+    load(tiny_model_dir)
+    assert asked["room_on"] == cuda
+    assert asked["device_map"] == ({"": cuda} if accelerate else None)
+    assert asked.get("moved") == (None if accelerate else cuda)
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_the_dtype_of_the_checkpoint_or_float32_where_that_is_faster(folder, monkeypatch, fast, dtype):
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    monkeypatch.setattr(isa, "has_bfloat16", lambda: fast)
+    monkeypatch.setattr(isa, "features", lambda: frozenset({"avx2"}))
+    model = load(folder, compile="off")
+    assert model.dtype == dtype
+    assert {p.dtype for p in model.module.parameters()} == {dtype}
+
+
+def test_loading_prints_nothing(tiny_model_dir, capfd):
+    load(tiny_model_dir)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_architecture_that_cannot_be_exact_is_refused_by_name_with_the_reason(folder):
+    change_config(folder, model_type="mamba", architectures=["MambaForCausalLM"])
+    assert str(refused(folder)) == f"models of type 'mamba' are not supported: {REFUSED['mamba']}"
+
+
+def test_what_is_verified_is_not_checked_again(tiny_model_dir, monkeypatch):
+    monkeypatch.setattr(loader, "self_check", None)
+    assert load(tiny_model_dir).notes == ()
+
+
+def test_what_is_not_verified_is_checked_and_the_user_told(tiny_model_dir, monkeypatch):
+    seen = []
+    monkeypatch.setattr(loader, "is_verified", lambda config: False)
+    monkeypatch.setattr(loader, "self_check", lambda config, **options: seen.append((config.model_type, options)))
+    assert load(tiny_model_dir).notes == (
+        "models of type 'llama' are not on the verified list; "
+        "a small one of the kind was checked against transformers and agreed",
+    )
+    assert seen == [("llama", {"trust_remote_code": False, "revision": None})]
+
+
+def test_fixed_scaling_of_positions_is_not_refused():
+    config = AutoConfig.for_model("llama")
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    check_architecture(config)
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    assert refused(folder).message.startswith(f"the model {str(folder)!r} cannot be loaded: ")
+
+
+def test_weights_that_are_no_safetensors_are_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"no weights at all")
+    assert refused(folder).message.startswith(f"the model {str(folder)!r} cannot be loaded: ")
+
+
+def test_weights_that_break_off_are_refused(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert refused(folder).message.startswith(f"the model {str(folder)!r} cannot be loaded: ")
+
+
+def test_weights_of_another_shape_are_refused(folder):
+    change_config(folder, hidden_size=32, head_dim=16)
+    assert refused(folder).message.startswith(f"the model {str(folder)!r} cannot be loaded: ")
+
+
+def test_weights_that_lack_a_tensor_are_refused(folder):
+    """transformers would fill it with random numbers."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refused(folder).message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_device_that_is_not_there_is_refused(tiny_model_dir):
+    config = ModelConfig(model=str(tiny_model_dir), device="cuda")
+    with pytest.raises(ModelError) as e:
+        load_model(config, load_tokenizer(config))
+    assert str(e.value) == "--device cuda: this machine has 0 CUDA device(s); use --device auto or cpu"
+
+
+def test_a_device_beyond_those_there_are_is_refused():
+    count = torch.cuda.device_count()
+    with pytest.raises(ModelError, match=rf"^--device cuda:{count}: this machine has {count} CUDA device\(s\)"):
+        pick_device(f"cuda:{count}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")
+def test_auto_is_the_cpu_where_there_is_nothing_better():
+    assert pick_device("auto") == torch.device("cpu")
+
+
+def test_a_model_in_memory_is_prepared_without_a_folder(tiny_model_dir):
+    module = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="eager")
+    assert prepare_model(module).layers.keys() == {0, 1}
+    assert module.config._attn_implementation == "batchgen"
+
+
+class Module(torch.nn.Module):
+    layer_idx = 0
+
+
+def attend(**options):
+    q = torch.randn(1, 2, 3, 4)
+    return attention_forward(Module(), q, q, q, options.pop("attention_mask", None), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Module does not pass keyword arguments on to attention"),
+        ({"attention_mask": torch.ones(1)}, "Module asks attention for a mask, which is not supported"),
+        ({"is_causal": False}, "Module asks attention for no causal mask, which is not supported"),
+        ({"alibi": 1}, "Module asks attention for alibi, which is not supported"),
+    ],
+)
+def test_attention_that_the_plan_does_not_cover_is_refused(options, message):
+    if options:
+        options = options | {"step_attention": lambda *a: None}
+    with pytest.raises(ModelError) as e:
+        attend(**options)
+    assert str(e.value) == message

@@ -1,0 +1,112 @@
+"""A model's folder is a stranger's: nothing in it is unpickled or run, and what would have to be is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.model.loader import load_model
+from batchgen.prompts import load_tokenizer
+
+NAMES = [
+    "pytorch_model.bin", "adapter_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "vocab.pkl",
+    "tokenizer.pkl", "tokenizer.bin", "merges.pkl", "vocab.bin", "state_dict.pt", "generation_config.pkl",
+]  # fmt: skip
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self._path}",)
+
+
+@pytest.fixture
+def folder(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
+
+
+def load(folder: Path):
+    config = ModelConfig(model=str(folder), device="cpu")
+    return load_model(config, load_tokenizer(config))
+
+
+def pickled(folder: Path, mark: Path) -> None:
+    for name in NAMES:
+        (folder / name).write_bytes(pickle.dumps(Touch(mark)))
+
+
+def test_pickles_beside_a_model_are_not_opened(folder, tmp_path):
+    mark = tmp_path / "ran"
+    pickled(folder, mark)
+    load(folder)
+    assert not mark.exists()
+    pickle.loads((folder / NAMES[0]).read_bytes())
+    assert mark.exists()  # they would have told
+
+
+def test_loading_a_model_and_its_tokenizer_unpickles_nothing(folder, monkeypatch):
+    def no_pickle(*args, **options):
+        raise AssertionError("unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, no_pickle)
+    load(folder)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_that_are_pickled_are_refused_with_the_way_out(folder, tmp_path, sharded):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    if sharded:
+        (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError) as e:
+        load(folder)
+    assert str(e.value) == (
+        f"the model {str(folder)!r} cannot be loaded: it has no weights in safetensors files, and pickled ones "
+        "(pytorch_model.bin), which can run any program, are never opened; convert them where that does no harm (from_pretrained and save_pretrained of transformers), "
+        "or name another model or --revision"
+    )
+
+
+def own_code(folder: Path, name: str, **changes: object) -> Path:
+    """Changes a configuration so that it names code in the folder. Returns the file that this code would make."""
+    mark = folder / "ran"
+    (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: pass\n")
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    return mark
+
+
+def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line_and_the_code_not_run(folder):
+    names = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.C"}
+    mark = own_code(folder, "config.json", model_type="own", auto_map=names)
+    with pytest.raises(ModelError) as e:
+        load(folder)
+    assert str(e.value) == (
+        f"model {str(folder)!r} comes with code of its own to run; "
+        "read that code, and give --trust-remote-code if you trust it"
+    )
+    assert not mark.exists()
+
+
+def test_a_known_model_that_also_brings_code_is_loaded_without_it(folder):
+    names = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.C"}
+    config = own_code(folder, "config.json", auto_map=names)
+    tokenizer = own_code(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.C", None]})
+    load(folder)
+    assert not config.exists()
+    assert not tokenizer.exists()

@@ -1,0 +1,76 @@
+"""Checkpoints whose weights are quantized: transformers loads them, and our engine runs them as they are."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from batchgen import LLM, SamplingParams
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.engine.engine import Engine
+from batchgen.model.loader import load_model
+from batchgen.prompts import load_tokenizer
+
+PROMPTS = ["the same beginning of every text, and then " + end for end in ("a", "another", "a third one", "")] + [
+    "else"
+]
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_model_dir, tmp_path_factory):
+    """The tiny Llama with the weights of its linear layers in int8, as torchao and transformers save it."""
+    pytest.importorskip("torchao")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchao's own, of its parts for other machines
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import AutoTokenizer, TorchAoConfig
+
+    folder = tmp_path_factory.mktemp("quantized")
+    how = TorchAoConfig(Int8WeightOnlyConfig())
+    AutoModelForCausalLM.from_pretrained(tiny_model_dir, quantization_config=how).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(folder)
+    assert (folder / "model.safetensors").stat().st_size < 0.7 * (tiny_model_dir / "model.safetensors").stat().st_size
+    return folder
+
+
+def load(folder, **options):
+    config = ModelConfig(model=str(folder), device="cpu", **options)
+    text = load_tokenizer(config)
+    return load_model(config, text), text
+
+
+def test_quantized_weights_are_loaded_as_they_are_and_the_kv_is_not_quantized(quantized):
+    model, _ = load(quantized)
+    weight = model.module.model.layers[0].self_attn.q_proj.weight
+    assert type(weight).__name__ == "Int8Tensor"
+    assert weight.qdata.dtype == torch.int8
+    assert model.dtype == torch.float32
+    engine = Engine(model, load(quantized)[1], EngineConfig(kv_memory="1MiB"))
+    assert {pool.dtype for pool in engine.runner.cache.keys.values()} == {torch.float32}
+
+
+def test_quantized_weights_compute_in_the_dtype_that_is_asked_for(quantized):
+    assert load(quantized, dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+@torch.inference_mode()
+def test_the_output_of_a_quantized_model_is_that_of_generate(quantized, tiny_model_dir):
+    llm = LLM(str(quantized), device="cpu", engine=EngineConfig(kv_memory="16MiB", debug=True))
+    seen = []
+    llm.engine.runner.model.module.register_forward_hook(lambda module, args, out: seen.extend(out.logits[0]))
+    results = llm.generate(PROMPTS, SamplingParams(max_tokens=COUNT, ignore_eos=True))
+
+    reference = AutoModelForCausalLM.from_pretrained(quantized)
+    reference.generation_config.eos_token_id = None
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    apart = 0.0
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        ids = torch.tensor([llm.text.tokenizer(prompt)["input_ids"]])
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
+        assert list(result.token_ids) == out[0, ids.shape[1] :].tolist()
+        want, without = (m(out[:, :-1]).logits[0, ids.shape[1] - 1 :] for m in (reference, plain))
+        assert max(min(float((row - s).abs().max()) for s in seen) for row in want) < 1e-4
+        apart = max(apart, float((without - want).abs().max()))
+    assert apart > 1e-2  # it is quantized indeed

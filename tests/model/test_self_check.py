@@ -1,0 +1,244 @@
+"""An architecture that nobody has verified runs only where a small model of its kind agrees with transformers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.model.loader import load_model
+from batchgen.model.self_check import self_check
+from batchgen.prompts import load_tokenizer
+
+NEVER_BEFORE = "not on the verified list"
+OTHER_LOGITS = "a small one of the kind gives other logits here than in transformers"
+EVERY_KIND = {"layer_types": ["sliding_attention", "full_attention"] * 16, "num_hidden_layers": 32}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def refused(config):
+    with pytest.raises(ModelError) as e:
+        self_check(config)
+    assert "\n" not in str(e.value)
+    assert e.value.message.startswith(f"models of type {config.model_type!r} are not supported: ")
+    return e.value.message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 20}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("gemma2", {}),
+        ("gemma3_text", {}),
+        ("mistral", {}),
+        ("phi3", {"sliding_window": 2047}),
+        ("cohere2", {}),
+        ("olmo3", {}),
+        ("gpt2", {}),
+        ("opt", {"word_embed_proj_dim": 512}),
+        ("gpt_neox", {}),
+        ("granite", {"attention_multiplier": 0.0078125}),
+        ("mixtral", {}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 5]}),
+        ("gpt_oss", {}),
+        ("smollm3", {}),
+        ("starcoder2", {"sliding_window": 4096}),
+    ],
+)
+def test_an_architecture_that_is_exact_passes_at_its_real_size(model_type, settings):
+    config = AutoConfig.for_model(model_type, **settings)
+    before = config.to_dict()
+    self_check(config)
+    assert config.to_dict() == before
+
+
+def test_random_numbers_of_others_are_left_alone():
+    torch.manual_seed(7)
+    want = torch.rand(3)
+    torch.manual_seed(7)
+    self_check(AutoConfig.for_model("llama"))
+    assert torch.equal(torch.rand(3), want)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("recurrent_gemma", {}),
+        ("minimax", {}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}),
+        ("deepseek_v4", {}),
+        ("bert", {}),  # sees what comes after
+    ],
+)
+def test_a_state_that_is_not_keys_and_values_is_refused(model_type, settings):
+    assert NEVER_BEFORE in refused(AutoConfig.for_model(model_type, **settings))
+
+
+def test_a_setting_that_may_be_a_length_is_refused_by_its_name():
+    config = LlamaConfig(forget_after=4096)
+    assert refused(config) == (
+        "models of type 'llama' are not supported: they are not on the verified list, and no small one can be made of it "
+        "to check: its setting forget_after=4096 is of an unknown kind"
+    )
+
+
+class Tampered(LlamaForCausalLM):
+    """A Llama of which a layer's module is replaced; known to transformers while a test runs."""
+
+    part = ("", torch.nn.Module)
+
+    def __init__(self, config):
+        super().__init__(config)
+        name, kind = self.part
+        for i, layer in enumerate(self.model.layers):
+            if name == "":
+                self.model.layers[i] = kind(config, i)
+            else:
+                setattr(layer, name, kind(config, i) if name == "self_attn" else kind(config))
+
+
+@pytest.fixture
+def tampered(monkeypatch):
+    """Gives the configuration of a Llama with this module in place of its own."""
+
+    def make(name, kind):
+        config_class = type("OddConfig", (LlamaConfig,), {"model_type": "odd"})
+        model_class = type("Odd", (Tampered,), {"part": (name, kind), "config_class": config_class})
+        mapping = AutoModelForCausalLM._model_mapping
+        monkeypatch.setitem(mapping._extra_content, config_class, model_class)
+        return config_class()
+
+    return make
+
+
+class Same(LlamaAttention):
+    """As it was."""
+
+
+class Forgetful(LlamaAttention):
+    """Sees the last 16 tokens only, by cutting the keys that it has; with a cache it sees all."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        size = hidden_states.shape[1]
+        if size <= 16:
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        earlier = torch.zeros_like(hidden_states)
+        earlier[:, -16:] = hidden_states[:, -16:]
+        return super().forward(earlier, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+class Private(LlamaAttention):
+    """Does not let the interface have its attention."""
+
+    def forward(self, hidden_states, position_embeddings=None, **kwargs):
+        values = self.o_proj(self.v_proj(hidden_states).repeat_interleave(self.num_key_value_groups, -1))
+        return values.cumsum(1), None
+
+
+class Shifted(LlamaMLP):
+    """Mixes in the token before, as RWKV does."""
+
+    def forward(self, x):
+        return super().forward(x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+class Mean(LlamaMLP):
+    """Looks at all tokens of a call."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.01 * x.mean(1, keepdim=True)
+
+
+class Deaf(LlamaDecoderLayer):
+    """Attends, and takes no notice."""
+
+    def forward(self, hidden_states, **kwargs):
+        self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        return hidden_states + self.mlp(hidden_states)
+
+
+class Windowed(LlamaAttention):
+    """Takes every fourth key for nothing, in the mask that it is given."""
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            attention_mask = attention_mask.clone()
+            attention_mask[..., 1::4] = torch.finfo(attention_mask.dtype).min
+        return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+
+def test_a_subclass_that_is_as_before_passes(tampered):
+    self_check(tampered("self_attn", Same))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "reason"),
+    [
+        ("self_attn", Forgetful, OTHER_LOGITS),
+        ("self_attn", Private, "Odd never calls attention"),
+        ("self_attn", Windowed, OTHER_LOGITS),
+        ("mlp", Shifted, OTHER_LOGITS),
+        ("mlp", Mean, OTHER_LOGITS),
+        ("", Deaf, "a small one of the kind hardly depends on what it has read, so that it cannot be checked"),
+    ],
+)
+def test_a_model_that_does_otherwise_is_refused(tampered, name, kind, reason):
+    assert reason in refused(tampered(name, kind))
+
+
+CUSTOM = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "{name}"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+    def forward(self, input_ids=None, **kwargs):
+        output = super().forward(input_ids, **kwargs)
+        {extra}
+        return output
+"""
+
+
+@pytest.fixture
+def custom_model(tiny_model_dir, tmp_path, monkeypatch):
+    """A folder with code of its own, in the way of hub models."""
+
+    def make(name, extra):
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        folder = shutil.copytree(tiny_model_dir, tmp_path / name)
+        (folder / "own.py").write_text(CUSTOM.format(name=name, extra=extra))
+        config = json.loads((folder / "config.json").read_text())
+        auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+        config |= {"model_type": name, "architectures": ["OwnForCausalLM"], "auto_map": auto_map}
+        (folder / "config.json").write_text(json.dumps(config))
+        return ModelConfig(model=str(folder), device="cpu", trust_remote_code=True)
+
+    return make
+
+
+def test_code_of_the_model_itself_is_checked_and_the_user_told(custom_model):
+    config = custom_model("own_exact", "")
+    model = load_model(config, load_tokenizer(config))
+    assert type(model.module).__name__ == "OwnForCausalLM"
+    assert model.notes == (
+        "models of type 'own_exact' are not on the verified list; a small one of the kind was checked against transformers and agreed",
+    )
+
+
+def test_code_of_the_model_itself_that_is_not_exact_is_refused_before_its_weights_are_read(custom_model, monkeypatch):
+    config = custom_model("own_inexact", "output.logits = output.logits.cumsum(1)")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(ModelError, match=OTHER_LOGITS):
+        load_model(config, load_tokenizer(config))

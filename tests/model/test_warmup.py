@@ -1,0 +1,101 @@
+import pytest
+import torch
+
+from batchgen.attention.kv_cache import KVCache
+from batchgen.model import memory_budget
+from batchgen.model.loader import prepare_model
+from batchgen.model.memory_budget import largest_works, step_bytes, step_of
+from batchgen.model.runner import Runner
+from batchgen.scheduling.batch import Limits
+from support.tiny import build, engine_of, requests_of, run
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 70), (4, 70), (5, 5), (3, 100)])
+def test_the_largest_step_has_all_tokens_and_all_logits_that_a_step_may_have(rows, tokens):
+    works = largest_works(Limits(rows, tokens, tokens), 32)
+    assert [len(works), step_of(works).num_tokens] == [rows, tokens]
+    assert all(work.stop - work.logits == 1 for work in works)
+    assert max(w.stop for w in works) - min(w.stop for w in works) <= 1
+    pages = [page for work in works for page in work.span.table]
+    assert pages == list(range(len(pages)))
+    assert all(len(work.span.table) == -(-work.stop // 32) for work in works)
+
+
+def test_it_runs_on_a_pool_that_just_holds_it():
+    model = build()
+    limits = Limits(4, 150, 150)
+    works = largest_works(limits, 32)
+    cache = KVCache(model.layers, 8, 32, torch.float32)
+    logits = Runner(model, cache, limits, []).run(step_of(works))
+    assert logits.shape == (4, 97)
+    assert logits.isfinite().all()
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """A CUDA device's memory: `held` before, and at most `peak` since it was asked to watch."""
+    counts = {"held": 1000, "peak": 0}
+
+    def reset(device):
+        counts["peak"] = counts["held"]
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: counts["held"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counts["peak"])
+    return counts
+
+
+def test_a_step_s_bytes_are_the_most_that_it_held_at_once(memory, monkeypatch):
+    model = build()
+    forward = model.module.forward
+
+    def watched(**inputs):
+        memory["peak"] += 7 * inputs["input_ids"].shape[1]
+        return forward(**inputs)
+
+    monkeypatch.setattr(model.module, "forward", watched)
+    assert step_bytes(model, Limits(4, 50, 50), 32) == {torch.device("cpu"): 350}
+
+
+def test_of_a_step_that_does_not_fit_there_are_none(memory, monkeypatch):
+    model = build()
+    forward = model.module.forward
+
+    def watched(**inputs):
+        if inputs["input_ids"].shape[1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(**inputs)
+
+    monkeypatch.setattr(model.module, "forward", watched)
+    assert step_bytes(model, Limits(4, 50, 50), 32) is None
+    assert step_bytes(model, Limits(4, 40, 40), 32) == {torch.device("cpu"): 0}
+
+    def no_pool(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory_budget, "KVCache", no_pool)
+    assert step_bytes(model, Limits(4, 40, 40), 32) is None
+
+
+def test_other_errors_of_the_step_are_not_swallowed(memory, monkeypatch):
+    model = build()
+
+    def watched(**inputs):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(model.module, "forward", watched)
+    with pytest.raises(RuntimeError, match=r"^a mistake$"):
+        step_bytes(model, Limits(4, 50, 50), 32)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_pool_and_the_largest_step_fit_beside_one_another():
+    model = prepare_model(build().module.to("cuda"))
+    engine = engine_of(model, kv_memory="auto", max_batch_tokens=4096)
+    assert engine.notes == []
+    assert engine.sizes.limits.max_batch_tokens == 4096
+    assert (
+        engine.sizes.num_pages == 2 * 256 * 64
+    )  # twice a full batch of the longest sequences: a tiny model's are small
+    assert len(run(engine, requests_of([[i] * 500 for i in range(40)], [3] * 40))) == 40
+    assert engine.runner.most_tokens is None

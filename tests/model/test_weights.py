@@ -1,0 +1,154 @@
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.model import loader
+from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of, weight_bytes, weight_files
+
+GIB = 2**30
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def config_of(folder, **options):
+    return ModelConfig(model=str(folder), **options)
+
+
+def test_bytes_are_those_of_the_tensors_as_they_will_be_loaded(tmp_path):
+    tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=BF16), "c": torch.zeros(4, dtype=torch.int8)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    files = weight_files(config_of(tmp_path))
+    assert files == [tmp_path / "model.safetensors"]
+    assert weight_bytes(files, None) == 60 + 14 + 4
+    assert weight_bytes(files, BF16) == 30 + 14 + 4
+    assert weight_bytes(files, F32) == 60 + 28 + 4
+
+
+def test_files_are_those_that_the_index_names(tmp_path):
+    for name in ("one", "two", "other"):
+        save_file({name: torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": "two.safetensors", "y": "one.safetensors", "z": "two.safetensors"}}')
+    files = weight_files(config_of(tmp_path))
+    assert files == [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
+    assert weight_bytes(files, None) == 16
+    (tmp_path / "two.safetensors").unlink()
+    assert weight_files(config_of(tmp_path)) is None
+
+
+def test_of_a_model_that_is_not_on_the_disk_nothing_is_known(tmp_path):
+    assert weight_files(config_of(tmp_path)) is None
+    assert weight_files(config_of("nobody/has-this-model")) is None
+
+
+def test_a_tiny_model_is_as_large_as_its_parameters(tiny_model_dir):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    assert weight_bytes(weight_files(config_of(tiny_model_dir)), F32) == sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("option", "own", "dtype"),
+    [("auto", BF16, BF16), ("auto", "float16", torch.float16), ("auto", None, F32), ("float32", BF16, F32)],
+)
+def test_the_dtype_is_the_one_asked_for_else_the_checkpoint_s(option, own, dtype):
+    assert dtype_of(config_of("m", dtype=option), SimpleNamespace(dtype=own)) == dtype
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Lets the module believe in a processor and in a memory of so many bytes."""
+
+    def pretend(*, memory=GIB, bfloat16=False, features=frozenset({"avx2"})):
+        sizes = {"SC_PHYS_PAGES": memory // 4096, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr(loader.os, "sysconf", sizes.__getitem__)
+        monkeypatch.setattr(loader.isa, "has_bfloat16", lambda: bfloat16)
+        monkeypatch.setattr(loader.isa, "has_float16", lambda: False)
+        monkeypatch.setattr(loader.isa, "features", lambda: features)
+
+    return pretend
+
+
+def test_a_cpu_without_bfloat16_loads_sixteen_bits_as_float32_where_memory_allows(tmp_path, machine):
+    save_file({"a": torch.zeros(1 << 18, dtype=BF16)}, tmp_path / "model.safetensors")  # 1 MiB of float32
+    auto = config_of(tmp_path)
+    machine()
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == F32
+    assert cpu_dtype(auto, SimpleNamespace(dtype="float16")) == F32
+    assert cpu_dtype(config_of(tmp_path, dtype="bfloat16"), SimpleNamespace(dtype=BF16)) == BF16
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16, quantization_config={})) == BF16
+    machine(memory=2 << 20)
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == F32
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16), processes=2) == BF16
+    machine(bfloat16=True)
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == BF16
+    assert cpu_dtype(auto, SimpleNamespace(dtype="float16")) == F32
+    machine(features=frozenset())  # not Linux, say
+    assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == BF16
+
+
+def test_of_weights_that_are_not_on_the_disk_the_hub_is_asked_how_many_they_are(machine, monkeypatch):
+    machine(memory=2 << 20)
+    for count, dtype in ((1 << 18, F32), ((1 << 18) + 1024, BF16)):
+        found = SimpleNamespace(parameter_count={"BF16": count - 24, "F32": 24})
+        monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda *_, found=found, **__: found)
+        assert cpu_dtype(config_of("nobody/has-this-model"), SimpleNamespace(dtype=BF16)) == dtype
+
+
+def test_weights_that_nobody_knows_the_size_of_are_loaded_as_they_are(machine):
+    machine()
+    assert cpu_dtype(config_of("nobody/has-this-model"), SimpleNamespace(dtype=BF16)) == BF16
+
+
+def test_weights_that_fit_are_taken():
+    check_fits(10 * GIB, BF16, 1, [0, 10 * GIB])
+
+
+@pytest.mark.parametrize(
+    ("needed", "dtype", "free", "message"),
+    [
+        (
+            140 * GIB, BF16, [79 * GIB, 78 * GIB],
+            "the model's weights take 140.0 GiB in bfloat16, and of cuda:0 are 79.0 GiB free; "
+            "--device-map auto, without --device, spreads it over 2 GPUs, of which 157.0 GiB are free",
+        ),
+        (
+            30 * GIB, F32, [23 * GIB],
+            "the model's weights take 30.0 GiB in float32, and of cuda:0 are 23.0 GiB free; --dtype bfloat16 needs 15.0 GiB",
+        ),
+        (
+            30 * GIB, BF16, [23 * GIB, 2 * GIB],
+            "the model's weights take 30.0 GiB in bfloat16, and of cuda:0 are 23.0 GiB free; "
+            "use a quantized checkpoint, or larger or more GPUs",
+        ),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_with_what_would(needed, dtype, free, message):
+    with pytest.raises(ModelError) as e:
+        check_fits(needed, dtype, 0, free)
+    assert str(e.value) == message
+
+
+def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_model_dir, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    free = weight_bytes(weight_files(config_of(folder)), F32)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    cuda = torch.device("cuda")
+    check_room(config_of(folder), SimpleNamespace(dtype=F32), cuda)
+    free -= 1
+    with pytest.raises(
+        ModelError, match=r"^the model's weights take 0.0 GiB in float32, and of cuda:0 are 0.0 GiB free"
+    ):
+        check_room(config_of(folder), SimpleNamespace(dtype=F32), cuda)
+    check_room(config_of(folder), SimpleNamespace(dtype=BF16), cuda)
+    quantized = SimpleNamespace(dtype=BF16, quantization_config={})
+    with pytest.raises(ModelError):
+        check_room(config_of(folder), quantized, cuda)
+    monkeypatch.setattr(loader, "weight_files", lambda config: None)
+    check_room(config_of(folder), quantized, cuda)

@@ -1,0 +1,466 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.errors import RowError
+from batchgen.sampling.constraints import Constraints
+from batchgen.sampling.grammars import Vocabulary, token_bytes
+from batchgen.sampling_params import SamplingParams
+
+SAMPLE = Path(__file__).parents[2] / "sample_data" / "model"
+TEXTS = [
+    '{"name": "Ann", "age": 31, "tags": ["red", "blue"], "ok": true}',
+    "Straße, naïve café: 12,50 €; 東京 2024-05-17. yes no maybe the and of",
+] * 20
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue", "<|end|>"]}, "minItems": 1, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+REGEXES = [
+    r"[a-z]{2,5}@[a-z]+\.(com|org)",
+    r"^(yes|no|maybe)$",
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
+    "é+ü?(東京|€)*",
+    "(a|b)*",
+    "<eos>.{0,3}</s>",
+]
+
+
+def sample_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(SAMPLE)
+
+
+def byte_level_tokenizer() -> Any:
+    """BPE over bytes. Its added tokens: special ones, of which two end a text, and plain ones with a space and with letters like é."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<eos>", "<|end|>", "<s>")])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("the café", "é!", "<tag>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def byte_fallback_tokenizer() -> Any:
+    """As sentencepiece's: words begin with ▁, and characters that have no token are spelt in bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁the", "▁yes", "yes", "東京", "é"]
+    pieces += [chr(c) for c in range(0x21, 0x7F)] + ["▁▁", '"name', "true", '":', "com"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "sample": sample_tokenizer,
+    "byte-level": byte_level_tokenizer,
+    "byte-fallback": byte_fallback_tokenizer,
+}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return TOKENIZERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Any:
+    return byte_level_tokenizer()
+
+
+def regex(pattern: str, **more: Any) -> SamplingParams:
+    return SamplingParams(regex=pattern, **more)
+
+
+def schema(value: Any, **more: Any) -> SamplingParams:
+    return SamplingParams(json_schema=json.dumps(value), **more)
+
+
+def constraints_of(tokenizer: Any, vocab_size: int | None = None, eos: tuple[int, ...] | None = None) -> Constraints:
+    return Constraints(tokenizer, vocab_size or len(tokenizer), eos or (tokenizer.eos_token_id,))
+
+
+def bits(mask: torch.Tensor, vocab_size: int) -> Any:
+    """bool [N, V]"""
+    words = np.ascontiguousarray(mask.numpy()).view(np.uint8)
+    return np.unpackbits(words, axis=1, bitorder="little")[:, :vocab_size].astype(bool)
+
+
+def allowed(constraints: Constraints, slot: int, vocab_size: int) -> set[int]:
+    mask = constraints.mask([slot])
+    assert mask is not None
+    return set(np.flatnonzero(bits(mask, vocab_size)[0]).tolist())
+
+
+def complete(
+    constraints: Constraints,
+    tokenizer: Any,
+    rows: Sequence[SamplingParams],
+    *,
+    sampled: bool = True,
+    seed: int = 0,
+    max_tokens: int = 150,
+    eos: tuple[int, ...] = (),
+) -> list[tuple[list[int], str]]:
+    """Draws from random logits, which like the signs that end things, until all rows are done: their tokens and why they ended."""
+    size = len(tokenizer)
+    random = torch.Generator().manual_seed(seed)
+    eos = eos or (tokenizer.eos_token_id,)
+    liking = torch.tensor(
+        [3.0 if i in eos or set(p) & set(b'"}],.') else 0.0 for i, p in enumerate(token_bytes(tokenizer, size))]
+    )
+    done: dict[int, tuple[list[int], str]] = {}
+    drawn: dict[int, list[int]] = {slot: [] for slot in range(len(rows))}
+    for slot, params in enumerate(rows):
+        constraints.add(slot, params)
+    while drawn:
+        slots = list(drawn)
+        constraints.start(slots)
+        logits = torch.randn(len(slots), size, generator=random) * 2 + liking
+        mask = constraints.mask(slots)
+        if mask is not None:
+            logits = logits.masked_fill(~torch.from_numpy(bits(mask, size)), -torch.inf)
+        assert torch.isfinite(logits.amax(dim=1)).all()
+        tokens = torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0] if sampled else logits.argmax(dim=1)
+        for slot, token in zip(slots, tokens.tolist(), strict=True):
+            whole = constraints.accept(slot, token)
+            if token not in eos:
+                drawn[slot].append(token)
+            if whole or token in eos or len(drawn[slot]) == max_tokens:
+                done[slot] = drawn.pop(slot), "stop" if whole or token in eos else "length"
+                constraints.remove(slot)
+    return [done[slot] for slot in range(len(rows))]
+
+
+def text_of(tokenizer: Any, tokens: list[int]) -> str:
+    """Behind another token, so that a space at the beginning is not lost."""
+    before = tokenizer.encode("x", add_special_tokens=False)
+    text = tokenizer.decode([*before, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert text.startswith("x")
+    return text[1:]
+
+
+def is_valid(value: Any, schema: Any) -> bool:
+    """JSON Schema, as far as these tests use it."""
+    if "enum" in schema:
+        return any(type(value) is type(v) and value == v for v in schema["enum"])
+    kind = schema["type"]
+    if kind == "object":
+        parts = schema["properties"]
+        known = set(schema["required"]) <= set(value) <= set(parts) if isinstance(value, dict) else False
+        return known and all(is_valid(v, parts[k]) for k, v in value.items())
+    if kind == "array":
+        fits = isinstance(value, list) and schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", 99)
+        return fits and all(is_valid(v, schema["items"]) for v in value)
+    if kind == "string":
+        return isinstance(value, str) and schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 999)
+    if kind == "integer":
+        return type(value) is int and schema.get("minimum", value) <= value <= schema.get("maximum", value)
+    return type(value) is {"boolean": bool, "null": type(None)}[kind]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_completion_that_ends_with_stop_matches_its_regex(tokenizer: Any, sampled: bool) -> None:
+    constraints = constraints_of(tokenizer)
+    rows = [regex(pattern) for pattern in REGEXES] * 4
+    ended = 0
+    for params, (tokens, reason) in zip(rows, complete(constraints, tokenizer, rows, sampled=sampled), strict=True):
+        text = text_of(tokenizer, tokens)
+        if reason == "stop":
+            ended += 1
+            assert params.regex is not None
+            assert re.fullmatch(params.regex, text), (params.regex, text)
+    assert ended >= 20
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_completion_that_ends_with_stop_is_valid_json(tokenizer: Any, sampled: bool) -> None:
+    rows = [schema(SCHEMA)] * 12
+    ended = 0
+    for tokens, reason in complete(constraints_of(tokenizer), tokenizer, rows, sampled=sampled):
+        if reason == "stop":
+            ended += 1
+            value = json.loads(text_of(tokenizer, tokens))
+            assert is_valid(value, SCHEMA), value
+    assert ended >= 6
+
+
+def test_token_bytes_are_what_the_tokenizer_decodes(tokenizer: Any) -> None:
+    pieces = token_bytes(tokenizer, len(tokenizer) + 3)
+    assert pieces[len(tokenizer) :] == [b"", b"", b""]
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        tokens = rng.integers(0, len(tokenizer), size=rng.integers(1, 6)).tolist()
+        try:
+            text = b"".join(pieces[t] for t in tokens).decode()
+        except UnicodeDecodeError:
+            continue
+        assert text_of(tokenizer, tokens) == text, tokens
+
+
+def test_a_row_of_a_mixed_batch_has_the_mask_that_it_has_alone(byte_level: Any) -> None:
+    size = len(byte_level)
+    rows = [regex("[a-c]+x"), SamplingParams(), schema(SCHEMA), regex("yes|no"), SamplingParams(), regex("[a-c]+x")]
+    constraints = constraints_of(byte_level)
+    for slot, params in enumerate(rows):
+        constraints.add(slot, params)
+    constraints.accept(0, byte_level.convert_tokens_to_ids("a"))
+    constraints.start([5, 4, 3, 2, 1, 0])
+    mask = constraints.mask([5, 4, 3, 2, 1, 0])
+    assert mask is not None
+    assert mask.dtype == torch.int32
+    assert mask.shape == (6, -(-size // 32))
+    rows_of_bits = bits(mask, size)
+    assert rows_of_bits[[1, 4]].all()
+    for at, slot in ((0, 5), (2, 3), (3, 2), (5, 0)):
+        alone = constraints_of(byte_level)
+        alone.add(7, rows[slot], [byte_level.convert_tokens_to_ids("a")] if slot == 0 else [])
+        assert set(np.flatnonzero(rows_of_bits[at])) == allowed(alone, 7, size)
+
+
+def test_without_a_grammar_there_is_no_mask(byte_level: Any) -> None:
+    constraints = constraints_of(byte_level)
+    constraints.add(0, SamplingParams())
+    constraints.start([0])
+    assert constraints.mask([0]) is None
+    assert constraints.accept(0, 5) is False
+    constraints.remove(0)
+    constraints.add(0, regex("a"))
+    assert constraints.mask([0]) is not None
+    constraints.remove(0)
+    assert constraints.mask([0]) is None
+
+
+def test_masks_that_were_begun_are_not_those_of_a_batch_that_has_changed(byte_level: Any) -> None:
+    size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
+    constraints = constraints_of(byte_level)
+    constraints.add(0, regex("a"))
+    constraints.add(1, regex("b"))
+    constraints.start([0, 1])
+    assert allowed(constraints, 1, size) == {id_of("b")}
+    constraints.start([0])
+    constraints.remove(0)
+    constraints.add(0, regex("c"))
+    assert allowed(constraints, 0, size) == {id_of("c")}
+
+
+def test_drawn_tokens_are_replayed_after_a_preemption(tokenizer: Any) -> None:
+    size = len(tokenizer)
+    params = schema(SCHEMA)
+    constraints = constraints_of(tokenizer)
+    [(tokens, _)] = complete(constraints, tokenizer, [params], seed=3)
+    constraints.add(0, params)
+    for at, token in enumerate(tokens):
+        constraints.add(1, params, tokens[:at])
+        assert allowed(constraints, 0, size) == allowed(constraints, 1, size)
+        constraints.remove(1)
+        whole = constraints.accept(0, token)
+    assert whole
+
+
+def test_all_end_tokens_may_follow_where_the_text_is_whole_and_special_tokens_never(byte_level: Any) -> None:
+    size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
+    eos, end, own = id_of("<eos>"), id_of("<|end|>"), id_of("x")
+    constraints = Constraints(byte_level, size, (eos, end, 10_000))
+    constraints.add(0, regex("ax*", stop_token_ids=(own,)))
+    assert allowed(constraints, 0, size) == {id_of("a")}
+    assert constraints.accept(0, id_of("a")) is False
+    assert allowed(constraints, 0, size) == {eos, end, own}  # x would end the text, so it is not part of it
+    assert constraints.accept(0, end) is True
+    constraints.add(1, regex("(.|\n)*"))
+    special = set(byte_level.all_special_ids) | {i for i, t in byte_level.added_tokens_decoder.items() if t.special}
+    assert allowed(constraints, 1, size) & special == {eos, end}
+
+
+def test_an_end_token_with_a_text_of_its_own_only_ends(byte_level: Any) -> None:
+    size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
+    constraints = Constraints(byte_level, size, (id_of("b"),))
+    constraints.add(0, regex("a+"))
+    constraints.add(1, regex("abc"))
+    assert constraints.accept(0, id_of("a")) is False
+    assert id_of("b") in allowed(constraints, 0, size)
+    constraints.accept(1, id_of("a"))
+    assert id_of("b") not in allowed(constraints, 1, size)
+
+
+def test_a_text_that_nothing_may_follow_is_whole_without_an_end_token(byte_level: Any) -> None:
+    id_of = byte_level.convert_tokens_to_ids
+    constraints = Constraints(byte_level, len(byte_level), ())
+    constraints.add(0, regex("ab?"))
+    constraints.add(1, schema({"enum": [1]}))
+    assert constraints.accept(0, id_of("a")) is False
+    assert allowed(constraints, 0, len(byte_level)) == {id_of("b")}  # no end token: it goes on while it can
+    assert constraints.accept(0, id_of("b")) is True
+    assert constraints.accept(1, id_of("1")) is True
+
+
+@pytest.mark.parametrize("size", [300, 320, 417, 1000])
+def test_logits_may_be_narrower_or_wider_than_the_tokenizer(byte_level: Any, size: int) -> None:
+    constraints = Constraints(byte_level, size, (byte_level.eos_token_id,))
+    constraints.add(0, regex("(?s:.)*"))
+    mask = constraints.mask([0])
+    assert mask is not None
+    assert mask.shape == (1, -(-size // 32))
+    may = set(np.flatnonzero(bits(mask, size)[0]).tolist())
+    assert may <= set(range(min(size, len(byte_level))))
+    assert len(may) > 100
+    assert (byte_level.eos_token_id in may) == (byte_level.eos_token_id < size)
+
+
+def test_a_grammar_that_cannot_be_used_fails_its_row_alone(byte_level: Any) -> None:
+    size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
+    constraints = constraints_of(byte_level)
+    constraints.add(0, regex("(a"))
+    constraints.add(1, regex("a"))
+    mask = constraints.mask([0, 1])
+    assert mask is not None
+    assert set(np.flatnonzero(~bits(mask, size)[0])) == {byte_level.eos_token_id}  # it cannot end before it has failed
+    for _ in range(2):
+        with pytest.raises(RowError) as failure:
+            constraints.accept(0, 17)
+        assert failure.value.type == "constraint_error"
+        assert failure.value.message == "regex cannot be used: unclosed group"
+    assert constraints.accept(1, id_of("a")) is True
+
+
+def test_a_dead_end_fails_its_row_alone(byte_level: Any) -> None:
+    size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
+    constraints = Constraints(byte_level, size, (byte_level.eos_token_id, id_of("q")))
+    for slot, pattern in enumerate(("aq", "ab")):  # q ends a text, so it cannot be inside one
+        constraints.add(slot, regex(pattern))
+        constraints.accept(slot, id_of("a"))
+    mask = constraints.mask([0, 1])
+    assert mask is not None
+    assert set(np.flatnonzero(~bits(mask, size)[0])) == {byte_level.eos_token_id, id_of("q")}
+    with pytest.raises(RowError) as failure:
+        constraints.accept(0, id_of("b"))
+    assert failure.value.message == "the grammar went wrong after 1 tokens: no token may follow"
+    assert constraints.accept(1, id_of("b")) is True
+
+
+@pytest.mark.parametrize("token", ["b", "<eos>"])
+def test_a_token_that_may_not_follow_fails_its_row(byte_level: Any, token: str) -> None:
+    constraints = constraints_of(byte_level)
+    constraints.add(0, regex("aa"))
+    with pytest.raises(RowError) as failure:
+        constraints.accept(0, byte_level.convert_tokens_to_ids(token))
+    assert failure.value.message.startswith("the grammar went wrong after ")
+
+
+def test_rows_whose_shared_lexer_comes_to_its_limit_go_on_with_one_of_their_own(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llguidance import LLMatcher, LLParserLimits
+
+    def matcher(self: Vocabulary, text: str) -> LLMatcher:
+        limits = LLParserLimits(max_lexer_states=80, verbose_errors=False)
+        return LLMatcher(self._llguidance()[0], text, log_level=0, limits=limits)
+
+    monkeypatch.setattr(Vocabulary, "_matcher", matcher)
+    fresh: list[str] = []
+    monkeypatch.setattr(Vocabulary, "fresh", lambda *a, f=Vocabulary.fresh: (fresh.append(""), f(*a))[1])
+    pattern = "(a|b)*a(a|b){6}!"
+    rows = [regex(pattern)] * 24
+    outcomes = complete(constraints_of(byte_level), byte_level, rows)
+    assert fresh
+    for tokens, reason in outcomes:
+        assert reason == "stop"
+        assert re.fullmatch(pattern, text_of(byte_level, tokens))
+
+
+def atoms() -> st.SearchStrategy[str]:  # no \d: Python may know fewer of Unicode's digits
+    return st.sampled_from(["a", "b", "[a-c]", "[^a]", "[0-9]", ".", "é", "€", "/", r"\.", "yes", '"'])
+
+
+def patterns() -> st.SearchStrategy[str]:
+    return st.recursive(
+        atoms(),
+        lambda p: st.one_of(
+            st.builds("({}|{})".format, p, p),
+            st.builds("{}{}".format, p, p),
+            st.builds("({}){}".format, p, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"])),
+        ),
+        max_leaves=6,
+    )
+
+
+def schemas() -> st.SearchStrategy[Any]:
+    lows = st.integers(-50, 50)
+    leaves = st.one_of(
+        st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"enum": ["é", "a b", 3, None, "</s>"]}]),
+        st.builds(lambda low, n: {"type": "integer", "minimum": low, "maximum": low + n}, lows, st.integers(0, 300)),
+        st.builds(
+            lambda low, n: {"type": "string", "minLength": low, "maxLength": low + n},
+            st.integers(0, 3),
+            st.integers(0, 9),
+        ),
+    )
+
+    def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        named = st.dictionaries(st.sampled_from(["a", "b c", "é", 'q"']), parts, max_size=3)
+        return named.flatmap(
+            lambda p: st.builds(
+                lambda r: {"type": "object", "properties": p, "required": r, "additionalProperties": False},
+                st.lists(st.sampled_from(sorted(p)), unique=True) if p else st.just([]),
+            )
+        )
+
+    def arrays(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.builds(
+            lambda p, n, m: {"type": "array", "items": p, "minItems": n, "maxItems": n + m},
+            parts,
+            st.integers(0, 2),
+            st.integers(0, 2),
+        )
+
+    return st.recursive(leaves, lambda p: st.one_of(objects(p), arrays(p)), max_leaves=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(several=st.lists(patterns(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
+def test_texts_of_any_regex_match_it(byte_level: Any, several: list[str], seed: int) -> None:
+    rows = [regex(pattern) for pattern in several]
+    outcomes = complete(constraints_of(byte_level), byte_level, rows, seed=seed, max_tokens=60)
+    for pattern, (tokens, reason) in zip(several, outcomes, strict=True):
+        if reason == "stop":
+            assert re.fullmatch(pattern, text_of(byte_level, tokens)), pattern
+
+
+@settings(max_examples=40, deadline=None)
+@given(several=st.lists(schemas(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
+def test_texts_of_any_schema_are_valid(byte_level: Any, several: list[Any], seed: int) -> None:
+    rows = [schema(value) for value in several]
+    outcomes = complete(constraints_of(byte_level), byte_level, rows, seed=seed, max_tokens=100)
+    for value, (tokens, reason) in zip(several, outcomes, strict=True):
+        if reason == "stop":
+            assert is_valid(json.loads(text_of(byte_level, tokens)), value)

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchgen.errors import UsageError
+from batchgen.sampling.constraints import Constraints
+from batchgen.sampling.grammars import token_bytes
+from batchgen.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    """A token is a byte."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+def constraints_of(tokenizer: Any) -> Constraints:
+    return Constraints(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+
+
+def takes(tokenizer: Any, params: SamplingParams, text: str) -> bool:
+    """Whether `text` is one of the grammar's, as a whole."""
+    constraints = constraints_of(tokenizer)
+    constraints.check(params)
+    constraints.add(0, params)
+    ids = {piece: i for i, piece in enumerate(token_bytes(tokenizer, len(tokenizer)))}
+    for token in [*(ids[bytes([b])] for b in text.encode()), tokenizer.eos_token_id]:
+        mask = constraints.mask([0])
+        assert mask is not None
+        if not np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[token]:
+            return False
+        constraints.accept(0, token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("pattern", "whole", "other"),
+    [
+        ("^a|b$", "b", "ab"),
+        ("a??", "a", "aa"),
+        ("a/b", "a/b", "a"),
+        (r"a\/[/]b", "a//b", r"a\//b"),
+        (r"a\\", "a\\", "a"),
+        ("a\nb\tc", "a\nb\tc", "a"),
+        ("(?x) a\n b # c\n c", "abc", "a\n b"),
+        ("(?i)straße", "STRAßE", "STRASSE"),
+        (".", "é", "\n"),
+        (r"\d", "٣", "a"),
+        ("[0-9]", "3", "٣"),
+        ('"#//%', '"#//%', "#"),
+        (r"<\|end\|>", "<|end|>", "<"),
+    ],
+)
+def test_a_regex_matches_the_whole_text(tokenizer: Any, pattern: str, whole: str, other: str) -> None:
+    assert takes(tokenizer, SamplingParams(regex=pattern), whole)
+    assert not takes(tokenizer, SamplingParams(regex=pattern), other)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "other"),
+    [
+        ('{"enum": [1, "a"]}', ['"a"', "1"], ["2", " 1", "1 "]),
+        (
+            '{"properties": {"b": {"type": "null"}, "a": {}}, "required": ["a"], "additionalProperties": false, "type": "object"}',
+            ['{"b":null,"a":3}', '{ "b" : null,\n\t"a" : [ ] }', '{"a":"\\u0001é\\n"}'],
+            ['{"a":3,"b":null}', '{"b":null}', '{"a":3,"a":3}', '{"a":3,"c":3}', '{"a":3} '],
+        ),
+        (
+            '{"x-guidance": {"whitespace_flexible": false}, "type": "array", "items": {"type": "integer"}}',
+            ["[1,-2]", "[]"],
+            ["[1, 2]", "[1.0]", "[01]"],
+        ),
+        ('{"type": "string", "pattern": "^[a-c]+$"}', ['"abc"'], ['"abd"', '""']),
+        ('{"type": "string", "pattern": "^[^\\"]{2}$"}', ['"ab"', '"\\\\\\n"'], ['"a\\""', '"a"']),
+        (
+            r'{"type": "string", "pattern": "^[^]\\\\-]\\[x$"}',
+            ['"a[x"', r'"\"[x"'],
+            [r'"\\[x"', '"-[x"', '"][x"'],
+        ),
+        (
+            '{"properties": {"enum": {"pattern": "^[^-\\"]$"}}, "type": "object"}',
+            ['{"enum":"a"}'],
+            ['{"enum":"\\""}', '{"enum":"-"}'],
+        ),
+        (
+            '{"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}',
+            ["[[],[[]]]"],
+            ["[1]"],
+        ),
+        ("true", ["{}", "null", '{"a": {"a": 1.5e3}}'], ["", "{", "nul"]),
+    ],
+)
+def test_a_json_schema_takes_what_is_valid(tokenizer: Any, schema: str, valid: list[str], other: list[str]) -> None:
+    params = SamplingParams(json_schema=schema)
+    assert [text for text in valid if not takes(tokenizer, params, text)] == []
+    assert [text for text in other if takes(tokenizer, params, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(a", "unclosed group"),
+        ("[a", "unclosed character class"),
+        ("*a", "repetition operator missing expression"),
+        ("a{2,1}", "invalid repetition count range, the start must be <= the end"),
+        ("(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
+        (r"(a)\1", "backreferences are not supported"),
+        (r"a\b", r"^ and $ can only stand at its ends, and \b nowhere"),
+        ("a^b", r"^ and $ can only stand at its ends, and \b nowhere"),
+        ("a\\", "it ends inside an escape"),
+        ("[a&&b]", "it allows no text (no token may follow)"),
+        ("\ud800", "it is not Unicode"),
+    ],
+)
+def test_a_regex_that_cannot_be_used_is_named(tokenizer: Any, pattern: str, why: str) -> None:
+    constraints = constraints_of(tokenizer)
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(ValueError) as failure:
+            constraints.check(SamplingParams(regex=pattern))
+        assert str(failure.value) == f"regex cannot be used: {why}"
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ("{", "it is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        ('{"maximum": NaN}', "it is not JSON (NaN is no number)"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"items":' * 200 + "{}" + "}" * 200, "recursion limit exceeded"),
+        ("[]", "schema must be an object or boolean"),
+        ('{"type": "strin"}', "Invalid type: strin"),
+        ('{"type": "array", "uniqueItems": true}', 'Unimplemented keys: ["uniqueItems"]'),
+        ('{"type": "string", "format": "foo"}', "Unknown format: foo"),
+        ('{"type": "string", "pattern": "("}', "unclosed group"),
+        ('{"$ref": "#/$defs/x"}', "Pointer '/$defs/x' does not exist"),
+        ('{"$ref": "#"}', "it allows no text (no token may follow)"),
+        (
+            '{"type": "integer", "minimum": 3, "maximum": 1}',
+            "Unsatisfiable schema: minimum (3) is greater than maximum (1)",
+        ),
+        (
+            '{"items": [{"minProperties": 2, "required": ["a"]}]}',
+            "minProperties 2 cannot be kept to with 1 required properties, as other keys may repeat",
+        ),
+    ],
+)
+def test_a_json_schema_that_cannot_be_used_is_named(tokenizer: Any, schema: str, why: str) -> None:
+    with pytest.raises(ValueError) as failure:
+        constraints_of(tokenizer).check(SamplingParams(json_schema=schema))
+    assert str(failure.value) == f"json_schema cannot be used: {why}"
+
+
+def test_as_many_properties_as_are_required_can_be_kept_to(tokenizer: Any) -> None:
+    for schema in (
+        '{"type": "object", "required": ["a", "b"], "minProperties": 2}',
+        '{"properties": {"minProperties": {"type": "integer"}}, "enum": [{"minProperties": 7}]}',
+    ):
+        constraints_of(tokenizer).check(SamplingParams(json_schema=schema))
+
+
+def test_without_a_grammar_nothing_is_checked(tokenizer: Any) -> None:
+    Constraints(object(), 3, ()).check(SamplingParams())
+
+
+def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for params in (SamplingParams(regex="a"), SamplingParams(json_schema="{")):
+        with pytest.raises(UsageError) as failure:
+            constraints_of(tokenizer).check(params)
+        assert str(failure.value) == (
+            "a regex or JSON schema needs the package llguidance; pip install 'batchgen[structured]'"
+        )
+
+
+def test_llguidance_is_imported_with_the_first_grammar() -> None:
+    program = "import sys, batchgen.sampling.constraints; print('llguidance' in sys.modules)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "CTC", "BPEDecoder", "Strip", None])
+def test_a_tokenizer_whose_texts_are_not_its_tokens_bytes_is_refused(kind: str | None) -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a"))
+    if kind is not None:
+        tokenizer.decoder = getattr(decoders, kind)()
+    for other in (PreTrainedTokenizerFast(tokenizer_object=tokenizer), object()):
+        with pytest.raises(UsageError) as failure:
+            Constraints(other, 4, ()).check(SamplingParams(regex="a"))
+        assert str(failure.value) == (
+            f"a regex or JSON schema cannot be kept to with the tokenizer of this model ({type(other).__name__}); "
+            "byte-level and sentencepiece tokenizers of the tokenizers library can be used"
+        )
+
+
+def test_a_metaspace_tokenizer_is_read_as_its_decoder_does(tokenizer: Any) -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "▁b": 1, "c▁▁d": 2, "<s>": 3}, "a"))
+    words.decoder = decoders.Metaspace()
+    words.add_special_tokens(["<s>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert token_bytes(fast, 5) == [b"a", b" b", b"c  d", b"", b""]
+    assert fast.decode([0, 1, 2]) == "a bc  d"
+
+
+def test_white_space_in_json_comes_to_an_end(tokenizer: Any) -> None:
+    """Else a weak model writes nothing else until its tokens are used up."""
+    schema = (
+        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+    )
+    params = SamplingParams(json_schema=schema)
+    assert takes(tokenizer, params, '{\n    "a": 1\n}')
+    assert takes(tokenizer, params, "{" + " " * 20 + '"a":1}')
+    assert not takes(tokenizer, params, "{" + " " * 21 + '"a":1}')
+    own = '{"x-guidance": {"whitespace_flexible": false}, ' + schema[1:]
+    assert takes(tokenizer, SamplingParams(json_schema=own), '{"a":1}')
+    assert not takes(tokenizer, SamplingParams(json_schema=own), '{"a": 1}')

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from batchgen.sampling.philox import philox4x64, uniforms
+
+ONES = 0xFFFFFFFFFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "block"),
+    [  # Random123, tests/kat_vectors, "philox4x64 10"
+        (
+            [0, 0, 0, 0],
+            [0, 0],
+            [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B],
+        ),
+        (
+            [ONES] * 4,
+            [ONES] * 2,
+            [0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0],
+        ),
+        (
+            [0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89],
+            [0x452821E638D01377, 0xBE5466CF34E90C6C],
+            [0xA528F45403E61D95, 0x38C72DBD566E9788, 0xA5A1610E72FD18B5, 0x57BD43B5E52B7FE6],
+        ),
+    ],
+)
+def test_philox_gives_the_published_vectors(counter, key, block):
+    got = philox4x64(np.array([counter], dtype=np.uint64), np.array([key], dtype=np.uint64))
+    assert got.tolist() == [block]
+
+
+def test_philox_equals_numpys_on_random_counters_and_keys():
+    rng = np.random.default_rng(0)
+    counters = rng.integers(0, 2**64, (200, 4), dtype=np.uint64)
+    counters[:, 0] |= 1  # numpy adds one to the counter before its first block: stay clear of the carry
+    keys = rng.integers(0, 2**64, (200, 2), dtype=np.uint64)
+    got = philox4x64(counters, keys)
+    for counter, key, block in zip(counters, keys, got, strict=True):
+        before = counter - np.array([1, 0, 0, 0], dtype=np.uint64)
+        assert np.random.Philox(counter=before, key=key).random_raw(4).tolist() == block.tolist()
+
+
+def draw(keys, seeds, choices, positions):
+    n = len(keys)
+    broadcast = [np.broadcast_to(np.asarray(a, dtype=np.int64), n) for a in (seeds, choices, positions)]
+    return uniforms(np.asarray(keys, dtype=np.uint64), *broadcast)
+
+
+def test_a_uniform_has_53_bits_of_the_first_word():
+    assert draw([[0, 0]], 0, 0, 0)[0] == (0x16554D9ECA36314C >> 11) / 2**53
+
+
+def test_uniforms_are_in_the_half_open_unit_interval_and_evenly_spread():
+    u = draw(np.zeros((20_000, 2)), 7, 0, np.arange(20_000))
+    assert u.min() >= 0
+    assert u.max() < 1
+    counts = np.histogram(u, bins=20, range=(0, 1))[0]
+    assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-squared, 19 degrees of freedom, p = 0.001
+
+
+def test_the_largest_uniform_is_below_one(monkeypatch):
+    monkeypatch.setattr("batchgen.sampling.philox.philox4x64", lambda counters, keys: np.full((1, 4), ONES, np.uint64))
+    assert draw([[0, 0]], 0, 0, 0)[0] == 1 - 2.0**-53
+
+
+def test_a_uniform_does_not_depend_on_the_rows_beside_it():
+    rng = np.random.default_rng(1)
+    keys = rng.integers(0, 2**64, (64, 2), dtype=np.uint64)
+    seeds, choices, positions = rng.integers(-(2**63), 2**63 - 1, 64), rng.integers(0, 8, 64), rng.integers(0, 999, 64)
+    together = uniforms(keys, seeds, choices, positions)
+    order = rng.permutation(64)
+    assert (uniforms(keys[order], seeds[order], choices[order], positions[order]) == together[order]).all()
+    for i in range(64):
+        at = slice(i, i + 1)
+        assert uniforms(keys[at], seeds[at], choices[at], positions[at])[0] == together[i]
+
+
+def test_seed_key_choice_and_position_each_change_the_number():
+    base = {"keys": [[1, 2]], "seeds": 3, "choices": 4, "positions": 5}
+    others = [{"keys": [[2, 2]]}, {"keys": [[1, 3]]}, {"seeds": 4}, {"seeds": -3}, {"choices": 3}, {"positions": 6}]
+    numbers = {draw(**base)[0]} | {draw(**(base | other))[0] for other in others}
+    assert len(numbers) == 7
+
+
+def test_no_rows_give_no_numbers():
+    assert draw(np.zeros((0, 2)), 0, 0, 0).shape == (0,)

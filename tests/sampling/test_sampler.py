@@ -1,0 +1,561 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from batchgen.sampling import filters
+from batchgen.sampling import sampler as module
+from batchgen.sampling_params import SamplingParams
+from support.drawing import Sampler
+
+V = 64
+CPU = torch.device("cpu")
+PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
+ALL = SamplingParams(
+    temperature=0.8,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.02,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.2,
+)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def random_logits(rows: int, vocabulary: int = V, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+def sampler_of(*params: SamplingParams, vocabulary: int = V, prompt=PROMPT, generated=()) -> Sampler:
+    """Sequence i in slot i, with key i."""
+    sampler = Sampler(vocabulary, CPU)
+    for i, p in enumerate(params):
+        sampler.add(i, p, key(i), prompt, generated)
+    return sampler
+
+
+def by_transformers(logits: torch.Tensor, p: SamplingParams, prompt=(), generated=()) -> torch.Tensor:
+    """Probabilities [V] of one row of logits, by transformers' own processors; penalties of OpenAI's between."""
+    ids = torch.tensor([[*map(int, prompt), *generated]])
+    scores = logits.float()[None]
+    if p.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(float(p.repetition_penalty))(ids, scores)
+    for token in set(generated):
+        scores[0, token] -= p.presence_penalty + p.frequency_penalty * generated.count(token)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(p.temperature)])
+    if p.top_k:
+        warpers.append(TopKLogitsWarper(p.top_k))
+    if p.top_p < 1:
+        warpers.append(TopPLogitsWarper(p.top_p))
+    if p.min_p:
+        warpers.append(MinPLogitsWarper(p.min_p))
+    return warpers(ids, scores).softmax(dim=-1)[0]
+
+
+# Probabilities
+
+
+COMBINATIONS = [
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
+    for t, k, p, m, r in itertools.product(
+        (0.5, 1.0, 1.7), (0, 1, 7, V + 9), (1.0, 0.8, 0.05), (0.0, 0.1), (1.0, 1.5, 0.7)
+    )
+]
+
+
+def test_probabilities_equal_transformers_for_every_combination_mixed_in_one_batch():
+    generated = [1, 7, 7, 60]
+    logits = random_logits(len(COMBINATIONS))
+    got = sampler_of(*COMBINATIONS, generated=generated).probabilities(logits, range(len(COMBINATIONS)))
+    want = torch.stack([by_transformers(x, p, PROMPT, generated) for x, p in zip(logits, COMBINATIONS, strict=True)])
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert ((got > 0) == (want > 0)).all()
+
+
+@pytest.mark.parametrize("params", COMBINATIONS[::7])
+def test_probabilities_of_a_row_do_not_depend_on_the_rows_beside_it(params):
+    logits = random_logits(3)
+    alone = sampler_of(params).probabilities(logits[:1], [0])
+    beside = sampler_of(params, ALL, SamplingParams()).probabilities(logits, [0, 1, 2])
+    assert torch.equal(alone[0], beside[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_probabilities_of_any_float_dtype_are_float32_and_the_logits_stay_as_they_were(dtype):
+    logits = random_logits(2, dtype=dtype)
+    before = logits.clone()
+    sampler = sampler_of(ALL, SamplingParams(temperature=0.5))
+    got = sampler.probabilities(logits, [0, 1])
+    sampler.sample(logits, [0, 1], [0, 0])
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got[0], by_transformers(logits[0], ALL, PROMPT), atol=1e-5, rtol=0)
+    assert torch.equal(logits, before)
+
+
+def test_presence_and_frequency_are_subtracted_for_generated_tokens_only():
+    p = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
+    logits = torch.zeros(1, V)
+    got = sampler_of(p, generated=[7, 7, 7, 60]).probabilities(logits, [0])[0].double()
+    ratio = got / got[0]
+    assert ratio[7].item() == pytest.approx(np.exp(-0.5 - 3 * 0.25), rel=1e-6)
+    assert ratio[60].item() == pytest.approx(np.exp(-0.5 - 0.25), rel=1e-6)
+    assert ratio[PROMPT.tolist()].tolist() == [1.0] * 4
+
+
+def test_penalties_come_before_the_temperature_repetition_before_presence():
+    p = SamplingParams(temperature=0.5, repetition_penalty=2.0, presence_penalty=1.0)
+    logits = torch.zeros(1, V)
+    logits[0, [7, 8]] = torch.tensor([3.0, -3.0])
+    got = sampler_of(p, generated=[7, 8]).probabilities(logits, [0])[0].double()
+    assert (got[7] / got[0]).log().item() == pytest.approx((3 / 2 - 1) / 0.5, rel=1e-5)
+    assert (got[8] / got[0]).log().item() == pytest.approx((-3 * 2 - 1) / 0.5, rel=1e-5)
+
+
+def test_a_greedy_row_has_everything_on_its_likeliest_token_after_penalties():
+    logits = torch.zeros(2, V)
+    logits[:, 5], logits[:, 6] = 2.0, 1.5
+    got = sampler_of(SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.5)).probabilities(logits, [0, 1])
+    assert got.argmax(-1).tolist() == [5, 6]  # 5 is in the prompt
+    assert got.sum(-1).tolist() == got.amax(-1).tolist() == [1.0, 1.0]
+
+
+def test_top_p_keeps_at_least_the_likeliest_token():
+    got = sampler_of(SamplingParams(temperature=1.0, top_p=1e-9)).probabilities(random_logits(1), [0])[0]
+    assert got.count_nonzero() == 1
+    assert got.argmax() == random_logits(1).argmax()
+
+
+def test_a_min_p_of_one_keeps_the_likeliest_tokens():
+    logits = random_logits(1)
+    logits[0, [4, 40]] = 20.0
+    got = sampler_of(SamplingParams(temperature=1.0, min_p=1.0)).probabilities(logits, [0])[0]
+    assert got.nonzero()[:, 0].tolist() == [4, 40]
+
+
+def test_top_k_keeps_all_tokens_equal_to_the_last_one_as_transformers_does():
+    logits = torch.zeros(1, V)
+    logits[0, [4, 40]] = 5.0
+    got = sampler_of(SamplingParams(temperature=1.0, top_k=1)).probabilities(logits, [0])[0]
+    assert got.nonzero()[:, 0].tolist() == [4, 40]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"), [(0, 0.5, 32), (0, 0.51, 33), (0, 1e-9, 1), (5, 0.25, 16), (5, 1.0, 64)]
+)
+def test_among_equal_tokens_top_p_keeps_the_first_it_needs(top_k, top_p, kept):
+    p = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
+    got = sampler_of(p).probabilities(torch.zeros(1, V), [0])[0]
+    assert got.nonzero()[:, 0].tolist() == list(range(kept))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-6, 6), min_size=12, max_size=12),
+    st.integers(0, 12),
+    st.sampled_from([0.1, 0.33, 0.5, 0.77, 0.9, 0.99, 1.0]),
+)
+def test_top_k_and_top_p_over_equal_logits_are_what_their_definitions_say(values, top_k, top_p):
+    p = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
+    got = sampler_of(p, vocabulary=12).probabilities(torch.tensor([values], dtype=torch.float32), [0])[0]
+    least = sorted(values, reverse=True)[top_k - 1] if top_k else min(values)
+    order = sorted((t for t in range(12) if values[t] >= least), key=lambda t: (-values[t], t))
+    weights = np.exp(np.array([values[t] for t in order], dtype=np.float64))
+    before = np.cumsum(weights) - weights
+    kept = {t for t, mass in zip(order, before, strict=True) if mass < top_p * weights.sum() - 1e-6 or top_p == 1}
+    edge = {t for t, mass in zip(order, before, strict=True) if abs(mass - top_p * weights.sum()) <= 1e-6}
+    assert kept <= set(got.nonzero()[:, 0].tolist()) <= kept | edge
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1e6, 1e300])
+def test_extreme_temperatures_give_numbers(temperature):
+    logits = random_logits(1)
+    logits[0, 3] = -torch.inf
+    got = sampler_of(SamplingParams(temperature=temperature)).probabilities(logits, [0])[0]
+    assert got.sum().item() == pytest.approx(1)
+    assert got[3] == 0
+    assert got[logits[0].argmax()] == got.max()
+    assert (got.max().item() == 1) == (temperature < 1)
+
+
+def test_the_head_of_a_row_is_the_same_by_numpy_and_by_torch():
+    x = random_logits(5)
+    x[1, 7:40] = 1.0
+    x[2, 3] = -torch.inf
+    for k in (1, 10, V):
+        assert torch.equal(filters.largest(x, k), x.sort(dim=-1, descending=True).values[:, :k])
+
+
+# Draws
+
+
+def test_greedy_rows_take_the_first_of_the_likeliest_tokens():
+    logits = torch.zeros(2, V)
+    logits[1, [9, 30]] = 1.0
+    greedy = SamplingParams(top_p=0.1, top_k=3)
+    drawn = sampler_of(greedy, greedy).sample(logits, [0, 1], [0, 0])
+    assert (drawn.tokens, drawn.valid) == ([0, 9], [True, True])
+
+
+def test_greedy_rows_beside_sampled_ones_take_what_they_take_alone():
+    logits = random_logits(4)
+    sampler = sampler_of(SamplingParams(), ALL, SamplingParams(repetition_penalty=5.0), SamplingParams(temperature=1.0))
+    tokens = sampler.sample(logits, range(4), [0] * 4).tokens
+    assert tokens[0] == logits[0].argmax()
+    assert tokens[2] == sampler_of(SamplingParams(repetition_penalty=5.0)).sample(logits[2:3], [0], [0]).tokens[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.5, top_k=6),
+        SamplingParams(temperature=2.0, top_p=0.8),
+        SamplingParams(temperature=2.0, top_p=0.9, top_k=9, min_p=0.05),
+    ],
+)
+def test_draws_follow_the_probabilities(params):
+    rows = 4000
+    sampler = Sampler(16, CPU)
+    for i in range(rows):
+        sampler.add(i, params, key(i), PROMPT)
+    logits = random_logits(1, 16).expand(rows, 16)
+    tokens = sampler.sample(logits, range(rows), [0] * rows).tokens
+    p = sampler.probabilities(logits[:1], [0])[0].double().numpy()
+    counts = np.bincount(tokens, minlength=16)
+    assert counts[p == 0].sum() == 0
+    want = rows * p[p > 0] / p.sum()
+    chi_squared = ((counts[p > 0] - want) ** 2 / want).sum()
+    assert chi_squared < 40  # 15 degrees of freedom at the most: p < 0.0005
+
+
+def test_draws_over_the_positions_of_one_sequence_follow_the_probabilities():
+    sampler = sampler_of(SamplingParams(temperature=1.0), vocabulary=4)
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    counts = np.bincount([sampler.sample(logits, [0], [i]).tokens[0] for i in range(2000)], minlength=4)
+    want = np.array([200, 400, 600, 800])
+    assert ((counts - want) ** 2 / want).sum() < 17.7  # 3 degrees of freedom, p = 0.0005
+
+
+def test_a_token_is_the_first_at_which_the_cumulative_probability_passes_the_uniform(monkeypatch):
+    logits = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).log().expand(5, 5)
+    sampler = sampler_of(*[SamplingParams(temperature=1.0)] * 5, vocabulary=5)
+    u = np.array([0.0, 0.2499999, 0.25, 0.75, 1 - 2.0**-53])
+    monkeypatch.setattr(module, "uniforms", lambda *args: u)
+    assert sampler.sample(logits, range(5), [0] * 5).tokens == [0, 0, 2, 3, 3]
+
+
+def test_a_uniform_that_rounds_to_one_does_not_draw_a_token_without_probability():
+    weights = torch.tensor([[0.3, 0.7, 0.0], [0.0, 0.2, 0.9]])
+    tokens = filters.inverse_cdf(weights, torch.ones(2), torch.tensor([1, 2]))
+    assert tokens.tolist() == [1, 2]
+
+
+def test_the_same_row_draws_the_same_tokens_in_any_batch_and_slot():
+    params = [ALL, SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams()] * 3
+    steps = [random_logits(len(params), seed=s) for s in range(6)]
+
+    def tokens(order: list[int], slots: list[int], groups: int) -> dict[int, list[int]]:
+        sampler, drawn = Sampler(V, CPU), {i: [] for i in order}
+        for i, slot in zip(order, slots, strict=True):
+            sampler.add(slot, params[i], key(i), PROMPT)
+        for step, logits in enumerate(steps):
+            for at in range(0, len(order), groups):
+                some = order[at : at + groups]
+                got = sampler.sample(logits[some], slots[at : at + groups], [step] * len(some))
+                for i, token in zip(some, got.tokens, strict=True):
+                    drawn[i].append(token)
+        return drawn
+
+    together = tokens(list(range(12)), list(range(12)), 12)
+    assert tokens([5, 0, 11, 3, 2, 1, 4, 7, 6, 10, 9, 8], [40, 3, 7, 0, 1, 2, 30, 31, 32, 9, 8, 6], 5) == together
+    assert tokens(list(range(12)), list(range(12)), 1) == together
+
+
+def test_blocks_change_neither_tokens_nor_probabilities(monkeypatch):
+    params = [ALL, SamplingParams(), SamplingParams(temperature=1.0)] * 4
+    logits = random_logits(12)
+    whole = sampler_of(*params).sample(logits, range(12), [0] * 12)
+    for rows in (1, 5):
+        monkeypatch.setattr(module, "CACHED", rows * V)
+        assert sampler_of(*params).sample(logits, range(12), [0] * 12) == whole
+
+
+def test_occurrences_choices_seeds_and_positions_draw_different_tokens():
+    logits = torch.zeros(1, 4096)
+    warm = SamplingParams(temperature=1.0)
+
+    def draw(params=warm, number=0, choice=0, position=0):
+        sampler = Sampler(4096, CPU)
+        sampler.add(0, params, key(number), PROMPT, choice=choice)
+        return sampler.sample(logits, [0], [position]).tokens[0]
+
+    drawn = [draw(), draw(number=1), draw(choice=1), draw(position=1), draw(SamplingParams(temperature=1.0, seed=1))]
+    assert len(set(drawn)) == 5
+    assert draw() == drawn[0]
+
+
+# Logits that are not numbers
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), ALL, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)]
+)
+def test_rows_that_are_not_numbers_are_flagged_and_the_others_draw_as_without_them(params):
+    logits = random_logits(5)
+    want = sampler_of(*[params] * 5).sample(logits, range(5), [0] * 5)
+    assert want.valid == [True] * 5
+    broken = logits.clone()
+    broken[1, 7] = torch.nan
+    broken[2] = -torch.inf
+    broken[3, 0] = torch.inf
+    got = sampler_of(*[params] * 5).sample(broken, range(5), [0] * 5)
+    assert got.valid == [True, False, False, False, True]
+    assert (got.tokens[0], got.tokens[4]) == (want.tokens[0], want.tokens[4])
+    assert all(0 <= token < V for token in got.tokens)
+
+
+def test_single_tokens_of_minus_infinity_are_never_drawn():
+    logits = torch.full((1, V), -torch.inf)
+    logits[0, 11] = -2.0
+    for params in (SamplingParams(), SamplingParams(temperature=1.0), ALL):
+        drawn = sampler_of(params).sample(logits, [0], [0])
+        assert (drawn.tokens, drawn.valid) == ([11], [True])
+
+
+# State
+
+
+def test_drawn_tokens_count_for_the_penalties_of_the_next_step():
+    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, temperature=1.0)
+    sampler, drawn = sampler_of(params, ALL), []
+    for step in range(8):
+        logits = random_logits(2, seed=step)
+        want = by_transformers(logits[0], params, PROMPT, drawn)
+        torch.testing.assert_close(sampler.probabilities(logits, [0, 1])[0], want, atol=1e-5, rtol=0)
+        drawn.append(sampler.sample(logits, [0, 1], [step, step]).tokens[0])
+
+
+def test_a_sequence_that_comes_back_with_its_tokens_goes_on_as_if_it_had_never_left():
+    uninterrupted, drawn = sampler_of(ALL), []
+    for step in range(6):
+        drawn += uninterrupted.sample(random_logits(1, seed=step), [0], [step]).tokens
+    restored = Sampler(V, CPU)
+    restored.add(3, ALL, key(0), PROMPT, generated=drawn)
+    for step in range(6, 12):
+        logits = random_logits(1, seed=step)
+        assert torch.equal(restored.probabilities(logits, [3]), uninterrupted.probabilities(logits, [0]))
+        token = uninterrupted.sample(logits, [0], [step])
+        assert restored.sample(logits, [3], [step]) == token
+
+
+def test_a_slot_taken_again_has_nothing_of_the_sequence_before():
+    sampler = sampler_of(ALL, ALL)
+    for step in range(4):
+        sampler.sample(random_logits(2), [0, 1], [step, step])
+    sampler.remove(0)
+    sampler.add(0, ALL, key(9), np.array([1], dtype=np.int32))
+    logits = random_logits(1)
+    want = by_transformers(logits[0], ALL, [1])
+    torch.testing.assert_close(sampler.probabilities(logits, [0])[0], want, atol=1e-5, rtol=0)
+    sampler.remove(0)
+    sampler.add(0, SamplingParams(temperature=1.0), key(9), PROMPT)
+    torch.testing.assert_close(sampler.probabilities(logits, [0])[0], logits[0].softmax(-1))
+
+
+def test_penalty_tensors_exist_only_for_sequences_that_have_penalties_and_are_used_again():
+    sampler = sampler_of(SamplingParams(temperature=1.0, top_p=0.5), SamplingParams())
+    assert [len(rows.rows) for rows in (sampler._penalties._seen, sampler._penalties._counts)] == [0, 0]
+    for i in range(100):
+        sampler.add(2, SamplingParams(repetition_penalty=1.1), key(i), PROMPT)
+        sampler.remove(2)
+    assert [len(rows.rows) for rows in (sampler._penalties._seen, sampler._penalties._counts)] == [8, 0]
+
+
+def test_many_sequences_with_penalties_keep_theirs_while_storage_grows():
+    sampler, logits = Sampler(V, CPU), random_logits(1)
+    for i in range(50):
+        sampler.add(i, ALL, key(i), np.array([i], dtype=np.int32), generated=[i + 1])
+    got = sampler.probabilities(logits.expand(50, V), range(50))
+    want = torch.stack([by_transformers(logits[0], ALL, [i], [i + 1]) for i in range(50)])
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+def test_prompt_tokens_that_the_model_has_no_logits_for_are_left_out():
+    prompt = np.array([3, V, V + 5], dtype=np.int32)
+    logits = random_logits(1)
+    got = sampler_of(ALL, prompt=prompt).probabilities(logits, [0])[0]
+    torch.testing.assert_close(got, by_transformers(logits[0], ALL, [3]), atol=1e-5, rtol=0)
+
+
+def test_sequences_added_under_inference_mode_can_be_sampled_outside_it():
+    with torch.inference_mode():
+        sampler = sampler_of(ALL)
+        inside = sampler.sample(random_logits(1), [0], [0])
+    sampler.sample(random_logits(1), [0], [1])
+    assert inside == sampler_of(ALL).sample(random_logits(1), [0], [0])
+
+
+def test_misuse_is_refused_in_words():
+    sampler = sampler_of(ALL)
+    with pytest.raises(ValueError, match=r"^slot 0 is in use$"):
+        sampler.add(0, ALL, key(0), PROMPT)
+    with pytest.raises(ValueError, match=r"^slot 5 is not in use$"):
+        sampler.remove(5)
+    with pytest.raises(ValueError, match=r"^slots \[7\] are not in use$"):
+        sampler.sample(random_logits(2), [0, 7], [0, 0])
+    with pytest.raises(ValueError, match=r"^logits are \(1, 32\), not \(1, 64\)$"):
+        sampler.sample(random_logits(1, 32), [0], [0])
+
+
+def test_a_top_k_of_the_whole_vocabulary_is_none_beside_rows_that_have_none():
+    wide, none = SamplingParams(temperature=1.0, top_k=V, top_p=0.8), SamplingParams(temperature=1.0, top_p=0.8)
+    logits = random_logits(1).expand(2, V)
+    for params in ((wide, none), (none, wide)):
+        got = sampler_of(*params).probabilities(logits, [0, 1])
+        assert torch.equal(got[0], got[1])
+        torch.testing.assert_close(got[0], by_transformers(logits[0], none), atol=1e-5, rtol=0)
+
+
+def test_draws_by_the_table_on_the_device_are_those_by_the_records_of_the_host():
+    """With sequences that come and go in the slots, in steps of some of them."""
+    params = [ALL, SamplingParams(), SamplingParams(temperature=1.3, logprobs=2), *COMBINATIONS[::5]]
+    count = len(params)
+    samplers = [Sampler(V, CPU, slots=3) for _ in range(2)]
+    samplers[1]._slots._tabled = True
+    drawn = [[], []]
+    for sampler, found in zip(samplers, drawn, strict=True):
+        for i, p in enumerate(params):
+            sampler.add(i, p, key(i), PROMPT, [i])
+        for step, slots in enumerate((range(count), range(0, count, 3), range(count - 1, -1, -2), range(count))):
+            found.append(sampler.sample(random_logits(len(slots), seed=step), slots, [step] * len(slots)))
+            if step == 1:
+                sampler.remove(4)
+                sampler.add(4, params[7], key(99), PROMPT)
+        found.append(sampler.last[:count].tolist())
+    assert drawn[0] == drawn[1]
+    assert drawn[0][-1] == drawn[0][-2].tokens
+
+
+def test_no_rows_draw_nothing():
+    drawn = sampler_of(ALL).sample(random_logits(0), [], [])
+    assert (drawn.tokens, drawn.valid) == ([], [])
+
+
+# Cost
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket._qualified_op_name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(monkeypatch, *params: SamplingParams) -> tuple[list[str], int]:
+    """The torch operations of a step, and how often it went to the host."""
+    sampler = sampler_of(*params)
+    to_host = []
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *a, f=original, n=name: (to_host.append(n), f(self, *a))[1]
+        )
+    with Operations() as mode:
+        sampler.sample(random_logits(len(params)), range(len(params)), [0] * len(params))
+    monkeypatch.undo()
+    return mode.names, len(to_host)
+
+
+def test_a_step_goes_to_the_host_once_and_waits_for_nothing_else(monkeypatch):
+    names, to_host = operations(monkeypatch, ALL, SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5), ALL)
+    assert to_host == 1
+    assert not {"_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero"} & set(names)
+
+
+def test_a_greedy_step_is_one_pass_over_the_logits(monkeypatch):
+    names, to_host = operations(monkeypatch, SamplingParams(), SamplingParams(top_p=0.5, top_k=3))
+    assert to_host == 1
+    wide = {"max", "argmax", "amax", "_to_copy", "exp", "sub", "div_", "cumsum", "sort", "topk", "isnan", "index"}
+    assert [name for name in names if name in wide - {"_to_copy"}] == ["max"]
+
+
+def test_only_top_p_sorts_the_vocabulary(monkeypatch):
+    lengths = []
+    largest = filters.largest
+    for where in (module, filters):
+        monkeypatch.setattr(where, "largest", lambda x, k: (lengths.append((len(x), k)), largest(x, k))[1])
+    warm = {"temperature": 1.0}
+    params = [SamplingParams(**warm), SamplingParams(**warm, min_p=0.1), SamplingParams(**warm, top_k=5)]
+    logits = random_logits(5)
+    sampler_of(*params[:2]).sample(logits[:2], range(2), [0] * 2)
+    assert lengths == []
+    params += [SamplingParams(**warm, top_k=9, top_p=0.5), SamplingParams(**warm, top_p=0.5)]
+    sampler_of(*params).sample(logits, range(5), [0] * 5)
+    assert lengths == [(1, 9), (1, V)]  # a small top-k without top-p sorts only what it keeps
+
+
+@pytest.mark.parametrize("combination", [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.5, "min_p": 0.05}])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_small_top_k_gives_the_probabilities_of_the_whole_vocabulary(combination, ties):
+    logits = random_logits(8, seed=4)
+    if ties:
+        logits = logits.round()
+    params = [SamplingParams(temperature=0.6 + 0.1 * k, top_k=k, **combination) for k in range(1, 9)]
+    sampler = sampler_of(*params)
+    batch, _ = sampler._slots.batch(range(8), sampler._records(logits, range(8)), np.zeros(8))
+    weights = sampler._weights(logits, logits.max(dim=-1).values, batch)
+    want = weights / weights.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(sampler.probabilities(logits, range(8)), want, atol=1e-6, rtol=1e-5)
+    assert (want > 0).sum(dim=-1).tolist() != [V] * 8
+
+
+def test_a_small_top_k_leaves_out_what_a_mask_forbids_and_rows_without_numbers_are_flagged():
+    params = [SamplingParams(temperature=1.0, top_k=5)] * 4
+    logits = random_logits(4)
+    logits[1, 3] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 2:] = -torch.inf
+    drawn = sampler_of(*params).sample(logits, range(4), [0] * 4)
+    assert drawn.valid == [True, False, False, True]
+    assert drawn.tokens[3] in (0, 1)
+    probabilities = sampler_of(*params).probabilities(logits[3:], [0])
+    assert (probabilities > 0).sum() == 2
+
+
+def test_top_p_over_a_large_vocabulary_is_the_same_from_its_head_and_from_all_of_it(monkeypatch):
+    """Sharp rows end in the first eighth, flat ones do not."""
+    size = 2048
+    params = [SamplingParams(temperature=1.0, top_p=p) for p in (0.3, 0.9, 0.99)] * 2
+    sampler = Sampler(size, CPU)
+    for slot, p in enumerate(params):
+        sampler.add(slot, p, key(slot), PROMPT)
+    lengths = []
+    largest = filters.largest
+    monkeypatch.setattr(filters, "largest", lambda x, k: (lengths.append(k), largest(x, k))[1])
+    for scale, want in ((4.0, [256]), (0.1, [256, 2048])):
+        lengths.clear()
+        logits = random_logits(6, size, seed=2) * scale
+        got = sampler.probabilities(logits, range(6))
+        assert lengths == want
+        for row, p in enumerate(params):
+            warped = TopPLogitsWarper(p.top_p)(None, logits[row : row + 1].clone()).softmax(-1)
+            torch.testing.assert_close(got[row : row + 1], warped, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,272 @@
+"""What is drawn from against transformers' processors, and the draws against what they are drawn from."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from batchgen.sampling.filters import forbid
+from batchgen.sampling_params import SamplingParams
+from support.drawing import Sampler
+
+V = 48
+CPU = torch.device("cpu")
+PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
+GENERATED = [1, 7, 7, 40]
+ON = {
+    "temperature": 0.7,
+    "top_k": 11,
+    "top_p": 0.83,
+    "min_p": 0.06,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.37,
+    "frequency_penalty": -0.21,
+}
+OFF = {"temperature": 1.0}
+COMBINATIONS = [
+    SamplingParams(**OFF | dict(itertools.compress(ON.items(), switches)))
+    for switches in itertools.product((False, True), repeat=len(ON))
+]
+COMBINATIONS += [replace(p, top_k=4) for p in COMBINATIONS if p.top_k]  # few enough to be looked for by themselves
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def name(p: SamplingParams) -> str:
+    return "-".join(f"{n}={getattr(p, n)}" for n in ON if getattr(p, n) != getattr(SamplingParams(**OFF), n)) or "none"
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def difficult_logits() -> torch.Tensor:
+    """Three rows each: of different numbers, of equal ones, with -inf among them, and both."""
+    plain = torch.cat([noise(3, V, seed=1), noise(3, V, seed=2).round()])
+    gaps = plain.clone()
+    gaps[:, ::3] = -torch.inf
+    gaps[-1, 4:] = -torch.inf  # fewer numbers than a top-k of 11 would keep
+    return torch.cat([plain, gaps])
+
+
+def words(*allowed: set[int] | None, vocabulary: int = V) -> torch.Tensor:
+    """The mask of sets of tokens; None allows all."""
+    bits = np.zeros((len(allowed), -(-vocabulary // 32) * 32), dtype=np.uint8)
+    for row, tokens in enumerate(allowed):
+        bits[row, sorted(tokens) if tokens is not None else slice(None)] = 1
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+def by_transformers(logits: torch.Tensor, p: SamplingParams, allowed: torch.Tensor | None = None) -> torch.Tensor:
+    """Probabilities [n, V] of rows of logits by transformers' own processors, with OpenAI's penalties as plain formulas.
+
+    Which of several equal tokens its top-p keeps is left to a sort: here, the first in the vocabulary.
+    """
+    scores = logits.clone()
+    if p.repetition_penalty != 1:
+        ids = torch.tensor([[*PROMPT.tolist(), *GENERATED]]).expand(len(logits), -1)
+        scores = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, scores)
+    counts = torch.bincount(torch.tensor(GENERATED), minlength=V)
+    scores = scores - p.frequency_penalty * counts
+    scores = scores - p.presence_penalty * (counts > 0)
+    if allowed is not None:
+        scores = torch.where(allowed, scores, -torch.inf)
+    warped = TemperatureLogitsWarper(p.temperature)(None, scores)
+    if p.top_k:
+        warped = TopKLogitsWarper(p.top_k)(None, warped)
+    if p.top_p < 1:
+        warped = TopPLogitsWarper(p.top_p)(None, warped)
+    if p.min_p:
+        warped = MinPLogitsWarper(p.min_p)(None, warped)
+    found = warped.softmax(-1)
+    for row, values in zip(found, scores, strict=True):
+        for value in values.unique():
+            equal = (values == value).nonzero()[:, 0]
+            row[equal] = row[equal].sort(descending=True).values
+    return found
+
+
+@pytest.mark.parametrize("params", COMBINATIONS, ids=name)
+def test_probabilities_equal_transformers_after_every_combination(params):
+    logits = difficult_logits()
+    slots = range(len(logits))
+    sampler = Sampler(V, CPU)
+    for slot in slots:
+        sampler.add(slot, params, key(slot), PROMPT, GENERATED)
+    got, want = sampler.probabilities(logits, slots), by_transformers(logits, params)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert ((got > 0) == (want > 0)).all()
+    allowed = set(range(1, V, 2)) | {4}
+    may = torch.tensor([token in allowed for token in range(V)])
+    got = sampler.probabilities(logits, slots, words(*[allowed] * len(logits)))
+    torch.testing.assert_close(got, by_transformers(logits, params, may), atol=1e-5, rtol=0)
+
+
+def test_all_combinations_are_tried():
+    assert len(set(COMBINATIONS)) == 2 ** len(ON) + 2 ** (len(ON) - 1)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_mask_means_what_llguidance_means_by_it(width):
+    apply = pytest.importorskip("llguidance.numpy").apply_token_bitmask_inplace
+    mask = np.random.default_rng(width).integers(-(2**31), 2**31, (5, width)).astype(np.int32)
+    scores = noise(5, V, seed=3)
+    want = scores.numpy().copy()
+    apply(want, mask)
+    assert torch.equal(forbid(scores, torch.from_numpy(mask)), torch.from_numpy(want))
+
+
+# Draws
+
+
+def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How likely Pearson's chi-squared is to be this large; cells that expect fewer than five are one."""
+    counts, expected = counts[expected > 0].astype(float), expected[expected > 0].astype(float)
+    rare = expected < 5
+    if rare.any():
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+    spread = ((counts - expected) ** 2 / expected).sum()
+    half = torch.tensor([(len(expected) - 1) / 2, spread / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def test_the_p_value_is_that_of_the_tables():
+    assert p_value(np.array([10.0, 20.0]), np.array([15.0, 15.0])) == pytest.approx(0.0679, abs=1e-4)  # 3.33, 1 degree
+    assert p_value(np.array([20, 20, 20]), np.array([20, 20, 20])) == 1.0
+
+
+SHAPES = {
+    "plain": (SamplingParams(temperature=1.0), None),
+    "hot": (SamplingParams(temperature=1.9), None),
+    "top_k": (SamplingParams(temperature=1.5, top_k=12), None),
+    "small_top_k": (SamplingParams(temperature=2.0, top_k=4, top_p=0.95), None),
+    "top_p": (SamplingParams(temperature=2.0, top_p=0.8), None),
+    "min_p": (SamplingParams(temperature=2.0, min_p=0.1), None),
+    "penalised": (
+        SamplingParams(temperature=1.5, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.6),
+        None,
+    ),
+    "masked": (SamplingParams(temperature=1.5), {1, 4, 5, 31, 32, 40, 47}),
+    "everything": (SamplingParams(**ON | {"temperature": 1.6}), set(range(0, V, 2)) | {1, 7}),
+}
+
+
+@pytest.mark.parametrize("choice", [0, 1, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_draws_of_every_choice_follow_the_probabilities(shape, choice):
+    params, allowed = SHAPES[shape]
+    rows = 3000
+    sampler = Sampler(V, CPU)
+    for slot in range(rows):
+        sampler.add(slot, params, key(slot), PROMPT, GENERATED, choice)
+    logits = noise(1, V, seed=4).expand(rows, V)
+    mask = words(allowed)
+    expected = sampler.probabilities(logits[:1], [0], mask)[0].double().numpy() * rows
+    drawn = sampler.sample(logits, range(rows), [len(GENERATED)] * rows, mask.expand(rows, -1))
+    counts = np.bincount(drawn.tokens, minlength=V)
+    assert counts[expected == 0].sum() == 0
+    assert p_value(counts, expected) > 1e-4
+
+
+def streams(params: SamplingParams, choices: range, positions: range, rows: int, vocabulary: int) -> np.ndarray:
+    """Draws [rows, choices, positions] from a flat distribution; a row's choices have one key."""
+    sampler = Sampler(vocabulary, CPU)
+    slots = list(itertools.product(range(rows), choices))
+    for slot, (row, choice) in enumerate(slots):
+        sampler.add(slot, params, key(row), PROMPT, choice=choice)
+    logits = torch.zeros(len(slots), vocabulary)
+    drawn = [sampler.sample(logits, range(len(slots)), [at] * len(slots)).tokens for at in positions]
+    return np.array(drawn).T.reshape(rows, len(choices), len(positions))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((0, 0), (1, 0)), ((0, 1), (1, 0)), ((0, 0), (0, 1)), ((1, 2), (2, 2)), ((1, 2), (2, 1))],
+    ids=["choices", "crosswise", "positions", "later-choices", "later-crosswise"],
+)
+def test_choices_of_one_key_draw_independently_of_each_other_and_of_the_positions(one, other):
+    drawn = streams(SamplingParams(temperature=1.0), range(3), range(3), 2000, 4)
+    pairs = drawn[:, one[0], one[1]] * 4 + drawn[:, other[0], other[1]]
+    assert p_value(np.bincount(pairs, minlength=16), np.full(16, 2000 / 16)) > 1e-4
+
+
+def test_choices_of_one_key_are_different_streams_and_the_same_with_more_of_them():
+    warm = SamplingParams(temperature=1.0)
+    eight = streams(warm, range(8), range(12), 1, 4096)[0]
+    assert len({tuple(stream) for stream in eight.tolist()}) == 8
+    assert max(np.bincount(eight.ravel())) <= 3  # of 96 draws among 4,096
+    assert (streams(warm, range(3), range(12), 1, 4096)[0] == eight[:3]).all()
+
+
+def test_another_seed_is_another_stream_for_every_choice():
+    one, other = (streams(SamplingParams(temperature=1.0, seed=s), range(4), range(9), 1, 4096)[0] for s in (0, 1))
+    assert (one != other).mean() > 0.9
+
+
+# The batch
+
+
+KINDS = [
+    SamplingParams(**ON),
+    SamplingParams(**ON, logprobs=2, seed=5),
+    SamplingParams(temperature=1.0, logprobs=9),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.3, top_k=9, logprobs=0),
+    SamplingParams(temperature=0.8, min_p=0.05, frequency_penalty=1.0),
+    SamplingParams(),
+    SamplingParams(logprobs=4, repetition_penalty=1.2),
+    SamplingParams(temperature=1.5, top_k=4),
+    SamplingParams(temperature=1.5, top_k=3, top_p=0.7, presence_penalty=0.5),
+]
+STEPS = [noise(len(KINDS) * 3, V, seed=step).round().bfloat16() for step in range(5)]  # many are equal
+
+
+def texts(order: list[int], slots: list[int], parts: list[int]) -> dict[int, list[object]]:
+    """What every sequence draws, when they are in this order, in these slots, and steps are cut at these places."""
+    sampler = Sampler(V, CPU)
+    drawn: dict[int, list[object]] = {i: [] for i in order}
+    for i, slot in zip(order, slots, strict=True):
+        sampler.add(slot, KINDS[i % len(KINDS)], key(i // 2), PROMPT, choice=i % 2)
+    for step, logits in enumerate(STEPS):
+        for start, stop in itertools.pairwise([0, *parts, len(order)]):
+            some = order[start:stop]
+            masked = [set(range(step, V, 3)) if i % 5 == 0 else None for i in some]
+            mask = words(*masked) if any(masked) else None
+            got = sampler.sample(logits[some], slots[start:stop], [step] * len(some), mask)
+            rows = zip(some, got.tokens, got.valid, got.logprobs or [None] * len(some), strict=True)
+            for i, token, valid, logprobs in rows:
+                drawn[i].append((token, valid, logprobs))
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def together() -> dict[int, list[object]]:
+    everyone = list(range(len(STEPS[0])))
+    return texts(everyone, everyone, [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_row_draws_the_same_tokens_and_logprobs_in_any_order_slots_and_cuts(seed, together):
+    shuffle = random.Random(seed)
+    count = len(together)
+    order = shuffle.sample(range(count), count)
+    parts = sorted(shuffle.sample(range(1, count), seed + 1))
+    assert texts(order, shuffle.sample(range(3 * count), count), parts) == together
+
+
+def test_a_row_alone_draws_what_it_draws_in_company(together):
+    for i in together:
+        assert texts([i], [i % 4], []) == {i: together[i]}

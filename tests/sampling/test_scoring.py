@@ -1,0 +1,106 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchgen.sampling import scoring as module
+from batchgen.sampling.scoring import score_targets as measure_targets
+from batchgen.sampling_params import SamplingParams
+from support.drawing import Sampler
+
+
+def score_targets(*args):
+    logprobs, likeliest = measure_targets(*args)
+    return logprobs.tolist(), likeliest.tolist()
+
+
+def test_a_score_is_the_log_softmax_and_whether_the_token_is_the_likeliest():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 11) * 3
+    rows, targets = [0, 0, 3, 4, 2, 2], [1, 7, 10, 0, 5, 5]
+    targets[2] = int(logits[3].argmax())
+    logprobs, likeliest = score_targets(logits, rows, targets)
+    want = logits.log_softmax(-1)
+    assert logprobs == pytest.approx([float(want[r, t]) for r, t in zip(rows, targets, strict=True)], abs=1e-6)
+    assert likeliest == [int(logits[r].argmax()) == t for r, t in zip(rows, targets, strict=True)]
+    assert likeliest[2]
+
+
+def test_among_equals_the_first_is_the_likeliest():
+    logits = torch.tensor([[1.0, 2.0, 2.0]])
+    assert score_targets(logits, [0, 0, 0], [0, 1, 2])[1] == [False, True, False]
+
+
+def test_blocks_change_nothing(monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(9, 7).bfloat16()
+    pairs = list(range(9)), [1, 2, 3] * 3
+    whole = score_targets(logits, *pairs)
+    monkeypatch.setattr(module, "BLOCK", 14)
+    assert score_targets(logits, *pairs) == whole
+
+
+def test_nothing_goes_to_the_host(monkeypatch):
+    calls = []
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, f=real, n=name: (calls.append(n), f(self, *a))[1])
+    measure_targets(torch.zeros(6, 9), range(6), [1] * 6)
+    monkeypatch.undo()
+    assert calls == []
+
+
+class Widths(TorchDispatchMode):
+    """The sizes of all float32 tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_no_more_than_a_block_is_in_float32(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 40)
+    with Widths() as widths:
+        score_targets(torch.zeros(50, 13, dtype=torch.bfloat16), [0, 49], [1, 2])
+    assert max(widths.sizes) == 50  # one sum a row; blocks are of three rows, 39 numbers
+
+
+def test_a_token_is_the_likeliest_where_greedy_decoding_draws_it():
+    torch.manual_seed(0)
+    logits = (torch.randn(60, 500) * 2).round().bfloat16()  # the largest are often equal
+    sampler = Sampler(500, torch.device("cpu"))
+    for slot in range(60):
+        sampler.add(slot, SamplingParams(), bytes(16), np.array([1], dtype=np.int32))
+    drawn = sampler.sample(logits, range(60), [0] * 60).tokens
+    assert (logits == logits.amax(-1, keepdim=True)).sum() > 60
+    assert score_targets(logits, range(60), drawn)[1] == [True] * 60
+    pairs = [(row, token) for row in range(60) for token in range(500) if token != drawn[row]]
+    assert not any(score_targets(logits, *zip(*pairs, strict=True))[1])
+
+
+def test_nothing_to_score_gives_nothing():
+    assert score_targets(torch.zeros(3, 5), [], []) == ([], [])
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 1.0, 0.0], [math.inf, 1.0, 0.0], [-math.inf] * 3])
+def test_logits_that_are_not_numbers_have_no_score(bad):
+    logits = torch.tensor([[0.0, 1.0, 2.0], bad])
+    logprobs, _ = score_targets(logits, [0, 1], [2, 1])
+    assert math.isfinite(logprobs[0])
+    assert math.isnan(logprobs[1])
+
+
+def test_a_token_that_cannot_be_is_minus_infinity_and_one_that_is_unknown_is_not_a_number():
+    logits = torch.tensor([[0.0, -math.inf]])
+    logprobs, likeliest = score_targets(logits, [0, 0], [1, 9])
+    assert logprobs[0] == -math.inf
+    assert math.isnan(logprobs[1])
+    assert likeliest == [False, False]

@@ -1,0 +1,410 @@
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from batchgen.sampling import stopping
+from batchgen.sampling.stopping import Detokenizer, Stopper
+from batchgen.sampling_params import SamplingParams
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog. END of the story, the END.",
+    "Question: what is it?\n\nAnswer: the café — naïve, déjà vu!\n\nQuestion: where?",
+    "你好世界 你好 こんにちは 👋🏽 👨‍👩‍👧 e\u0301 \ufffd",
+]
+SPECIALS = ["<unk>", "<s>", "</s>"]
+
+
+def finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """As GPT-2, Llama 3 and Qwen have it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return finished(tokenizer)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2, Mistral and Gemma have it: spaces belong to words, the first is dropped, rare characters are bytes."""
+    pieces = ["▁", "▁the", "the", "▁END", "EN", "D", "▁fox", "你", "\n", ".", "\ufffd", *"abcdefghijklmnopqrstuvwxyzQA"]
+    names = [*SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), *pieces]
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return finished(tokenizer)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As T5's family has it: the decoder drops the space of the first token."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=SPECIALS, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return finished(tokenizer)
+
+
+TOKENIZERS = {make.__name__: make() for make in (byte_level, byte_fallback, metaspace)}
+DETOKENIZERS = {name: Detokenizer(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+EOS = 2
+each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+def encode(name: str, text: str) -> list[int]:
+    return TOKENIZERS[name].encode(text, add_special_tokens=False)
+
+
+def raw_bytes(name: str, data: bytes) -> list[int]:
+    """A token a byte, whatever the bytes."""
+    if name == "byte_fallback":
+        return TOKENIZERS[name].convert_tokens_to_ids([f"<0x{b:02X}>" for b in data])
+    alphabet = byte_alphabet()
+    return TOKENIZERS[name].convert_tokens_to_ids([alphabet[b] for b in data])
+
+
+def byte_alphabet() -> list[str]:
+    """GPT-2's character for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
+
+
+def stopper(
+    name: str, prompt: list[int] = (), max_tokens: int = 1000, eos: tuple[int, ...] = (EOS,), **params
+) -> Stopper:
+    return Stopper(
+        SamplingParams(max_tokens=max_tokens, **params),
+        max_tokens,
+        frozenset(eos),
+        DETOKENIZERS[name],
+        np.array(prompt, dtype=np.int32),
+    )
+
+
+def run(stop: Stopper, tokens: list[int]) -> tuple[str | None, int, str]:
+    """Feeds tokens until the completion ends: why, after how many, and the text."""
+    for n, token in enumerate(tokens, 1):
+        reason = stop.append(token)
+        if reason:
+            return reason, n, stop.text
+    return None, len(tokens), stop.text
+
+
+def expected(name: str, prompt: list[int], tokens: list[int], max_tokens: int, strings: tuple[str, ...], ends=(EOS,)):
+    """What `run` must give, by decoding everything anew at every token."""
+
+    def decode(ids):
+        return TOKENIZERS[name].decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def text(n):
+        before, after = decode(prompt), decode([*prompt, *tokens[:n]])
+        same = 0
+        while same < min(len(before), len(after)) and before[same] == after[same]:
+            same += 1
+        return after[same:]
+
+    def cut(whole):
+        places = [whole.find(s) for s in strings if s in whole]
+        return whole[: min(places)] if places else None
+
+    for n in range(1, len(tokens) + 1):
+        ended = tokens[n - 1] in ends
+        whole = text(n - 1 if ended else n)
+        last = ended or n == max_tokens
+        found = cut(whole if last else whole.rstrip("\ufffd"))
+        if found is not None:
+            return "stop", n, found
+        if last:
+            return "stop" if ended else "length", n, whole
+    return None, len(tokens), text(len(tokens))
+
+
+# End tokens and length
+
+
+@each_tokenizer
+def test_a_completion_ends_at_an_end_token_that_is_not_in_its_text(name):
+    tokens = encode(name, "the fox")
+    assert run(stopper(name), [*tokens, EOS, *tokens]) == ("stop", len(tokens) + 1, "the fox")
+
+
+def test_any_of_several_end_tokens_ends_a_completion():
+    assert run(stopper("byte_level", eos=(1, EOS)), [50, 1])[:2] == ("stop", 2)
+
+
+def test_ignored_end_tokens_are_left_out_of_the_text():
+    tokens = encode("byte_level", "the fox")
+    reason, n, text = run(
+        stopper("byte_level", ignore_eos=True, max_tokens=6), [EOS, tokens[0], EOS, *tokens[1:], 50, 50]
+    )
+    assert (reason, n) == ("length", 6)
+    assert text.startswith("the")
+    assert "</s>" not in text
+
+
+def test_stop_token_ids_end_a_completion_even_where_end_tokens_are_ignored():
+    (dot,) = encode("byte_level", ".")
+    tokens = encode("byte_level", "END")
+    params = {"ignore_eos": True, "stop_token_ids": (dot,)}
+    assert run(stopper("byte_level", **params), [*tokens, EOS, dot, *tokens]) == ("stop", len(tokens) + 2, "END")
+
+
+def test_the_last_token_allowed_ends_a_completion_by_length_and_an_end_token_there_by_stop():
+    a, b = encode("byte_fallback", "a")[-1], encode("byte_fallback", "b")[-1]
+    assert run(stopper("byte_fallback", max_tokens=2), [a, b, a]) == ("length", 2, "ab")
+    assert run(stopper("byte_fallback", max_tokens=2), [a, EOS, a]) == ("stop", 2, "a")
+
+
+def test_the_tokens_are_kept_as_drawn_with_the_end_token():
+    stop = stopper("byte_level")
+    run(stop, [50, EOS])
+    assert stop.tokens == [50, EOS]
+    assert stop.finish_reason == "stop"
+
+
+def test_without_stop_strings_nothing_is_decoded_until_the_text_is_asked_for(monkeypatch):
+    stop = stopper("byte_level", max_tokens=50)
+    monkeypatch.setattr(stop._detokenizer, "decode", lambda tokens: pytest.fail("decoded"))
+    assert [stop.append(50) for _ in range(50)] == [None] * 49 + ["length"]
+
+
+# Text
+
+
+@each_tokenizer
+@pytest.mark.parametrize("text", ["the fox the END", "the  fox", " the", "fox.\n\nQ", "the 你 é 👨‍👩‍👧 e\u0301 fox"])
+def test_prompt_and_completion_concatenate_at_every_cut(name, text):
+    tokens = encode(name, text)
+    decoded = TOKENIZERS[name].decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    for cut in range(1, len(tokens)):
+        before = DETOKENIZERS[name].decode(tokens[:cut])
+        _, _, after = run(stopper(name, tokens[:cut]), [*tokens[cut:], EOS])
+        assert before.rstrip("\ufffd") + after == decoded
+
+
+def test_the_space_before_the_first_word_is_kept_after_a_prompt():
+    word = TOKENIZERS["byte_fallback"].convert_tokens_to_ids("▁the")
+    assert DETOKENIZERS["byte_fallback"].decode([word]) == "the"
+    assert run(stopper("byte_fallback", [word]), [word, EOS])[2] == " the"
+    assert run(stopper("byte_fallback", [EOS]), [word, EOS])[2] == "the"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_an_incomplete_character_at_the_end_is_a_replacement_character(name):
+    half = [encode(name, "a")[-1], *raw_bytes(name, "👋".encode()[:-1])]
+    _, _, text = run(stopper(name, max_tokens=len(half)), half)
+    assert text[0] == "a"
+    assert set(text[1:]) == {"\ufffd"}
+    assert text == DETOKENIZERS[name].decode(half)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_a_character_that_the_prompt_begins_belongs_to_the_completion(name):
+    data = raw_bytes(name, "👋b".encode())
+    prompt = [encode(name, "a")[-1], *data[:2]]
+    assert run(stopper(name, prompt), [*data[2:], EOS])[2] == "👋b"
+
+
+def test_a_prompt_that_ends_in_a_long_run_of_bytes_does_not_spoil_the_next_character():
+    prompt = raw_bytes("byte_fallback", ("ሰላም" * 20).encode())
+    assert run(stopper("byte_fallback", prompt), [*raw_bytes("byte_fallback", "ዓ".encode()), EOS])[2] == "ዓ"
+
+
+@each_tokenizer
+def test_ids_of_a_padded_vocabulary_that_the_tokenizer_does_not_know_have_no_text(name):
+    tokens, unknown = encode(name, "the END"), len(TOKENIZERS[name]) + 5
+    assert run(stopper(name), [unknown, *tokens, unknown, EOS])[2] == "the END"
+    assert run(stopper(name, stop=("END",)), [unknown, *tokens])[2] == "the "
+
+
+# Stop strings
+
+
+@each_tokenizer
+def test_a_stop_string_over_token_boundaries_ends_the_text_before_it(name):
+    tokens = encode(name, "the fox. END fox")
+    reason, n, text = run(stopper(name, stop=("x. EN",)), tokens)
+    assert (reason, text) == ("stop", "the fo")
+    assert n == expected(name, [], tokens, 1000, ("x. EN",))[1]
+
+
+def test_a_stop_string_inside_one_token_cuts_the_token():
+    word = TOKENIZERS["byte_fallback"].convert_tokens_to_ids("▁the")
+    assert run(stopper("byte_fallback", [word], stop=("h",)), [word]) == ("stop", 1, " t")
+
+
+@each_tokenizer
+def test_the_earliest_of_several_stop_strings_wins(name):
+    tokens = encode(name, "the fox. END")
+    assert run(stopper(name, stop=("zz", "fox", "he fox", "x")), tokens)[2] == "t"
+    assert run(stopper(name, stop=("zz", "END", "x. ")), tokens)[2] == "the fo"
+
+
+def test_the_first_stop_string_to_be_complete_ends_the_completion():
+    tokens = [encode("byte_fallback", c)[-1] for c in "abcdef"]
+    assert run(stopper("byte_fallback", stop=("abcde", "cd")), tokens) == ("stop", 4, "ab")
+
+
+@each_tokenizer
+def test_a_stop_string_at_the_last_token_allowed_is_a_stop(name):
+    tokens = encode(name, "the END")
+    assert run(stopper(name, stop=("END",), max_tokens=len(tokens)), tokens) == ("stop", len(tokens), "the ")
+    assert run(stopper(name, stop=("ENDS",), max_tokens=len(tokens)), tokens) == ("length", len(tokens), "the END")
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_a_stop_string_of_multibyte_characters_is_found_at_its_last_byte(name):
+    data = raw_bytes(name, "a👋🏽b".encode())
+    assert run(stopper(name, stop=("👋🏽",)), data) == ("stop", 1 + 4 + 4, "a")
+    assert run(stopper(name, stop=("👋",)), data) == ("stop", 1 + 4, "a")
+
+
+def test_a_stop_string_before_the_first_bytes_of_a_character_is_found_at_once():
+    tokens = [*raw_bytes("byte_level", b"END\xe4"), *raw_bytes("byte_level", b"\xbd\xa0")]
+    assert run(stopper("byte_level", stop=("END",)), tokens) == ("stop", 3, "")
+    assert run(stopper("byte_level", stop=("D",)), raw_bytes("byte_level", b"\xe4EN\xe4D")) == (
+        "stop",
+        5,
+        "\ufffdEN\ufffd",
+    )
+
+
+def test_a_stop_string_of_replacement_characters_counts_only_where_no_character_can_come_of_it():
+    half, rest = raw_bytes("byte_level", b"a\xe4"), raw_bytes("byte_level", b"\xbd\xa0b")
+    assert run(stopper("byte_level", stop=("\ufffd",)), [*half, *rest]) == (None, 5, "a你b")
+    assert run(stopper("byte_level", stop=("\ufffd",)), [*half, *half]) == ("stop", 3, "a")
+    assert run(stopper("byte_level", stop=("\ufffd",), max_tokens=2), half) == ("stop", 2, "a")
+    assert run(stopper("byte_level", stop=("\ufffd",)), [*half, EOS]) == ("stop", 3, "a")
+
+
+@each_tokenizer
+def test_special_tokens_inside_a_stop_string_do_not_hide_it(name):
+    tokens = [t for token in encode(name, "the fox END") for t in (token, EOS)]
+    reason, _, text = run(stopper(name, stop=("fox E",), ignore_eos=True), tokens)
+    assert (reason, text) == ("stop", "the ")
+
+
+def test_special_tokens_inside_a_character_do_not_spoil_it():
+    a, b, c, d = raw_bytes("byte_fallback", "👋".encode())
+    assert run(stopper("byte_fallback", stop=("👋",), ignore_eos=True), [a, EOS, b, c, EOS, EOS, d]) == ("stop", 7, "")
+
+
+def test_a_long_row_of_special_tokens_does_not_cost_the_space_after_it():
+    word = TOKENIZERS["byte_fallback"].convert_tokens_to_ids("▁the")
+    tokens = [word, *[EOS] * 500, word]
+    assert run(stopper("byte_fallback", stop=(" the",), ignore_eos=True), tokens) == ("stop", 502, "the")
+
+
+def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count():
+    prompt, tokens = encode("byte_level", "the END"), encode("byte_level", "END fox")
+    assert run(stopper("byte_level", prompt, stop=("ENDE", "the")), [*tokens, EOS]) == (
+        "stop",
+        len(tokens) + 1,
+        "END fox",
+    )
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_a_stop_string_is_found_in_and_after_a_very_long_run_of_bytes(name):
+    run_of_bytes = raw_bytes(name, ("ሰላም" * 45).encode())
+    word = raw_bytes(name, "ዓለም".encode())
+    assert run(stopper(name, stop=("ዓለም",)), [*run_of_bytes, *word]) == ("stop", len(run_of_bytes) + 9, "ሰላም" * 45)
+    tokens = [*run_of_bytes, *encode(name, "aEND")]
+    assert run(stopper(name, stop=("aEND",)), tokens)[0] == "stop"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_a_stop_string_is_found_after_a_very_long_run_of_invalid_bytes(name):
+    invalid = raw_bytes(name, b"\x9f" * 400)
+    word = [encode(name, "x" + c)[-1] for c in "fox"]
+    reason, n, text = run(stopper(name, stop=("fox",)), [*invalid, *word])
+    assert (reason, n, text) == ("stop", 403, "\ufffd" * 400)
+
+
+def test_a_run_of_bytes_that_turns_out_invalid_is_invalid_from_its_beginning():
+    string = "\ufffd" * 30 + "a"
+    a, characters = encode("byte_fallback", "a")[-1], raw_bytes("byte_fallback", ("你" * 4).encode())
+    tokens = [*characters, EOS, *characters, EOS, *characters, *raw_bytes("byte_fallback", b"\xff"), a]
+    assert run(stopper("byte_fallback", stop=(string,), ignore_eos=True), tokens) == ("stop", len(tokens), "\ufffd" * 7)
+    assert DETOKENIZERS["byte_fallback"].decode(tokens[:-2]) == "你" * 12
+
+
+@pytest.mark.parametrize("data", [b"\x9f" * 2000, ("ሰላም" * 300).encode(), b"\x9f\xe4" * 1000])
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_bytes_without_end_cost_no_more_and_more(name, data, monkeypatch):
+    stop = stopper(name, stop=("never",), max_tokens=10_000)
+    decode, lengths = stop._detokenizer.decode, []
+    monkeypatch.setattr(stop._detokenizer, "decode", lambda tokens: (lengths.append(len(tokens)), decode(tokens))[1])
+    assert run(stop, raw_bytes(name, data))[:2] == (None, len(data))
+    assert max(lengths[:-2]) <= 4 * stopping._MOST_OPEN  # the last two are for the text itself
+
+
+def test_only_the_end_of_a_long_completion_is_decoded_again(monkeypatch):
+    stop = stopper("byte_level", stop=("never",), max_tokens=10_000)
+    decode, lengths = stop._detokenizer.decode, []
+    monkeypatch.setattr(stop._detokenizer, "decode", lambda tokens: (lengths.append(len(tokens)), decode(tokens))[1])
+    tokens = encode("byte_level", "the quick brown fox. ")
+    for i in range(2000):
+        assert stop.append(tokens[i % len(tokens)]) is None
+    assert max(lengths) <= 2 * stopping._OPEN + 8
+    assert len(lengths) < 1.3 * 2000
+
+
+# The same, however the text is followed
+
+
+@st.composite
+def completions(draw):
+    """A tokenizer, a prompt, tokens (text, single bytes, special tokens between) and stop strings likely to be met."""
+    name = draw(st.sampled_from(sorted(TOKENIZERS)))
+    words = st.sampled_from(
+        ["the", " the", " END", "fox", ".", "\n\n", "你好", "é", "👋🏽", "👨‍👩‍👧", "e\u0301", "ሰላም", "  "]
+    )
+    texts = st.one_of(words, st.text(max_size=6)).map(lambda text: encode(name, text))
+    pieces = [texts, st.just([EOS]), st.lists(st.integers(0, len(TOKENIZERS[name]) - 1), max_size=3)]
+    if name != "metaspace":
+        characters = st.text(alphabet="é你👋", min_size=1, max_size=3).map(str.encode)
+        pieces.append(st.one_of(st.binary(max_size=6), characters).map(lambda data: raw_bytes(name, data)))
+    prompt = list(chain.from_iterable(draw(st.lists(texts, max_size=3))))
+    tokens = list(chain.from_iterable(draw(st.lists(st.one_of(pieces), min_size=1, max_size=12))))[:40] or [5]
+    whole = DETOKENIZERS[name].text(prompt, tokens)
+    strings = []
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, max(0, len(whole) - 1)))
+        strings.append(whole[at : at + draw(st.integers(1, 5))])
+    strings += draw(st.lists(st.text(min_size=1, max_size=2), max_size=1))
+    max_tokens = draw(st.integers(1, len(tokens) + 1))
+    return name, prompt, tokens, tuple(s for s in strings if s), max_tokens, draw(st.booleans())
+
+
+@settings(max_examples=300, deadline=None)
+@given(completions())
+def test_following_the_text_gives_what_decoding_all_of_it_anew_gives(case):
+    name, prompt, tokens, strings, max_tokens, ignore_eos = case
+    got = run(stopper(name, prompt, max_tokens, stop=strings, ignore_eos=ignore_eos), tokens)
+    assert got == expected(name, prompt, tokens, max_tokens, strings, ends=() if ignore_eos else (EOS,))
+
+
+def test_following_a_long_random_text_gives_what_decoding_all_of_it_anew_gives():
+    rng = random.Random(0)
+    for name in TOKENIZERS:
+        tokens = [rng.choice(encode(name, rng.choice(CORPUS))) for _ in range(300)]
+        whole = DETOKENIZERS[name].decode(tokens)
+        string = (whole[-9:-3],)
+        assert run(stopper(name, stop=string), tokens) == expected(name, [], tokens, 1000, string)

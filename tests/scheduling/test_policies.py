@@ -1,0 +1,102 @@
+"""What the policies and the budgets do, step by step."""
+
+import pytest
+
+from batchgen.scheduling.waiting import POLICIES
+from support import simulation as sim
+
+
+def rows(step):
+    return [w.span.request.row for w in step.works if hasattr(w.span, "request")]
+
+
+def test_fifo_starts_rows_as_they_came_and_prefix_depth_first():
+    prompts = [[9], [1, 1, 1], [5], [1, 1, 2]]
+    order = {}
+    for policy in ("prefix", "fifo"):
+        s = sim.Simulation(batch_size=1, policy=policy)
+        s.load(prompts, [1] * 4)
+        s.finish()
+        order[policy] = [row for row, _ in s.done]
+        assert s.prefilled == 1 + 2 + 1 + 1 + 1
+    # Depth-first, the step that computes the node of rows 1 and 3 has room for row 2.
+    assert order == {"prefix": [2, 1, 3, 0], "fifo": [0, 1, 2, 3]}
+
+
+def test_fifo_keeps_a_margin_of_free_pages():
+    least = {}
+    for policy in ("prefix", "fifo"):
+        s = sim.Simulation(pages=20, page_size=2, policy=policy)
+        s.load([[n] * 3 for n in range(12)], [2] * 12)  # two pages each, to the end
+        s.step()
+        least[policy] = s.memory.pool.num_free
+    assert POLICIES["fifo"].margin == 0.2
+    assert least["fifo"] >= 0.2 * 20 > least["prefix"]
+
+
+def test_prompts_come_before_decoding_where_the_policy_says_so():
+    seen = {}
+    for policy in ("prefix", "prefill-first"):
+        s = sim.Simulation(tokens=3, prefill=3, policy=policy)
+        s.load([[1], [2] * 6], [9, 1])
+        s.step()  # row 0 whole, and two tokens of row 1
+        seen[policy] = [rows(s.step()) for _ in range(2)]
+        s.finish()
+    assert seen == {"prefix": [[0, 1], [0, 1]], "prefill-first": [[1], [0, 1]]}
+
+
+def test_a_step_reads_no_more_kv_than_its_budget():
+    """A shared node counts once."""
+    s = sim.Simulation(kv_read=12)
+    s.load([[*range(8), 50 + n] for n in range(4)], [3] * 4)
+    assert rows(s.step()) == []  # the node
+    assert rows(s.step()) == [0, 1, 2, 3]  # 8 and one of each
+    assert len(rows(s.step())) == 2  # 8 and two of each
+    s.finish()
+
+
+def test_where_not_all_can_decode_they_take_turns():
+    s = sim.Simulation(kv_read=7, page_size=2)
+    s.load([[n, n] for n in range(3)], [6] * 3)
+    decoded = []
+    while s.scheduler.unfinished:
+        step = s.step()
+        decoded.append([w.span.request.row for w in step.works if w.start >= 2])
+    counts = [sum(row in step for step in decoded[:9]) for row in range(3)]
+    assert max(counts) - min(counts) <= 1
+    assert s.rows == [0, 1, 2]
+
+
+def test_the_first_work_of_a_step_is_taken_whatever_it_reads():
+    s = sim.Simulation(kv_read=1)
+    s.load([[1] * 9, [2] * 9], [3, 3])
+    s.finish()
+    assert s.rows == [0, 1]
+
+
+def test_lower_priorities_start_first_and_their_prefix_is_still_run_once():
+    s = sim.Simulation(batch_size=1)
+    s.load([[1, 1, 5], [1, 1, 6], [2], [1, 1, 7]], [2] * 4, priorities=[1, 0, -1, 1])
+    s.finish()
+    assert [row for row, _ in s.done] == [2, 1, 0, 3]
+    assert s.prefilled == 2 + 3 + 1
+
+
+def test_the_least_urgent_is_preempted_first():
+    s = sim.Simulation(pages=5, page_size=2)
+    s.load([[1, 1], [2, 2]], [5, 5], priorities=[1, 0])
+    preempted = []
+    while s.scheduler.unfinished:
+        preempted += [seq.request.row for seq in s.step().preempted]
+    assert preempted == [0]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_smaller_steps_after_a_shortage_still_end(policy):
+    s = sim.Simulation(tokens=100, batch_size=8, policy=policy)
+    s.load([[n] * 9 for n in range(12)], [5] * 12)
+    s.step()
+    s.scheduler.shrink(3)
+    s.finish()
+    assert s.scheduler.limits.max_batch_tokens == 3
+    assert s.rows == list(range(12))

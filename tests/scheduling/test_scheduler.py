@@ -1,0 +1,275 @@
+import heapq
+from types import SimpleNamespace
+
+import pytest
+
+from batchgen.prefix import plan_prefixes
+from batchgen.scheduling import scheduler
+from batchgen.scheduling import waiting as waiting_module
+from batchgen.scheduling.sequence import LEGAL, Branch, State
+from support import simulation as sim
+
+ROOT = list(range(10, 15))
+
+
+def names(step):
+    """Works as (what, start, stop): n0 for node 0, r1 for row 1."""
+    return [
+        (f"n{w.span.node.index}" if isinstance(w.span, Branch) else f"r{w.span.request.row}", w.start, w.stop)
+        for w in step.works
+    ]
+
+
+def test_siblings_wait_for_their_node_and_share_it():
+    s = sim.Simulation()
+    s.load([[*ROOT, 1, 1], [*ROOT, 2], [9, 9]], [2, 2, 2])
+    assert names(s.step()) == [("r2", 0, 2), ("n0", 0, 5)]
+    assert names(s.step()) == [("r2", 2, 3), ("r0", 5, 7), ("r1", 5, 6)]
+    assert names(s.step()) == [("r0", 7, 8), ("r1", 6, 7)]
+    assert s.scheduler.unfinished == 0
+    assert s.prefilled == 2 + 5 + 2 + 1
+
+
+def test_works_run_in_depth_first_order_and_a_node_before_its_children():
+    s = sim.Simulation()
+    s.load([[1, 2, 2, 5], [1, 2, 2, 4], [1, 3, 3, 5], [1, 3, 3, 4], [0]], [1] * 5)
+    assert names(s.step()) == [("r4", 0, 1), ("n0", 0, 1)]
+    assert names(s.step()) == [("n1", 1, 3), ("n2", 1, 3)]
+    assert names(s.step()) == [("r1", 3, 4), ("r0", 3, 4), ("r3", 3, 4), ("r2", 3, 4)]
+    assert s.scheduler.unfinished == 0
+
+
+def test_the_place_of_a_finished_sequence_is_taken_in_the_next_step():
+    s = sim.Simulation(batch_size=2)
+    s.load([[1, 1], [2, 2], [3, 3], [4, 4]], [1, 3, 1, 1])
+    assert names(s.step()) == [("r0", 0, 2), ("r1", 0, 2)]
+    assert names(s.step()) == [("r1", 2, 3), ("r2", 0, 2)]
+    assert names(s.step()) == [("r1", 3, 4), ("r3", 0, 2)]
+    assert s.scheduler.unfinished == 0
+
+
+def test_a_long_node_is_prefilled_in_slices_while_others_decode():
+    s = sim.Simulation(tokens=4, prefill=3, batch_size=4)
+    long = [9] * 8
+    s.load([[1], [*long, 1], [*long, 2]], [6, 1, 1])
+    assert names(s.step()) == [("r0", 0, 1), ("n0", 0, 2)]
+    assert names(s.step()) == [("r0", 1, 2), ("n0", 2, 5)]
+    assert names(s.step()) == [("r0", 2, 3), ("n0", 5, 8)]
+    assert names(s.step()) == [("r0", 3, 4), ("r1", 8, 9), ("r2", 8, 9)]
+    s.finish()
+    assert s.prefilled == 11
+
+
+def test_only_the_end_of_a_prompt_is_sampled():
+    s = sim.Simulation(tokens=3, batch_size=3)
+    s.load([[9, 9, 9, 9, 1], [9, 9, 9, 9, 2]], [2, 2])
+    assert [(w.logits < w.stop) for w in s.step().works] == [False]
+    assert [(w.logits < w.stop) for w in s.step().works] == [False]
+    assert [(w.logits < w.stop) for w in s.step().works] == [True, True]
+
+
+def test_prompts_that_end_at_a_node_draw_from_its_logits_without_a_forward():
+    s = sim.Simulation()
+    s.load([ROOT, ROOT, [*ROOT, 7]], [2, 1, 1])
+    first = s.step()
+    assert (names(first), [(w.logits < w.stop) for w in first.works]) == ([("n0", 0, 5)], [True])
+    second = s.step()
+    assert names(second) == [("r2", 5, 6)]
+    assert [q.request.row for q in second.ready] == [0, 1]
+    assert names(s.step()) == [("r0", 5, 6)]
+    assert s.prefilled == 6
+
+
+def test_a_prompt_that_ends_at_a_node_needs_no_budget():
+    s = sim.Simulation(tokens=1, batch_size=1)
+    s.load([[1, 2], [1, 2]], [1, 1])
+    assert [names(s.step()), names(s.step())] == [[("n0", 0, 1)], [("n0", 1, 2)]]
+    step = s.step()
+    assert (step.works, len(step.ready)) == ((), 1)
+    s.finish()
+    assert s.prefilled == 2
+
+
+def test_nothing_is_given_pages_before_the_step_that_can_run_it():
+    s = sim.Simulation(tokens=4, prefill=2, batch_size=4, page_size=1)
+    prompts = [[n] * 12 + [last] for n in range(1, 5) for last in (90, 91)]
+    s.load(prompts, [1] * 8)
+    for _ in range(3):  # node 0 takes six steps
+        s.step()
+    assert [b.node.index for b in s.scheduler.prefilling] == [0]
+    assert s.memory.pool.num_used == 12
+
+
+def test_a_step_prefills_no_more_than_its_budget_and_decodes_everyone():
+    s = sim.Simulation(tokens=8, prefill=5, batch_size=6)
+    s.load([[n, n, n] for n in range(9)], [3] * 9)
+    sizes = []
+    while s.scheduler.unfinished:
+        step = s.step()
+        sizes.append(
+            (len([w for w in step.works if w.start >= 3]), sum(w.stop - w.start for w in step.works if w.start < 3))
+        )
+    assert max(prefill for _, prefill in sizes) == 5
+    assert max(decode for decode, _ in sizes) >= 3
+    assert s.prefilled == 27
+
+
+def test_the_newest_is_preempted_and_comes_back_with_its_tokens():
+    s = sim.Simulation(pages=5, page_size=2)
+    s.load([[1, 1], [2, 2]], [5, 5])  # 3 pages each in the end
+    preempted = []
+    while s.scheduler.unfinished:
+        step = s.step()
+        preempted += [(q.request.row, list(q.generated), q.state) for q in step.preempted]
+    assert preempted == [(1, [1007, 1008, 1009], State.PREEMPTED)]
+    assert s.done == {(0, 0): [1000, 1001, 1002, 1003, 1004], (1, 0): [1007, 1008, 1009, 1010, 1000]}
+    assert (s.scheduler.preemptions, s.prefilled, s.recomputed) == (1, 6, 2)
+    assert s.memory.pool.num_used == 0
+
+
+def test_no_request_starves_where_each_fits_alone_and_evicted_nodes_start_again():
+    """A node that copies its parent's tail takes a page more than its path needs: that must not block the last page."""
+    s = sim.Simulation(pages=4, page_size=2)
+    node = [5, 5, 5]
+    inner = [*node, 6, 6]
+    plan = s.load([[*inner, 1, 1], [*inner, 2, 2], [*node, 9], [*node, 8]], [2, 2, 1, 1])
+    s.finish(most_steps=200)
+    assert s.rows == [0, 1, 2, 3]
+    assert s.prefilled > plan.prefill_tokens_min  # nodes had to go, and were started again
+
+
+def test_a_node_started_again_does_not_push_ahead_of_those_who_wait_longer():
+    """Row 5 wants the root again while rows 3 and 4 wait for a node that leaves no room for it: they come first."""
+    s = sim.Simulation(pages=8, page_size=3, batch_size=2, tokens=3, prefill=2)
+    path = list(range(100, 119))
+    prompts = [
+        [*path[:1], 1, 1, 1, 1], path[:4], [*path[:8], 3, 3], [*path, 4], [*path, 5], [*path[:6], *[200] * 10],
+    ]  # fmt: skip
+    s.load(prompts, [2, 5, 4, 4, 4, 5])
+    s.finish(most_steps=500)
+    assert s.rows == [0, 1, 2, 3, 4, 5]
+
+
+def test_draining_admits_nothing_and_finishes_what_runs():
+    s = sim.Simulation(batch_size=2)
+    s.load([[1], [2], [3]], [3, 3, 3])
+    s.step()
+    while s.scheduler.running:
+        s.step(admit=False)
+    assert s.rows == [0, 1]
+    assert s.scheduler.unfinished == 1
+    assert s.step(admit=False).works == ()
+
+
+def test_abandoning_leaves_complete_nodes_resident_and_nothing_else():
+    s = sim.Simulation(page_size=1, tokens=8, batch_size=4)
+    s.load([[*ROOT, 1], [*ROOT, 2], [20] * 12 + [1], [20] * 12 + [2]], [9] * 4)
+    s.step()
+    s.step()
+    s.scheduler.abandon()
+    s.check()
+    assert [b.tokens(0, b.end).tolist() for b in s.memory.idle] == [ROOT]
+    assert s.memory.pool.num_used == 5
+    assert s.scheduler.unfinished == 0
+    s.load([[*ROOT, 3]], [1])
+    s.finish()
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_nodes_that_stay_keep_no_logits(abandoned):
+    s = sim.Simulation(batch_size=1)
+    s.load([ROOT, ROOT, [*ROOT, 1]], [3, 3, 3])
+    s.step()
+    (node,) = s.memory.live
+    assert node.logits is not None
+    s.scheduler.abandon() if abandoned else s.finish()
+    assert list(s.memory.idle) == [node]
+    assert node.logits is None
+
+
+def test_an_empty_window_is_nothing_to_do():
+    s = sim.Simulation()
+    s.load([], [])
+    s.finish()
+    assert s.steps == 0
+
+
+def test_a_window_is_taken_in_beside_one_that_runs():
+    """It starts when there is room, and takes over what the other's nodes hold."""
+    s = sim.Simulation(batch_size=2)
+    s.load([[*ROOT, 1], [*ROOT, 2], [*ROOT, 3]], [5, 5, 5])
+    s.step()
+    s.step()
+    plan = s.load([[*ROOT, 4], [*ROOT, 5]], [1, 1])
+    assert plan.prefill_tokens_min == 7
+    s.finish()
+    assert s.rows == [0, 1, 2, 3, 4]
+    assert s.prefilled == 5 + 3 + 2
+
+
+def test_requests_that_are_said_not_to_fit_are_done_at_once():
+    s = sim.Simulation()
+    leaves = sim.make_leaves([[1, 1, 5], [1, 1, 6], [1, 1, 7]], [1, 1, 1])
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
+    s.scheduler.load(leaves, plan, unfit=[1])
+    assert s.scheduler.unfinished == 2
+    s.finish()
+    assert s.rows == [0, 2]
+    assert s.prefilled == 4
+
+
+def test_a_node_under_which_nothing_fits_is_not_computed():
+    s = sim.Simulation()
+    leaves = sim.make_leaves([[1, 1, 5], [1, 1, 6], [2]], [1, 1, 1])
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
+    s.scheduler.load(leaves, plan, unfit=[0, 1])
+    s.finish()
+    assert s.prefilled == 1
+
+
+def test_nodes_stay_for_the_next_window():
+    s = sim.Simulation(page_size=2)
+    s.load([[*ROOT, 1], [*ROOT, 2]], [1, 1])
+    s.finish()
+    assert s.prefilled == 7
+    s.load([[*ROOT, 3], [*ROOT, 4], [*ROOT, 5, 5]], [1] * 3)
+    s.finish()
+    assert s.prefilled == 7 + 4
+
+
+def heap_calls(monkeypatch, sim, waiting, steps):
+    calls = []
+    real = {name: getattr(heapq, name) for name in ("heappush", "heappop")}
+    fake = SimpleNamespace(**{n: lambda *a, n=n: (calls.append(n), real[n](*a))[1] for n in real})
+    s = sim.Simulation(batch_size=8, page_size=2)
+    leaves = sim.make_leaves([[50, n] for n in range(waiting)], [2] * waiting)
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
+    s.scheduler.load([leaves[i] for i in plan.order], plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "heapq", fake)
+        patch.setattr(waiting_module, "heapq", fake)
+        for _ in range(steps):
+            s.step()
+    return len(calls), len(s.scheduler._under.queue)
+
+
+def test_a_step_costs_the_same_however_many_wait(monkeypatch):
+    few, many = (heap_calls(monkeypatch, sim, waiting, 20) for waiting in (1_000, 20_000))
+    assert few == many
+    assert few[0] < 20 * 8 * 6
+
+
+@pytest.mark.parametrize("state", State)
+def test_a_sequence_changes_its_state_only_as_is_legal(state):
+    s = sim.Simulation()
+    s.load([[1, 2]], [3])
+    s.scheduler.schedule()
+    (seq,) = s.scheduler.running
+    for other in State:
+        seq.state = state
+        if other in LEGAL[state]:
+            seq.become(other)
+            assert seq.state is other
+        else:
+            with pytest.raises(AssertionError, match=f"^{state.value} sequence cannot become {other.value}$"):
+                seq.become(other)

@@ -1,0 +1,102 @@
+"""What a CUDA device has, on the CPU: attention whose plan lies behind one operator, and graphs that replay operators on the tensors they were captured with."""
+
+from itertools import count
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from batchgen.attention.base import LayerOptions
+from batchgen.attention.plan import plan_attention
+from batchgen.attention.torch_backend import Cascade
+from batchgen.model.cuda_runner import DeviceStep
+
+_numbers = count()
+_attentions = {}
+
+
+class FakeAttention:
+    """As `DeviceAttention`, by the plain cascade. Its plan is looked up when the operator runs, as the device reads a static buffer."""
+
+    def __init__(self, cache, max_tokens):
+        self.cache = cache
+        self.generation = 0
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64)
+        self.sizes = []
+        self._number = next(_numbers)
+        _attentions[self._number] = self
+
+    def plan(self, works, tokens=None):
+        plan = plan_attention(works, self.cache.page_size)
+        self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
+        self.cascade, self.slots = Cascade(plan, torch.device("cpu")), torch.from_numpy(plan.slots)
+        self.positions.zero_()
+        self.positions[: plan.num_tokens] = torch.from_numpy(plan.positions)
+        self.sizes.append(plan.num_tokens if tokens is None else tokens)
+        assert plan.num_tokens <= self.sizes[-1] <= len(self.positions)
+
+    def __call__(self, layer, q_HTD, k_KTD, v_KTV, options):
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return torch.ops.batchgen_tests.attend(
+            q_HTD, k_KTD, v_KTV, keys, values, options.scale, options.window, options.softcap, options.sinks,
+            self._number,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("batchgen_tests::attend", mutates_args=("keys", "values"))
+def attend(
+    q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None, number: int,
+) -> torch.Tensor:  # fmt: skip
+    self = _attentions[number]
+    H, padded, D = q_HTD.shape
+    K, T = len(k_KTD), len(self.slots)
+    assert padded == self.sizes[-1], "the batch is not padded as its plan is"
+    keys.index_copy_(1, self.slots, k_KTD[:, :T])
+    values.index_copy_(1, self.slots, v_KTV[:, :T])
+    q_KTGD = q_HTD[:, :T].reshape(K, H // K, T, D).transpose(1, 2)
+    out = self.cascade.attend(q_KTGD, keys, values, LayerOptions(scale, window, softcap, sinks))
+    return torch.cat([out.reshape(T, H, -1), out.new_zeros(padded - T, H, values.shape[-1])])
+
+
+@attend.register_fake
+def _(q_HTD, k_KTD, v_KTV, keys, values, scale, window, softcap, sinks, number):
+    return q_HTD.new_empty(q_HTD.shape[1], q_HTD.shape[0], values.shape[-1])
+
+
+class Capture:
+    """A replay runs the forward again, on the tensors that lie where they lay when it was captured."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def __call__(self, forward):
+        forward()
+        replay = self.recorded(forward)
+
+        def counted():
+            self.replays += 1
+            replay()
+
+        return counted
+
+    def recorded(self, forward):
+        return forward
+
+
+class Recording(Capture):
+    """A replay runs what operators a forward ran, on the tensors that they read then, and no other code. Takes a second to capture."""
+
+    def recorded(self, forward):
+        return make_fx(forward)()
+
+
+def use_fake_device(monkeypatch, capture=Capture, attention=FakeAttention):
+    """Engines made from now on run their steps as on a CUDA device. Returns the list of their `DeviceStep`s."""
+    steps = []
+
+    def device_step(model, cache, limits, notes):
+        steps.append(DeviceStep(model, attention(cache, limits.max_batch_tokens), limits, notes, capture))
+        return steps[-1]
+
+    monkeypatch.setattr("batchgen.model.runner.device_step", device_step)
+    return steps

@@ -1,0 +1,154 @@
+"""Processes of devices as threads of this one, with engines that draw a token a step for each row and need no model."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import IO, Any
+
+import numpy as np
+
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.devices.engine import Workers
+from batchgen.devices.transport import Setup
+from batchgen.devices.worker import serve
+from batchgen.prefix import plan_prefixes
+from batchgen.request import Request, leaves_of
+from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
+from batchgen.stats import EngineStats
+
+
+class FakeEngine:
+    """Rows in the order they came, `batch_size` at a time; a row's tokens are its number, its text says which engine wrote it."""
+
+    dtype = "float32"
+    attention = "fake"
+
+    def __init__(self, name: str, batch_size: int = 2, step_seconds: float = 0.001) -> None:
+        self.name, self.step_seconds = name, step_seconds
+        self.sizes = SimpleNamespace(limits=SimpleNamespace(batch_size=batch_size))
+        self.notes = ["all say this", f"{name} says this"]
+        self.stats = EngineStats()
+        self.waiting: list[tuple[Request, Any, Any]] = []
+        self.running: dict[Request, list[Any]] = {}
+        self.cancelled: set[Request] = set()
+        self.most_unfinished = 0
+        self.failing: Exception | None = None
+
+    def add(self, leaves: Any, plan: Any, on_result: Any, on_token: Any = None) -> None:
+        assert sorted(plan.order.tolist()) == list(range(len(leaves)))
+        self.waiting += [(r, on_result, on_token) for r in dict.fromkeys(leaf.request for leaf in leaves)]
+        self.most_unfinished = max(self.most_unfinished, len(self.waiting) + len(self.running))
+
+    def run(self, stop: Callable[[], str | None]) -> None:
+        while self.waiting or self.running:
+            wish = stop()
+            if wish == "now" or (wish == "drain" and not self.running):
+                break
+            self.step(admit=wish is None)
+        self.waiting.clear()
+        self.running.clear()
+
+    def step(self, admit: bool) -> None:
+        time.sleep(self.step_seconds)
+        if self.failing is not None:
+            raise self.failing
+        while admit and self.waiting and len(self.running) < self.sizes.limits.batch_size:
+            request, on_result, on_token = self.waiting.pop(0)
+            self.running[request] = [on_result, on_token, 0]
+        self.stats.steps += 1
+        for request, state in list(self.running.items()):
+            if request in self.cancelled:
+                self.end(request, "cancelled")
+                continue
+            state[2] += 1
+            self.stats.completion_tokens += 1
+            if state[1] is not None:
+                state[1](request.row, 0, request.row)
+            if state[2] == request.max_tokens:
+                self.end(request, "length")
+
+    def end(self, request: Request, reason: str) -> None:
+        on_result, _, count = self.running.pop(request)
+        on_result(Result(row=request.row, text=self.name, finish_reason=reason, completion_tokens=count))
+
+    def cancel(self, request: Request) -> None:
+        self.cancelled.add(request)
+
+
+class ThreadProcess:
+    """Looks like a process; `kill` cuts its connection, so that it ends before its next step."""
+
+    def __init__(self, connection: Connection[Any, Any], said: IO[bytes], load: Callable[[Setup], Any]) -> None:
+        self.pid = 0
+        self.said = said
+        self._code = 0
+        ours = os.dup(connection.fileno())
+        self._socket = socket.socket(fileno=os.dup(ours))
+        self._thread = threading.Thread(
+            target=serve, args=(Connection(ours), load), kwargs={"gone": lambda: None}, daemon=True
+        )
+        self._thread.start()
+
+    def kill(self) -> None:
+        """Nothing where it has been waited for."""
+        self._code = self._code if self._socket.fileno() < 0 else -9
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive()
+        self._socket.close()
+        return self._code
+
+
+@dataclass
+class Fleet:
+    """Starts workers with fake engines, and keeps them at hand by their devices."""
+
+    make: Callable[[str], Any] = FakeEngine
+    engines: dict[str, Any] = field(default_factory=dict)
+    processes: list[ThreadProcess] = field(default_factory=list)
+    setups: list[Setup] = field(default_factory=list)
+
+    def load(self, setup: Setup) -> Any:
+        self.setups.append(setup)
+        engine = self.make(setup.model.device)
+        self.engines[setup.model.device] = engine
+        return engine
+
+    def start(self, connection: Connection[Any, Any], said: IO[bytes]) -> ThreadProcess:
+        self.processes.append(ThreadProcess(connection, said, self.load))
+        return self.processes[-1]
+
+    def workers(self, device: str = "cpu:0,1", **engine: Any) -> Workers:
+        return Workers(ModelConfig(model="m", device=device), EngineConfig(**engine), self.start)
+
+
+def request(row: int, tokens: list[int], max_tokens: int = 3, **fields: Any) -> Request:
+    params = fields.pop("params", SamplingParams(max_tokens=max_tokens))
+    key = row.to_bytes(16, "little")
+    return Request(
+        row=row, tokens=np.array(tokens, dtype=np.int32), params=params, max_tokens=max_tokens, key=key, **fields
+    )
+
+
+def planned(requests: list[Request], *, share: bool = True) -> tuple[list[Any], Any]:
+    """What an engine's `add` takes first."""
+    leaves = leaves_of(requests)
+    return leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16, share=share)
+
+
+def grouped(groups: int, rows: int, prefix: int = 50, **options: Any) -> list[Request]:
+    """Rows of several groups, each with a prefix of its own, shuffled."""
+    return [request(row, [row % groups] * prefix + [1000 + row], **options) for row in range(groups * rows)]

@@ -1,0 +1,89 @@
+"""What the tested shapes of an architecture ask of attention, seen by running two tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from batchgen.attention.base import LayerOptions
+from support.models import packed_model
+from support.shapes import SHAPES
+
+ROPES = {
+    "dynamic": "dynamic NTK", "linear": "linear rope", "llama3": "Llama 3 rope", "longrope": "LongRoPE",
+    "proportional": "proportional rope", "yarn": "YaRN",
+}  # fmt: skip
+
+
+class _Asked:
+    """Stands in for a step's attention and notes what each layer asks for."""
+
+    def __init__(self) -> None:
+        self.options: list[LayerOptions] = []
+        self.widths: set[tuple[int, int]] = set()
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        self.options.append(options)
+        self.widths.add((k_KTD.shape[2], v_KTV.shape[2]))
+        return q_HTD.new_zeros((q_HTD.shape[1], q_HTD.shape[0], v_KTV.shape[2]))
+
+
+@torch.inference_mode()
+def features_of(shape: str) -> set[str]:
+    model = packed_model(shape).module
+    asked = _Asked()
+    tokens = torch.tensor([[0, 1]])
+    model(
+        input_ids=tokens, position_ids=tokens, use_cache=False, step_attention=asked, logits_to_keep=torch.tensor([1])
+    )
+    config = model.config
+    sliding = [o.window is not None for o in asked.options]
+    found = {
+        "alternating sliding windows": any(sliding) and not all(sliding),
+        "sliding window": all(sliding),
+        "soft cap": any(o.softcap is not None for o in asked.options),
+        "sinks": any(o.sinks is not None for o in asked.options),
+        "MLA": hasattr(config, "kv_lora_rank"),
+        "K and V of different widths": any(k != v for k, v in asked.widths),
+        "shared KV": bool(getattr(config, "num_kv_shared_layers", 0)),
+        "experts": any("expert" in name for name, _ in model.named_modules()),
+    }
+    return {name for name, there in found.items() if there} | _positions(config)
+
+
+def _positions(config: Any) -> set[str]:
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return {"absolute positions"}
+    parts = [p for p in (rope, *rope.values()) if isinstance(p, dict)]
+    kinds = {ROPES[p["rope_type"]] for p in parts if p.get("rope_type", "default") != "default"}
+    if any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in parts):
+        kinds.add("partial rope")
+    return kinds
+
+
+def features_of_all() -> dict[str, list[str]]:
+    """By `model_type`, what its shapes cover together, sorted."""
+    found: dict[str, set[str]] = {}
+    for shape in sorted(SHAPES):
+        found.setdefault(shape.split("/")[0], set()).update(features_of(shape))
+    return {name: sorted(features, key=str.lower) for name, features in found.items()}
+
+
+def candidates() -> set[str]:
+    """The text architectures of the installed transformers that declare `_supports_attention_backend`."""
+    return {name for name in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if _declares_support(name) and _is_text(name)}
+
+
+def _declares_support(name: str) -> bool:
+    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]], "_supports_attention_backend", False))
+
+
+def _is_text(name: str) -> bool:
+    parts = set(CONFIG_MAPPING[name].sub_configs) - {"text_config", "attn_config", "ffn_config"}
+    return not parts and name != "fuyu"  # which reads images without an encoder

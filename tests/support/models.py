@@ -1,0 +1,182 @@
+"""Tiny random models of every verified architecture, and the two sides that parity compares."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from batchgen.config import EngineConfig
+from batchgen.engine.engine import Engine
+from batchgen.kernels.build import NoKernels, library
+from batchgen.model.loader import prepare_model
+from batchgen.prefix import plan_prefixes
+from batchgen.prompts import LoadedTokenizer
+from batchgen.request import Request, leaves_of, row_digest, row_key
+from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
+from support.shapes import COMMON, SHAPES, VOCAB
+
+
+class Numbers:
+    """A tokenizer whose text is the token ids."""
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[None]:
+        return [None for _ in tokens]
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return str(token)
+
+
+def build(model_type: str, **changes: Any) -> Any:
+    """A random float32 model; the same for the same arguments."""
+    config = AutoConfig.for_model(model_type.split("/")[0], **(COMMON | SHAPES[model_type] | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    return _randomize(model)
+
+
+@torch.no_grad()
+def _randomize(model: Any) -> Any:
+    """Random numbers wherever training would leave its mark: a bias, norm or sink that stays neutral proves nothing."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.1
+        parameter.copy_(noise if parameter.dim() > 1 and "norm" not in name else parameter.nan_to_num() + noise)
+    for name, buffer in model.named_buffers():
+        if "bias" in name and buffer.is_floating_point():
+            buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.1)
+    return model
+
+
+@cache
+def reference_model(model_type: str) -> Any:
+    return build(model_type)
+
+
+def kernels() -> ctypes.CDLL | None:
+    """Our kernels, where this machine can compile them: what a user runs there by default."""
+    try:
+        return library()
+    except NoKernels:
+        return None
+
+
+@cache
+def packed_model(model_type: str, *, compiled: bool = True) -> Any:
+    return prepare_model(copy.deepcopy(reference_model(model_type)), kernels=kernels() if compiled else None)
+
+
+def text(context_length: int = 512, eos: tuple[int, ...] = ()) -> LoadedTokenizer:
+    return LoadedTokenizer(
+        tokenizer=Numbers(), hf_config=None, context_length=context_length, eos_token_ids=eos, vocab_size=VOCAB
+    )
+
+
+def make_requests(prompts: list[list[int]], max_tokens: list[int], **params: Any) -> list[Request]:
+    requests, seen = [], {}
+    for row, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
+        sampling = SamplingParams(max_tokens=most, **params)
+        tokens = np.array(prompt, dtype=np.int32)
+        digest = row_digest(tokens, sampling)
+        seen[digest] = seen.get(digest, -1) + 1
+        requests.append(
+            Request(row=row, tokens=tokens, params=sampling, max_tokens=most, key=row_key(digest, seen[digest]))
+        )
+    return requests
+
+
+def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **config: Any) -> Engine:
+    """`ahead`: a step is launched before the tokens of the one before it are known, as on CUDA."""
+    options = {"kv_memory": "64MiB", "debug": True} | config
+    engine = Engine(model, text(eos=eos), EngineConfig(**options))
+    engine.ahead = ahead
+    return engine
+
+
+def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Result]:
+    """Results in the order of the requests."""
+    leaves = leaves_of(requests)
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], engine.config.chunk_size, share=share)
+    results: dict[int, Result] = {}
+    engine.generate(leaves, plan, on_result=lambda r: results.__setitem__(r.row, r))
+    return [results[r.row] for r in requests]
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What transformers generates for a prompt by itself, and the logits that it chose from."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: torch.Tensor
+    """[len(tokens), vocabulary]"""
+
+
+@torch.inference_mode()
+def expect(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> Expected:
+    """transformers' greedy `generate` on one prompt, the mask given so that no token passes for padding."""
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = list(eos) or None
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    return Expected(prompt, out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits))
+
+
+def generate(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> list[int]:
+    return expect(model, prompt, max_tokens, eos).tokens
+
+
+class Seen:
+    """The logits that a packed model gave, with the position and the token that each stands behind."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int]] = []
+        self.logits: list[torch.Tensor] = []
+
+    def note(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        keep = kwargs["logits_to_keep"]
+        positions, tokens = (kwargs[name][0, keep].tolist() for name in ("position_ids", "input_ids"))
+        self.places += zip(positions, tokens, strict=True)
+        self.logits += output.logits[0]
+
+    def furthest(self, expected: list[Expected]) -> float:
+        """The largest difference of a logit from the nearest of those expected behind the same token at the same position.
+
+        Infinite where none is expected there.
+        """
+        rows: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for e in expected:
+            text = e.prompt + e.tokens
+            for i, logits in enumerate(e.logits, len(e.prompt) - 1):
+                rows.setdefault((i, text[i]), []).append(logits)
+        differences = [
+            float((torch.stack(rows[place]) - logits).abs().amax(1).min()) if place in rows else math.inf
+            for place, logits in zip(self.places, self.logits, strict=True)
+        ]
+        return max(differences)
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[Seen]:
+    """Notes the logits of a loaded model in the block."""
+    seen = Seen()
+    handle = model.module.register_forward_hook(seen.note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()

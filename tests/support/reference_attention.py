@@ -1,0 +1,38 @@
+"""The oracle: each query by itself, its keys gathered by its block table, softmax in float32. Slow, and plainly right."""
+
+from __future__ import annotations
+
+import torch
+
+from batchgen.attention.base import LayerOptions
+from batchgen.scheduling.batch import Work
+
+
+class Reference:
+    """Attention of a step straight from its works, no plan involved."""
+
+    def __init__(self, works: tuple[Work, ...], page_size: int) -> None:
+        self.works = works
+        self.page_size = page_size
+
+    def attend(
+        self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """See `Backend`."""
+        rows: list[torch.Tensor] = []
+        for work in self.works:
+            table = torch.tensor(work.span.table, device=keys.device)
+            for position in range(work.start, work.stop):
+                first = 0 if options.window is None else max(0, position - options.window + 1)
+                at = torch.arange(first, position + 1, device=keys.device)
+                slots = table[at // self.page_size] * self.page_size + at % self.page_size
+                q = q_KTGD[:, len(rows)].float()
+                scores = q @ keys[:, slots].float().transpose(1, 2) * options.scale  # [K, G, S]
+                if options.softcap is not None:
+                    scores = torch.tanh(scores / options.softcap) * options.softcap
+                if options.sinks is not None:
+                    sink = options.sinks.float().view(*scores.shape[:2], 1)
+                    scores = torch.cat([scores, sink], -1)
+                weights = scores.softmax(-1)[..., : len(at)]
+                rows.append(weights @ values[:, slots].float())
+        return torch.stack(rows).to(q_KTGD.dtype)

@@ -1,0 +1,337 @@
+"""The engine without a model: the scheduler's steps carried out on a pool that remembers what each slot holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from batchgen.attention.plan import AttentionPlan, plan_attention
+from batchgen.prefix import PrefixPlan, plan_prefixes
+from batchgen.request import Leaf, Request, leaves_of
+from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.batch import Copy, Limits, Save, Step, count_step, drawn_of, tokens_of
+from batchgen.scheduling.block_manager import Memory
+from batchgen.scheduling.block_pool import PagePool
+from batchgen.scheduling.scheduler import Scheduler
+from batchgen.scheduling.sequence import Branch, GenerationSequence, Span, State, TokenScore
+from batchgen.scheduling.waiting import POLICIES
+from batchgen.stats import EngineStats
+
+
+class Length:
+    """Ends a completion at its length or with one of the tokens `ends`; its text is empty."""
+
+    text = ""
+
+    def __init__(self, count: int, ends: Container[int] = ()) -> None:
+        self.left = count
+        self.ends = ends
+
+    def append(self, token: int) -> str | None:
+        self.left -= 1
+        return "stop" if token in self.ends else None if self.left else "length"
+
+
+def make_leaves(
+    prompts: Iterable[Iterable[int]],
+    lengths: Iterable[int],
+    n: Iterable[int] = (),
+    texts: Iterable[Iterable[Iterable[int]]] = (),
+    priorities: Iterable[float] = (),
+    first: int = 0,
+) -> list[Leaf]:
+    """Leaves of requests that draw exactly so many tokens, `n` times each; those that have texts score them instead.
+
+    Rows are numbered from `first`.
+    """
+    rows = zip_longest(prompts, lengths, n, texts, priorities)
+    return leaves_of(
+        Request(
+            row=row,
+            tokens=np.array(list(prompt), dtype=np.int32),
+            params=SamplingParams(max_tokens=length, n=count or 1),
+            max_tokens=length,
+            key=row.to_bytes(16, "little"),
+            texts=tuple(np.array(list(text), dtype=np.int32) for text in scored or ()),
+            priority=priority or 0.0,
+        )
+        for row, (prompt, length, count, scored, priority) in enumerate(rows, first)
+    )
+
+
+def slot(span: Span, position: int, page_size: int) -> int:
+    return span.table[position // page_size] * page_size + position % page_size
+
+
+def score(path: tuple[int, ...], token: int) -> TokenScore:
+    """What a model might say of `token` after `path`."""
+    return TokenScore(-float(hash((path, token)) % 1000), hash((path, token)) % 3 == 0)
+
+
+@dataclass
+class Flight:
+    """A step whose numbers are not told yet."""
+
+    scores: list[tuple[TokenScore, TokenScore]] = field(default_factory=list)
+    scored: list[GenerationSequence] = field(default_factory=list)
+    drawn: list[tuple[GenerationSequence, int]] = field(default_factory=list)
+
+
+class Simulation:
+    """A scheduler whose steps are carried out on paper, every step checked.
+
+    A slot holds the tokens from the start of its path to its own: the KV is right if and only if they are. `ahead`: the tokens and scores of a
+    step are told when the next one is under way, as on a device. Tokens in `ends` end a completion.
+    """
+
+    def __init__(
+        self, pages: int = 1000, page_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
+        scored: int = 1000, kv_read: int | None = None, sliding: int | None = None, policy: str = "prefix",
+        host_pages: int = 0,
+        shared_reads: int = 4, every_step: Callable[[Step, AttentionPlan | None], None] | None = None,
+        ahead: bool = False, ends: Container[int] = (),
+    ) -> None:  # fmt: skip
+        self.memory = Memory(PagePool(pages), page_size, sliding, host_pages)
+        self.limits = Limits(batch_size, tokens, prefill, scored, kv_read)
+        self.scheduler = Scheduler(self.memory, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy])
+        self.page_size = page_size
+        self.shared_reads = shared_reads
+        self.sliding = sliding
+        self.every_step = every_step
+        self.held: dict[int, tuple[int, ...]] = {}
+        self.done: dict[tuple[int, int], list[Any]] = {}
+        """By row and number: the tokens drawn, or the scores of the text."""
+        self.loaded = 0
+        self.prefilled = self.recomputed = self.steps = 0
+        self.stats = EngineStats()
+        self.ahead = ahead
+        self.drawn: dict[GenerationSequence, list[int]] = {}
+        """What the device has drawn for each."""
+        self.last: dict[int, int] = {}
+        """By slot, the token drawn last."""
+        self.late = 0
+        """Tokens drawn for sequences that had ended."""
+        self._flight: Flight | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows that are done."""
+        return sorted({row for row, _ in self.done})
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still to come."""
+        return bool(self.scheduler.unfinished or self._flight)
+
+    def load(
+        self, prompts: Iterable[Iterable[int]], lengths: Iterable[int], share: bool = True, **rows: Any
+    ) -> PrefixPlan:
+        """Adds a window; see `make_leaves`. The window is `self.window`."""
+        if not self.busy:
+            self.done, self.loaded = {}, 0
+        leaves = make_leaves(prompts, lengths, **rows, first=self.loaded)
+        self.loaded += len({leaf.request.row for leaf in leaves})
+        plan = plan_prefixes([leaf.tokens for leaf in leaves], 16, share=share)
+        self.window = self.scheduler.load([leaves[i] for i in plan.order], plan)
+        return plan
+
+    def finish(self, most_steps: int = 10_000) -> None:
+        """Steps until every leaf is done."""
+        before = self.steps
+        while self.scheduler.unfinished:
+            self.step()
+            assert self.steps - before < most_steps, "no end in sight"
+        self._land()
+        assert not self.scheduler.running
+        assert not self.scheduler.prefilling
+        assert not self.memory.live
+        assert self.memory._promised == 0
+
+    def step(self, admit: bool = True) -> Step:
+        step = self.scheduler.schedule(admit)
+        if step is None:
+            assert self.ahead, "all is known, and no step can be made"
+            self._land()
+            return self.step(admit)
+        self.steps += 1
+        self._check_budgets(step)
+        self._move(step)
+        plan = plan_attention(step.works, self.page_size, self.shared_reads) if step.works else None
+        if plan is not None:
+            self._check_tokens(step)
+            self._write(step, plan)
+            self._check_reads(step, plan)
+        if self.every_step is not None:
+            self.every_step(step, plan)
+        flight = Flight()
+        drawing = self._draws(step, flight)
+        before = (self.stats.prefill_tokens, self.stats.recomputed_tokens)
+        count_step(self.stats, step)
+        self.prefilled += self.stats.prefill_tokens - before[0]
+        self.recomputed += self.stats.recomputed_tokens - before[1]
+        flight.scored += [*step.scored, *self.scheduler.ran(step)]
+        for seq in drawing:
+            token = 1000 + (7 * seq.request.row + seq.drawn + 3 * seq.leaf.choice) % 11
+            self.drawn.setdefault(seq, []).append(token)
+            self.last[seq.slot] = token
+            flight.drawn.append((seq, token))
+        self.scheduler.draws(drawing)
+        self.check()
+        self._land()
+        self._flight = flight
+        if not self.ahead:
+            self._land()
+        self.check()
+        return step
+
+    def _land(self) -> None:
+        """What was launched last is known."""
+        flight, self._flight = self._flight or Flight(), None
+        for entry, value in flight.scores:
+            entry.logprob, entry.likeliest = value.logprob, value.likeliest
+        for seq in flight.scored:
+            if not seq.running:
+                continue
+            path, prompt = tuple(seq.leaf.tokens.tolist()), len(seq.request.tokens)
+            want = [score(path[: prompt + k], t) for k, t in enumerate(seq.leaf.scored.tolist())]
+            assert seq.text_scores == want, "scores of another text"
+            self.scheduler.finish(seq)
+            self._end(seq, seq.text_scores)
+        for seq, token in flight.drawn:
+            if not seq.running:
+                self.late += 1
+            elif self.scheduler.drew(seq, token):
+                self._end(seq, seq.generated)
+
+    def cancel(self, index: int) -> None:
+        """Cancels the leaf at this depth-first place of the last window."""
+        self.scheduler.cancel(self.window, index)
+        self.check()
+
+    def check(self) -> None:
+        spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
+        self.memory.pool.check(span.table[span.dropped :] for span in spans)
+        assert self.scheduler._under.held_tokens == sum(seq.end for seq in self.scheduler.running)
+        for span in spans:
+            for position in range(span.dropped * self.page_size, span.computed):
+                assert self.held[slot(span, position, self.page_size)] == self._prefix(span, position + 1)
+
+    def _prefix(self, span: Span, count: int) -> tuple[int, ...]:
+        """The first `count` tokens of the span's path: what the KV of the last of them depends on."""
+        if isinstance(span, GenerationSequence):
+            return (*span.leaf.tokens.tolist(), *self.drawn.get(span, ()))[:count]
+        return tuple(span.tokens(0, count).tolist())
+
+    def _move(self, step: Step) -> None:
+        for move in step.moves:
+            if isinstance(move, Copy):
+                self._fill(move.to, self._page(move.source))
+            elif isinstance(move, Save):
+                move.to.kv = [self._page(page) for page in move.pages]
+            else:
+                for page, slots in zip(move.pages, move.source.kv[move.first :], strict=False):
+                    self._fill(page, slots)
+
+    def _check_tokens(self, step: Step) -> None:
+        tokens = tokens_of(step.works)
+        places, slots = drawn_of(step.works)
+        assert all(w.span.unseen == 0 for w in step.works if isinstance(w.span, GenerationSequence)) or self.ahead
+        tokens[places] = [self.last[slot] for slot in slots.tolist()]
+        want = [self._prefix(w.span, w.stop)[w.start :] for w in step.works]
+        assert tokens.tolist() == [token for some in want for token in some], "other tokens are run than were drawn"
+
+    def _page(self, page: int) -> list[tuple[int, ...]]:
+        return [self.held.get(page * self.page_size + offset, ()) for offset in range(self.page_size)]
+
+    def _fill(self, page: int, slots: list[tuple[int, ...]]) -> None:
+        for offset, what in enumerate(slots):
+            self.held[page * self.page_size + offset] = what
+
+    def _draws(self, step: Step, flight: Flight) -> list[GenerationSequence]:
+        drawing = []
+        for work in step.works:
+            span = work.span
+            for position in range(work.logits, work.stop):
+                if isinstance(span, GenerationSequence) and not span.scoring:
+                    drawing.append(span)
+                elif span.scoring:
+                    for token in span.next_tokens(position):
+                        entry = span.scores[position, token] = TokenScore()
+                        flight.scores.append((entry, score(self._prefix(span, position + 1), token)))
+            if isinstance(span, Branch) and work.stop == span.end and span.window.draws_at[span.item]:
+                assert work.logits < work.stop
+                span.logits = self._prefix(span, work.stop)
+        for seq in step.ready:
+            assert seq.path[-1].logits == tuple(seq.request.tokens.tolist()), "logits of another prompt"
+        return [*drawing, *step.ready]
+
+    def _end(self, seq: GenerationSequence, what: list[Any]) -> None:
+        at = (seq.request.row, seq.leaf.choice)
+        assert at not in self.done
+        self.done[at] = what
+
+    def _check_budgets(self, step: Step) -> None:
+        limits = self.scheduler.limits
+        assert len(self.scheduler.running) <= limits.batch_size
+        assert step.num_tokens <= limits.max_batch_tokens
+        decoding = [w for w in step.works if isinstance(w.span, GenerationSequence) and w.span.state is State.DECODING]
+        assert all(w.stop - w.start == 1 for w in decoding)
+        assert step.num_tokens - len(decoding) <= limits.max_prefill_tokens
+        scoring = [w for w in step.works if w.span.scoring]
+        assert sum(w.stop - w.logits for w in scoring) <= limits.max_scored_tokens
+        if limits.max_kv_read is not None and len(step.works) > 1:
+            nodes = {b for w in step.works for b in w.span.path}
+            own = sum(w.stop - w.span.start for w in step.works)
+            assert own + sum(b.end - b.start for b in nodes) <= limits.max_kv_read
+        places = [w.span.place for w in step.works]
+        assert places == sorted(places)
+        slots = [s.slot for s in self.scheduler.running]
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= s < limits.batch_size for s in slots)
+
+    def _write(self, step: Step, plan: AttentionPlan) -> None:
+        at = 0
+        assert len(set(plan.slots.tolist())) == plan.num_tokens == step.num_tokens, "two tokens written to one slot"
+        for work in step.works:
+            for position in range(work.start, work.stop):
+                assert plan.positions[at] == position
+                self.held[int(plan.slots[at])] = self._prefix(work.span, position + 1)
+                at += 1
+
+    def _check_reads(self, step: Step, plan: AttentionPlan) -> None:
+        reads = reads_of(plan)
+        at = 0
+        for work in step.works:
+            for position in range(work.span.dropped * self.page_size, work.stop):
+                assert self.held[slot(work.span, position, self.page_size)] == self._prefix(work.span, position + 1)
+            for position in range(work.start, work.stop):
+                first = 0 if self.sliding is None else max(0, position + 1 - self.sliding)
+                want = [(p, slot(work.span, p, self.page_size)) for p in range(first, position + 1)]
+                seen = sorted(read for read in reads[at] if read[0] >= first)  # the others are masked
+                assert seen == want, "a query does not read each of its keys once"
+                at += 1
+
+
+def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
+    """By query: the (position, slot) of each key that it attends to, in all parts."""
+    size = plan.page_size
+    reads: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_tokens)]
+    for part in plan.shared:
+        keys = [(part.position + k, part.page * size + k) for k in range(part.num_pages * size)]
+        for q in range(part.q_start, part.q_end):
+            reads[q] += keys
+    if plan.paged is not None:
+        p = plan.paged
+        for page, owner, length, position in zip(p.pages, p.owners, p.lengths, p.positions, strict=True):
+            reads[int(p.queries[owner])] += [(int(position) + k, int(page) * size + k) for k in range(length)]
+    for causal in plan.causal:
+        for b, row in enumerate(causal.queries.tolist()):
+            keys = list(zip(causal.k_positions[b].tolist(), causal.keys[b].tolist(), strict=True))
+            for q, position in zip(row, causal.q_positions[b].tolist(), strict=True):
+                if q < plan.num_tokens:
+                    reads[q] += [key for key in keys if key[0] <= position]
+    return reads

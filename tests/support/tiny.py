@@ -1,0 +1,88 @@
+"""A tiny random Llama and requests for it."""
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from batchgen.config import EngineConfig
+from batchgen.engine.engine import Engine
+from batchgen.model.loader import prepare_model
+from batchgen.prefix import plan_prefixes
+from batchgen.prompts import LoadedTokenizer
+from batchgen.request import Request, leaves_of, row_digest, row_key
+from batchgen.sampling_params import SamplingParams
+
+VOCAB = 97
+PAGE = 32
+TOKEN = 256  # bytes of KV
+AHEAD = (
+    None  # whether engines launch a step before the tokens of the one before it are known; None: as the device has it
+)
+
+
+class Numbers:
+    """A tokenizer whose text is the token ids."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+    def convert_tokens_to_ids(self, tokens):
+        return [None for _ in tokens]
+
+    def convert_ids_to_tokens(self, token):
+        return str(token)
+
+
+def build(poison=None, layers=2):
+    """A random Llama; the token `poison` is embedded as NaN."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config).float().eval()
+    if poison is not None:
+        module.model.embed_tokens.weight.data[poison] = float("nan")
+    return prepare_model(module)
+
+
+def engine_of(model, eos=(), pages=None, **config):
+    text = LoadedTokenizer(
+        tokenizer=Numbers(), hf_config=None, context_length=2048, eos_token_ids=eos, vocab_size=VOCAB
+    )
+    options = {"kv_memory": f"{pages * PAGE * TOKEN}B" if pages else "64MiB", "debug": True} | config
+    engine = Engine(model, text, EngineConfig(**options))
+    if AHEAD is not None:
+        engine.ahead = AHEAD
+    return engine
+
+
+def requests_of(prompts, lengths, priorities=None, **params):
+    requests, seen = [], {}
+    for row, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
+        sampling = SamplingParams(max_tokens=most, **params)
+        tokens = np.array(list(prompt), dtype=np.int32)
+        digest = row_digest(tokens, sampling)
+        seen[digest] = seen.get(digest, -1) + 1
+        key = row_key(digest, seen[digest])
+        priority = priorities[row] if priorities else 0.0
+        requests.append(Request(row=row, tokens=tokens, params=sampling, max_tokens=most, key=key, priority=priority))
+    return requests
+
+
+def run(engine, requests, stop=None):
+    """Results by row; each row once."""
+    results = {}
+
+    def on_result(result):
+        assert result.row not in results
+        results[result.row] = result
+
+    engine.generate(*planned(requests), on_result=on_result, stop=stop)
+    return results
+
+
+def planned(requests):
+    leaves = leaves_of(requests)
+    return leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16)

@@ -1,0 +1,101 @@
+"""A process that has imported everything and forks a child for each run of the command, so that a run takes a fraction of a second.
+
+Takes orders on standard input, a JSON object a line, and answers each with one: `{"start": {...}}` with the child's process id,
+`{"wait": pid, "block": …}` with its wait status (null: it goes on). Ends at the end of its input. One thread only: what is forked is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from support.faults import Plan, Watch
+from support.forked import start_forked
+
+
+def main() -> None:
+    _import_everything()
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    _answer(answers, threads)
+    while line := orders.readline():
+        order = json.loads(line)
+        if "wait" in order:
+            pid, status = os.waitpid(order["wait"], 0 if order["block"] else os.WNOHANG)
+            _answer(answers, status if pid else None)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            orders.close()
+            answers.close()
+            _child(order["start"])
+        _answer(answers, pid)
+
+
+def _import_everything() -> None:
+    import pyarrow.parquet
+    import transformers
+
+    import batchgen.devices.engine
+    import batchgen.devices.transport
+    import batchgen.devices.worker
+    import batchgen.engine.engine
+    import batchgen.job
+    import batchgen.model.loader
+    import batchgen_cli.app
+    import batchgen_cli.report
+
+    batchgen.devices.transport.start_process = start_forked
+    _ = (pyarrow, batchgen, batchgen_cli, transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+
+
+def _answer(answers: Any, value: Any) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+def _child(order: dict[str, Any]) -> None:
+    """The run itself; does not return."""
+    code = 70
+    try:
+        os.chdir(order["folder"])
+        for fd, name in ((1, order["stdout"]), (2, order["stderr"])):
+            there = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(there, fd)
+            os.close(there)
+        for place, value in order["set"].items():
+            module, name = place.split(":")
+            assert hasattr(importlib.import_module(module), name), place
+            target = importlib.import_module(module)
+            if isinstance(value, dict):  # some fields of a dataclass
+                value = dataclasses.replace(getattr(target, name), **value)
+            setattr(target, name, value)
+        if order["file_size"] is not None:  # Python ignores SIGXFSZ, so a write that passes it fails with EFBIG
+            resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
+        from batchgen_cli.app import main as batchgen
+
+        Watch(Path(order["folder"]), Plan(**order["plan"]), Path(order["log"])).install()
+        try:
+            batchgen(order["arguments"])
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int) else 71
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
