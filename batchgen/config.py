@@ -280,7 +280,7 @@ class JobConfig:
         None,
         "Format of the input, whatever its suffix.",
         group="Job",
-        values=["jsonl", "parquet", "csv"],
+        values=["jsonl", "parquet", "csv", "tsv"],
         shown="by suffix",
     )
     id_column: str | None = option(
@@ -367,6 +367,12 @@ class JobConfig:
         self._check_output_format()
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """Options and the columns of the input that they name, beside those that make prompts."""
+        ids = [("--id-column", self.id_column)] if self.id_column is not None else []
+        return ids + [("--keep", name) for name in self.keep or ()]
 
     def _check_output_format(self) -> None:
         if self.output_format == "openai" and self.prompts.score:

@@ -68,7 +68,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             size = window_rows(config, source, output)
             waiting = None if size is None else source.windows(size, config.limit)
             rows = source.first_rows(config.limit) if waiting is None else next(waiting, [])
-            prompts.check_columns(rows[:CHECKED_ROWS])
+            prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
             settings = job_settings(config, text.hf_config, chat=prompts.chat)
         with open_job(
             output,
@@ -113,7 +113,10 @@ def _finish(work: Generation, job: JobFolder | StdoutJob, output: str) -> JobRep
     with work.run.timed("write"):
         job.flush()
     stats = work.figures()
+    told = len(job.notes)
     job.finish(stats)
+    for note in job.notes[told:]:
+        work.progress.note(note)
     write_stats(work.config.stats, stats)
     code = 3 if work.run.failed else 0
     return JobReport(stats, output, code, False, work.prompts.chat, tuple(work.failures))

@@ -14,6 +14,8 @@ from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.kept import KeptPrefixes
+from batchgen.model.architectures import check_architecture
+from batchgen.model_files import check_weight_files
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -26,7 +28,7 @@ from batchgen.prefix import (
 )
 from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
-from batchgen.prompts.tokenizer import quiet
+from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.records import open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.request import Request, TokenArray, leaves_of
@@ -65,7 +67,7 @@ class PlanReport:
     windows: int
     bytes_per_token: int
     """KV of one token in all layers; 0 where the configuration does not say."""
-    page_size: int
+    block_size: int
     tree: tuple[TreeLine, ...]
     groups: tuple[GroupLine, ...]
     chat: bool = False
@@ -101,7 +103,9 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config.inputs, format=config.input_format, output=None)
         progress.phase("loading tokenizer")
+        check_weight_files(config.model, needed=False)
         text = load_tokenizer(config.model)
+        check_architecture(text.hf_config)
         prompts = PromptBuilder(text, config.prompts, config.sampling)
         planner = Planner(config, text)
         progress.phase("planning")
@@ -110,7 +114,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
             waiting = SortedRequests(Path(folder))
             for rows in source.windows(size or READ_ROWS, config.limit):
                 if planner.rows == 0:
-                    prompts.check_columns(rows[:CHECKED_ROWS])
+                    prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
                 requests = planner.requests(prompts.build(rows))
                 rows.clear()  # freed before the next ones are read
                 progress.passed(planner.rows)
@@ -133,7 +137,7 @@ class Planner:
 
     config: JobConfig
     text: LoadedTokenizer
-    page_size: int = field(init=False)
+    block_size: int = field(init=False)
     bytes_per_token: int = field(init=False)
     rows: int = 0
     failed: int = 0
@@ -146,10 +150,10 @@ class Planner:
         self._survey = Survey(self.config.engine.chunk_size, TREE_NODES, GROUPS)
         with quiet():  # torchao, where it is installed, has much to say
             from batchgen.model.memory_budget import (
-                page_size_of,  # imports torch, which transformers has imported by now
+                block_size_of,  # imports torch, which transformers has imported by now
             )
 
-        self.page_size = page_size_of(self.config.engine.chunk_size)
+        self.block_size = block_size_of(self.config.engine.chunk_size)
         self.bytes_per_token = kv_bytes_per_token(
             self.text.hf_config, dtype_name(self.config.model, self.text.hf_config)
         )
@@ -190,7 +194,7 @@ class Planner:
             plan,
             prompts,
             max_tokens,
-            block_size=self.page_size,
+            block_size=self.block_size,
             bytes_per_token=self.bytes_per_token,
             carried=carried,
         )
@@ -207,7 +211,7 @@ class Planner:
             rows_failed=self.failed,
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
-            page_size=self.page_size,
+            block_size=self.block_size,
             tree=tuple(self._line(line) for line in survey.largest_nodes()),
             groups=tuple(survey.largest_groups()),
             chat=chat,
@@ -221,7 +225,7 @@ class Planner:
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
     """KV of one token in all layers, from the configuration alone; 0 where it does not say."""
-    own = getattr(hf_config, "text_config", None) or hf_config
+    own = text_config(hf_config)
     layers, heads = getattr(own, "num_hidden_layers", None), getattr(own, "num_attention_heads", None)
     hidden = getattr(own, "hidden_size", None)
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -144,6 +144,11 @@ class SamplingParams:
         parse=json_schema_file,
     )
     """The schema as JSON text."""
+    json_whitespace: bool = option(
+        False,
+        "JSON may have blanks and line ends between its tokens; otherwise it is compact.",
+        group="Constraints",
+    )
 
     def __post_init__(self) -> None:
         settle(self)
@@ -184,6 +189,10 @@ class SamplingParams:
             name = "stop_token_ids" if name == "stop_token_id" else name
             if value is not None and name not in known:
                 raise RowError("unsupported_parameter", f"unknown parameter {name!r}")
+            if name == "choices" and isinstance(value, list | tuple) and not value:
+                raise RowError(
+                    "unsupported_parameter", "choices must be two or more different texts, not an empty list"
+                )
             if value is not None:
                 changes[name] = value
         if not changes.keys().isdisjoint(_CONSTRAINTS):  # a row's own constraint takes the place of the command's
@@ -200,7 +209,9 @@ class SamplingParams:
 
 @lru_cache(maxsize=1024)  # most rows of a job have the same parameters
 def _params_digest(params: SamplingParams) -> bytes:
-    return hashlib.blake2b(json.dumps(asdict(params), sort_keys=True).encode(), digest_size=16).digest()
+    # Without those that are at their defaults, so that a parameter that is new leaves the keys of rows without it as they were.
+    own = {f.name: getattr(params, f.name) for f in fields(params) if getattr(params, f.name) != f.default}
+    return hashlib.blake2b(json.dumps(own, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def choices_of(text: str) -> tuple[str, ...]:

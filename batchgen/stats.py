@@ -38,6 +38,8 @@ class EngineStats:
     preemptions: int = 0
     kv_bytes_peak: int = 0
     """Most KV memory held at once, in bytes."""
+    state_bytes_peak: int = 0
+    """Most memory held at once by states of recurrent layers, in bytes."""
     kv_bytes_unshared: int = 0
     """What the same sequences would have held, at the worst moment, with a copy of the prefix each."""
     forward_seconds: float = 0.0
@@ -171,6 +173,7 @@ def figures(
         "preemptions": engine.preemptions,
         "kv_bytes_peak": engine.kv_bytes_peak,
         "kv_bytes_unshared": engine.kv_bytes_unshared,
+        "state_bytes_peak": engine.state_bytes_peak,
         "memory_bytes_peak": memory_bytes_peak() + engine.process_bytes_peak,
         "groups": run.groups,
         "prefix_nodes": run.prefix_nodes,
@@ -186,7 +189,7 @@ def figures(
 
 
 _SUMMED = ("prefill_tokens", "prefill_tokens_min", "recomputed_tokens", "scored_tokens", "steps", "preemptions")
-_LARGEST = ("kv_bytes_peak", "memory_bytes_peak")
+_LARGEST = ("kv_bytes_peak", "state_bytes_peak", "memory_bytes_peak")
 
 
 def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, Any]) -> dict[str, Any]:

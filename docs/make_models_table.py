@@ -16,10 +16,12 @@ TEXT = """# Models
 prompts side by side, and with prefill in slices, little memory and preemption. Shown on transformers {versions} (`tests/parity/test_every_architecture.py`).
 Of the {decoders} decoder-only text architectures of transformers {newest} that declare support for attention backends, {exact} are among them. {refused} are refused by name, with the reason, before any weights are loaded. What is in neither table is tried in small when it is loaded, and refused if a single logit differs.
 
+Models with recurrent layers (gated delta rule, Mamba2, short convolutions) share prefixes as all others do: [recurrent.md](recurrent.md).
+
 Positions: plain, partial, linear, proportional, Llama 3 and YaRN rotary embeddings and absolute positions are exact. LongRoPE and dynamic NTK change for a whole batch with its longest sequence, in transformers too; below a certain length they do not, so the
 context ends there: at `original_max_position_embeddings` for LongRoPE, at `max_position_embeddings` for dynamic NTK. Other kinds are refused.
 
-A verified architecture is refused, too, where its configuration asks for what is not: layers other than full and sliding attention (`granitemoehybrid` with Mamba layers), or attention in both directions (`use_bidirectional_attention`).
+A verified architecture is refused, too, where its configuration asks for what is not: layers of a kind that its family is not verified with, or attention in both directions (`use_bidirectional_attention`).
 
 This page is written by `docs/make_models_table.py`; a test compares the two.
 

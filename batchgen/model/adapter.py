@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ from numpy.typing import NDArray
 
 from batchgen.attention.base import NAME, LayerOptions, register
 from batchgen.attention.cpu_backend import VECTOR, storage
-from batchgen.attention.kv_cache import LayerShape
+from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.errors import ModelError
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.fusion import fuse
 from batchgen.kernels.transfer import put
+from batchgen.state.cache import StateShape
+from batchgen.state.mixers import RecurrentLayers, StateProbe, install
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +36,10 @@ class LoadedModel:
     """KV of each attention layer as it is stored, by layer index."""
     vocab_size: int
     """Width of the logits."""
+    states: dict[int, StateShape] = field(default_factory=dict)
+    """What each recurrent layer keeps of a sequence, by layer index."""
+    recurrent: RecurrentLayers | None = None
+    """The recurrent layers, where there are some: they run on the states of a step."""
     group: int = 1
     """Most query heads to a key/value head."""
     sliding_window: int | None = None
@@ -46,6 +53,11 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     """What the user should know of how the model was loaded, a sentence each."""
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where KV and states lie, the first layer's device first."""
+        return tuple(dict.fromkeys([*devices_of(self.layers), *(s.device for s in self.states.values())]))
+
 
 def prepare(
     module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None, compile: str = "auto"
@@ -57,18 +69,24 @@ def prepare(
     module.eval()
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1
+    _number_shared_attention(module)
     if kernels is not None:
         fuse(module)
-    probe, vocab_size = _probe(module, device, spread)
+    recurrent = install(module)
+    probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
+    if not probe.layers and not states.layers:
+        raise ModelError(f"{type(module).__name__} never calls attention")
     windows = [window for window in probe.windows if window is not None]
-    sliding = max(windows) if len(windows) == len(probe.windows) else None
+    sliding = max(windows) if windows and len(windows) == len(probe.windows) else None
     return LoadedModel(
         module=module,
         device=device,
-        dtype=probe.dtype,
+        dtype=probe.dtype if probe.layers else module.get_input_embeddings().weight.dtype,
         layers=probe.layers,
         vocab_size=vocab_size,
+        states=states.layers,
+        recurrent=recurrent,
         group=probe.group,
         sliding_window=sliding,
         spread=spread,
@@ -76,6 +94,27 @@ def prepare(
         compile=compile,
         notes=notes,
     )
+
+
+def _keep_chosen(module: Any) -> None:
+    """Makes the head run on the chosen tokens alone, for a model that takes no notice of `logits_to_keep`."""
+    chosen: list[Any] = []
+
+    def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        chosen[:] = [kwargs.get("logits_to_keep", slice(None))]
+
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    module.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, chosen[0]], *args[1:]))
+
+
+def _number_shared_attention(module: torch.nn.Module) -> None:
+    """Gives the attention that Zamba2's layers share the index of its layer, which transformers tells it only when it is called."""
+    for layers in module.modules():
+        if isinstance(layers, torch.nn.ModuleList):
+            for i, layer in enumerate(layers):
+                shared: Any = getattr(layer, "shared_transformer", None)
+                if shared is not None:
+                    shared.self_attn.layer_idx = i
 
 
 def _settle_frequencies(module: torch.nn.Module) -> None:
@@ -95,10 +134,10 @@ def _settled(rope_type: str) -> str:
     return "default" if rope_type == "longrope" or "dynamic" in rope_type else rope_type
 
 
-def with_pages(model: LoadedModel, page_size: int) -> LoadedModel:
-    """The model as an engine with such pages runs it: its KV stored as our kernels want it, or without them."""
+def with_blocks(model: LoadedModel, block_size: int) -> LoadedModel:
+    """The model as an engine with such blocks runs it: its KV stored as our kernels want it, or without them."""
     on_cpu = all(shape.device.type == "cpu" for shape in model.layers.values())
-    if model.kernels is None or not on_cpu or model.dtype not in DTYPES or page_size % VECTOR:
+    if model.kernels is None or not on_cpu or model.dtype not in DTYPES or block_size % VECTOR:
         return replace(model, kernels=None)
     return replace(model, layers=storage(model.layers, model.dtype))
 
@@ -136,15 +175,20 @@ class _Probe:
 
 
 @torch.inference_mode()
-def _probe(module: Any, device: torch.device, spread: bool) -> tuple[_Probe, int]:
-    probe = _Probe()
+def _probe(
+    module: Any, recurrent: RecurrentLayers | None, device: torch.device, spread: bool
+) -> tuple[_Probe, StateProbe, int]:
+    """What the layers keep of a text, and the width of the logits, from a run of two tokens."""
     tokens = torch.tensor([[0, 1]], device=device)
-    output = module(
-        input_ids=tokens, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, step_attention=probe,
-        logits_to_keep=logits_at(np.array([1]), device, spread),
-    )  # fmt: skip
-    if not probe.layers:
-        raise ModelError(f"{type(module).__name__} never calls attention")
-    if output.logits.shape[:2] != (1, 1):
-        raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")
-    return probe, output.logits.shape[-1]
+    for again in (True, False):
+        probe, states = _Probe(), StateProbe()
+        with recurrent.running(states) if recurrent is not None else nullcontext():
+            output = module(
+                input_ids=tokens, position_ids=tokens, use_cache=False, step_attention=probe,
+                logits_to_keep=logits_at(np.array([1]), device, spread),
+            )  # fmt: skip
+        if output.logits.shape[:2] == (1, 1):
+            return probe, states, output.logits.shape[-1]
+        if again:
+            _keep_chosen(module)
+    raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")

@@ -8,26 +8,56 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.errors import ModelError
+from batchgen.prompts.tokenizer import language_config, text_config
 
 VERIFIED_ON = ("5.17", "5.23")
 """The versions of transformers that `VERIFIED` was shown for, the newest last."""
+
+RECURRENT = frozenset({
+    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "mamba2", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+})  # fmt: skip
+"""Of those in `VERIFIED` the ones with recurrent layers."""
 
 VERIFIED = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
     "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
     "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
     "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
-    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2",
     "jetmoe", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
     "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "olmo", "olmo2", "olmo3",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
-})  # fmt: skip
+}) | RECURRENT  # fmt: skip
 """`model_type`s whose greedy output and logits equal those of `generate` (tests/parity)."""
 
-_RECURRENT = "they keep a recurrent state besides keys and values"
-_CONVOLUTION = "they keep a convolution's state besides keys and values"
+WRAPPERS = frozenset({
+    "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
+    "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu",
+    "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "glmga",
+    "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
+    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl",
+    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
+    "minicpmv4_7", "mistral3", "mistral4", "mllama", "molmo2", "moss_transcribe_diarize", "muse_glimmer",
+    "muse_spark", "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "perception_lm", "phi4_multimodal",
+    "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm",
+    "step3p7", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
+})  # fmt: skip
+"""Multimodal `model_type`s around a language model: text equals that of the wrapper's own `generate` (tests/parity/wrappers.py)."""
+
+INNER = frozenset({
+    "cosmos3_edge_text", "deepseek_ocr2_text", "emu3_text_model", "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm4v_text", "glm_ocr_text",
+    "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "mllama_text_model", "molmo2_text",
+    "muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text",
+    "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "step3p5",
+})  # fmt: skip
+"""`model_type`s of language models that are only found inside of a wrapper."""
+
+_RECURRENT = "they have recurrent layers of a kind that is not implemented"
+_CONVOLUTION = "they have convolutions of a kind that is not implemented"
 _INDEXER = "an indexer of theirs chooses which keys a query sees"
 _TWICE = "they run attention more than once in a layer"
 _DRAFTS = "they draft for another model, whose keys and values they read"
@@ -35,7 +65,6 @@ _ENCODER = "they are encoders, whose tokens see those after them"
 REFUSED = {
     "axk2": _INDEXER,
     "bailing_hybrid": _RECURRENT,
-    "bamba": _RECURRENT,
     "bert": _ENCODER,
     "bert-generation": _ENCODER,
     "camembert": _ENCODER,
@@ -47,7 +76,6 @@ REFUSED = {
     "dots3_note_text": _INDEXER,
     "electra": _ENCODER,
     "ernie": _ENCODER,
-    "falcon_h1": _RECURRENT,
     "falcon_mamba": _RECURRENT,
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
@@ -56,21 +84,12 @@ REFUSED = {
     "hy_v4": _INDEXER,
     "jamba": _RECURRENT,
     "kimi_linear": _RECURRENT,
-    "lfm2": _CONVOLUTION,
-    "lfm2_moe": _CONVOLUTION,
-    "lfm3": _CONVOLUTION,
     "llama4_text": "they scale queries by their place in the batch",
     "mamba": _RECURRENT,
-    "mamba2": _RECURRENT,
     "minimax": _RECURRENT,
     "minimax_m3_vl_text": _INDEXER,
     "nemotron": "their layers do not pass keyword arguments on to attention",
-    "nemotron_h": _RECURRENT,
-    "olmo_hybrid": _RECURRENT,
-    "qwen3_5_moe_text": _RECURRENT,
-    "qwen3_5_text": _RECURRENT,
-    "qwen3_next": _RECURRENT,
-    "qwen4_exp_text": _RECURRENT,
+    "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": _RECURRENT,
     "roberta": _ENCODER,
     "roberta-prelayernorm": _ENCODER,
@@ -81,12 +100,13 @@ REFUSED = {
     "xlstm": _RECURRENT,
     "xmod": _ENCODER,
     "zamba": _RECURRENT,
-    "zamba2": _RECURRENT,
     "zaya": _CONVOLUTION,
 }
 """`model_type`s that cannot be exact, and why."""
 
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+# Of families in `RECURRENT`: elsewhere the names may stand for something else.
+_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "moe", "mlp"})
 # "dynamic" and "longrope" change with the longest sequence of a batch, but not below the length to which the context is
 # capped for them (prompts/tokenizer.py).
 _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope"})
@@ -94,16 +114,16 @@ _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dyna
 
 def is_verified(config: Any) -> bool:
     """Whether this configuration's architecture is known to be exact; true of one that is refused for its settings, too."""
-    return _model_type(config) in VERIFIED
+    inner = text_config(config)
+    if _model_type(language_config(config)) in WRAPPERS:
+        return inner is config or _model_type(inner) in VERIFIED | INNER
+    return inner is config and _model_type(inner) in VERIFIED
 
 
 def refusal(config: Any) -> str | None:
     """Why models of this configuration cannot be exact, if that is known without running one; a clause about "they"."""
-    for part in (config, getattr(config, "text_config", None)):
-        reason = None if part is None else _refusal(part)
-        if reason is not None:
-            return reason
-    return None
+    parts = {id(part): part for part in (config, language_config(config), text_config(config))}
+    return next((reason for part in parts.values() if (reason := _refusal(part)) is not None), None)
 
 
 def check_architecture(config: Any) -> None:
@@ -120,6 +140,8 @@ def _refusal(config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return _ENCODER
     layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if _model_type(config) in RECURRENT:
+        layers -= _RECURRENT_LAYERS
     if layers:
         return f"this one has layers of type {', '.join(sorted(layers))}"
     ropes = _rope_types(config) - _ROPES

@@ -81,6 +81,13 @@ class PromptBuilder:
         texts = self._texts.choices(sampling.choices) if sampling.choices else ()
         if isinstance(texts, RowError):
             raise UsageError(f"--choices: {texts.message}")
+        unknown = self._unknown_stop_token(sampling)
+        if unknown is not None:
+            raise UsageError(f"--stop-token-id {unknown}", "give ids of the model's vocabulary")
+
+    def _unknown_stop_token(self, params: SamplingParams) -> str | None:
+        over = [token for token in params.stop_token_ids if token >= self._text.vocab_size]
+        return f"{over[0]} is beyond the model's {self._text.vocab_size} tokens" if over else None
 
     def optional_results(self, types: Mapping[str, Any]) -> frozenset[str]:
         """Which parts of a result, of those that only some have, rows may have, by the command and the types of a table's columns."""
@@ -94,9 +101,12 @@ class PromptBuilder:
             found.add("choice_probs")
         return frozenset(found)
 
-    def check_columns(self, first: Sequence[Row]) -> None:
-        """Raises `UsageError`, naming the columns that there are, when none of these rows has a prompt."""
-        self._renderer.columns.check(first)
+    def check_columns(self, first: Sequence[Row], more: Sequence[tuple[str, str]] = ()) -> None:
+        """Raises `UsageError`, naming the columns that there are, when none of these rows has a prompt or a column that is named.
+
+        `more`: options, and columns that they name beside those of the prompt.
+        """
+        self._renderer.columns.check(first, more)
 
     def build(self, rows: Sequence[Row], params: Sequence[SamplingParams] | None = None) -> list[Draft | Result]:
         """One per row, in order: a draft, or the result of a row that failed, or whose completion has nothing to score.
@@ -159,6 +169,15 @@ class PromptBuilder:
 
     def _draft(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> Draft | Result:
         params, scored = rendered.params, rendered.completion is not None
+        unknown = self._unknown_stop_token(params)
+        if unknown is not None:
+            error = RowError("unsupported_parameter", f"stop_token_ids: {unknown}")
+            return Result.failed(row.number, error, len(tokens))
+        if params.n > 1 and params.greedy:
+            self._renderer.note(
+                f"{params.n} completions of a prompt at temperature 0 are all the same; --temperature above 0 makes them differ",
+                "greedy",
+            )
         try:
             fitted = self._fitted(row, rendered, tokens, texts)
         except RowError as e:

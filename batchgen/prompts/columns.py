@@ -13,6 +13,7 @@ from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.records.openai_batch import is_batch_row
 from batchgen.records.rows import Row
+from batchgen.records.tables import header_hint
 
 _DEFAULT = PromptConfig()
 _MOST_NAMES = 20
@@ -78,6 +79,11 @@ class Columns:
         empty = (f"column {name!r} is {'null' if columns[name] is None else 'empty'}" for name in names)
         raise RowError("invalid_row", " and ".join(empty))
 
+    def for_chat(self, columns: Mapping[str, Any]) -> list[str]:
+        """The columns beside the prompt that a chat template takes: tools and documents, where they are used for nothing else."""
+        taken = self._read if self._template is None else self._read | self._template.columns
+        return [name for name in ("tools", "documents") if columns.get(name) not in (None, "") and name not in taken]
+
     def both_note(self, columns: Mapping[str, Any]) -> str | None:
         """What to say of a row that has a prompt and messages, where the user has not named one of them."""
         if self._template is not None or self._named:
@@ -91,15 +97,21 @@ class Columns:
         """Columns that look like sampling parameters and are not."""
         return self._params.unnamed(columns) - self._read
 
-    def check(self, first: Sequence[Row]) -> None:
-        """Raises `UsageError` when none of these rows has a prompt, or one of the columns that the user named."""
+    def check(self, first: Sequence[Row], more: Sequence[tuple[str, str]] = ()) -> None:
+        """Raises `UsageError` when none of these rows has a prompt, or one of the columns that the user named.
+
+        `more`: options and the columns that they name, beyond those that prompts are made of.
+        """
         rows = [row.columns for row in first if row.error is None]
         if not rows:
             return
         there = list(dict.fromkeys(name for columns in rows for name in columns))
         no_row = f"none of the first {len(first)} rows has" if len(first) >= _MANY else "no row has"
         hint = f"the input has {quoted(there)}" if there else "the input has no columns at all"
-        for option, name in [*self._needed, *(("--row-params", name) for name in self._params.missing(there))]:
+        if suspicion := header_hint(there):
+            hint = f"{hint}; {suspicion}"
+        named = [*self._needed, *(("--row-params", name) for name in self._params.missing(there)), *more]
+        for option, name in named:
             if name not in there:
                 raise UsageError(f"{no_row} the column {name!r} of {option}", hint)
         if self._template is not None:

@@ -12,6 +12,7 @@ from batchgen.prompts.limits import Limited, LimitError
 from batchgen.prompts.sandbox import compile_guarded
 
 Message = dict[str, Any]
+_MARK = "batchgen-trial"
 
 # Set by us, or not the template's to see: apply_chat_template takes them for arguments of its own.
 _RESERVED = frozenset({
@@ -69,8 +70,50 @@ def _message(value: Any, where: str) -> Message:
         raise RowError("invalid_row", f"{where}.role must be text, not {'empty' if role == '' else kind(role)}")
     content = value.get("content")
     message: Message = {name: item for name, item in value.items() if item is not None}
+    if message.get("tool_calls"):
+        message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+    if content is None and role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
+        content = ""  # as OpenAI writes a turn that only calls tools
     message["content"] = content if isinstance(content, str) else _joined(content, f"{where}.content")
     return message
+
+
+def _calls(calls: Any, where: str) -> list[Any]:
+    """A turn's calls of tools, their arguments as objects, which is what templates write out; OpenAI has them as JSON text."""
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise RowError("invalid_row", f"{where} must be a list of objects")
+    found = []
+    for call in calls:
+        call = without_nulls(call)
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except ValueError:
+                arguments = None
+            if isinstance(arguments, Mapping):
+                call = {**call, "function": {**function, "arguments": arguments}}
+        found.append(call)
+    return found
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without its fields that are null, however deep: a Parquet file fills them in where objects differ."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def objects(value: Any) -> list[Any] | None:
+    """A list of objects, or its JSON as text, as the chat template gets `tools` and `documents`; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
+        return None
+    return [without_nulls(item) for item in value]
 
 
 def _joined(parts: Any, where: str) -> str:
@@ -82,7 +125,8 @@ def _joined(parts: Any, where: str) -> str:
         if not isinstance(part, Mapping):
             raise RowError("invalid_row", f"{where}[{i}] must be an object with type and text, not {kind(part)}")
         if part.get("type") != "text":
-            raise RowError("invalid_row", f"{where}[{i}] has type {part.get('type')!r}; only text can be sent")
+            asked = f"{where}[{i}] has type {part.get('type')!r}; only text can be sent"
+            raise RowError("unsupported_content" if isinstance(part.get("type"), str) else "invalid_row", asked)
         if not isinstance(part.get("text"), str):
             raise RowError("invalid_row", f"{where}[{i}].text must be text, not {kind(part.get('text'))}")
         texts.append(part["text"])
@@ -103,6 +147,11 @@ def with_system(messages: Sequence[Message], system: str) -> list[Message]:
     return [*messages] if own else [{"role": "system", "content": system}, *messages]
 
 
+def _parts(text: str) -> list[dict[str, str]]:
+    """A content of one part."""
+    return [{"type": "text", "text": text}]
+
+
 class ChatTemplate:
     """The model's chat template, or the user's in its place."""
 
@@ -115,7 +164,12 @@ class ChatTemplate:
         self._source = source
         self._variables = variables
         self._limited = Limited("chat template")
+        self._text = str(tokenizer.get_chat_template(source))
+        self._roles_in_parts: frozenset[str] = frozenset()
         self._check_syntax()
+        for role in ("user", "system", "assistant"):
+            if not self._shows(role, _MARK) and self._shows(role, _parts(_MARK)):
+                self._roles_in_parts |= {role}
 
     @staticmethod
     def exists(tokenizer: Any) -> bool:
@@ -128,7 +182,9 @@ class ChatTemplate:
 
         Raises `RowError("template_error")` with the template's own words.
         """
-        continued = messages[-1]["role"] == "assistant"
+        continued = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        if not self.uses("developer"):  # OpenAI's newer name of the system's role
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
             return self._apply(messages, continued, {**self._variables, **variables} if variables else self._variables)
         except BatchgenError:  # a signal's, or of all rows
@@ -138,6 +194,11 @@ class ChatTemplate:
             if continued and isinstance(e, ValueError) and "continue_final_message" in reason:
                 reason = "chat template: it changes the last assistant message, which so cannot be continued"
             raise RowError("template_error", reason) from None
+
+    def uses(self, name: str) -> bool:
+        """Whether the template mentions a name at all."""
+        own = self._tokenizer.chat_template if self._source is None else self._source
+        return any(name in text for text in (own.values() if isinstance(own, dict) else (own,)))
 
     def check_variables(self, variables: Any, where: str) -> Mapping[str, Any]:
         """A row's own template variables (`chat_template_kwargs` of a body), {} for null. Raises `RowError`."""
@@ -150,11 +211,31 @@ class ChatTemplate:
             raise RowError("unsupported_parameter", f"{where}.{reserved[0]} is not the template's to set")
         return variables
 
+    def _shows(self, role: str, content: Any) -> bool:
+        """Whether a message's text is in the prompt when its content is given like this. Templates of multimodal models may
+        look for a list of parts, and leave out what is plain text without a word.
+        """
+        user = {"role": "user", "content": "x"}
+        message = {"role": role, "content": content}
+        turns = {"user": [message], "system": [message, user], "assistant": [user, message, user]}
+        try:
+            return _MARK in self._apply(turns[role], False, self._variables)
+        except BatchgenError:
+            raise
+        except Exception:  # noqa: BLE001 - the template refuses this conversation
+            return False
+
     def _apply(self, messages: Sequence[Message], continued: bool, variables: Mapping[str, Any]) -> str:
+        given = [
+            {**m, "content": _parts(m["content"])}
+            if m["role"] in self._roles_in_parts and isinstance(m["content"], str)
+            else m
+            for m in messages
+        ]
         return self._limited(
             lambda: str(
                 self._tokenizer.apply_chat_template(
-                    list(messages),
+                    given,
                     chat_template=self._source,
                     tokenize=False,
                     add_generation_prompt=not continued,
@@ -184,7 +265,7 @@ class ChatTemplate:
             pass
 
     def _compile(self) -> str:
-        compile_guarded(self._tokenizer.get_chat_template(self._source))
+        compile_guarded(self._text)
         return ""
 
 

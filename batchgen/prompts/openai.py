@@ -18,7 +18,9 @@ _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "priority", "request_id", "cache_salt",
 })  # fmt: skip
-_VARIABLES = frozenset({"reasoning_effort"})  # parameters of a chat that only its template can follow
+_VARIABLES = frozenset({"reasoning_effort"})
+"""Parameters of a chat that only its template can follow."""
+_CHAT_ONLY = _VARIABLES | {"tools"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Body:
     model: str | None
     variables: Any
     """Its `chat_template_kwargs`, not yet checked, with what else of a body is the chat template's."""
+    tools: Any
+    """The tools of a chat, not yet checked."""
     params: Mapping[str, Any]
     """Its sampling parameters, under our names."""
 
@@ -58,12 +62,13 @@ def read_body(columns: Mapping[str, Any]) -> Body:
         hint = f"; it has {other}, which {RAW if chat else CHAT} takes" if body.get(other) is not None else ""
         raise RowError("invalid_row", f"body has no {column}{hint}")
     model = body.get("model")
-    ignored = _IGNORED | _VARIABLES if chat else _IGNORED
+    ignored = _IGNORED | _CHAT_ONLY if chat else _IGNORED
     return Body(
         chat=chat,
         prompt=body[column],
         model=model if isinstance(model, str) else None,
         variables=_variables(body),
+        tools=body.get("tools") if chat else None,
         params=translated({name: value for name, value in body.items() if name not in ignored}),
     )
 

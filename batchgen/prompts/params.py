@@ -94,10 +94,13 @@ def _structured(name: str, wanted: Any) -> dict[str, Any]:
     asked = {key: value for key, value in wanted.items() if value is not None and value is not False}
     if asked.pop("json_object", None):
         asked.setdefault("json", {"type": "object"})
+    compact = wanted.get("disable_any_whitespace")
+    asked.pop("disable_any_whitespace", None)
     other = next((key for key in asked if key not in _STRUCTURED), None)
     if other is not None:
         raise RowError("unsupported_parameter", f"{name}.{other} is not supported")
-    return {_STRUCTURED[key]: value for key, value in asked.items()}
+    ours = {_STRUCTURED[key]: value for key, value in asked.items()}
+    return ours if compact is None else ours | {"json_whitespace": not compact}
 
 
 def _short(value: Any) -> str:
@@ -193,7 +196,7 @@ def _from_text(name: str, text: str) -> Any:
     if name in ("choices", "guided_choice"):
         return _choices(text)
     try:
-        return json.loads(text.strip().lower() if name == "ignore_eos" else text)
+        return json.loads(text.strip().lower() if name in ("ignore_eos", "json_whitespace") else text)
     except ValueError:
         return text
 

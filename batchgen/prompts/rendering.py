@@ -11,7 +11,7 @@ import numpy as np
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError
 from batchgen.prompts.columns import Columns, Source, quoted
-from batchgen.prompts.messages import Message, chosen_template, conversation, kind, with_prefix, with_system
+from batchgen.prompts.messages import Message, chosen_template, conversation, kind, objects, with_prefix, with_system
 from batchgen.prompts.openai import Body, read_body
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.scores import completion_of, priority_of
@@ -126,13 +126,13 @@ class Renderer:
 
     def _from_template(self, columns: Mapping[str, Any], cut: Cut) -> Text:
         assert self._template is not None
-        return self._prompt_text(self._template.render(_with_texts_cut(columns, cut)))
+        return self._prompt_text(self._template.render(_with_texts_cut(columns, cut)), self._for_chat(columns, cut))
 
     def _from_prompt(self, columns: Mapping[str, Any], cut: Cut) -> Text | TokenArray:
         name = self._prompts.prompt_column
         value = columns[name]
         if isinstance(value, str):
-            return self._prompt_text(cut(value))
+            return self._prompt_text(cut(value), self._for_chat(columns, cut))
         where = f"column {name!r}"
         if isinstance(value, list) and value and isinstance(value[0], int):
             if self._chat is not None:
@@ -150,7 +150,7 @@ class Renderer:
         where = f"column {name!r}"
         if self._chat is None:
             raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
-        return self._chat_text(conversation(columns[name], where, name), where, {}, cut)
+        return self._chat_text(conversation(columns[name], where, name), where, self._for_chat(columns, cut), cut)
 
     def _from_body(self, body: Body, cut: Cut) -> Text | TokenArray:
         if body.model is not None and not _same_model(body.model, str(self._text.tokenizer.name_or_path)):
@@ -160,7 +160,13 @@ class Renderer:
         if body.chat:
             if self._chat is None:
                 raise RowError("invalid_row", f"/v1/chat/completions needs a chat template: {self.columns.why_raw}")
-            variables = self._chat.check_variables(body.variables, "body.chat_template_kwargs")
+            variables = dict(self._chat.check_variables(body.variables, "body.chat_template_kwargs"))
+            if body.tools:
+                tools = objects(body.tools)
+                if tools is None:
+                    raise RowError("invalid_row", f"body.tools must be a list of objects, not {kind(body.tools)}")
+                variables["tools"] = tools
+                self._note_unused("tools")
             return self._chat_text(
                 conversation(body.prompt, "body.messages", "body.messages"), "body.messages", variables, cut
             )
@@ -177,7 +183,25 @@ class Renderer:
             return self._token_ids(cut(prompt), "body.prompt")
         raise RowError("invalid_row", f"body.prompt must be text or token ids, not {kind(prompt)}")
 
-    def _prompt_text(self, prompt: str) -> Text:
+    def _for_chat(self, columns: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+        """The row's tools and documents, as variables of the chat template."""
+        found: dict[str, Any] = {}
+        for name in self.columns.for_chat(columns):
+            value = None if self._chat is None else objects(columns[name])
+            if value is not None:
+                found[name] = _with_texts_cut(value, cut) if name == "documents" else value
+                self._note_unused(name)
+            else:
+                why = "prompts are raw" if self._chat is None else "it is not a list of objects"
+                self.note(f"column {name!r} is only carried to the output, not sent: {why}", name)
+        return found
+
+    def _note_unused(self, name: str) -> None:
+        assert self._chat is not None
+        if not self._chat.uses(name):
+            self.note(f"rows have {name}, and the chat template does not use them: the model does not see them", name)
+
+    def _prompt_text(self, prompt: str, variables: Mapping[str, Any]) -> Text:
         """A prompt as it is sent: as the one message of the user, or raw."""
         prompt = (self._prompts.prefix or "") + prompt
         if self._chat is None:
@@ -185,7 +209,7 @@ class Renderer:
         messages: list[Message] = [{"role": "user", "content": prompt}]
         if self._prompts.system is not None:
             messages.insert(0, {"role": "system", "content": self._prompts.system})
-        return Text(self._chat.render(messages), raw=False)
+        return Text(self._chat.render(messages, variables), raw=False)
 
     def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], cut: Cut) -> Text:
         assert self._chat is not None

@@ -38,7 +38,7 @@ from batchgen.records.inputs import Input
 from batchgen.records.journal import Journal
 from batchgen.records.lock import Lock
 from batchgen.records.manifest import Manifest, as_stored, differences, file_digest, load_manifest
-from batchgen.records.output import INPUT_FILE, RowForm, job_path, output_format, output_row
+from batchgen.records.output import INPUT_FILE, RowForm, job_path, output_format
 from batchgen.records.passes import Passes
 from batchgen.records.place import REMADE_FILES, WORK_FILES, check_place, make_folder
 from batchgen.records.rows import Row
@@ -299,7 +299,7 @@ class JobFolder:
         """Add the output rows of a window. `results` and `keys` by row number; rows that never became requests have no key."""
         ordered = self._order.sort(rows)
         with writing(self._folder):
-            self._writer.write(output_row(row, results[row.number], self._form) for row in ordered)
+            self._writer.write((row, results[row.number]) for row in ordered)
             self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in ordered))
 
     def flush(self) -> None:
@@ -316,6 +316,7 @@ class JobFolder:
         """Every row is written: put the output in its place and forget the journal. The job is closed then."""
         with writing(self.output):
             self._writer.close()
+            self.notes += self._writer.notes
             self._keys.sync()
             self._keys.close()
             write_json(self._folder / "stats.json", stats)

@@ -1,8 +1,9 @@
-"""The Parquet type of columns that come from JSON: found value by value, over any number of rows, in constant memory.
+"""The Parquet type of a column that comes from JSON, found value by value over any number of rows, in constant memory.
 
-All null: string. Whole numbers and fractions: double. Lists and objects: nested types, an object's fields being all that were seen
-(one that a row lacks is null). Where values of a place do not fit one type (a string here and a list there, a whole number past 64 bits,
-objects with no fields or more than `MAX_FIELDS`, nesting past `MAX_NESTING`), that place is a string that holds each value as JSON text.
+A column of nulls is a string column. Whole numbers with fractions among them are doubles. Lists and objects have nested types; an object
+has all the fields that any of its values has, null where a value lacks one. If the values of a place do not fit one type (a string here
+and a list there, a whole number beyond 64 bits, objects without fields or with more than `MAX_FIELDS`, nesting deeper than `MAX_NESTING`),
+the place is a string that holds each value as JSON text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SIMPLE = {
 
 
 class ColumnType:
-    """The narrowest type that fits every value seen so far."""
+    """The narrowest type that fits all values seen so far."""
 
     __slots__ = ("_depth", "fields", "items", "name")
 
@@ -38,7 +39,7 @@ class ColumnType:
         self._depth = depth
 
     def see(self, value: Any) -> None:
-        """Widen the type to hold `value` (JSON's types only)."""
+        """Widens the type to fit `value`, which is made of JSON's types."""
         if value is None or self.name == "json":
             return
         name = _name(value)
@@ -60,7 +61,16 @@ class ColumnType:
         if self.name == "json":
             self.items, self.fields = None, {}
 
+    def mixed(self, name: str) -> list[str]:
+        """The places below the column `name` (`meta.tags[]`) whose values are written as JSON text because they fit no one type."""
+        if self.name == "json":
+            return [name]
+        if self.items is not None:
+            return self.items.mixed(f"{name}[]")
+        return [place for key, t in self.fields.items() for place in t.mixed(f"{name}.{key}")]
+
     def arrow(self) -> pa.DataType:
+        """The Arrow type."""
         if self.name == "list" and self.items is not None:
             return pa.list_(self.items.arrow())
         if self.name == "object" and self.fields:
@@ -68,7 +78,7 @@ class ColumnType:
         return _SIMPLE.get(self.name, pa.string())
 
     def convert(self, value: Any) -> Any:
-        """`value` as `pa.array` takes it for `arrow()`."""
+        """Returns `value` as `pa.array` takes it for `arrow()`."""
         if value is None or self.name in ("bool", "int"):
             return value
         if self.name == "string":
@@ -83,12 +93,12 @@ class ColumnType:
 
 
 def id_text(value: Any) -> str:
-    """An id as text, where not all ids are whole numbers."""
+    """Returns an id as text, for columns whose ids are not all whole numbers."""
     return clean(value if isinstance(value, str) else to_json(value).decode())
 
 
 def clean(text: str) -> str:
-    """`text` as UTF-8 can hold it: a lone surrogate becomes its escape, six characters."""
+    """Returns `text` in a form that UTF-8 can hold: a lone surrogate becomes its escape of six characters."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,11 +1,14 @@
-"""CSV and Parquet: a table's rows as dictionaries, streamed.
+"""CSV, TSV and Parquet: the rows of a table as dictionaries, streamed.
 
-CSV, read by Python's csv module: the first line names the columns (an empty name becomes `column_3`, a repeated one `name_2`); every value
-is a string, an empty field the empty string. A field may be quoted, with `""` for a quote and line ends inside. Blank lines are
-not rows (in a file of one column, blanks are a value). A row with another number of fields, broken quoting, invalid UTF-8, or a line or field longer than `jsonl.MAX_LINE` is malformed; broken quoting in the header raises `csv.Error`.
+CSV is read by Python's csv module; TSV differs in its delimiter only. The first line names the columns: an empty name becomes
+`column_3`, a repeated one `name_2`. Every value is a string; an empty field is the empty string. A field may be quoted, with `""` for a
+quote and with line ends inside. Blank lines are not rows (if there is one column, blanks are a value). A row is malformed if it has
+another number of fields, broken quoting, invalid UTF-8, or a line or field longer than `jsonl.MAX_LINE`. Broken quoting in the header
+raises `csv.Error`.
 
-Parquet, read by small record batches of one row group at a time: values as Arrow gives them. A time that Python cannot hold (nanoseconds) is
-its ISO text, one beyond the calendar its number; a string that is not UTF-8 makes its row malformed.
+Parquet is read in small record batches, one row group at a time. Values are those of Arrow's `to_pylist`; a repeated column becomes
+`name_2`. A time that Python cannot hold (nanoseconds) becomes its ISO text, a time beyond the calendar its number. A string that is not
+UTF-8 makes its row malformed. A row also knows its record batch, so that its columns can be written again without a conversion.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import repeat
 from typing import Any, BinaryIO
 
@@ -23,40 +26,62 @@ import pyarrow.parquet as pq
 from batchgen.records.jsonl import MAX_LINE, Record, too_long
 
 PARQUET_BATCH = 256
-"""Rows made into Python objects at a time: a row can be a long document."""
+"""Number of rows that are made Python objects at a time. A row can be a long document."""
 PARQUET_BATCH_BYTES = 1 << 26
-"""Fewer, where the rows of their group are so long that they pass this."""
+"""There are fewer if the rows of their row group are so long that they would pass this size."""
 _PIECE = 1 << 20
 _ENDS = ("\n", "\r")
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 BROKEN_TABLE = (csv.Error, pa.ArrowException, UnicodeDecodeError, OverflowError)
-"""What reading a damaged table raises, beyond what its stream does. Arrow's Python side decodes a footer's names by itself."""
+"""What reading a damaged table raises, beside the errors of its stream. Arrow's Python layer decodes the names in a footer itself."""
 
 
 class _Invalid(str):
-    """The reason why a row's value cannot be had."""
+    """The reason why a value of a row cannot be read."""
 
 
-def read_csv(stream: BinaryIO) -> Generator[Record, None, None]:
-    """(`:17`, columns or reason, bytes) of every record; 17 is the line it begins on."""
-    csv.field_size_limit(MAX_LINE)  # of the whole process, there is no other; the default ends a job at 128 KiB
-    # surrogateescape: a byte that is not UTF-8 spoils its row, not the file.
+class ArrowColumns(dict[str, Any]):
+    """The columns of a Parquet row as Python values, and where the row is in Arrow: row `index` of `batch`."""
+
+    __slots__ = ("batch", "index")
+
+    def __init__(self, values: dict[str, Any], batch: pa.RecordBatch, index: int) -> None:
+        super().__init__(values)
+        self.batch = batch
+        self.index = index
+
+
+def _ignore(name: str, new_name: str) -> None:
+    return
+
+
+def read_csv(
+    stream: BinaryIO, *, delimiter: str = ",", on_rename: Callable[[str, str], None] = _ignore
+) -> Generator[Record, None, None]:
+    """Yields (`:17`, columns or reason, bytes) of every record; 17 is the line that it begins on.
+
+    `on_rename` is called with the old and the new name of each column whose name is repeated.
+    """
+    csv.field_size_limit(
+        MAX_LINE
+    )  # holds for the whole process, there is no other way; the default ends a job at 128 KiB
+    # surrogateescape: a byte that is not UTF-8 makes its row malformed, not the file.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
-        yield from _csv_records(_Lines(text))
+        yield from _csv_records(_Lines(text), delimiter, on_rename)
     finally:
-        text.detach()  # the stream is not ours to close
+        text.detach()  # the caller closes the stream
 
 
 class _Lines:
-    """The lines of a text. One that is too long raises `csv.Error`, is passed over, and the next one follows."""
+    """The lines of a text. A line that is too long raises `csv.Error` and is skipped; the next call returns the line after it."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self._readline = text.readline
         self.count = 0
-        """Lines read."""
+        """Number of lines read."""
         self._cut = False  # between \r and \n
 
     def __iter__(self) -> _Lines:
@@ -81,8 +106,8 @@ class _Lines:
         return line
 
 
-def _csv_records(lines: _Lines) -> Generator[Record, None, None]:
-    reader = csv.reader(lines, strict=True)
+def _csv_records(lines: _Lines, delimiter: str, on_rename: Callable[[str, str], None]) -> Generator[Record, None, None]:
+    reader = csv.reader(lines, strict=True, delimiter=delimiter)
     header: list[str] | None = None
     while True:
         line = lines.count + 1
@@ -98,7 +123,8 @@ def _csv_records(lines: _Lines) -> Generator[Record, None, None]:
         if not fields or (len(fields) == 1 and not fields[0].strip() and (header is None or len(header) > 1)):
             continue
         if header is None:
-            header = _column_names(fields)
+            header = _unique_names([field or f"column_{place}" for place, field in enumerate(fields, 1)], on_rename)
+            header = [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in header]
         else:
             yield f":{line}", _csv_columns(header, fields), sum(map(len, fields))
 
@@ -112,47 +138,83 @@ def _csv_columns(header: Sequence[str], fields: Sequence[str]) -> dict[str, Any]
     return dict(zip(header, fields, strict=True))
 
 
-def _column_names(fields: Sequence[str]) -> list[str]:
-    names: list[str] = []
-    taken = set(fields)
-    for place, field in enumerate(fields, 1):
-        name = field or f"column_{place}"
-        again = 1
-        while name in names or (name != field and name in taken):
-            again += 1
-            name = f"{field or f'column_{place}'}_{again}"
-        names.append(name)
-    return [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in names]
+def _unique_names(given: Sequence[str], on_rename: Callable[[str, str], None] = _ignore) -> list[str]:
+    """The names, each repeated one with a number behind it: `prompt`, `prompt_2`."""
+    names: dict[str, None] = {}
+    there = set(given)
+    for name in given:
+        unique, count = name, 1
+        while unique in names or (unique != name and unique in there):
+            count += 1
+            unique = f"{name}_{count}"
+        if unique != name:
+            on_rename(name, unique)
+        names[unique] = None
+    return list(names)
+
+
+def header_hint(names: Sequence[str]) -> str:
+    """What may be wrong with the header of a CSV file that lacks an expected column; "" if nothing is suspicious."""
+    first = names[0] if names else ""
+    if first.startswith("sep="):
+        return f"delete the first line ({first!r}) of the file"
+    delimiter = next((d for d in ";\t|" if d in first), None)
+    if len(names) == 1 and delimiter is not None:
+        return f"it looks as if {delimiter!r} is the delimiter: save the file with commas, or with tabs as .tsv"
+    if any(name != name.strip() for name in names):
+        return "remove the spaces around the names in the header"
+    return ""
 
 
 def open_parquet(stream: BinaryIO) -> pq.ParquetFile | None:
-    """The file, its footer read; None for an empty one. Raises one of `BROKEN_TABLE` where it is broken."""
+    """Opens a file and reads its footer. Returns None if it is empty, raises one of `BROKEN_TABLE` if it is damaged."""
     if stream.seek(0, io.SEEK_END) == 0:
         return None
     stream.seek(0)
     return pq.ParquetFile(stream, buffer_size=1 << 20, page_checksum_verification=True)
 
 
-def read_parquet(stream: BinaryIO) -> Generator[Record, None, None]:
-    """(`:row 17`, columns or reason, bytes) of every row, from 0. Raises one of `BROKEN_TABLE` where the file is broken."""
+def parquet_schema(stream: BinaryIO) -> pa.Schema | None:
+    """The columns that `read_parquet` yields, all nullable. Returns None if the file is empty."""
+    file = open_parquet(stream)
+    if file is None:
+        return None
+    schema = file.schema_arrow
+    fields = zip(schema, _unique_names(schema.names), strict=True)
+    return pa.schema([field.with_name(name).with_nullable(True) for field, name in fields])
+
+
+def read_parquet(stream: BinaryIO, *, on_rename: Callable[[str, str], None] = _ignore) -> Generator[Record, None, None]:
+    """Yields (`:row 17`, columns or reason, bytes) of every row, from 0. Columns are `ArrowColumns`.
+
+    `on_rename` is called with the old and the new name of each column whose name is repeated. Raises one of `BROKEN_TABLE` if the file is
+    damaged.
+    """
     file = open_parquet(stream)
     if file is None:
         return
+    names = _unique_names(file.schema_arrow.names, on_rename)
     number = end = 0
-    # Group by group: a broken one must not take those before it along.
+    # One row group after the other, so that a damaged one does not hide those before it.
     for place in range(file.num_row_groups):
         group = file.metadata.row_group(place)
         end += group.num_rows
-        for batch in file.iter_batches(_batch_rows(group), row_groups=[place], use_threads=False):
-            names = batch.schema.names
-            size = batch.nbytes // max(1, batch.num_rows)
-            columns = [_values(c) for c in batch.columns]
-            for values in zip(*columns, strict=True) if names else repeat((), batch.num_rows):
-                bad = [f"column {n!r} {v}" for n, v in zip(names, values, strict=True) if isinstance(v, _Invalid)]
-                yield f":row {number}", bad[0] if bad else dict(zip(names, values, strict=True)), size
+        for read in file.iter_batches(_batch_rows(group), row_groups=[place], use_threads=False):
+            batch = pa.RecordBatch.from_arrays(read.columns, names=names) if names else read
+            for columns in _batch_columns(batch):
+                yield f":row {number}", columns, batch.nbytes // max(1, batch.num_rows)
                 number += 1
-        if number != end:  # Arrow says nothing where a column ends early
+        if number != end:  # Arrow reports nothing if a column ends early
             raise pa.ArrowInvalid(f"row group {place} has {group.num_rows + number - end} of {group.num_rows} rows")
+
+
+def _batch_columns(batch: pa.RecordBatch) -> Generator[ArrowColumns | str, None, None]:
+    """The columns of each row, or the reason why a row is malformed."""
+    names = batch.schema.names
+    columns = [_values(c) for c in batch.columns]
+    for index, values in enumerate(zip(*columns, strict=True) if names else repeat((), batch.num_rows)):
+        bad = [f"column {n!r} {v}" for n, v in zip(names, values, strict=True) if isinstance(v, _Invalid)]
+        yield bad[0] if bad else ArrowColumns(dict(zip(names, values, strict=True)), batch, index)
 
 
 def _batch_rows(group: Any) -> int:
@@ -178,7 +240,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 def _python(scalar: pa.Scalar) -> Any:
-    """`scalar.as_py()`, with text for the times that Python cannot hold."""
+    """Returns `scalar.as_py()`, or text if Python cannot hold the time."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -196,11 +258,11 @@ def _python(scalar: pa.Scalar) -> Any:
             text = scalar.cast(pa.string()).as_py().replace(" ", "T")
             if not _beyond(scalar):
                 return text
-        return str(scalar.value)  # no calendar goes that far: the number that the column holds
+        return str(scalar.value)  # beyond the calendar: the number that the column holds
 
 
 def _beyond(scalar: pa.Scalar) -> bool:
-    """Whether Arrow cannot say a time either. With a zone it says another time then, without one that it is out of range."""
+    """Whether Arrow cannot write the time either. With a zone it would write a wrong time; without one it says that it is out of range."""
     if pa.types.is_timestamp(scalar.type):
         scalar = scalar.cast(pa.timestamp(scalar.type.unit))
     return bool(scalar.cast(pa.string()).as_py().startswith("<"))

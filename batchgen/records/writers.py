@@ -1,7 +1,7 @@
-"""Output rows into a file: JSONL (plain, gzip, zstd) or Parquet.
+"""Writes rows with their results to a file: JSONL (plain, gzip, zstd) or Parquet.
 
-A writer takes rows as `output_row` makes them, in any number of calls, and holds a bounded number of them.
-Conversions where a format cannot hold a value: `jsonl.to_json` for JSON; for Parquet see `ParquetWriter` and `SpoolingWriter`.
+A writer is called any number of times and holds a bounded number of rows. Where a format cannot hold a value, it is converted: for JSON as
+in `jsonl.to_json`, for Parquet as in `ParquetWriter` and `SpoolingWriter`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,37 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.records.arrow_values import array_of
 from batchgen.records.jsonl import plain, to_json
-from batchgen.records.output import INPUT_FILE, RowForm, carried_names, output_format
+from batchgen.records.output import INPUT_FILE, RowForm, carried_names, output_format, output_row
 from batchgen.records.parquet_types import ColumnType, clean, id_text
+from batchgen.records.rows import Row
+from batchgen.records.tables import ArrowColumns
+from batchgen.result import Result
 
-GROUP_ROWS = 5_000
-GROUP_BYTES = 1 << 25
-"""A row group is at most so many rows, or the rows that pass so many bytes of text."""
-GROUP_LOGPROBS = 1 << 18
-"""Or the rows that pass so many log-probabilities, which as Python's objects are far larger."""
+Pair = tuple[Row, Result]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """A row group of a Parquet file ends with the row that reaches one of these."""
+
+    rows: int = 5_000
+    bytes: int = 1 << 25
+    """Of text."""
+    logprobs: int = 1 << 18
+    """Log-probabilities. As Python objects they take far more memory than their text."""
+
+
+DEFAULT_LIMITS = GroupLimits()
 
 _TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float64())]
 _CHOICE = [
@@ -52,16 +66,19 @@ OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score"))
 
 
 class Writer(Protocol):
-    def write(self, rows: Iterable[dict[str, Any]]) -> None: ...
+    notes: list[str]
+    """What a user should know about the file. Complete once it is closed."""
+
+    def write(self, rows: Iterable[Pair]) -> None: ...
     def close(self) -> None:
-        """Write what is held and close; the file is then whole and on disk."""
+        """Writes the rows that are still held and closes the file, which is then complete and on disk."""
 
     def abandon(self) -> None:
-        """Close without finishing, whatever state the disk is in."""
+        """Closes the file as it is. Never raises an error of the disk."""
 
 
 class DigestFile(io.RawIOBase):
-    """A file that is written once from its start to its end, and the digest of its bytes."""
+    """A file that is written once from start to end, and the digest of its bytes."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -87,10 +104,10 @@ class DigestFile(io.RawIOBase):
             try:
                 self._file.close()
             finally:
-                self._file.raw.close()  # also where the last bytes did not fit
+                self._file.raw.close()  # even if the last bytes did not fit on the disk
 
     def abandon(self) -> None:
-        """Close, whatever state the disk is in."""
+        """Closes the file. Never raises an error of the disk."""
         _quietly(self.close)
 
     def hexdigest(self) -> str:
@@ -105,45 +122,43 @@ def open_writer(
     spool: Path,
     form: RowForm,
     optional: Collection[str] = (),
+    limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Writer:
-    """The writer for the suffix of `output`, which writes to `file`. `schema`: `Input.schema`.
+    """Returns the writer for the suffix of `output`; it writes to `file`. `schema` is `Input.schema`.
 
-    `optional`: those of `OPTIONAL_RESULTS` that Parquet has a column for whether a row has them or not. Beyond these there is one for
-    what any row has, except where the schema was known from the start.
+    `optional` names the `OPTIONAL_RESULTS` that a Parquet file has a column for even if no row has them. Without a schema it also has a
+    column for those that any row has.
     """
     kind, compression = output_format(output)
     if kind == "jsonl":
-        return JsonlWriter(file, compression)
+        return JsonlWriter(file, compression, form)
     results = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or form.token_ids}
     if not form.token_ids:
         results["choices"] = pa.list_(pa.struct(_CHOICE))
     if schema is None:
-        return SpoolingWriter(file, spool, results, optional)
+        return SpoolingWriter(file, spool, results, form, optional, limits)
     results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}
-    carried = carried_names(schema.names, form)
-    fields = [f.with_name(carried[f.name]) for f in schema if f.name in carried]
-    id_type = _id_type([schema.field(n).type for n in (form.id_column, "id", "custom_id") if n in schema.names])
-    source = [pa.field(INPUT_FILE, pa.string())] if form.input_file else []
-    fields = [pa.field("id", id_type), *source, *fields, *(pa.field(n, t) for n, t in results.items())]
-    return ParquetWriter(file, pa.schema(fields))
+    return ParquetWriter(file, schema, results, form, limits)
 
 
 class JsonlWriter:
-    """One JSON object a line, in UTF-8. The same rows give the same bytes, compressed or not."""
+    """One JSON object per line, in UTF-8. The same rows give the same bytes, compressed or not."""
 
-    def __init__(self, file: DigestFile, compression: str | None) -> None:
+    def __init__(self, file: DigestFile, compression: str | None, form: RowForm) -> None:
+        self.notes: list[str] = []
         self._file = file
+        self._form = form
         self._stream: BinaryIO | Any = file
         if compression == "gzip":
             self._stream = gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0)
         elif compression == "zstd":
-            import zstandard  # for these files alone
+            import zstandard  # only these files need it
 
             self._stream = zstandard.ZstdCompressor().stream_writer(file, closefd=False)  # type: ignore[arg-type]
 
-    def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        for row in rows:
-            self._stream.write(to_json(row) + b"\n")
+    def write(self, rows: Iterable[Pair]) -> None:
+        for row, result in rows:
+            self._stream.write(to_json(output_row(row, result, self._form)) + b"\n")
 
     def close(self) -> None:
         if self._stream is not self._file:
@@ -156,73 +171,102 @@ class JsonlWriter:
 
 
 class ParquetWriter:
-    """Rows of known types: those of Parquet input, kept as they are.
+    """Rows of Parquet input. Carried columns are copied as Arrow arrays, so types, nulls and values stay as they are.
 
-    `id` is a whole number where all columns that it can come from are, else text. A value that its column cannot hold (there is none that came from it) is null.
-    """
-
-    def __init__(self, file: DigestFile, schema: pa.Schema) -> None:
-        self._file = file
-        self._schema = schema
-        self._parquet = pq.ParquetWriter(file, schema, compression="zstd")
-        self._rows: list[dict[str, Any]] = []
-        self._bytes = self._logprobs = 0
-
-    def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        for row in rows:
-            self._rows.append(row)
-            self._bytes += _size(row)
-            self._logprobs += _logprobs(row)
-            if len(self._rows) >= GROUP_ROWS or self._bytes >= GROUP_BYTES or self._logprobs >= GROUP_LOGPROBS:
-                self.end_group()
-
-    def close(self) -> None:
-        self.end_group()
-        self._parquet.close()
-        self._file.sync()
-        self._file.close()
-
-    def abandon(self) -> None:
-        _quietly(self._parquet.close)
-        self._parquet.is_open = False  # or it is closed again when it is collected, and Python complains
-        self._file.abandon()
-
-    def end_group(self) -> None:
-        """Write the rows that are held as a row group."""
-        rows, self._rows = self._rows, []
-        self._bytes = self._logprobs = 0
-        if not rows:
-            return
-        columns: dict[str, list[Any]] = {f.name: [row.get(f.name) for row in rows] for f in self._schema}
-        columns["truncated"] = [bool(v) for v in columns["truncated"]]
-        if pa.types.is_string(self._schema.field("id").type):
-            columns["id"] = [id_text(v) for v in columns["id"]]
-        if "choice_probs" in columns:  # a map is made of pairs
-            columns["choice_probs"] = [v and [(clean(k), p) for k, p in v.items()] for v in columns["choice_probs"]]
-        arrays = [array_of(columns[f.name], f.type) for f in self._schema]
-        self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
-
-
-class SpoolingWriter:
-    """Rows whose types are known only when the last one is there (from JSONL and CSV): spooled, converted at the end.
-
-    The types are those of `columns.ColumnType`. `id` is a whole number where all are, else text.
+    If the files of the input have different types, a column has the type that all of them fit. A value that does not fit it all the same
+    (a whole number beyond 64 bits, a time out of range) is null; so are the columns of a malformed row. `id` is an int64 if all columns
+    that it can come from are whole numbers, else text.
     """
 
     def __init__(
-        self, file: DigestFile, spool: Path, results: dict[str, pa.DataType], optional: Collection[str]
+        self,
+        file: DigestFile,
+        schema: pa.Schema,
+        results: Mapping[str, pa.DataType],
+        form: RowForm,
+        limits: GroupLimits,
     ) -> None:
+        self.notes: list[str] = []
+        self._limits = limits
+        self._form = replace(form, keep=())
+        names = carried_names(schema.names, form)
+        self._carried = [(name, schema.field(name).with_name(new)) for name, new in names.items()]
+        there = [schema.field(n).type for n in (form.id_column, "id", "custom_id") if n in schema.names]
+        fields = [pa.field("id", _id_type(there))]
+        if form.input_file:
+            fields.append(pa.field(INPUT_FILE, pa.string()))
+        fields += [field for _, field in self._carried]
+        self._parquet = _ParquetFile(file, pa.schema([*fields, *(pa.field(n, t) for n, t in results.items())]))
+        self._places: list[tuple[pa.RecordBatch | None, int]] = []
+        """Of the rows that are held: batch and index; no batch for a malformed row."""
+        self._rows: list[dict[str, Any]] = []
+        self._bytes = self._logprobs = 0
+
+    def write(self, rows: Iterable[Pair]) -> None:
+        for row, result in rows:
+            out = output_row(row, result, self._form)
+            columns = row.columns
+            self._places.append((columns.batch, columns.index) if isinstance(columns, ArrowColumns) else (None, 0))
+            self._rows.append(out)
+            self._bytes += row.size + _size(out)
+            self._logprobs += _logprobs(out)
+            if _full(self._limits, len(self._rows), self._bytes, self._logprobs):
+                self._end_group()
+
+    def close(self) -> None:
+        self._end_group()
+        self._parquet.close()
+
+    def abandon(self) -> None:
+        self._parquet.abandon()
+
+    def _end_group(self) -> None:
+        rows, self._rows = self._rows, []
+        places, self._places = self._places, []
+        self._bytes = self._logprobs = 0
+        chunks: list[list[pa.Array]] = [[] for _ in self._carried]
+        for _, run in groupby(places, key=lambda place: id(place[0])):
+            same = list(run)
+            batch, indices = same[0][0], [index for _, index in same]
+            for (name, field), arrays in zip(self._carried, chunks, strict=True):
+                arrays.append(_rows_of(batch, name, indices, field.type))
+        carried = {
+            field.name: pa.chunked_array(arrays, field.type)
+            for (_, field), arrays in zip(self._carried, chunks, strict=True)
+        }
+        self._parquet.write(rows, carried)
+
+
+class SpoolingWriter:
+    """Rows whose types are known only after the last one (from JSONL and CSV). They are written to `spool` and converted at the end.
+
+    The types are those of `parquet_types.ColumnType`. `id` is an int64 if all ids are whole numbers, else text.
+    """
+
+    def __init__(
+        self,
+        file: DigestFile,
+        spool: Path,
+        results: dict[str, pa.DataType],
+        form: RowForm,
+        optional: Collection[str],
+        limits: GroupLimits,
+    ) -> None:
+        self.notes: list[str] = []
+        self._limits = limits
         self._file = file
         self._path = spool
         self._spool = spool.open("w+b")
+        self._form = form
         self._results = results
         self._there = (results.keys() - OPTIONAL_RESULTS) | set(optional)
         self._types: dict[str, ColumnType] = {}
         self._ids = ColumnType()
 
-    def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        for row in rows:
-            try:  # a NaN stays one: Parquet has it
+    def write(self, rows: Iterable[Pair]) -> None:
+        for given, result in rows:
+            row = output_row(given, result, self._form)
+            try:  # NaN stays NaN: Parquet can hold it
                 text = json.dumps(row)
             except (TypeError, ValueError):
                 row = plain(row)
@@ -243,7 +287,7 @@ class SpoolingWriter:
         fields = [pa.field("id", pa.int64() if whole else pa.string())]
         fields += [pa.field(clean(n), t.arrow()) for n, t in self._types.items()]
         fields += [pa.field(n, t) for n, t in self._results.items() if n in self._there]
-        parquet = ParquetWriter(self._file, pa.schema(fields))
+        parquet = _ParquetFile(self._file, pa.schema(fields))
         try:
             self._convert(parquet)
             parquet.close()
@@ -252,27 +296,125 @@ class SpoolingWriter:
             raise
         self._spool.close()
         self._path.unlink()
+        for name, column in self._types.items():
+            self.notes += [
+                f"column {place!r} has values that no one Parquet type fits (of several kinds, or too large): all of them are written as JSON text"
+                for place in column.mixed(name)
+            ]
 
-    def _convert(self, parquet: ParquetWriter) -> None:
+    def _convert(self, parquet: _ParquetFile) -> None:
         self._spool.seek(0)
-        size = 0
+        rows: list[dict[str, Any]] = []
+        size = logprobs = 0
         for line in self._spool:
             row = json.loads(line)
-            for name, column in self._types.items():
-                row[clean(name)] = column.convert(row.get(name))
+            rows.append(row)
             size += len(line)
-            parquet.write([row])
-            if size >= GROUP_BYTES:
-                parquet.end_group()
-                size = 0
+            logprobs += _logprobs(row)
+            if _full(self._limits, len(rows), size, logprobs):
+                parquet.write(rows, self._carried(rows))
+                rows = []
+                size = logprobs = 0
+        parquet.write(rows, self._carried(rows))
+
+    def _carried(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, pa.Array]:
+        return {
+            clean(name): pa.array([column.convert(row.get(name)) for row in rows], column.arrow())
+            for name, column in self._types.items()
+        }
 
     def abandon(self) -> None:
         _quietly(self._spool.close)
         self._file.abandon()
 
 
+def _full(limits: GroupLimits, rows: int, size: int, logprobs: int) -> bool:
+    return rows >= limits.rows or size >= limits.bytes or logprobs >= limits.logprobs
+
+
+class _ParquetFile:
+    """A Parquet file under way: row groups, made of carried columns (arrays) and of results (rows of `output_row`)."""
+
+    def __init__(self, file: DigestFile, schema: pa.Schema) -> None:
+        self._file = file
+        self._schema = schema
+        self._parquet = pq.ParquetWriter(file, schema, compression="zstd")
+
+    def write(self, rows: Sequence[Mapping[str, Any]], carried: Mapping[str, pa.Array | pa.ChunkedArray]) -> None:
+        """Writes a row group. Columns that are not in `carried` are taken from `rows`."""
+        if not rows:
+            return
+        arrays = [carried[f.name] if f.name in carried else _result_array(rows, f) for f in self._schema]
+        table = pa.Table.from_arrays(arrays, schema=self._schema)
+        self._parquet.write_table(table.unify_dictionaries(), row_group_size=len(rows))
+
+    def close(self) -> None:
+        self._parquet.close()
+        self._file.sync()
+        self._file.close()
+
+    def abandon(self) -> None:
+        _quietly(self._parquet.close)
+        self._parquet.is_open = False  # or it would be closed again when it is collected, and Python would warn
+        self._file.abandon()
+
+
+def _result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
+    """A column of results. Lone surrogates in text become their escapes."""
+    values = [row.get(field.name) for row in rows]
+    if field.name == "truncated":
+        values = [bool(v) for v in values]
+    elif field.name == "id" and pa.types.is_string(field.type):
+        values = [id_text(v) for v in values]
+    elif field.name == "choice_probs":  # Arrow makes a map of pairs
+        values = [v and list(v.items()) for v in values]
+    try:
+        return pa.array(values, field.type)
+    except UnicodeEncodeError:
+        return pa.array([_clean(v) for v in values], field.type)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {_clean(k): _clean(v) for k, v in value.items()}
+    return (
+        [_clean(v) for v in value]
+        if isinstance(value, list)
+        else tuple(map(_clean, value))
+        if isinstance(value, tuple)
+        else value
+    )
+
+
+def _rows_of(batch: pa.RecordBatch | None, name: str, indices: Sequence[int], type: pa.DataType) -> pa.Array:
+    """Some rows of a column as an array of `type`: nulls if the batch does not have the column."""
+    if batch is None or name not in batch.schema.names:
+        return pa.nulls(len(indices), type)
+    column = batch.column(name)
+    first = indices[0]
+    if list(indices) == list(range(first, first + len(indices))):
+        column = column.slice(first, len(indices))
+    else:
+        column = column.take(pa.array(indices))
+    if column.type == type:
+        return column
+    try:
+        return column.cast(type)
+    except pa.ArrowException:
+        return pa.concat_arrays([_cast_one(column.slice(i, 1), type) for i in range(len(column))])
+
+
+def _cast_one(value: pa.Array, type: pa.DataType) -> pa.Array:
+    try:
+        return value.cast(type, safe=not pa.types.is_floating(type))  # a large whole number is rounded
+    except pa.ArrowException:
+        return pa.nulls(1, type)
+
+
 def _size(value: Any) -> int:
-    """About how many bytes of text and numbers it holds."""
+    """Approximate number of bytes of text and numbers in a value."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
@@ -281,7 +423,7 @@ def _size(value: Any) -> int:
 
 
 def _logprobs(row: dict[str, Any]) -> int:
-    """How many a row has: with many likeliest tokens they are most of its memory."""
+    """Number of log-probabilities in a row. With many alternatives per token, they take most of its memory."""
     return sum(1 + len(token["top"]) for choice in row.get("choices") or () for token in choice["logprobs"] or ())
 
 
@@ -294,5 +436,5 @@ def _id_type(types: Sequence[pa.DataType]) -> pa.DataType:
 def _quietly(close: Callable[[], Any]) -> None:
     try:
         close()
-    except (OSError, pa.ArrowException, ValueError):  # the error that matters has been raised already
+    except (OSError, pa.ArrowException, ValueError):  # the first error is already on its way
         return

@@ -5,8 +5,9 @@ llguidance is the extra `batchgen[structured]`, imported with the first grammar.
 - `regex` has the syntax of Rust's crate `regex`: no look-around, no back-references; `\\d` is any digit of Unicode (`[0-9]` those
   of ASCII), likewise `\\w` and `\\s`. The whole text matches; `^` and `$` at its ends change nothing.
 - `json_schema` is JSON Schema 2020-12, the properties in the schema's order; a keyword that cannot be kept to is an error, and a
-  `format` is kept to by its shape (any year has a 29 February). Up to 20 blanks and line ends may stand between the tokens of
-  JSON, none around the text; `"x-guidance": {"whitespace_flexible": false}` at the top of the schema makes the text compact.
+  `format` is kept to by its shape (any year has a 29 February). The text is compact, without a blank or a line end outside of
+  strings; with `json_whitespace` up to 20 of them may stand between the tokens of JSON. `"x-guidance"` at the top of the schema
+  goes before both.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _KEPT = 256  # grammars kept compiled: each row may bring its own
 # llguidance would otherwise spell what a grammar leaves no choice in as the tokenizer does: normalized, and with a special token
 # where the text has the name of one.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-_WHITE_SPACE = r"[ \n\t]{0,20}"  # without a bound, a weak model may write nothing else
+_COMPACT = {"whitespace_flexible": False}
+_SPACED = {"whitespace_pattern": r"[ \n\t]{0,20}"}  # without a bound, a weak model may write nothing else
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
 _MAPS = ("properties", "$defs", "definitions", "dependentSchemas")  # those that hold schemas by name
 
@@ -61,7 +63,7 @@ class Vocabulary:
         self.end = size
         self._tokenizer = tokenizer
         self._loaded: tuple[LLTokenizer, LLExecutor] | None = None
-        self._grammars: OrderedDict[tuple[str | None, str | None], Grammar] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str | None, str | None, bool], Grammar] = OrderedDict()
         self._lock = Lock()
 
     def grammar(self, params: SamplingParams) -> Grammar:
@@ -69,7 +71,7 @@ class Vocabulary:
 
         Raises `UsageError` where there can be none: llguidance is missing, or the tokenizer is of another kind.
         """
-        key = (params.regex, params.json_schema)
+        key = (params.regex, params.json_schema, params.json_whitespace)
         with self._lock:
             grammar = self._grammars.pop(key, None) or self._compile(*key)
             self._grammars[key] = grammar
@@ -90,10 +92,10 @@ class Vocabulary:
             _, executor = self._llguidance()
             executor.unsafe_compute_mask_ptr(list(matchers), masks.ctypes.data, words * masks.itemsize, rows)
 
-    def _compile(self, regex: str | None, schema: str | None) -> Grammar:
+    def _compile(self, regex: str | None, schema: str | None, spaced: bool) -> Grammar:
         text = ""
         try:
-            text = _of_regex(regex) if regex is not None else _of_schema(schema or "")
+            text = _of_regex(regex) if regex is not None else _of_schema(schema or "", spaced)
             text.encode()  # half of a surrogate pair is no character
             matcher = self._matcher(text)
             first = matcher.deep_copy()
@@ -212,14 +214,14 @@ def _of_regex(regex: str) -> str:
     return f"{_OPTIONS}start: /{body}/"
 
 
-def _of_schema(text: str) -> str:
+def _of_schema(text: str, spaced: bool) -> str:
     try:
         schema = json.loads(text, parse_constant=_not_json)
     except ValueError as e:
         raise ValueError(f"it is not JSON ({e})") from None
     schema = _kept_to(schema)
     if isinstance(schema, dict):  # a user's own goes before ours
-        schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}} | schema
+        schema = {"x-guidance": _SPACED if spaced else _COMPACT} | schema
     grammars = [{"lark_grammar": f"{_OPTIONS}start: @schema"}, {"name": "schema", "json_schema": schema}]
     return json.dumps({"grammars": grammars})
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -41,7 +41,9 @@ class Recurrence(Protocol):
 class RecurrentLayers:
     """The recurrent layers of a model that `install` has changed. They run inside `running` only."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Iterable[str] = ()) -> None:
+        self.kinds = set(kinds)
+        """What goes along the sequence in them."""
         self._step: Recurrence | None = None
 
     @property
@@ -67,7 +69,6 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
     A layer is known by what its forward calls. Raises `ModelError` for one that transformers does not give a layer index.
     """
     layers = RecurrentLayers()
-    found = False
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         names = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
@@ -76,7 +77,8 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
             raise ModelError(f"{type(module).__name__} has no layer index")
-        ours = {name: made(layers, index) for name, made in _SEAMS.items() if name in names}
+        seams = {name: seam for name, seam in _SEAMS.items() if name in names}
+        ours = {name: made(layers, index) for name, (_, made) in seams.items()}
         # transformers' wrapper around the forward is for weights that are on another device meanwhile, which are refused.
         packed = FunctionType(
             forward.__code__, forward.__globals__ | ours, forward.__name__, forward.__defaults__, forward.__closure__
@@ -84,8 +86,8 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
         packed.__kwdefaults__ = forward.__kwdefaults__
         # accelerate keeps a module's own forward under this name, behind its hooks.
         setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", MethodType(packed, module))
-        found = True
-    return layers if found else None
+        layers.kinds |= {kind for kind, _ in seams.values()}
+    return layers if layers.kinds else None
 
 
 def _convolution(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
@@ -155,11 +157,12 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
     return mamba2_chunk_scan
 
 
-_SEAMS: dict[str, Callable[[RecurrentLayers, int], Callable[..., Any]]] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "mamba2_chunk_scan": _mamba2,
+_SEAMS: dict[str, tuple[str, Callable[[RecurrentLayers, int], Callable[..., Any]]]] = {
+    "causal_conv1d_fn": ("convolution", _convolution),
+    "torch_chunk_gated_delta_rule": ("gated delta rule", _delta_rule),
+    "mamba2_chunk_scan": ("Mamba2", _mamba2),
 }
+"""By the name that transformers' forwards have for it: its name here, and what makes ours for a layer."""
 
 
 class StateProbe:

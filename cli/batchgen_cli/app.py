@@ -6,43 +6,43 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import click
+import typer
 
 from batchgen_cli.options import Group, similar
-from batchgen_cli.plan import plan
-from batchgen_cli.run import run
-from batchgen_cli.status import status
+from batchgen_cli.plan import PlanCommand, PlanOptions
+from batchgen_cli.run import RunCommand, RunOptions
+from batchgen_cli.status import StatusCommand, StatusOptions
 from batchgen_cli.stderr import drop_unwritten, exit_code_of, say, wants_json
 
+app = typer.Typer(
+    name="batchgen",
+    cls=Group,
+    help="Offline batch generation: a file of prompts in, a file of completions out, every shared prefix run once.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command("run", cls=RunCommand, help=RunCommand.text, short_help=RunCommand.short)(RunOptions)
+app.command("plan", cls=PlanCommand, help=PlanCommand.text, short_help=PlanCommand.short)(PlanOptions)
+app.command("status", cls=StatusCommand, help=StatusCommand.text, short_help=StatusCommand.short)(StatusOptions)
 
-def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+
+def _version(wanted: bool) -> None:
     if wanted:
         from batchgen.stats import version_of
 
-        click.echo(f"batchgen {version_of('batchgen')}")
-        ctx.exit()
+        typer.echo(f"batchgen {version_of('batchgen')}")
+        raise typer.Exit
 
 
-app = Group(
-    "batchgen",
-    help="Offline batch generation: a file of prompts in, a file of completions out, every shared prefix run once.",
-    no_args_is_help=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    params=[
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_version,
-            help="Show the version and exit.",
-        )
-    ],
-    commands=[run, plan, status],
-)
-app.example = "batchgen run prompts.jsonl --model ./model    (writes prompts.out.jsonl)"
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_version)
+    ] = False,
+) -> None: ...
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,12 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def command() -> int:
         try:
-            code: Any = app.main(args=arguments, prog_name="batchgen", standalone_mode=False)
-        except click.ClickException as e:
+            code: Any = app(args=arguments, prog_name="batchgen", standalone_mode=False)
+        except typer.Abort:
+            raise KeyboardInterrupt from None
+        except Exception as e:
+            # Typer's own errors (an unknown option, a missing argument), whose classes differ between its versions.
+            if not hasattr(e, "format_message"):
+                raise
             say(_misuse(e), 2, as_json=as_json)
             return 2
-        except click.Abort:
-            raise KeyboardInterrupt from None
         return code if isinstance(code, int) else 0
 
     code = exit_code_of(command, as_json=as_json)
@@ -65,17 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _misuse(error: click.ClickException) -> str:
+def _misuse(error: Any) -> str:
     """What is wrong with the command line, what may have been meant, and where the help is."""
     ctx = getattr(error, "ctx", None)
     message, meant = error.format_message(), ""
-    if isinstance(error, click.NoSuchOption):
+    if hasattr(error, "option_name"):
         message = f"no such option: {error.option_name}"
         known = [opt for p in ctx.command.get_params(ctx) for opt in (*p.opts, *p.secondary_opts)] if ctx else []
         meant = " or ".join(similar(error.option_name, [opt for opt in known if opt.startswith("--")]))
     elif unknown := re.match(r"No such command '(.*?)'", message):
         message, word = f"no such command: {unknown[1]}", unknown[1]
         meant = f"batchgen run {word}" if Path(word).suffix or Path(word).exists() else ""
-        meant = meant or " or ".join(similar(word, sorted(app.commands)))
+        meant = meant or " or ".join(similar(word, list(ctx.command.commands) if ctx else []))
     hint = f"; did you mean {meant}?" if meant else ""
     return f"{message[:1].lower()}{message[1:].rstrip('.')}{hint}; see {ctx.command_path if ctx else 'batchgen'} --help"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, make_dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-import click
-from click.shell_completion import CompletionItem
+import typer
+import typer.core
 
 from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
 from batchgen.errors import UsageError
@@ -17,11 +17,6 @@ from batchgen.options import GROUPS, Option, check, flag_of, number, option, who
 from batchgen.sampling_params import SamplingParams
 
 T = TypeVar("T")
-
-if TYPE_CHECKING:
-    _ParamType = click.ParamType[Any]
-else:
-    _ParamType = click.ParamType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,211 +41,202 @@ class Display:
         check(self)
 
 
-class ConfigOption(click.Option):
-    """One option of the command, from the field that declares it. Its value is None, or (), where it is not given."""
+def run_options() -> type:
+    """A dataclass whose fields are the inputs and every option of a job, as typer reads them: a command takes its constructor.
 
-    def __init__(self, config: type, f: Field[Any]) -> None:
-        declared: Option = f.metadata["option"]
-        kinds = [kind.strip() for kind in str(f.type).split("|")]
-        switch = "bool" in kinds
-        flags = list(declared.flags) or [flag_of(config, f.name)]
-        if switch and (f.default is True or "None" in kinds):
-            flags[0] += f"/--no-{flags[0].removeprefix('--')}"
-        needed = f.default is MISSING and f.default_factory is MISSING
-        self.group, self.values, self.shown = declared.group, declared.values, declared.shown
-        self.declared_default = f.default
-        super().__init__(
-            [f.name, *flags],
-            type=None if switch else _Value(declared, kinds),
-            is_flag=switch,
-            multiple=declared.parse is None and kinds[0].startswith("tuple"),
-            **({"required": True} if needed else {"default": None}),
-            metavar=declared.metavar or None,
-            help=declared.help,
-        )
-
-    @property
-    def default_text(self) -> str:
-        """The default as the help shows it; empty where there is nothing to show."""
-        default = self.declared_default
-        if self.shown or default is None or default is False or default == () or default is MISSING:
-            return self.shown
-        return self.opts[0] if default is True else str(default).removesuffix(".0")
+    An option that is not given is None (or an empty list), so that defaults are the configuration's alone.
+    """
+    inputs = typer.Argument(
+        metavar="INPUT...",
+        help="JSONL, Parquet or CSV files (also .gz, .zst), a folder, a glob, a URL, or - for JSONL on standard input.",
+        show_default=False,
+    )
+    configs = (ModelConfig, PromptConfig, SamplingParams, JobConfig, EngineConfig, Display)
+    declared = [(config, f) for config in configs for f in fields(config) if "option" in f.metadata]
+    declared.sort(key=lambda each: GROUPS.index(each[1].metadata["option"].group))
+    parameters: list[Any] = [("inputs", Annotated[list[str], inputs])]
+    for config, f in declared:
+        required = f.default is MISSING and f.default_factory is MISSING
+        annotation = Annotated[_type(f), _typer_option(config, f)]  # type: ignore[valid-type]
+        parameters.append((f.name, annotation) if required else (f.name, annotation, None))
+    return make_dataclass("RunOptions", parameters, kw_only=True)
 
 
-class _Value(_ParamType):
-    """Makes an option's value of its text, as the option declares."""
-
-    name = "value"
-
-    def __init__(self, declared: Option, kinds: list[str]) -> None:
-        whole, real = {"int", "tuple[int, ...]"} & set(kinds), "float" in kinds
-        self._parse: Callable[[str, str], Any] = declared.parse or (
-            whole_number if whole else number if real else lambda _, text: text
-        )
-        self._declared = declared
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        name = next((opt for opt in param.opts if opt.startswith("--")), "") if param else ""
-        return self._parse(name, value) if isinstance(value, str) else value
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        if self._declared.values:
-            return [CompletionItem(v) for v in self._declared.values if v.startswith(incomplete)]
-        words = {"FILE": "file", "OUTPUT": "file", "MODEL": "file", "DIR": "dir"}
-        kind = next((kind for word, kind in words.items() if word in self._declared.metavar), None)
-        return [CompletionItem(incomplete, type=kind)] if kind else []
+def _type(f: Field[Any]) -> Any:
+    if "bool" in _kinds(f):
+        return bool | None
+    return list[str] | None if _repeats(f) else str | None
 
 
-class FileArgument(click.Argument):
-    """A positional argument that names files, with a help text."""
-
-    def __init__(self, name: str, help: str, **settings: Any) -> None:
-        super().__init__([name], **settings)
-        self.text = help
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(incomplete, type="file")]
-
-
-class _Formatter(click.HelpFormatter):
-    """Help that breaks no word at its hyphens: `--max-tokens` stays whole."""
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 28, col_spacing: int = 2) -> None:
-        rows = list(rows)
-        first = min(max(len(name) for name, _ in rows), col_max) + col_spacing
-        indent = " " * self.current_indent
-        for name, text in rows:
-            lines = textwrap.wrap(text, max(self.width - first - self.current_indent, 10), break_on_hyphens=False)
-            head = f"{indent}{name}"
-            if len(name) > first - col_spacing and lines:
-                self.write(f"{head}\n")
-                head = ""
-            for line in lines:
-                self.write(f"{head:<{first + self.current_indent}}{line}\n")
-                head = ""
-            if not lines:
-                self.write(f"{head}\n")
+def _typer_option(config: type, f: Field[Any]) -> Any:
+    declared: Option = f.metadata["option"]
+    switch = "bool" in _kinds(f)
+    flags = list(declared.flags) or [flag_of(config, f.name)]
+    if switch and (f.default is True or "None" in _kinds(f)):
+        flags[0] += f"/--no-{flags[0].removeprefix('--')}"
+    return typer.Option(
+        *flags,
+        help=declared.help,
+        metavar=declared.metavar or None,
+        show_default=_shown_default(f),
+        rich_help_panel=declared.group,
+        autocompletion=_completion(declared),
+    )
 
 
-class _Context(click.Context):
-    formatter_class = _Formatter
+def _kinds(f: Field[Any]) -> list[str]:
+    return [kind.strip() for kind in str(f.type).split("|")]
 
 
-class Group(click.Group):
-    """The command as a whole."""
-
-    context_class = _Context
-    example = ""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Example"):
-            formatter.write_dl([(self.example, "")])
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command.short_help or "") for name, command in self.commands.items()])
+def _repeats(f: Field[Any]) -> bool:
+    return f.metadata["option"].parse is None and str(f.type).startswith("tuple")
 
 
-class Command(click.Command):
+def _shown_default(f: Field[Any]) -> str | bool:
+    """The default as the help shows it; False where there is nothing to show."""
+    shown = f.metadata["option"].shown
+    if shown:
+        return str(shown)
+    if f.default is None or f.default is False or f.default == () or f.default is MISSING:
+        return False
+    return flag_of(Display, f.name) if f.default is True else str(f.default).removesuffix(".0")
+
+
+def _completion(declared: Option) -> Callable[[str], list[str]] | None:
+    """What completes the option's value: the only texts that it takes, where there are few; files otherwise (the shell's own)."""
+    if not declared.values:
+        return None
+    return lambda incomplete: [value for value in declared.values if value.startswith(incomplete)]
+
+
+class Command(typer.core.TyperCommand):
     """A command whose help lists its options in groups, with one example, whole at every width."""
 
-    context_class = _Context
-    example = ""
-    brief = False
-    """Whether the help leaves the options of `batchgen run` out, but for --model."""
+    example: ClassVar[str] = ""
+    brief: ClassVar[bool] = False
+    """Whether the help leaves out the options of `batchgen run`, except --model."""
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        arguments = [p for p in self.params if isinstance(p, FileArgument)]
-        if arguments:
-            with formatter.section("Arguments"):
-                formatter.write_dl([(p.make_metavar(ctx), p.text) for p in arguments])
-        for group in (*GROUPS, "Options"):
-            rows = [(_names(p), _help(p)) for p in self.get_params(ctx) if _group(p) == group and self._listed(p)]
-            if rows:
-                with formatter.section(group):
-                    formatter.write_dl(rows)
-
-    def _listed(self, param: click.Parameter) -> bool:
-        return not self.brief or not isinstance(param, ConfigOption) or param.name == "model"
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Example"):
-            formatter.write_dl([(self.example, "")])
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        formatter.write(help_text(self, ctx, formatter.width))
 
 
-def _group(param: click.Parameter) -> str:
-    if isinstance(param, ConfigOption):
-        return param.group
-    return "Options" if isinstance(param, click.Option) else ""
+class Group(typer.core.TyperGroup):
+    """The command as a whole."""
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        formatter.write(group_help(self, ctx, formatter.width))
 
 
-def _names(param: click.Parameter) -> str:
+def group_help(group: Any, ctx: Any, width: int) -> str:
+    commands = [(name, command.get_short_help_str(200)) for name, command in group.commands.items()]
+    options = [(_names(p), p.help or "") for p in group.get_params(ctx)]
+    example = "batchgen run prompts.jsonl --model ./model    (writes prompts.out.jsonl)"
+    return "\n".join(
+        [
+            "Usage: batchgen [OPTIONS] COMMAND [ARGS]...\n",
+            *_paragraph(group.help or "", width),
+            *_section("Options", options, width),
+            *_section("Commands", commands, width),
+            *_section("Example", [(example, "")], width),
+            "",
+        ]
+    )
+
+
+def help_text(command: Any, ctx: Any, width: int) -> str:
+    """The help of a command: usage, what it does, arguments, options in groups, one example."""
+    params = command.get_params(ctx)
+    arguments = [p for p in params if p.param_type_name == "argument"]
+    usage = " ".join([ctx.command_path, "[OPTIONS]", *(p.metavar for p in arguments)])
+    lines = [f"Usage: {usage}\n"]
+    for paragraph in (command.help or "").split("\n\n"):
+        lines += [*_paragraph(paragraph, width), ""]
+    lines.pop()
+    lines += _section("Arguments", [(p.metavar, p.help) for p in arguments], width)
+    for group in (*GROUPS, "Options"):
+        rows = [
+            (_names(p), _help(p))
+            for p in params
+            if p.param_type_name == "option"
+            and (p.rich_help_panel or "Options") == group
+            and (not command.brief or p.name == "model" or group == "Options")
+        ]
+        lines += _section(group, rows, width) if rows else []
+    return "\n".join([*lines, *_section("Example", [(command.example, "")], width), ""])
+
+
+def _names(param: Any) -> str:
     """Its names and what stands for its value: `--model, -m MODEL`."""
-    names = ", ".join([*param.opts, *param.secondary_opts])
-    return f"{names} {param.metavar}" if param.metavar else names
+    names = ", ".join([*sorted(param.opts, key=lambda opt: not opt.startswith("--")), *param.secondary_opts])
+    return f"{names} {param.metavar}" if param.metavar and not param.is_flag else names
 
 
-def _help(param: click.Parameter) -> str:
-    text = getattr(param, "help", "") or ""
-    default = param.default_text if isinstance(param, ConfigOption) else ""
-    needed = "  [required]" if param.required else ""
-    return f"{text}  [default: {default}]" if default else text + needed
+def _help(param: Any) -> str:
+    default = param.show_default if isinstance(param.show_default, str) else ""
+    text = param.help or ""
+    return f"{text}  [default: {default}]" if default else text + ("  [required]" if param.required else "")
 
 
-def config_options(*configs: type) -> list[click.Parameter]:
-    """The options that the fields of these dataclasses declare, by group, in the order of the fields."""
-    found = [ConfigOption(config, f) for config in configs for f in fields(config) if "option" in f.metadata]
-    return [*sorted(found, key=lambda o: GROUPS.index(o.group))]
+def _paragraph(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters. No word is broken at its hyphens: `--max-tokens` stays whole."""
+    wrapped = textwrap.wrap(text, width - 2, break_on_hyphens=False, break_long_words=False)
+    return [f"  {line}" for line in wrapped]
 
 
-def job_options() -> list[click.Parameter]:
-    """The inputs and every option of a job."""
-    inputs = FileArgument(
-        "inputs",
-        "JSONL, Parquet or CSV files (also .gz, .zst), a folder, a glob, a URL, or - for JSONL on standard input.",
-        nargs=-1,
-        required=True,
-        metavar="INPUT...",
-    )
-    return [
-        inputs,
-        *config_options(ModelConfig, PromptConfig, SamplingParams, JobConfig, EngineConfig, Display),
-    ]
+def _section(title: str, rows: list[tuple[str, str]], width: int) -> list[str]:
+    """A heading, and names with their texts in a second column."""
+    column = min(max(len(name) for name, _ in rows), 28) + 4
+    lines = ["", f"{title}:"]
+    for name, text in rows:
+        head = f"  {name}"
+        if len(head) + 2 > column and text:
+            lines.append(head)
+            head = ""
+        wrapped = textwrap.wrap(text, max(width - column, 10), break_on_hyphens=False) or [""]
+        lines += [f"{head if i == 0 else '':<{column}}{line}".rstrip() for i, line in enumerate(wrapped)]
+    return lines
 
 
-def job_config(values: Mapping[str, Any]) -> JobConfig:
-    """The job that the values of `job_options` ask for. Raises `UsageError`."""
+def job_config(given: Mapping[str, Any]) -> JobConfig:
+    """The job that these options ask for, by their names. Raises `UsageError`."""
     return JobConfig(
-        inputs=tuple(values["inputs"]),
-        model=build(ModelConfig, values),
-        prompts=build(PromptConfig, values),
-        sampling=_sampling(values),
-        engine=build(EngineConfig, values),
-        **_given(JobConfig, values),
+        inputs=tuple(given["inputs"]),
+        model=build(ModelConfig, given),
+        prompts=build(PromptConfig, given),
+        sampling=_sampling(given),
+        engine=build(EngineConfig, given),
+        **_values(JobConfig, given),
     )
 
 
-def build(config: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass of the options that were given; the others keep their defaults."""
-    return config(**_given(config, values))
+def build(config: type[T], given: Mapping[str, Any]) -> T:
+    """A dataclass of the options that were given; the others keep their defaults. Raises `UsageError`."""
+    return config(**_values(config, given))
 
 
-def _given(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a dataclass's options those that were given. An option that is given as None (`--batch-size auto`) has that default."""
-    named = [f.name for f in fields(config) if "option" in f.metadata]
-    return {name: values[name] for name in named if values.get(name) not in (None, ()) or _is_given(name)}
+def _values(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f.name: _value(config, f, given[f.name])
+        for f in fields(config)
+        if "option" in f.metadata and given.get(f.name) not in (None, [])
+    }
 
 
-def _is_given(name: str) -> bool:
-    ctx = click.get_current_context(silent=True)
-    return ctx is not None and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+def _value(config: type, f: Field[Any], text: Any) -> Any:
+    """The value of an option's text (of its texts, where it repeats)."""
+    if isinstance(text, bool):
+        return text
+    declared: Option = f.metadata["option"]
+    kinds = {kind.removeprefix("tuple[").removesuffix(", ...]") for kind in _kinds(f)}
+    parse = declared.parse or (whole_number if "int" in kinds else number if "float" in kinds else lambda _, same: same)
+    flag = flag_of(config, f.name)
+    return tuple(parse(flag, each) for each in text) if _repeats(f) else parse(flag, text)
 
 
-def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+def _sampling(given: Mapping[str, Any]) -> SamplingParams:
     """The parameters; a value out of range is told by its option's name."""
     try:
-        return build(SamplingParams, values)
+        return build(SamplingParams, given)
     except ValueError as e:
         name, _, rest = str(e).partition(" ")
         before, together, other = rest.rpartition("combined with ")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-import click
+import typer
 
-from batchgen_cli.options import Command, Display, build, job_config, job_options
+from batchgen_cli.options import Command, Display, build, job_config
 from batchgen_cli.progress import calm_libraries, progress_for
 from batchgen_cli.report import size
+from batchgen_cli.run import RunOptions
 from batchgen_cli.stderr import exit_code_of, printable
 
 if TYPE_CHECKING:
@@ -17,38 +19,42 @@ if TYPE_CHECKING:
 
 EXCERPT_CHARACTERS = 48
 
+PlanOptions = make_dataclass(
+    "PlanOptions",
+    [("as_json", Annotated[bool, typer.Option("--json", help="Print one JSON object.")], False)],
+    bases=(RunOptions,),
+    kw_only=True,
+)
 
-def _plan(values: dict[str, Any]) -> int:
+
+class PlanCommand(Command):
+    short = "Show what a run would share and the memory it needs."
+    text = """Show what a run over INPUT would share and the memory it needs, without loading the model's weights.
+
+    Takes every option of `batchgen run`, so that a run becomes a plan by changing one word (see batchgen run --help)."""
+    example = "batchgen plan prompts.jsonl --model ./model"
+    brief = True
+
+    def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
+        given = ctx.params
+        as_json = given["log_format"] == "json"
+        return exit_code_of(lambda: _plan(given), verbose=bool(given["verbose"]), as_json=as_json)
+
+
+def _plan(given: dict[str, Any]) -> int:
     from batchgen.planning import plan_job
 
-    display = build(Display, values)
-    config = job_config(values)
+    display = build(Display, given)
+    config = job_config(given)
     showing = progress_for(None, quiet=display.quiet, as_json=display.log_format == "json")
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = plan_job(config, shown)
-    if values["as_json"]:
-        click.echo(json.dumps(report.as_dict(), ensure_ascii=False))
+    if given["as_json"]:
+        typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
         for line in plan_lines(report):
-            click.echo(printable(line))
+            typer.echo(printable(line))
     return 0
-
-
-plan = Command(
-    "plan",
-    params=[
-        *job_options(),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
-    ],
-    callback=lambda **values: exit_code_of(
-        lambda: _plan(values), verbose=bool(values["verbose"]), as_json=values["log_format"] == "json"
-    ),
-    short_help="Show what a run would share and the memory it needs.",
-    help="Show what a run over INPUT would share and the memory it needs, without loading the model's weights.\n\n"
-    "Takes every option of `batchgen run`, so that a run becomes a plan by changing one word (see batchgen run --help).",
-)
-plan.example = "batchgen plan prompts.jsonl --model ./model"
-plan.brief = True
 
 
 def plan_lines(report: PlanReport) -> list[str]:

@@ -121,6 +121,7 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("prefix tree", f"{s['prefix_nodes']:,} nodes, {s['groups']:,} groups"),
         ("KV memory", f"{size(s['kv_bytes_peak'])} at the most{unshared}"),
+        *([("state memory", f"{size(s['state_bytes_peak'])} at the most")] if s["state_bytes_peak"] else []),
     ]
 
 

@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import click
+import typer
 
-from batchgen_cli.options import Command, FileArgument
+from batchgen_cli.options import Command
 from batchgen_cli.progress import duration, share, speed
 from batchgen_cli.stderr import exit_code_of, printable
 
 
-def _status(values: dict[str, Any]) -> int:
+@dataclass(kw_only=True)
+class StatusOptions:
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of a run.", show_default=False)]
+    work_dir: Annotated[
+        str | None,
+        typer.Option("--work-dir", metavar="DIR", help="Where the job's folder is.", show_default="beside the output"),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False
+
+
+class StatusCommand(Command):
+    short = "Show how far a running, stopped, dead or finished job is."
+    text = "Show how far the job of OUTPUT is: one that runs, was stopped, has died or is finished. Changes nothing."
+    example = "batchgen status answers.jsonl"
+
+    def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
+        given = ctx.params
+        return exit_code_of(lambda: _status(given["output"], given["work_dir"], as_json=given["as_json"]))
+
+
+def _status(output: str, work_dir: str | None, *, as_json: bool) -> int:
     from batchgen.progress import job_status
 
-    found = job_status(values["output"], values["work_dir"])
-    if values["as_json"]:
-        click.echo(json.dumps(found))
+    found = job_status(output, work_dir)
+    if as_json:
+        typer.echo(json.dumps(found))
     else:
         for name, text in status_lines(found, dt.datetime.now(dt.UTC)):
-            click.echo(printable(f"{name:<9}{text}"))
+            typer.echo(printable(f"{name:<9}{text}"))
     return 0
-
-
-status = Command(
-    "status",
-    params=[
-        FileArgument("output", "The output of a run.", metavar="OUTPUT"),
-        click.Option(["--work-dir"], metavar="DIR", help="Where the job's folder is.  [default: beside the output]"),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
-    ],
-    callback=lambda **values: exit_code_of(lambda: _status(values)),
-    short_help="Show how far a running, stopped, dead or finished job is.",
-    help="Show how far the job of OUTPUT is: one that runs, was stopped, has died or is finished. Changes nothing.",
-)
-status.example = "batchgen status answers.jsonl"
 
 
 def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str]]:

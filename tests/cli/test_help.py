@@ -7,15 +7,17 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import click
 import pytest
+import typer.main
+from typer.testing import CliRunner
 
 from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
 from batchgen.sampling_params import SamplingParams
-from batchgen_cli.options import ConfigOption, job_config
-from batchgen_cli.plan import plan
-from batchgen_cli.run import run
-from batchgen_cli.status import status
+from batchgen_cli.app import app
+from batchgen_cli.options import job_config
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+RUN = {p.name: p for p in COMMANDS["run"].params}
 
 CONTRACT = """
     --model -m --revision --dtype --device --device-map --trust-remote-code
@@ -23,7 +25,7 @@ CONTRACT = """
     --chat-template-kwargs --on-long-prompt
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
-    --choices --regex --json-schema --score --completion-column
+    --choices --regex --json-schema --json-whitespace --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --debug
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
@@ -63,7 +65,7 @@ def test_help_is_whole_at_every_width(columns: int, cli: Callable[..., Any], mon
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = cli("run", "--help").out
     assert "…" not in shown.replace("COL,…", "").replace("[:N,…]", "")
-    assert {opt for p in run.params if isinstance(p, ConfigOption) for opt in p.opts} <= set(
+    assert {opt for p in RUN.values() for opt in p.opts if opt.startswith("-")} <= set(
         re.findall(r"--?[a-z][a-z-]*", shown)
     )
     assert not [line for line in shown.splitlines() if re.search(r"\w-$", line)]
@@ -72,22 +74,21 @@ def test_help_is_whole_at_every_width(columns: int, cli: Callable[..., Any], mon
 
 
 def test_every_option_has_a_help_text_that_is_a_sentence(cli: Callable[..., Any]) -> None:
-    for command in (run, plan, status):
+    for command in COMMANDS.values():
         for p in command.params:
-            if isinstance(p, click.Option):
-                assert p.help is not None
+            if p.param_type_name == "option":
                 assert p.help[0].isupper() or p.help.startswith("auto "), p.name
                 assert p.help.split("  [")[0].endswith("."), p.name
 
 
 def test_the_defaults_shown_are_those_of_the_configuration() -> None:
-    shown = {p.name: p.default_text for p in run.params if isinstance(p, ConfigOption)}
+    shown = {name: p.show_default for name, p in RUN.items()}
     assert shown["temperature"] == "0"
     assert shown["max_tokens"] == "256"
     assert shown["share"] == "--share"
     assert shown["batch_size"] == "auto"
-    assert shown["debug"] == ""
-    config = job_config({p.name: None for p in run.params} | {"inputs": ("x",), "model": "m"})
+    assert shown["debug"] is False
+    config = job_config(dict.fromkeys(RUN) | {"inputs": ("x",), "model": "m"})
     assert config == JobConfig(inputs=("x",), model=ModelConfig(model="m"))
 
 
@@ -102,7 +103,27 @@ def test_every_field_of_the_configuration_is_an_option_but_these() -> None:
 
 
 def test_plan_takes_every_option_of_run() -> None:
-    assert {p.name for p in plan.params} == {p.name for p in run.params} | {"as_json"}
+    assert {p.name for p in COMMANDS["plan"].params} == {*RUN, "as_json"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_the_options_and_their_values(shell: str) -> None:
+    def completed(line: str) -> list[str]:
+        words = line.split(" ")
+        environment = {
+            "_BATCHGEN_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(words) - 1),
+            "_TYPER_COMPLETE_ARGS": line,
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+            "_TYPER_COMPLETE_WORD_TO_COMPLETE": words[-1],
+        }
+        shown = CliRunner().invoke(app, [], env=environment, prog_name="batchgen").stdout
+        return re.findall(r"--[a-z-]+|\b(?:bfloat16|float16|float32|auto|status|run|plan)\b", shown)
+
+    assert "--temperature" in completed("batchgen run --temp")
+    assert completed("batchgen run --dtype fl") == ["float32", "float16"]
+    assert "status" in completed("batchgen st")
 
 
 def test_the_version_is_one_line(cli: Callable[..., Any]) -> None:

@@ -2,25 +2,25 @@
 
 from pathlib import Path
 
-import click
 import pytest
+import typer.main
 
-from batchgen.config import JobConfig
+from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import UsageError
 from batchgen.options import json_object, json_schema_file, text_or_file
+from batchgen_cli.app import app
 from batchgen_cli.options import job_config
-from batchgen_cli.run import run
 
 
 def parsed(*arguments: str) -> JobConfig:
     """The job that these options ask for."""
+    run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
     with run.make_context("run", ["x.jsonl", "-m", "m", *arguments]) as ctx:
         return job_config(ctx.params)
 
 
 def test_what_is_not_given_is_the_default() -> None:
-    with click.Context(run):
-        assert parsed() == JobConfig(inputs=("x.jsonl",), model=parsed().model)
+    assert parsed() == JobConfig(inputs=("x.jsonl",), model=ModelConfig(model="m"))
 
 
 def test_keep_is_all_none_or_a_list() -> None:

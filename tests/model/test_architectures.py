@@ -27,7 +27,7 @@ def test_the_refusal_names_the_type_and_the_reason():
     with pytest.raises(ModelError) as e:
         check_architecture(SimpleNamespace(model_type="mamba"))
     assert e.value.message == (
-        "models of type 'mamba' are not supported: they keep a recurrent state besides keys and values"
+        "models of type 'mamba' are not supported: they have recurrent layers of a kind that is not implemented"
     )
 
 

@@ -162,7 +162,9 @@ def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
     [
         (row(CHAT, messages=[USER], top_logprobs=3), ("unsupported_parameter", "top_logprobs needs logprobs: true")),
         (row(CHAT, messages=[USER], stream=True), ("unsupported_parameter", "stream is not supported: true")),
-        (row(CHAT, messages=[USER], tools=[{"type": "function"}]), ("unsupported_parameter", 'tools is not supported: [{"type": "function"}]')),
+        (row(CHAT, messages=[USER], tools="search"), ("invalid_row", "body.tools must be a list of objects, not text")),
+        (row(RAW, prompt="a", tools=[{"type": "function"}]), ("unsupported_parameter", 'tools is not supported: [{"type": "function"}]')),
+        (row(CHAT, messages=[USER], tool_choice="required"), ("unsupported_parameter", 'tool_choice is not supported: "required"')),
         (row(CHAT, messages=[USER], response_format={"type": "yaml"}), ("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")),
         (row(CHAT, messages=[USER], response_format="json"), ("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")),
         (row(CHAT, messages=[USER], structured_outputs={"grammar": "root ::= 'a'"}), ("unsupported_parameter", "structured_outputs.grammar is not supported")),

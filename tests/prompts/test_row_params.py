@@ -112,6 +112,10 @@ def test_parameters_that_ask_for_nothing_are_let_pass(tools):
         ({"guided_regex": "a+"}, {"regex": "a+"}),
         ({"guided_choice": ["a", "b"]}, {"choices": ("a", "b")}),
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": False}},
+            {"json_schema": "{}", "json_whitespace": True},
+        ),
         ({"guided_decoding": {"json_object": True}}, {"json_schema": '{"type": "object"}'}),
         ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
     ],
@@ -190,7 +194,7 @@ def test_a_name_that_is_no_parameter_is_refused(tools):
         tools.builder(row_params=("temprature",))
     assert str(e.value) == (
         "--row-params 'temprature' is not a sampling parameter; use choices, frequency_penalty, ignore_eos, json_schema, "
-        "logprobs, max_tokens, min_p, n, presence_penalty, regex, repetition_penalty, seed, stop, stop_token_id, "
+        "json_whitespace, logprobs, max_tokens, min_p, n, presence_penalty, regex, repetition_penalty, seed, stop, stop_token_id, "
         "stop_token_ids, temperature, top_k, top_p"
     )
 

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.records import RowForm, open_input, writers
-from batchgen.records.output import output_row
-from batchgen.records.writers import DigestFile, open_writer
+from batchgen.records import RowForm, open_input
+from batchgen.records.writers import DigestFile, GroupLimits, open_writer
 from batchgen.result import Result
 
 NS = 1_577_836_800_000_000_001  # 2020, and a nanosecond: more than Python's datetime holds
@@ -23,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def carried(*tables: pa.Table, form: RowForm = RowForm(), at_once: int = 1000) -> pa.Table:  # noqa: B008 (frozen)
+def carried(*tables: pa.Table, form: RowForm = RowForm(), at_once: int = 1000, limits=GroupLimits()) -> pa.Table:  # noqa: B008 (frozen)
     """The tables' rows as an output has them: what a job does, without its model."""
     names = []
     for number, table in enumerate(tables):
@@ -31,8 +30,8 @@ def carried(*tables: pa.Table, form: RowForm = RowForm(), at_once: int = 1000) -
         pq.write_table(table, names[-1], row_group_size=2)
     source = open_input(names, format=None, output=None)
     file = DigestFile(Path("o.partial"))
-    writer = open_writer(file, "o.parquet", schema=source.schema, spool=Path("spool"), form=form)
-    rows = [output_row(r, Result(row=r.number, text="t", finish_reason="stop"), form) for r in source.rows()]
+    writer = open_writer(file, "o.parquet", schema=source.schema, spool=Path("spool"), form=form, limits=limits)
+    rows = [(r, Result(row=r.number, text="t", finish_reason="stop")) for r in source.rows()]
     for start in range(0, len(rows), at_once):
         writer.write(rows[start : start + at_once])
     writer.close()
@@ -155,6 +154,56 @@ def test_files_of_types_that_widen_into_each_other_have_the_wider_and_other_meta
     assert out["n"].to_pylist() == [1, 2**40]
 
 
+def test_rows_in_another_order_and_malformed_ones_have_their_own_columns():
+    column = pa.array(["a", b"\xff", "c", "d", None, "f"], pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"s": column, "n": pa.array(range(6), pa.int8())}), "in.parquet", row_group_size=4)
+    source = open_input(["in.parquet"], format=None, output=None)
+    rows = [(r, Result(row=r.number, text=str(r.number), finish_reason="stop")) for r in source.rows()]
+    writer = open_writer(DigestFile(Path("o")), "o.parquet", schema=source.schema, spool=Path("s"), form=RowForm())
+    writer.write(rows[i] for i in (5, 4, 1, 3, 0, 2))
+    writer.close()
+    out = pq.read_table("o")
+    assert out["text"].to_pylist() == ["5", "4", "1", "3", "0", "2"]
+    assert out["s"].to_pylist() == ["f", None, None, "d", "a", "c"]
+    assert out["n"].to_pylist() == [5, 4, None, 3, 0, 2]
+
+
+def test_dictionaries_that_differ_from_row_group_to_row_group_become_one():
+    words = [f"w{i}" for i in range(7)]
+    out = carried(
+        pa.table({"d": pa.array(words).dictionary_encode()}), pa.table({"d": pa.array(["x", "w1"]).dictionary_encode()})
+    )
+    assert pa.types.is_dictionary(out.schema.field("d").type)
+    assert out["d"].to_pylist() == [*words, "x", "w1"]
+
+
+def test_a_column_that_a_file_lacks_is_null_in_its_rows():
+    out = carried(pa.table({"a": [1], "u": extension(pa.uuid(), [b"a" * 16])}), pa.table({"a": [2.5], "m": [[1]]}))
+    assert out["a"].to_pylist() == [1.0, 2.5]
+    assert [v and v.bytes for v in out["u"].to_pylist()] == [b"a" * 16, None]
+    assert out["m"].to_pylist() == [None, [1]]
+
+
+def test_a_whole_number_among_fractions_is_rounded_and_one_beyond_the_type_is_null():
+    out = carried(
+        pa.table({"a": [2**60 + 1], "b": pa.array([2**63 + 1], pa.uint64())}), pa.table({"a": [0.5], "b": [1]})
+    )
+    assert out["a"].to_pylist() == [float(2**60), 0.5]
+    assert out["b"].to_pylist() == [None, 1]
+
+
+def test_a_repeated_column_gets_a_name_of_its_own_and_is_said():
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array([1])], ["prompt", "prompt", "prompt_2"])
+    pq.write_table(table, "in.parquet")
+    source = open_input(["in.parquet"], format=None, output=None)
+    (row,) = source.rows()
+    assert row.columns == {"prompt": "a", "prompt_3": "b", "prompt_2": 1}
+    assert source.schema.names == ["prompt", "prompt_3", "prompt_2"]
+    assert source.notes == ["in.parquet has more than one column 'prompt': another one is read as 'prompt_3'"]
+    list(source.rows())
+    assert len(source.notes) == 1
+
+
 def test_the_schema_does_not_depend_on_which_rows_are_written_together():
     rows = [{"a": None, "b": []}, {"a": None, "b": None}, {"a": {"x": 1}, "b": [1.5]}]
     table = pa.Table.from_pylist(rows)
@@ -163,8 +212,8 @@ def test_the_schema_does_not_depend_on_which_rows_are_written_together():
     assert [out.select(["a", "b"]).to_pylist() for out in outs] == [rows] * 3
 
 
-def test_a_row_group_ends_where_its_rows_become_large(monkeypatch):
-    monkeypatch.setattr(writers, "GROUP_BYTES", 1000)
-    carried(pa.table({"prompt": ["x" * 300] * 10, "tags": [["y" * 100, "z"]] * 10}))
+def test_a_row_group_ends_where_its_rows_become_large():
+    table = pa.table({"prompt": ["x" * 300] * 10, "tags": [["y" * 100, "z"]] * 10})
+    carried(table, limits=GroupLimits(bytes=1000))
     metadata = pq.read_metadata("o.partial")
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [3, 3, 3, 1]

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.records import Row, RowForm, open_input, output_row
-from batchgen.records import writers as writers_module
 from batchgen.records.journal import decode, encode
 from batchgen.records.take_back import take_back
-from batchgen.records.writers import DigestFile, open_writer
+from batchgen.records.writers import DEFAULT_LIMITS, DigestFile, GroupLimits, open_writer
 from batchgen.result import Completion, Result, Score, TokenLogprob
 
 KEY = bytes(range(16))
@@ -61,22 +60,25 @@ CHOICES = [
 ]
 
 
+ROW = Row(4, {}, None, "x.jsonl:5")
+
+
 def row_of(result, *, token_ids=False, columns=None):
     row = Row(4, columns or {}, None, "x.jsonl:5")
     return output_row(row, result, RowForm(token_ids=token_ids))
 
 
-def written(folder, name, rows, *, schema=None, token_ids=False, optional=()):
-    options = {"form": RowForm(token_ids=token_ids), "optional": optional}
+def written(folder, name, results, *, schema=None, token_ids=False, optional=(), limits=DEFAULT_LIMITS):
+    options = {"form": RowForm(token_ids=token_ids), "optional": optional, "limits": limits}
     writer = open_writer(DigestFile(folder / name), name, schema=schema, spool=folder / "spool", **options)
-    writer.write(rows)
+    writer.write((ROW, result) for result in results)
     writer.close()
     return folder / name
 
 
 def taken_back(folder, name, results, *, token_ids=True):
     """The results that come back from an output of `results`, by their places in it."""
-    path = written(folder, name, [row_of(r, token_ids=token_ids) for r in results], token_ids=token_ids)
+    path = written(folder, name, results, token_ids=token_ids)
     keys = [bytes([i + 1]) * 16 for i in range(len(results))]
     (folder / "keys").write_bytes(b"".join(keys))
     taken = take_back(str(path), folder / "keys", folder / "journal")
@@ -129,7 +131,7 @@ def test_token_ids_of_completions_are_null_where_an_earlier_output_had_none():
 
 
 def test_parquet_has_nested_types_for_the_parts_of_results(tmp_path):
-    rows = [row_of(r, token_ids=True) for r in (SEVERAL, LABEL, SCORED)]
+    results = (SEVERAL, LABEL, SCORED)
     options = {"token_ids": True, "optional": ("choices", "choice_probs", "score")}
     token = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float64())]
     choice = [
@@ -140,7 +142,7 @@ def test_parquet_has_nested_types_for_the_parts_of_results(tmp_path):
         ("token_ids", pa.list_(pa.int32())),
     ]
     for name, schema in (("a.parquet", None), ("b.parquet", pa.schema([("id", pa.int64())]))):
-        table = pq.read_table(written(tmp_path, name, rows, schema=schema, **options))
+        table = pq.read_table(written(tmp_path, name, results, schema=schema, **options))
         assert table.schema.field("choices").type.equals(pa.list_(pa.struct(choice)))
         assert table.schema.field("choice_probs").type.equals(pa.map_(pa.string(), pa.float64()))
         assert table.schema.field("score").type.equals(
@@ -156,12 +158,12 @@ def test_parquet_has_nested_types_for_the_parts_of_results(tmp_path):
 
 
 def test_parquet_has_the_columns_that_were_asked_for_and_those_that_rows_turned_out_to_have(tmp_path):
-    plain = row_of(Result(row=-1, text="t", finish_reason="stop"))
+    plain = Result(row=-1, text="t", finish_reason="stop")
     usual = ["id", "text", "finish_reason", "usage", "truncated", "error"]
     assert pq.read_table(written(tmp_path, "a.parquet", [plain])).column_names == usual
     asked = pq.read_table(written(tmp_path, "b.parquet", [plain], optional=("score",)))
     assert asked.column_names == [*usual[:-1], "score", "error"]
-    had = pq.read_table(written(tmp_path, "c.parquet", [plain, row_of(LABEL)]))
+    had = pq.read_table(written(tmp_path, "c.parquet", [plain, LABEL]))
     assert had.column_names == [*usual[:-1], "choice_probs", "error"]
     known = pq.read_table(written(tmp_path, "d.parquet", [plain], schema=pa.schema([]), optional=("choices",)))
     assert known.column_names == [*usual[:-1], "choices", "error"]
@@ -174,16 +176,17 @@ def test_parquet_has_the_columns_that_were_asked_for_and_those_that_rows_turned_
 
 
 def test_labels_that_utf8_cannot_hold_keep_their_probabilities_in_parquet(tmp_path):
-    row = row_of(replace(LABEL, choice_probs={"\ud800": 0.25, "b": 0.75}))
+    label = replace(LABEL, choice_probs={"\ud800": 0.25, "b": 0.75})
     for name, schema in (("a.parquet", None), ("b.parquet", pa.schema([]))):
-        table = pq.read_table(written(tmp_path, name, [row], schema=schema, optional=("choice_probs",)))
+        table = pq.read_table(written(tmp_path, name, [label], schema=schema, optional=("choice_probs",)))
         assert table["choice_probs"].to_pylist() == [[("\\ud800", 0.25), ("b", 0.75)]]
 
 
-def test_rows_with_many_logprobs_make_small_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers_module, "GROUP_LOGPROBS", 8)
-    rows = [row_of(SEVERAL)] * 5  # four log-probabilities each
-    metadata = pq.read_metadata(written(tmp_path, "o.parquet", rows, schema=pa.schema([]), optional=("choices",)))
+def test_rows_with_many_logprobs_make_small_row_groups(tmp_path):
+    results = [SEVERAL] * 5  # four log-probabilities each
+    limits = GroupLimits(logprobs=8)
+    path = written(tmp_path, "o.parquet", results, schema=pa.schema([]), optional=("choices",), limits=limits)
+    metadata = pq.read_metadata(path)
     assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [2, 2, 1]
 
 
@@ -308,7 +311,7 @@ def test_any_results_come_back_from_a_finished_output(tmp_path_factory, made):
 
 
 def test_an_output_can_be_an_input_again(tmp_path):
-    path = written(tmp_path, "o.parquet", [row_of(LABEL)])
+    path = written(tmp_path, "o.parquet", [LABEL])
     (row,) = open_input([str(path)], format=None, output=None).rows()
     out = output_row(row, SEVERAL, RowForm())
     assert out["input_choice_probs"] == [("yes", 0.1), ("no", 0.7), ("-", 0.2)]

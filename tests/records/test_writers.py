@@ -17,9 +17,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.records import RowForm, open_input
+from batchgen.errors import RowError
+from batchgen.records import RESULT_NAMES, Row, RowForm, open_input
 from batchgen.records.parquet_types import MAX_FIELDS, ColumnType
 from batchgen.records.writers import DigestFile, open_writer
+from batchgen.result import Result
 
 RESULT = {"text": "t", "finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": 2}, "error": None}
 FAILED = RESULT | {"text": None, "finish_reason": "error", "error": {"type": "invalid_row", "message": "m"}}
@@ -32,16 +34,35 @@ RESULT_TYPES = [
 ]
 
 
+def pairs(rows):
+    """Rows with results that `output_row` makes these output rows of."""
+    for number, row in enumerate(rows):
+        columns = {name: value for name, value in row.items() if name not in RESULT_NAMES}
+        usage, error = row["usage"], row["error"] or {}
+        result = Result(
+            row=number, text=row["text"], finish_reason=row["finish_reason"], **usage,
+            truncated=row.get("truncated", False), token_ids=tuple(row.get("token_ids") or ()),
+            error_type=error.get("type"), error_message=error.get("message"),
+        )  # fmt: skip
+        yield Row(number, columns, None, f"in.jsonl:{number + 1}"), result
+
+
 def write(folder: Path, name: str, rows, *, schema=None, keep=None, id_column=None, token_ids=False) -> Path:
+    return write_pairs(
+        folder, name, list(pairs(rows)), schema, RowForm(keep=keep, id_column=id_column, token_ids=token_ids)
+    )
+
+
+def write_pairs(folder: Path, name: str, rows, schema, form, notes=()) -> Path:
     file = DigestFile(folder / name)
     spool = folder / "spool.jsonl"
-    options = {"form": RowForm(keep=keep, id_column=id_column, token_ids=token_ids)}
-    writer = open_writer(file, name, schema=schema, spool=spool, **options)
+    writer = open_writer(file, name, schema=schema, spool=spool, form=form)
     writer.write(rows[:1])
     writer.write(rows[1:])
     writer.close()
     assert file.hexdigest() == hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
     assert not spool.exists()
+    assert list(notes) == [note for note in writer.notes if notes]
     return folder / name
 
 
@@ -159,9 +180,9 @@ PARQUET = pa.table(
 def test_parquet_input_columns_keep_types_and_values(tmp_path):
     pq.write_table(PARQUET, tmp_path / "in.parquet")
     source = open_input([str(tmp_path / "in.parquet")], format=None, output=None)
-    rows = [{("input_text" if k == "text" else k): v for k, v in r.columns.items()} | RESULT for r in source.rows()]
-    rows.append({"id": 2, **FAILED})
-    table = pq.read_table(write(tmp_path, "o.parquet", rows, schema=source.schema))
+    rows = [(row, Result(row=row.number, text="t", finish_reason="stop")) for row in source.rows()]
+    rows.append((Row(2, {}, None, ""), Result.failed(2, RowError("invalid_row", "m"))))
+    table = pq.read_table(write_pairs(tmp_path, "o.parquet", rows, source.schema, RowForm()))
     names = ["input_text" if n == "text" else n for n in PARQUET.column_names]
     assert table.column_names == [*names, "text", "finish_reason", "usage", "truncated", "error"]
     for name, column in zip(names[1:], PARQUET.columns[1:], strict=True):
@@ -172,7 +193,7 @@ def test_parquet_input_columns_keep_types_and_values(tmp_path):
 
 def test_parquet_input_columns_can_be_left_out_and_text_ids_stay_text(tmp_path):
     schema = pa.schema([("name", pa.string()), ("n", pa.int8()), ("day", pa.date32())])
-    rows = [{"id": "a", "n": 1, **RESULT}, {"id": 5, "n": None, **FAILED}]
+    rows = [{"name": "a", "n": 1, **RESULT}, {"id": 5, "n": None, **FAILED}]
     table = pq.read_table(write(tmp_path, "o.parquet", rows, schema=schema, keep=("n",), id_column="name"))
     assert table.schema == pa.schema([("id", pa.string()), ("n", pa.int8()), *RESULT_TYPES])
     assert table["id"].to_pylist() == ["a", "5"]
@@ -182,6 +203,17 @@ def test_rows_are_written_in_groups(tmp_path):
     rows = [{"id": i, **RESULT} for i in range(12_000)]
     metadata = pq.read_metadata(write(tmp_path, "o.parquet", rows))
     assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [5_000, 5_000, 2_000]
+
+
+def test_a_note_names_every_place_whose_values_had_to_become_json_text(tmp_path):
+    rows = [
+        {"id": 1, "prompt": "Hi", "meta": {"tags": ["a", {"b": 1}], "n": 1}, "fine": [1, 2.5], **RESULT},
+        {"id": "a", "prompt": 5, "meta": {"tags": [], "n": None}, "fine": [], "big": 2**63, **RESULT},
+    ]
+    why = "has values that no one Parquet type fits (of several kinds, or too large): all of them are written as JSON text"
+    notes = [f"column 'prompt' {why}", f"column 'meta.tags[]' {why}", f"column 'big' {why}"]
+    path = write_pairs(tmp_path, "o.parquet", list(pairs(rows)), None, RowForm(), notes)
+    assert pq.read_table(path)["prompt"].to_pylist() == ['"Hi"', "5"]
 
 
 def test_an_object_with_too_many_fields_is_json_text():

@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.errors import UsageError
 from batchgen.sampling.constraints import Constraints
-from batchgen.sampling.grammars import token_bytes
+from batchgen.sampling.grammars import Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams
 
 
@@ -99,7 +99,7 @@ def test_a_regex_matches_the_whole_text(tokenizer: Any, pattern: str, whole: str
     ],
 )
 def test_a_json_schema_takes_what_is_valid(tokenizer: Any, schema: str, valid: list[str], other: list[str]) -> None:
-    params = SamplingParams(json_schema=schema)
+    params = SamplingParams(json_schema=schema, json_whitespace=True)
     assert [text for text in valid if not takes(tokenizer, params, text)] == []
     assert [text for text in other if takes(tokenizer, params, text)] == []
 
@@ -216,15 +216,27 @@ def test_a_metaspace_tokenizer_is_read_as_its_decoder_does(tokenizer: Any) -> No
     assert fast.decode([0, 1, 2]) == "a bc  d"
 
 
-def test_white_space_in_json_comes_to_an_end(tokenizer: Any) -> None:
+_ONE = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+
+
+def test_json_is_compact(tokenizer: Any) -> None:
+    assert takes(tokenizer, SamplingParams(json_schema=_ONE), '{"a":1}')
+    for spaced in ('{"a": 1}', '{ "a":1}', '{"a":1 }', '{\n"a":1}'):
+        assert not takes(tokenizer, SamplingParams(json_schema=_ONE), spaced)
+
+
+def test_white_space_in_json_is_allowed_on_request_and_comes_to_an_end(tokenizer: Any) -> None:
     """Else a weak model writes nothing else until its tokens are used up."""
-    schema = (
-        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
-    )
-    params = SamplingParams(json_schema=schema)
+    params = SamplingParams(json_schema=_ONE, json_whitespace=True)
     assert takes(tokenizer, params, '{\n    "a": 1\n}')
     assert takes(tokenizer, params, "{" + " " * 20 + '"a":1}')
     assert not takes(tokenizer, params, "{" + " " * 21 + '"a":1}')
-    own = '{"x-guidance": {"whitespace_flexible": false}, ' + schema[1:]
-    assert takes(tokenizer, SamplingParams(json_schema=own), '{"a":1}')
-    assert not takes(tokenizer, SamplingParams(json_schema=own), '{"a": 1}')
+    own = '{"x-guidance": {"whitespace_flexible": true}, ' + _ONE[1:]
+    assert takes(tokenizer, SamplingParams(json_schema=own), '{"a": 1}')
+
+
+def test_one_schema_with_and_without_white_space_are_two_grammars(tokenizer: Any) -> None:
+    vocabulary = Vocabulary(tokenizer, len(tokenizer))
+    spaced = vocabulary.grammar(SamplingParams(json_schema=_ONE, json_whitespace=True))
+    assert vocabulary.grammar(SamplingParams(json_schema=_ONE)) is not spaced
+    assert vocabulary.grammar(SamplingParams(json_schema=_ONE, json_whitespace=True)) is spaced

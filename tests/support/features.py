@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from batchgen.attention.base import LayerOptions
+from batchgen.state.mixers import StateProbe
 from support.models import packed_model
 from support.shapes import SHAPES
 
@@ -38,19 +40,26 @@ def features_of(shape: str) -> set[str]:
     model = packed_model(shape).module
     asked = _Asked()
     tokens = torch.tensor([[0, 1]])
-    model(
-        input_ids=tokens, position_ids=tokens, use_cache=False, step_attention=asked, logits_to_keep=torch.tensor([1])
-    )
+    recurrent = packed_model(shape).recurrent
+    with recurrent.running(StateProbe()) if recurrent else nullcontext():
+        model(
+            input_ids=tokens, position_ids=tokens, use_cache=False, step_attention=asked,
+            logits_to_keep=torch.tensor([1]),
+        )  # fmt: skip
     config = model.config
     sliding = [o.window is not None for o in asked.options]
     found = {
         "alternating sliding windows": any(sliding) and not all(sliding),
-        "sliding window": all(sliding),
+        "sliding window": bool(sliding) and all(sliding),
         "soft cap": any(o.softcap is not None for o in asked.options),
         "sinks": any(o.sinks is not None for o in asked.options),
         "MLA": hasattr(config, "kv_lora_rank"),
         "K and V of different widths": any(k != v for k, v in asked.widths),
         "shared KV": bool(getattr(config, "num_kv_shared_layers", 0)),
+        "gated delta rule": recurrent is not None and "gated delta rule" in recurrent.kinds,
+        "Mamba2": recurrent is not None and "Mamba2" in recurrent.kinds,
+        "short convolution": recurrent is not None and recurrent.kinds == {"convolution"},
+        "no attention": not asked.options,
         "experts": any("expert" in name for name, _ in model.named_modules()),
     }
     return {name for name, there in found.items() if there} | _positions(config)

@@ -45,11 +45,11 @@ def build(model_type: str, **changes: Any) -> Any:
     config = AutoConfig.for_model(model_type.split("/")[0], **(COMMON | SHAPES[model_type] | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    return _randomize(model)
+    return randomize(model)
 
 
 @torch.no_grad()
-def _randomize(model: Any) -> Any:
+def randomize(model: Any) -> Any:
     """Random numbers wherever training would leave its mark: a bias, norm or sink that stays neutral proves nothing."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -104,6 +104,16 @@ def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **con
     engine = Engine(model, text(eos=eos), EngineConfig(**options))
     engine.ahead = ahead
     return engine
+
+
+def memory_for(engine: Engine, blocks: int) -> str:
+    """The `kv_memory` that holds so many blocks, and beside them as many state slots as take no more memory than they do."""
+    sizes = engine.sizes
+    block = sizes.block_size * sizes.bytes_per_token
+    slots = (
+        min(sizes.num_slots, max(2, blocks * block // sizes.bytes_per_slot if block else 4)) if sizes.num_slots else 0
+    )
+    return f"{blocks * block + slots * sizes.bytes_per_slot}B"
 
 
 def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Result]:

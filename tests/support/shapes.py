@@ -48,6 +48,16 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 192,
 }  # fmt: skip
+LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+DELTA = {
+    "num_hidden_layers": 4, "layer_types": LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
 GEMMA4 = WINDOW | {"num_hidden_layers": 6, "layer_types": LAYERS * 3, "global_head_dim": 32}
 
 
@@ -61,6 +71,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "axk1": MLA | ROUTED | GROUPS | MIXED,
+    "bamba": MAMBA2 | FOUR | {"attn_layer_indices": [1, 3]},
     "beam": EXPERTS | WINDOW | MIXED | GROUPS,
     "biogpt": {},
     "bitnet": {},
@@ -92,6 +103,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "exaone4": WINDOW,
     "exaone_moe": EXPERTS | WINDOW | MIXED | {"num_shared_experts": 1},
+    "falcon_h1": MAMBA2 | {
+        "mamba_d_ssm": 128, "ssm_in_multiplier": 1.5, "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9], "key_multiplier": 1.3,
+    },
+    "falcon_h1/norm": MAMBA2 | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
     "flex_olmo": EXPERTS,
     "flint": EXPERTS | WINDOW | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     "gemma": {},
@@ -133,6 +148,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["attention"] * 2, "shared_intermediate_size": 32, "position_embedding_type": "rope",
         "mamba_n_heads": 8, "attention_multiplier": 0.3,
     },
+    "granitemoehybrid/recurrent": EXPERTS | MAMBA2 | FOUR | {
+        "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32, "position_embedding_type": None,
+        "attention_multiplier": 0.3,
+    },
     "granitemoeshared": EXPERTS | {"shared_intermediate_size": 32},
     "helium": {},
     "hunyuan_v1_dense": {},
@@ -151,6 +170,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32, "num_attention_heads_per_layer": [4, 8],
         "moe_router_logit_softcapping": 5.0,
     },
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
+    "lfm3": FOUR | {
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "sliding_window": 24, "conv_L_cache": 7,
+    },
     "llama": {},
     "llama/dynamic": _rope("dynamic"),
     "llama/linear": _rope("linear"),
@@ -162,6 +186,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "longcat_flash": MLA | {
         "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "moe_topk": 2, "n_routed_experts": 4,
         "zero_expert_num": 2, "expert_ffn_hidden_size": 32,
+    },
+    "mamba2": {
+        "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "conv_kernel": 4, "chunk_size": 16,
     },
     "mellum": EXPERTS | WINDOW | MIXED | TWO_ROPES,
     "mimo_v2_flash": ROUTED | WINDOW | MIXED | GROUPS | {"v_head_dim": 12},
@@ -178,9 +205,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixtral/window": EXPERTS | {"sliding_window": 24},
     "modernbert-decoder": WINDOW | TOKENS | {"local_attention": 48},
     "nanochat": {},
+    "nemotron_h": ROUTED | {
+        "layers_block_type": ["mamba", "attention", "mamba", "moe", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+        "ssm_state_size": 16, "conv_kernel": 4, "chunk_size": 16, "expand": 2, "moe_shared_expert_intermediate_size": 32,
+        "num_hidden_layers": 5,
+    },
     "olmo": {"clip_qkv": 1.0},
     "olmo2": {},
     "olmo3": WINDOW,
+    "olmo_hybrid": DELTA | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
     "olmoe": EXPERTS,
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "opt/projected": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
@@ -198,18 +231,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2/window": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     "qwen3": {},
+    "qwen3_5_moe_text": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "qwen3_5_text": DELTA,
     "qwen3_moe": EXPERTS | {"mlp_only_layers": [0]},
+    "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "solar_open": ROUTED | GROUPS,
     "starcoder2": {"sliding_window": 24},
     "vaultgemma": WINDOW | {"attn_logit_softcapping": 1.0},
     "youtu": MLA,
+    "zamba2": MAMBA2 | {
+        "num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3, "mamba_ngroups": 2, "n_mamba_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 32, "chunk_size": 16, "num_mem_blocks": 2, "adapter_rank": 8,
+        "use_shared_attention_adapter": True, "use_mem_rope": True,
+    },
 }  # fmt: skip
 
 
 def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
-    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two pages."""
+    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two blocks."""
     rng = random.Random(3)
 
     def text(count: int) -> list[int]:

@@ -1,0 +1,140 @@
+"""What a row or the command says beside the prompt is used, or somebody is told that it is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from batchgen.errors import UsageError
+from batchgen.sampling_params import SamplingParams
+
+USER = {"role": "user", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOLS = "{% if tools %}[{{ tools|length }}:{{ tools[0].function.name }}]{% endif %}"
+DOCUMENTS = "{% for d in documents %}<{{ d.title }}={{ d.text }}>{% endfor %}"
+TEMPLATE = TOOLS + "{% if documents %}" + DOCUMENTS + "{% endif %}{{ messages[-1].content }}"
+
+
+def one(tools, columns, **options):
+    b = tools.builder(**{"chat_template": TEMPLATE, "bos": False} | options)
+    (out,) = b.build(tools.rows(columns))
+    return out, b.notes
+
+
+@pytest.mark.parametrize("prompt", [{"messages": [USER]}, {"prompt": "a"}])
+@pytest.mark.parametrize("value", [[TOOL], json.dumps([TOOL]), [TOOL | {"extra": None}]])
+def test_tools_of_a_row_reach_the_chat_template(tools, prompt, value):
+    draft, notes = one(tools, prompt | {"tools": value})
+    assert (tools.text_of(draft), notes) == ("[1:add]a", [])
+
+
+def test_tools_of_a_body_reach_the_chat_template(tools):
+    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "auto"}
+    draft, notes = one(tools, {"url": "/v1/chat/completions", "body": body})
+    assert (tools.text_of(draft), notes) == ("[1:add]a", [])
+    draft, _ = one(tools, {"url": "/v1/chat/completions", "body": body | {"tools": []}})
+    assert tools.text_of(draft) == "a"
+
+
+def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_other_content(tools):
+    columns = {"messages": [USER], "documents": [{"title": "T", "text": "abcdefgh"}]}
+    draft, notes = one(tools, columns)
+    assert (tools.text_of(draft), notes) == ("<T=abcdefgh>a", [])
+    options = {"context": 12, "on_long_prompt": "truncate-left", "sampling": SamplingParams(max_tokens=2)}
+    draft, _ = one(tools, columns, **options)
+    assert (tools.text_of(draft), draft.truncated) == ("<T=defgh>a", True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "note"),
+    [
+        ({"prompt": "a", "tools": [TOOL]}, {"chat_template": "{{ messages[-1].content }}"}, "rows have tools, and the chat template does not use them: the model does not see them"),
+        ({"prompt": "a", "tools": [TOOL]}, {"chat_template": None}, "column 'tools' is only carried to the output, not sent: prompts are raw"),
+        ({"prompt": "a", "tools": "hammer, saw"}, {}, "column 'tools' is only carried to the output, not sent: it is not a list of objects"),
+        ({"prompt": "a", "documents": [5]}, {}, "column 'documents' is only carried to the output, not sent: it is not a list of objects"),
+    ],
+)  # fmt: skip
+def test_what_the_model_does_not_see_is_said_once(tools, columns, options, note):
+    b = tools.builder(**{"chat_template": TEMPLATE, "bos": False} | options)
+    for draft in b.build(tools.rows(columns, columns)):
+        assert tools.text_of(draft) == "a"
+    assert b.notes == [note]
+
+
+def test_a_column_that_is_used_for_something_else_is_not_the_chat_templates(tools):
+    draft, notes = one(tools, {"tools": "hammer"}, template="Use a {{ tools }}")
+    assert (tools.text_of(draft), notes) == ("Use a hammer", [])
+    draft, notes = one(tools, {"prompt": "a", "tools": None, "documents": ""})
+    assert (tools.text_of(draft), notes) == ("a", [])
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+SHOWN = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %};{% endfor %}"
+
+
+def test_a_turn_that_only_calls_tools_may_have_null_for_its_content_and_arguments_become_objects(tools):
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
+    draft, _ = one(tools, {"messages": messages}, chat_template=SHOWN)
+    assert tools.text_of(draft) == 'user:a;assistant:{"x": 1};tool:2;'
+    given = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"x": 2}}}],
+    }
+    draft, _ = one(tools, {"messages": [USER, given]}, chat_template=SHOWN)
+    assert tools.text_of(draft) == 'user:a;assistant:{"x": 2};'
+
+
+@pytest.mark.parametrize("message", [{"role": "assistant", "content": None}, {"role": "user", "content": None}])
+def test_any_other_message_needs_its_content(tools, message):
+    result, _ = one(tools, {"messages": [message]})
+    assert tools.error_of(result) == (
+        "invalid_row",
+        "messages[0].content must be text or a list of text parts, not null",
+    )
+
+
+def test_the_developers_role_is_the_systems_where_the_template_does_not_know_it(tools):
+    messages = {"messages": [{"role": "developer", "content": "Be."}, USER]}
+    draft, _ = one(tools, messages, chat_template=SHOWN)
+    assert tools.text_of(draft) == "system:Be.;user:a;"
+    knows = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}{% endfor %}"
+    draft, _ = one(tools, messages, chat_template=knows)
+    assert tools.text_of(draft) == "DBe.a"
+
+
+def test_stop_token_ids_beyond_the_vocabulary_are_refused(tools):
+    with pytest.raises(
+        UsageError, match=r"^--stop-token-id 260 is beyond the model's 260 tokens; give ids of the model's"
+    ):
+        tools.builder(sampling=SamplingParams(stop_token_ids=[5, 260]))
+    result, _ = one(tools, {"prompt": "a", "sampling_params": {"stop_token_ids": [999]}})
+    assert tools.error_of(result) == ("unsupported_parameter", "stop_token_ids: 999 is beyond the model's 260 tokens")
+
+
+def test_an_empty_list_of_choices_is_refused_and_not_generated_freely(tools):
+    for name in ("choices", "guided_choice"):
+        result, _ = one(tools, {"prompt": "a", "sampling_params": {name: []}})
+        assert tools.error_of(result) == (
+            "unsupported_parameter",
+            "choices must be two or more different texts, not an empty list",
+        )
+
+
+def test_several_completions_at_temperature_0_are_noted_once(tools):
+    b = tools.builder(sampling=SamplingParams(n=3))
+    b.build(tools.rows({"prompt": "a"}, {"prompt": "b"}))
+    note = "3 completions of a prompt at temperature 0 are all the same; --temperature above 0 makes them differ"
+    assert b.notes == [note]
+    b = tools.builder(sampling=SamplingParams(n=3, temperature=0.5))
+    b.build(tools.rows({"prompt": "a"}))
+    assert b.notes == []
+
+
+def test_other_columns_that_the_command_names_must_be_there_too(tools):
+    b = tools.builder()
+    rows = tools.rows({"prompt": "a", "x": 1})
+    b.check_columns(rows, [("--keep", "x")])
+    with pytest.raises(UsageError, match=r"^no row has the column 'nope' of --id-column; the input has 'prompt', 'x'$"):
+        b.check_columns(rows, [("--id-column", "nope")])
