@@ -40,6 +40,16 @@ class Underway:
         """Whether no slot is free."""
         return not self._slots
 
+    @property
+    def free_seats(self) -> int:
+        """Sequences that may still start."""
+        return len(self._slots)
+
+    @property
+    def computes_a_node(self) -> bool:
+        """Whether a node is being computed."""
+        return any(isinstance(span, Branch) for span in self.prefilling)
+
     def start(self, seq: GenerationSequence) -> None:
         """A sequence that has its pages takes a slot."""
         seq.slot = heapq.heappop(self._slots)
@@ -215,6 +225,9 @@ class Admission:
         ):  # a node ahead of its turn must not take the room of those before it
             ahead = self._memory.pages_for(w.leaves[node.first].most_tokens) - self._memory.pages_for(node.end)
             reserve = max(2 * ahead, self._margin)
+            # Beside other nodes that are computed only while slots last: what follows each of them needs as many as the tree is deep.
+            if not self._memory.has_slots(1 + self._under.free_seats + w.depth) and self._under.computes_a_node:
+                return None
         branch = self._memory.open_branch(w, n, reserve)
         if branch is not None:
             w.branches[n] = branch

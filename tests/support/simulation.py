@@ -92,10 +92,13 @@ class Simulation:
         self, pages: int = 1000, page_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
         scored: int = 1000, kv_read: int | None = None, sliding: int | None = None, policy: str = "prefix",
         host_pages: int = 0,
+        slots: int | None = None,
         shared_reads: int = 4, every_step: Callable[[Step, AttentionPlan | None], None] | None = None,
         ahead: bool = False, ends: Container[int] = (),
     ) -> None:  # fmt: skip
-        self.memory = Memory(PagePool(pages), page_size, sliding, host_pages)
+        self.memory = Memory(PagePool(pages), page_size, sliding, host_pages, PagePool(slots) if slots else None)
+        self.states: dict[int, tuple[int, ...]] = {}
+        """By state slot, the tokens that its state stands for."""
         self.limits = Limits(batch_size, tokens, prefill, scored, kv_read)
         self.scheduler = Scheduler(self.memory, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy])
         self.page_size = page_size
@@ -164,6 +167,8 @@ class Simulation:
         if plan is not None:
             self._check_tokens(step)
             self._write(step, plan)
+            if self.memory.slots is not None:
+                self._write_states(step)
             self._check_reads(step, plan)
         if self.every_step is not None:
             self.every_step(step, plan)
@@ -215,6 +220,11 @@ class Simulation:
     def check(self) -> None:
         spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
         self.memory.pool.check(span.table[span.dropped :] for span in spans)
+        if self.memory.slots is not None:
+            self.memory.slots.check(self.memory.slots_of(span) for span in spans)
+            for span in spans:
+                if span.read_slot >= 0:
+                    assert self.states[span.read_slot] == self._prefix(span, span.computed), "the state of other tokens"
         assert self.scheduler._under.held_tokens == sum(seq.end for seq in self.scheduler.running)
         for span in spans:
             for position in range(span.dropped * self.page_size, span.computed):
@@ -292,6 +302,16 @@ class Simulation:
         slots = [s.slot for s in self.scheduler.running]
         assert len(set(slots)) == len(slots)
         assert all(0 <= s < limits.batch_size for s in slots)
+
+    def _write_states(self, step: Step) -> None:
+        written = [work.span.state_slot for work in step.works]
+        assert len(set(written)) == len(written), "two states written to one slot"
+        for work in step.works:
+            before = self.states[work.read] if work.read >= 0 else ()
+            assert before == self._prefix(work.span, work.start), "a state of other tokens is read"
+            assert work.read == work.span.state_slot or work.read not in written, "a state is read and written"
+        for work in step.works:
+            self.states[work.span.state_slot] = self._prefix(work.span, work.stop)
 
     def _write(self, step: Step, plan: AttentionPlan) -> None:
         at = 0
