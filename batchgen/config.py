@@ -280,7 +280,7 @@ class JobConfig:
         None,
         "Format of the input, whatever its suffix.",
         group="Job",
-        values=["jsonl", "parquet", "csv"],
+        values=["jsonl", "parquet", "csv", "tsv"],
         shown="by suffix",
     )
     id_column: str | None = option(

@@ -14,6 +14,8 @@ from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.kept import KeptPrefixes
+from batchgen.model.architectures import check_architecture
+from batchgen.model_files import check_weight_files
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -26,7 +28,7 @@ from batchgen.prefix import (
 )
 from batchgen.progress import Progress, Silent
 from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
-from batchgen.prompts.tokenizer import quiet
+from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.records import open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.request import Request, TokenArray, leaves_of
@@ -101,7 +103,9 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config.inputs, format=config.input_format, output=None)
         progress.phase("loading tokenizer")
+        check_weight_files(config.model, needed=False)
         text = load_tokenizer(config.model)
+        check_architecture(text.hf_config)
         prompts = PromptBuilder(text, config.prompts, config.sampling)
         planner = Planner(config, text)
         progress.phase("planning")
@@ -221,7 +225,7 @@ class Planner:
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
     """KV of one token in all layers, from the configuration alone; 0 where it does not say."""
-    own = getattr(hf_config, "text_config", None) or hf_config
+    own = text_config(hf_config)
     layers, heads = getattr(own, "num_hidden_layers", None), getattr(own, "num_attention_heads", None)
     hidden = getattr(own, "hidden_size", None)
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):

@@ -74,7 +74,7 @@ def dtype_name(config: ModelConfig, hf_config: Any) -> str:
     """The dtype that results depend on: `auto` is the checkpoint's own, also where a processor computes it in float32."""
     if config.dtype != "auto":
         return config.dtype
-    own = getattr(hf_config, "dtype", None)
+    own = getattr(hf_config, "dtype", None) or getattr(getattr(hf_config, "text_config", None), "dtype", None)
     return "float32" if own is None else str(own).removeprefix("torch.")
 
 

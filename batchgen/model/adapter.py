@@ -73,9 +73,7 @@ def prepare(
     if kernels is not None:
         fuse(module)
     recurrent = install(module)
-    states = StateProbe()
-    with recurrent.running(states) if recurrent is not None else nullcontext():
-        probe, vocab_size = _probe(module, device, spread)
+    probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
     if not probe.layers and not states.layers:
         raise ModelError(f"{type(module).__name__} never calls attention")
@@ -96,6 +94,17 @@ def prepare(
         compile=compile,
         notes=notes,
     )
+
+
+def _keep_chosen(module: Any) -> None:
+    """Makes the head run on the chosen tokens alone, for a model that takes no notice of `logits_to_keep`."""
+    chosen: list[Any] = []
+
+    def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        chosen[:] = [kwargs.get("logits_to_keep", slice(None))]
+
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    module.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, chosen[0]], *args[1:]))
 
 
 def _number_shared_attention(module: torch.nn.Module) -> None:
@@ -166,13 +175,20 @@ class _Probe:
 
 
 @torch.inference_mode()
-def _probe(module: Any, device: torch.device, spread: bool) -> tuple[_Probe, int]:
-    probe = _Probe()
+def _probe(
+    module: Any, recurrent: RecurrentLayers | None, device: torch.device, spread: bool
+) -> tuple[_Probe, StateProbe, int]:
+    """What the layers keep of a text, and the width of the logits, from a run of two tokens."""
     tokens = torch.tensor([[0, 1]], device=device)
-    output = module(
-        input_ids=tokens, position_ids=torch.tensor([[0, 1]], device=device), use_cache=False, step_attention=probe,
-        logits_to_keep=logits_at(np.array([1]), device, spread),
-    )  # fmt: skip
-    if output.logits.shape[:2] != (1, 1):
-        raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")
-    return probe, output.logits.shape[-1]
+    for again in (True, False):
+        probe, states = _Probe(), StateProbe()
+        with recurrent.running(states) if recurrent is not None else nullcontext():
+            output = module(
+                input_ids=tokens, position_ids=tokens, use_cache=False, step_attention=probe,
+                logits_to_keep=logits_at(np.array([1]), device, spread),
+            )  # fmt: skip
+        if output.logits.shape[:2] == (1, 1):
+            return probe, states, output.logits.shape[-1]
+        if again:
+            _keep_chosen(module)
+    raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")

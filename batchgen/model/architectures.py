@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.errors import ModelError
+from batchgen.prompts.tokenizer import language_config, text_config
 
 VERIFIED_ON = ("5.17", "5.23")
 """The versions of transformers that `VERIFIED` was shown for, the newest last."""
@@ -31,6 +32,29 @@ VERIFIED = frozenset({
     "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
 }) | RECURRENT  # fmt: skip
 """`model_type`s whose greedy output and logits equal those of `generate` (tests/parity)."""
+
+WRAPPERS = frozenset({
+    "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
+    "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu",
+    "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "glmga",
+    "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
+    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl",
+    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
+    "minicpmv4_7", "mistral3", "mistral4", "mllama", "molmo2", "moss_transcribe_diarize", "muse_glimmer",
+    "muse_spark", "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "perception_lm", "phi4_multimodal",
+    "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm",
+    "step3p7", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
+})  # fmt: skip
+"""Multimodal `model_type`s around a language model: text equals that of the wrapper's own `generate` (tests/parity/wrappers.py)."""
+
+INNER = frozenset({
+    "cosmos3_edge_text", "deepseek_ocr2_text", "emu3_text_model", "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm4v_text", "glm_ocr_text",
+    "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "mllama_text_model", "molmo2_text",
+    "muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text",
+    "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "step3p5",
+})  # fmt: skip
+"""`model_type`s of language models that are only found inside of a wrapper."""
 
 _RECURRENT = "they have recurrent layers of a kind that is not implemented"
 _CONVOLUTION = "they have convolutions of a kind that is not implemented"
@@ -90,16 +114,16 @@ _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dyna
 
 def is_verified(config: Any) -> bool:
     """Whether this configuration's architecture is known to be exact; true of one that is refused for its settings, too."""
-    return _model_type(config) in VERIFIED
+    inner = text_config(config)
+    if _model_type(language_config(config)) in WRAPPERS:
+        return inner is config or _model_type(inner) in VERIFIED | INNER
+    return inner is config and _model_type(inner) in VERIFIED
 
 
 def refusal(config: Any) -> str | None:
     """Why models of this configuration cannot be exact, if that is known without running one; a clause about "they"."""
-    for part in (config, getattr(config, "text_config", None)):
-        reason = None if part is None else _refusal(part)
-        if reason is not None:
-            return reason
-    return None
+    parts = {id(part): part for part in (config, language_config(config), text_config(config))}
+    return next((reason for part in parts.values() if (reason := _refusal(part)) is not None), None)
 
 
 def check_architecture(config: Any) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 
 from batchgen.attention.base import NAME, register
 from batchgen.config import ModelConfig
@@ -24,8 +23,10 @@ from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.isa import instruction_set
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, is_verified
+from batchgen.model.multimodal import is_multimodal, left_out, model_class
 from batchgen.model.self_check import self_check
-from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
+from batchgen.model_files import check_weight_files
+from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,7 +39,7 @@ def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
         return
     dtype = dtype_of(config, hf_config)
     quantized = getattr(hf_config, "quantization_config", None) is not None
-    needed = weight_bytes(files, None if quantized else dtype)
+    needed = weight_bytes(files, None if quantized else dtype, left_out(hf_config))
     if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
         free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
         check_fits(needed, dtype, device.index or 0, free)
@@ -62,7 +63,9 @@ def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]
 
 def dtype_of(config: ModelConfig, hf_config: Any) -> torch.dtype:
     """What the weights are loaded as."""
-    own = getattr(hf_config, "dtype", None) if config.dtype == "auto" else config.dtype
+    own: Any = config.dtype
+    if own == "auto":
+        own = getattr(hf_config, "dtype", None) or getattr(text_config(hf_config), "dtype", None)
     found = getattr(torch, str(own).removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else torch.float32
 
@@ -84,7 +87,7 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
     ):
         return own
     files = weight_files(config)
-    needed = weight_bytes(files, torch.float32) if files is not None else _bytes_on_the_hub(config)
+    needed = weight_bytes(files, torch.float32, left_out(hf_config)) if files is not None else _bytes_on_the_hub(config)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.float32 if needed is not None and needed * processes <= memory // 2 else own
 
@@ -112,14 +115,14 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     return None if None in paths else [path for path in paths if path is not None]
 
 
-def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None) -> int:
-    """Bytes of the tensors in the files, floating-point ones as `dtype` (None: as they are)."""
+def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None, without: frozenset[str] = frozenset()) -> int:
+    """Bytes of the tensors in the files, floating-point ones as `dtype` (None: as they are), without those of the modules named."""
     total = 0
     for path in files:
         with path.open("rb") as f:
             header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
         for name, tensor in header.items():
-            if name == "__metadata__":
+            if name == "__metadata__" or not without.isdisjoint(name.split(".")):
                 continue
             start, end = tensor["data_offsets"]
             if dtype is not None and tensor["dtype"] in _FLOATS:
@@ -148,6 +151,7 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
+    check_weight_files(config)
     notes = _check(config, text.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
     kernels = Kernels(config, device)
@@ -165,35 +169,56 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
         and cpu_dtype(config, text.hf_config, processes) == torch.float32
     ):
         dtype = torch.float32
+    multimodal = is_multimodal(text.hf_config)
+    wrapped = {"config": language_config(text.hf_config)} if multimodal else {}
     try:
         with quiet():
-            module, found = AutoModelForCausalLM.from_pretrained(
+            module, found = model_class(text.hf_config).from_pretrained(
                 config.model,
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation="eager" if multimodal else NAME,  # some vision parts are not even made with another
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # we refuse them below, by name
                 output_loading_info=True,
                 device_map={"": device} if direct else config.device_map,
+                **wrapped,
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())
-        if isinstance(e, OSError) and "file named model.safetensors" in reason:
+        if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
             raise ModelError(
                 f"the model {config.model!r} cannot be loaded: it has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
                 "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
             ) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
-    missing = sorted(found["missing_keys"])
-    if missing:  # transformers would go on with random numbers there
-        raise ModelError(f"the weights of {config.model!r} lack {len(missing)} tensors, {missing[0]} the first")
+    _check_found(config, found)
     if config.device_map is None and not direct:
         module = module.to(device)
     elif config.device_map is not None:
         check_device_map(getattr(module, "hf_device_map", {}))
     library, note = kernels.wait()
     return prepare_model(module, notes + note, library, config.compile)
+
+
+def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for weights of other shapes than the configuration's, or missing ones: transformers would use random numbers there."""
+    where, hint = f"the weights in {config.model!r}", "copy config.json and the weights from one model"
+    for name, there, wanted in sorted(found.get("mismatched_keys") or (), key=str):
+        raise ModelError(
+            f"{where} do not fit its config.json: {name} has shape {list(there)}, and the configuration says {list(wanted)}",
+            hint,
+        )
+    missing = sorted(found["missing_keys"])
+    if missing and all(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing):
+        raise ModelError(
+            f"{where} have no output head ({missing[0]}): the model gives hidden states, not text",
+            "give a causal language model (…ForCausalLM)",
+        )
+    if missing:
+        count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, {missing[0]} the first"
+        raise ModelError(f"{where} lack {count}", hint)
 
 
 def prepare_model(

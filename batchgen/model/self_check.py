@@ -26,7 +26,8 @@ from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.errors import ModelError
 from batchgen.model.adapter import LoadedModel, logits_at, prepare
-from batchgen.prompts.tokenizer import quiet
+from batchgen.model.multimodal import is_multimodal, model_class
+from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, quiet
 
 CONTEXT = 512
 """Positions that the small model has."""
@@ -54,6 +55,9 @@ def shrink(config: Any) -> Any:
     small = copy.deepcopy(config)
     if getattr(small, "quantization_config", None) is not None:
         del small.quantization_config
+    if getattr(small, "text_config", None) is not None:  # the other parts are not run
+        small.text_config = shrink(small.text_config)
+        return small
     heads = next((v for n, v in _numbers(small) if _is(r"(num|decoder)_attention_heads|n_heads?|num_heads", n)), HEADS)
     width = next((v for n, v in _numbers(small) if _is(r"hidden_size|d_model|n_embd|dim", n)), WIDTH)
     # These change with the longest sequence of a batch: contexts are capped to where they do not.
@@ -68,7 +72,7 @@ _BOUNDARY = r"first_k_dense_replace|max_window_layers|(num|n)_dense_layers|moe_l
 _PERIOD = r".*(interval|period|every_n_layers|layer_freq|sparse_step|layer_step|window_pattern)"
 _LEFT = (  # of no consequence, or no number to shrink
     r".*token_(id|index)|.*label.*|.*dtype|pretraining_tp|chunk_size_feed_forward|num_(nextn_predict|mtp)_layers"
-    r"|transformers_version|.*theta|.*factor|auto_map|architectures"
+    r"|transformers_version|num_image_tokens|.*theta|.*factor|auto_map|architectures"
 )
 _CONTEXT = r"max_position_embeddings|n_positions|max_seq(uence)?_len(gth)?|seq_len(gth)?|n_ctx|model_max_length"
 _EXPERTS_CHOSEN = (
@@ -103,7 +107,7 @@ class _Rules:
             (r".*(window|chunk_size|local_attention|top_?k|floor_scale).*", lambda v: min(v, LENGTH)),
             (_KV_HEADS, lambda v: HEADS if v == heads else min(v, 2)),
             (_HEADS, lambda v: 2 * HEADS if v > heads else HEADS),
-            (_HEAD_SIZE + "|.*section", lambda v: max(1, v // divisor)),
+            (_HEAD_SIZE, lambda v: max(1, v // divisor)),
             (r".*(intermediate|ffn|feed_forward|mlp|dff|n_inner|inner_dim|expert).*", lambda v: min(v, 96)),
             (r".*rank", lambda v: min(v, 16)),
             (_WIDTH, lambda v: WIDTH if v == width else WIDTH // 2 if v < width else 2 * WIDTH),
@@ -135,6 +139,8 @@ def _shrink(config: Any, rules: _Rules) -> None:
     settings = vars(config)
     layers = _choose_layers(settings)
     for name, value in settings.items():
+        if name in OTHER_PARTS:
+            continue
         if hasattr(value, "model_type"):
             _shrink(value, rules)
         elif hasattr(value, "per_layer_overrides"):
@@ -158,12 +164,16 @@ def _small(name: str, value: Any, layers: _Layers | None, rules: _Rules) -> Any:
     if isinstance(value, Mapping):
         if any(str(key).isdigit() for key in value):
             raise Unshrinkable(f"its setting {name} is of an unknown kind")
-        return {key: _small(key, v, None, rules) for key, v in value.items()}
+        return {
+            key: v if type(v) is int and _is(_LEFT, key) else _small(key, v, None, rules) for key, v in value.items()
+        }
     if isinstance(value, list | tuple):
         if layers is not None and _is_indices(name, value):
             return type(value)(layers.kept.index(i) for i in value if i in layers.kept)
         if layers is not None and len(value) == layers.total:
             value = type(value)(value[i] for i in layers.kept)
+        if _is(r".*section", name):
+            return type(value)(_sections(value, rules.divisor))
         if name in ("short_factor", "long_factor"):  # one for each two numbers of a head
             return value[: len(value) // rules.divisor]
         return type(value)(_small(name, v, None, rules) for v in value)
@@ -184,6 +194,14 @@ def _small(name: str, value: Any, layers: _Layers | None, rules: _Rules) -> Any:
     if layers is not None and name == "num_kv_shared_layers":
         return len(layers.kept) - layers.boundary(layers.total - value)
     return rules.small(name, value)
+
+
+def _sections(sizes: Sequence[int], divisor: int) -> list[int]:
+    """Parts of a head, each about `divisor` times smaller; together they are so exactly, as far as that goes."""
+    small = [size // divisor for size in sizes]
+    for i in range(sum(sizes) // divisor - sum(small)):
+        small[i % len(small)] += 1
+    return small
 
 
 def _choose_layers(settings: Mapping[str, Any]) -> _Layers | None:
@@ -280,7 +298,7 @@ def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | 
     """Raises `ModelError`, in one line, unless a small model of this kind runs as in transformers. Takes about a second, on the CPU."""
     name = getattr(config, "model_type", "unknown")
     try:
-        small = shrink(config)
+        small = shrink(language_config(config))
         with torch.random.fork_rng(devices=[]), torch.inference_mode(), quiet():
             first, *others = (partial(_disagreement, small, seed, trust_remote_code, revision) for seed in SEEDS)
             # A near tie between experts, say, is float noise: then other models must agree, all of them.
@@ -321,7 +339,14 @@ def _random_model(config: Any, seed: int, trust_remote_code: bool, revision: str
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if trust_remote_code and revision is not None:
         options["code_revision"] = revision
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager", **options)
+    exact = {"dtype": torch.float32, "attn_implementation": "eager"}
+    kind = model_class(config)
+    if is_multimodal(config):  # parts that are left out take no memory on this way
+        module = kind.from_pretrained(None, config=config, state_dict={}, **exact)
+    elif kind is AutoModelForCausalLM:
+        module = kind.from_config(config, **options, **exact)
+    else:
+        module = kind._from_config(config, **exact)
     module.float().eval()
     for parameter in module.parameters():  # also what begins as zeros or ones, gates say
         noise = torch.randn(parameter.shape) * 0.1

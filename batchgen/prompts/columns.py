@@ -13,6 +13,7 @@ from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.records.openai_batch import is_batch_row
 from batchgen.records.rows import Row
+from batchgen.records.tables import header_hint
 
 _DEFAULT = PromptConfig()
 _MOST_NAMES = 20
@@ -107,6 +108,8 @@ class Columns:
         there = list(dict.fromkeys(name for columns in rows for name in columns))
         no_row = f"none of the first {len(first)} rows has" if len(first) >= _MANY else "no row has"
         hint = f"the input has {quoted(there)}" if there else "the input has no columns at all"
+        if suspicion := header_hint(there):
+            hint = f"{hint}; {suspicion}"
         named = [*self._needed, *(("--row-params", name) for name in self._params.missing(there)), *more]
         for option, name in named:
             if name not in there:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
+from batchgen.model_files import check_model_files, read_json
 
 _LOCAL = "give a local folder with config.json and the tokenizer's files"
 
 
 def check_folder(config: ModelConfig) -> None:
-    """Raises `ModelError` where the model is meant to be a folder and is none, so that nothing asks the hub for it."""
+    """Raises `ModelError` where the model is meant to be a folder and cannot be loaded from it, so that nothing asks the hub for it."""
     path = Path(config.model)
+    check_model_files(config)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                f"model folder {config.model!r} has no config.json", "give the folder that holds the model"
-            )
         if config.revision is not None:
             raise ModelError(
-                f"--revision {config.revision!r} is of the hub, and {config.model!r} is a local folder",
+                f"--revision {config.revision!r} names a revision on the hub, and {config.model!r} is a local folder",
                 "leave --revision out",
             )
-    elif path.exists():
-        raise ModelError(f"model {config.model!r} is a file", _LOCAL)
     elif not config.model.strip() or _is_path(config.model):
         raise ModelError(f"model folder {config.model!r} does not exist", f"{_LOCAL}, or a hub name such as org/model")
 
@@ -41,6 +38,13 @@ def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelE
         return ModelError(
             f"model {config.model!r} comes with code of its own to run",
             "read that code, and give --trust-remote-code if you trust it",
+        )
+    if unknown := re.search(r"has model type `([^`]*)` but Transformers does not recognize", str(error)):
+        import transformers
+
+        return ModelError(
+            f"transformers {transformers.__version__} does not know models of type {unknown[1]!r}",
+            "install a newer transformers, or another model",
         )
     if Path(config.model).is_dir():
         return _folder_failure(config, what, error)
@@ -63,6 +67,9 @@ def _folder_failure(config: ModelConfig, what: str, error: BaseException) -> Mod
             f"model folder {config.model!r} has no tokenizer files",
             "copy tokenizer.json and tokenizer_config.json of the model into it",
         )
+    for name in ("tokenizer.json", "tokenizer_config.json") if what == "tokenizer" else ():
+        if (Path(config.model) / name).exists():
+            read_json(Path(config.model) / name)  # raises what is wrong with the file itself
     return _unreadable(config, what, error)
 
 

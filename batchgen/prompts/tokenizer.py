@@ -20,6 +20,8 @@ from batchgen.prompts.hub import check_folder, load_failure
 _CONTEXT_NAMES = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "n_ctx",
 )  # fmt: skip
+OTHER_PARTS = ("vision_config", "audio_config")
+"""Where configurations describe what a model has besides its language model."""
 # A tokenizer that knows no limit says so by a number like 10**30.
 _SANE_CONTEXT = 100_000_000
 
@@ -69,7 +71,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         hf_config=hf_config,
         context_length=_context_length(config, hf_config, tokenizer),
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
-        vocab_size=_positive(getattr(_text_config(hf_config), "vocab_size", None)) or len(tokenizer),
+        vocab_size=_positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer),
     )
 
 
@@ -140,10 +142,17 @@ def _show_bars(show: bool) -> bool:
 _QUIET = _Quiet()
 
 
-def _text_config(hf_config: Any) -> Any:
-    """The part about text of a nested configuration, else the configuration itself."""
-    nested = getattr(hf_config, "text_config", None)
-    return hf_config if nested is None else nested
+def language_config(hf_config: Any) -> Any:
+    """The configuration of the part that writes text, of a model that also speaks; else the configuration itself."""
+    thinker = getattr(hf_config, "thinker_config", None)
+    return hf_config if thinker is None else thinker
+
+
+def text_config(hf_config: Any) -> Any:
+    """The configuration of the language model inside a multimodal one, else the configuration itself."""
+    writer = language_config(hf_config)
+    nested = getattr(writer, "text_config", None)
+    return writer if nested is None else nested
 
 
 def _positive(value: Any) -> int | None:
@@ -151,7 +160,7 @@ def _positive(value: Any) -> int | None:
 
 
 def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
-    for part in (_text_config(hf_config), hf_config):
+    for part in (text_config(hf_config), hf_config):
         for name in _CONTEXT_NAMES:
             length = _positive(getattr(part, name, None))
             if length is not None:
@@ -193,7 +202,7 @@ def _eos_token_ids(config: ModelConfig, hf_config: Any, tokenizer: Any) -> tuple
     """The end tokens: of the generation configuration, else of the configuration, else of the tokenizer."""
     for value in (
         _generation_config(config).get("eos_token_id"),
-        getattr(_text_config(hf_config), "eos_token_id", None),
+        getattr(text_config(hf_config), "eos_token_id", None),
         getattr(hf_config, "eos_token_id", None),
         tokenizer.eos_token_id,
     ):

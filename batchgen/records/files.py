@@ -1,9 +1,10 @@
-"""Opening one input file: its format and compression by suffix, local or by an fsspec URL, as a stream of plain bytes."""
+"""Opens an input file: format and compression by suffix, local or by an fsspec URL, as a stream of plain bytes."""
 
 from __future__ import annotations
 
 import gzip
 import io
+import os
 import shutil
 import sys
 import tempfile
@@ -14,17 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from batchgen.errors import UsageError
 from batchgen.records.remote import is_url, open_remote, reaching, remote, version_of
 
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv"}
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
+FORMATS = ("jsonl", "parquet", "csv", "tsv")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error)
 """What reading a cut or damaged stream raises."""
+_PACKED = ((b"\x1f\x8b", "gzip", ".gz"), (b"\x28\xb5\x2f\xfd", "zstandard", ".zst"))
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 _PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
 
 
 def split_name(name: str) -> tuple[str, str | None, str | None]:
-    """Stem, format and compression by the suffixes of a file's name: `a.csv.gz` is (`a`, `csv`, `gzip`)."""
+    """Returns stem, format and compression by the suffixes of a file's name: (`a`, `csv`, `gzip`) for `a.csv.gz`."""
     if is_url(name):
         name = next(part for part in name.split("::") if is_url(part))  # zip://x.jsonl::s3://bucket/a.zip
     if name.startswith(("http://", "https://")):
@@ -47,7 +52,7 @@ class InputFile:
     name: str
     """As the user named it; `-` is standard input."""
     format: str
-    """jsonl, parquet or csv"""
+    """One of `FORMATS`."""
     compression: str | None = None
     """gzip or zstd"""
 
@@ -57,7 +62,7 @@ class InputFile:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Its bytes, decompressed and buffered; seekable where the format needs that (Parquet)."""
+        """Yields its bytes, decompressed and buffered; seekable if the format needs that (Parquet)."""
         if self.name == "-":
             yield sys.stdin.buffer
             return
@@ -72,9 +77,9 @@ class InputFile:
                 yield whole
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """What tells whether the file has changed; None where nothing can be said: a pipe, a store without versions.
+        """Returns what shows whether the file has changed; None if that cannot be known (a pipe, a store without versions).
 
-        Nothing is downloaded for it. Raises `UsageError` where a store cannot be reached.
+        Downloads nothing. Raises `UsageError` if a store cannot be reached.
         """
         if is_url(self.name):
             fs, path = remote(self.name)
@@ -90,8 +95,28 @@ class InputFile:
         stat = path_.stat()
         return {"path": str(path_.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
+    def check_start(self) -> None:
+        """Raises `UsageError` if the first bytes of a local file show that it is something else than its name says."""
+        path = Path(self.name)
+        if self.compression is not None or self.format == "parquet" or is_url(self.name):
+            return
+        if not path.is_file() or not os.access(path, os.R_OK):
+            return
+        with path.open("rb") as file:
+            start = file.read(4)
+        for magic, kind, suffix in _PACKED:
+            if start.startswith(magic):
+                raise UsageError(f"{self.name} is compressed with {kind}", f"give it a name that ends with {suffix}")
+        if start == b"PAR1":
+            raise UsageError(f"{self.name} is a Parquet file", "use --input-format parquet")
+        if start.startswith(_UTF16):
+            text = path.with_name(f"utf8-{path.name}")
+            raise UsageError(
+                f"{self.name} is in UTF-16, not in UTF-8", f"convert it: iconv -f UTF-16 -t UTF-8 {self.name} > {text}"
+            )
+
     def forget(self) -> None:
-        """Drop what this process remembers of a store's listing, so that the next `fingerprint` is of what is there now."""
+        """Drops the cached listing of a store, so that the next `fingerprint` is up to date."""
         if is_url(self.name):
             fs, path = remote(self.name)
             fs.invalidate_cache(path)
@@ -103,7 +128,7 @@ class InputFile:
 
 
 def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
-    """The plain bytes of a gzip or zstd stream, buffered. Raises one of `BROKEN` where it is cut or damaged."""
+    """Returns the plain bytes of a gzip or zstd stream, buffered. Reading raises one of `BROKEN` if it is cut or damaged."""
     if compression == "gzip":
         return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
     return io.BufferedReader(_ZstdReader(raw))
@@ -112,11 +137,11 @@ def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
 class _ZstdReader(io.RawIOBase):
     """The frames of a zstandard stream, one after the other.
 
-    zstandard's own stream reader ends quietly where a file is cut; this one raises `EOFError`, and `OSError` for a damaged one.
+    The stream reader of zstandard itself ends silently if a file is cut. This one raises `EOFError`, and `OSError` if a file is damaged.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
-        import zstandard  # for these files alone
+        import zstandard  # only these files need it
 
         self._raw = raw
         self._decompressor = zstandard.ZstdDecompressor()

@@ -15,14 +15,14 @@ import pyarrow as pa
 
 from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError
-from batchgen.records.files import BROKEN, InputFile, split_name
+from batchgen.records.files import BROKEN, FORMATS, InputFile, split_name
 from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, reason, remote
 from batchgen.records.rows import Row, windows
 from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
 
-FORMATS = ("jsonl", "parquet", "csv")
+_ANY_FORMAT = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
 READ_ROWS = 2_000
@@ -32,14 +32,14 @@ CHECKED_ROWS = 1_000
 
 
 def open_input(inputs: Sequence[str], *, format: str | None, output: str | None) -> Input:
-    """The files that `inputs` name, checked to be there; nothing is read yet.
+    """Returns the input that `inputs` name. The files are checked to be there; only their first bytes are read.
 
-    A folder gives its files with known suffixes (those of `format`, where it is given), sorted, and none of its folders; a glob its
-    files, sorted. Outputs of our own in them (a job folder stands beside them), and `output` itself, are left out: see `Input.notes`.
-    Raises `UsageError` naming what is missing, unknown or both input and output.
+    A folder stands for its files with known suffixes (those of `format`, if it is given), sorted, without its sub-folders; a glob for
+    its files, sorted. Outputs of batchgen among them (there is a job folder beside each), and `output` itself, are left out; `Input.notes`
+    says so. Raises `UsageError` if something is missing, of an unknown format, not what its name says, or both input and output.
     """
     if format is not None and format not in FORMATS:
-        raise UsageError(f"--input-format {format!r} is unknown", "use jsonl, parquet or csv")
+        raise UsageError(f"--input-format {format!r} is unknown", f"use {_ANY_FORMAT}")
     inputs = [plain_name(name) for name in inputs]
     output = output and plain_name(output)
     if "-" in inputs:
@@ -65,6 +65,7 @@ def open_input(inputs: Sequence[str], *, format: str | None, output: str | None)
                 )
         files += [_input_file(f, format) for f in found]
     for file in files:
+        file.check_start()
         if output is not None and same_file(file.name, output):
             raise UsageError(
                 f"{output} is both an input and the output",
@@ -74,30 +75,30 @@ def open_input(inputs: Sequence[str], *, format: str | None, output: str | None)
 
 
 class Input:
-    """The rows of some files, in order. They can be read once from standard input, else any number of times."""
+    """The rows of some files, in order. Standard input can be read once, files any number of times."""
 
     def __init__(self, files: tuple[InputFile, ...], notes: list[str]) -> None:
         self.files = files
         self.notes = notes
-        """Said once by the command: what was left out."""
+        """What a user should know, such as files that were left out. Grows while the input is read."""
         self.is_stdin = any(f.name == "-" for f in files)
         self._schema: pa.Schema | None = None
         self._schema_read = False
 
     @property
     def schema(self) -> pa.Schema | None:
-        """Columns and types of the input where all of it is Parquet and the files agree (int32 and int64 do), else None.
+        """Columns and types of the input if all files are Parquet and their types can be unified (int32 and int64 can), else None.
 
-        Files that cannot be read are passed over here: `rows` says where they break.
+        Skips files that cannot be read: `rows` raises the error.
         """
         if not self._schema_read:
             self._schema, self._schema_read = self._read_schema(), True
         return self._schema
 
     def rows(self, limit: int | None = None) -> Iterator[Row]:
-        """Every row, malformed ones too, numbered through the files; no more than `limit` are read.
+        """Yields every row, malformed ones too, numbered over all files. At most `limit` rows are read.
 
-        Raises `InputCorrupt` where a file breaks, after the rows before that.
+        Raises `InputCorrupt` where a file breaks off, after the rows before that place.
         """
         number = 0
         for file in self.files:
@@ -135,7 +136,7 @@ class Input:
             broken.append(e)
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """What tells whether the input has changed; empty where that cannot be known (a pipe, standard input)."""
+        """Returns what shows whether the input has changed; empty if that cannot be known (a pipe, standard input)."""
         if self.is_stdin:
             return []
         for file in self.files:
@@ -227,10 +228,10 @@ def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
     except (*BROKEN, *BROKEN_TABLE) as e:
         place = last().removeprefix(":")
         where = "at its start" if not place else f"after {place if place.startswith('row') else 'line ' + place}"
-        mend = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
+        repair = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
         raise InputCorrupt(
             f"{file.shown} breaks off {where}: {reason(e)}",
-            f"what was read before that is kept: {mend} and run the same command again",
+            f"what was read before that is kept: {repair} and run the same command again",
         ) from e
 
 
@@ -250,7 +251,7 @@ def _unread_folders(name: str, format: str | None) -> list[str]:
 
 
 def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
-    """Whether `name` stands for many files (a folder, a glob), and the files."""
+    """Returns whether `name` stands for many files (a folder, a glob), and the files."""
     if is_url(name):
         return _find_remote(name, format)
     path = Path(name)
@@ -264,6 +265,8 @@ def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
         if found:
             return True, found
         raise UsageError(f"no file matches {name}", "check the pattern and the folder it starts from")
+    if path.is_symlink():
+        raise UsageError(f"{name} is a link to {path.readlink()}, which does not exist", "check the link")
     near = difflib.get_close_matches(
         path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1
     )
@@ -294,7 +297,7 @@ def _find_remote(url: str, format: str | None) -> tuple[bool, list[str]]:
 def _known(folder: str, names: Sequence[str], format: str | None) -> list[str]:
     found = [n for n in names if (split_name(n)[1] == format if format else split_name(n)[1])]
     if not found:
-        what = "JSONL, Parquet or CSV" if format is None else format
+        what = "JSONL, Parquet, CSV or TSV" if format is None else format
         raise UsageError(f"no {what} file in the folder {folder}", "name the files, or a glob, with --input-format")
     return found
 
@@ -303,7 +306,10 @@ def _input_file(name: str, format: str | None) -> InputFile:
     _, by_suffix, compression = split_name(name)
     chosen = format or by_suffix
     if chosen is None:
-        raise UsageError(f"{name} has an unknown suffix", "say what it is with --input-format jsonl, parquet or csv")
+        hint = f"say what it is with --input-format {_ANY_FORMAT}"
+        if name.lower().endswith(".json"):
+            hint += f"; a JSON array becomes JSONL with: jq -c '.[]' {name} > {name}l"
+        raise UsageError(f"{name} has an unknown suffix", hint)
     if not is_url(name) and not os.access(name, os.R_OK):
         raise UsageError(f"{name} cannot be read: permission denied", "check its permissions")
     return InputFile(name, chosen, compression)
@@ -320,7 +326,7 @@ def _in_job_folder(name: str) -> bool:
 
 
 def same_file(a: str, b: str) -> bool:
-    """Whether two names are one file, links followed."""
+    """Whether two names mean the same file. Links are followed."""
     if is_url(a) or is_url(b):
         return is_url(a) and is_url(b) and address(a) == address(b)
     try:

@@ -1,11 +1,11 @@
-"""JSON lines: reading one object a line, and the one way in which values become JSON.
+"""JSON lines: reads one object per line, and converts values to JSON.
 
-Reading. A line ends at `\\n`; a `\\r` before it, a byte order mark at its start and blank lines are not rows' concern. Of
-equal keys the last wins; NaN and Infinity and lone surrogates (`"\\ud800"`) are accepted. Anything else that is not a JSON
-object in UTF-8, nested at most `MAX_DEPTH` deep, on a line of at most `MAX_LINE` bytes, makes a malformed row, never an exception.
+Reading: a line ends with `\\n`. A `\\r` before it, a byte order mark at the start of a line, and blank lines are skipped. If a key is
+repeated, the last value counts. NaN, Infinity and lone surrogates (`"\\ud800"`) are accepted. A line is a malformed row, never an
+exception, if it is not a JSON object in UTF-8, is nested deeper than `MAX_DEPTH`, or is longer than `MAX_LINE` bytes.
 
-Writing (`to_json`) is always valid JSON in valid UTF-8: NaN and Infinity become null, lone surrogates their escape, bytes base64,
-dates and times ISO 8601, durations seconds, Decimal a string (digits kept), anything else its `str`.
+Writing (`to_json`) always gives valid JSON in valid UTF-8. NaN and Infinity become null, lone surrogates their escapes, bytes base64,
+dates and times ISO 8601, durations seconds, a Decimal a string of its digits, and anything else its `str`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from typing import Any, BinaryIO
 
 _PIECE = 1 << 20
 MAX_DEPTH = 100
-"""Levels of lists and objects that a row may have: well inside what every later stage can recurse over."""
+"""Levels of lists and objects in a row. Every later stage can recurse over more."""
 MAX_LINE = 1 << 28
-"""Bytes. A longer line is a compressed file's bomb, or no JSON lines at all; it is passed over in constant memory."""
+"""In bytes. A longer line is a decompression bomb or no JSON line at all; it is skipped in constant memory."""
+_ARRAY_HINT = " (a JSON array becomes JSONL with: jq -c '.[]')"
 BOM = b"\xef\xbb\xbf"
 
 Record = tuple[str, dict[str, Any] | str, int]
-"""A row's place in its file, its columns or the reason why it has none, and about how many bytes it takes."""
+"""A row's place in its file, its columns or the reason why it has none, and its approximate size in bytes."""
 
 
 def read_jsonl(stream: BinaryIO) -> Generator[Record, None, None]:
-    """(`:17`, columns or reason, bytes) of every line that is not blank."""
-    readline, most = stream.readline, MAX_LINE + 1  # the line's end is not counted
+    """Yields (`:17`, columns or reason, bytes) of every line that is not blank."""
+    readline, max_read = stream.readline, MAX_LINE + 1  # the end of the line does not count
     number = 0
-    while line := readline(most):
+    while line := readline(max_read):
         number += 1
-        if len(line) == most and not line.endswith(b"\n"):
+        if len(line) == max_read and not line.endswith(b"\n"):
             yield f":{number}", too_long(MAX_LINE), 0
             while line and not line.endswith(b"\n"):
                 line = readline(_PIECE)
@@ -45,18 +46,19 @@ def read_jsonl(stream: BinaryIO) -> Generator[Record, None, None]:
             yield f":{number}", parse_line(text), len(line)
 
 
-def too_long(most: int) -> str:
-    return f"longer than {most:,} bytes"
+def too_long(max_bytes: int) -> str:
+    """The reason of a row whose line is too long."""
+    return f"longer than {max_bytes:,} bytes"
 
 
 def parse_line(line: bytes) -> dict[str, Any] | str:
-    """The object of one line, or the reason why there is none."""
+    """Returns the object of one line, or the reason why it is malformed."""
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as e:
         return f"not UTF-8 at byte {e.start + 1}"
     except json.JSONDecodeError as e:
-        return f"not JSON: {e.msg} at column {e.colno}"
+        return f"not JSON: {e.msg} at column {e.colno}{_ARRAY_HINT if line.strip() in (b'[', b'[{') else ''}"
     except RecursionError:
         return f"nested more than {MAX_DEPTH} levels deep"
     except MemoryError:
@@ -64,25 +66,26 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     except ValueError:  # int() refuses to take quadratic time
         return "not usable: a whole number with thousands of digits"
     if not isinstance(value, dict):
-        return f"not an object but {_kind(value)}"
-    # Brackets in strings count too, so that a few rows are measured that need not be; none is missed.
+        of_objects = isinstance(value, list) and any(isinstance(item, dict) for item in value)
+        return f"not an object but {_kind(value)}{_ARRAY_HINT if of_objects else ''}"
+    # Brackets inside strings count, too: a few rows are measured that need not be, and none is missed.
     if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} levels deep"
     return value
 
 
 def to_json(value: Any) -> bytes:
-    """`value` as one line of JSON in UTF-8, without the line's end."""
+    """Returns `value` as one line of JSON in UTF-8, without a line end."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError):
         text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
-    # Only lone surrogates cannot be encoded, and there Python's escape is JSON's.
+    # Only lone surrogates cannot be encoded. Python's escape for them is also JSON's.
     return text.encode("utf-8", "backslashreplace")
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's own types (the conversion of the module's docstring)."""
+    """Returns `value` in JSON's types, converted as the module's docstring says."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):

@@ -153,6 +153,19 @@ def _unique_names(given: Sequence[str], on_rename: Callable[[str, str], None] = 
     return list(names)
 
 
+def header_hint(names: Sequence[str]) -> str:
+    """What may be wrong with the header of a CSV file that lacks an expected column; "" if nothing is suspicious."""
+    first = names[0] if names else ""
+    if first.startswith("sep="):
+        return f"delete the first line ({first!r}) of the file"
+    delimiter = next((d for d in ";\t|" if d in first), None)
+    if len(names) == 1 and delimiter is not None:
+        return f"it looks as if {delimiter!r} is the delimiter: save the file with commas, or with tabs as .tsv"
+    if any(name != name.strip() for name in names):
+        return "remove the spaces around the names in the header"
+    return ""
+
+
 def open_parquet(stream: BinaryIO) -> pq.ParquetFile | None:
     """Opens a file and reads its footer. Returns None if it is empty, raises one of `BROKEN_TABLE` if it is damaged."""
     if stream.seek(0, io.SEEK_END) == 0:

@@ -77,7 +77,7 @@ def test_weights_that_are_pickled_are_refused_with_the_way_out(folder, tmp_path,
     with pytest.raises(ModelError) as e:
         load(folder)
     assert str(e.value) == (
-        f"the model {str(folder)!r} cannot be loaded: it has no weights in safetensors files, and pickled ones "
+        f"the model {str(folder)!r} has no weights in safetensors files, and pickled ones "
         "(pytorch_model.bin), which can run any program, are never opened; convert them where that does no harm (from_pretrained and save_pretrained of transformers), "
         "or name another model or --revision"
     )

@@ -107,11 +107,13 @@ def test_a_file_is_not_a_model(tmp_path):
     file = tmp_path / "model.gguf"
     file.write_text("x")
     assert failure(file) == (
-        f"model {str(file)!r} is a file; give a local folder with config.json and the tokenizer's files"
+        f"model {str(file)!r} is a GGUF file, which batchgen does not read; "
+        "give the folder of the model it was made from, with config.json and safetensors files"
     )
 
 
 def test_a_folder_without_configuration(tmp_path):
+    (tmp_path / "README.md").write_text("hello")
     assert failure(tmp_path) == (
         f"model folder {str(tmp_path)!r} has no config.json; give the folder that holds the model"
     )
@@ -133,9 +135,8 @@ def test_a_folder_without_tokenizer_files(tools, tmp_path, model_type, leave_con
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", "{", "the configuration of model {m!r} cannot be loaded: It looks like the config file at '{m}/config.json' is not a valid JSON file."),
-        ("config.json", "{}", "the configuration of model {m!r} cannot be loaded: Unrecognized model in {m}. Should have a `model_type` key in its config.json."),
-        ("config.json", '{"model_type": "xyzzy"}', "the configuration of model {m!r} cannot be loaded: The checkpoint you are trying to load has model type `xyzzy` but Transformers does not recognize this architecture. This could be because of an issue with the checkpoint, or because your version of Transformers is out of date."),
+        ("config.json", "{", "{m}/config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); copy the file from the model again"),
+        ("config.json", "{}", "{m}/config.json does not say the model's model_type; give the folder of a transformers model"),
         ("generation_config.json", "{", "generation_config.json of model {m!r} cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); mend it, or remove it"),
     ],
 )  # fmt: skip
@@ -148,7 +149,7 @@ def test_a_broken_file_is_named(tools, tmp_path, file, content, message):
 def test_a_broken_tokenizer_is_named(tools, tmp_path):
     folder = tools.save_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    assert failure(folder).startswith(f"the tokenizer of model {folder!r} cannot be loaded: ")
+    assert failure(folder).startswith(f"{folder}/tokenizer.json is not JSON: ")
 
 
 def test_code_of_the_models_own_is_not_run_unless_asked(tools, tmp_path):
@@ -165,7 +166,7 @@ def test_code_of_the_models_own_is_not_run_unless_asked(tools, tmp_path):
 def test_a_revision_of_a_local_folder_is_refused(tools, tmp_path):
     folder = tools.save_model(tmp_path)
     assert failure(folder, revision="main") == (
-        f"--revision 'main' is of the hub, and {folder!r} is a local folder; leave --revision out"
+        f"--revision 'main' names a revision on the hub, and {folder!r} is a local folder; leave --revision out"
     )
 
 

@@ -29,7 +29,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import ROW_ERROR_TYPES, InputCorrupt
+from batchgen.errors import ROW_ERROR_TYPES, InputCorrupt, UsageError
 from batchgen.prompts import Draft, PromptBuilder
 from batchgen.records import open_input
 from batchgen.records.rows import Row
@@ -57,6 +57,12 @@ def read(path: Path, data: bytes) -> tuple[list[Row], InputCorrupt | None]:
 
 def check(path: Path, data: bytes, build: Built | None) -> None:
     """One file, from its bytes to the results of its rows."""
+    if path.suffix in (".jsonl", ".csv") and data.startswith(
+        (b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xfe", b"\xfe\xff")
+    ):
+        with pytest.raises(UsageError):
+            read(path, data)
+        return
     rows, broken = read(path, data)
     assert [row.number for row in rows] == list(range(len(rows)))
     for row in rows:

@@ -132,13 +132,19 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
     [
         (["prompt.jsonl"], {}, "no such file: prompt.jsonl; did you mean prompts.jsonl?"),
         (["nowhere/q.jsonl"], {}, "no such file: nowhere/q.jsonl; check the path"),
-        (["x.txt"], {}, "x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet or csv"),
+        (["x.txt"], {}, "x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv"),
+        (["x.json"], {}, "x.json has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv; a JSON array becomes JSONL with: jq -c '.[]' x.json > x.jsonl"),
+        (["link.jsonl"], {}, "link.jsonl is a link to gone.jsonl, which does not exist; check the link"),
+        (["packed.jsonl"], {}, "packed.jsonl is compressed with gzip; give it a name that ends with .gz"),
+        (["packed.csv"], {}, "packed.csv is compressed with zstandard; give it a name that ends with .zst"),
+        (["utf16.csv"], {}, "utf16.csv is in UTF-16, not in UTF-8; convert it: iconv -f UTF-16 -t UTF-8 utf16.csv > utf8-utf16.csv"),
+        (["table.jsonl"], {}, "table.jsonl is a Parquet file; use --input-format parquet"),
         (["q*.jsonl"], {}, "no file matches q*.jsonl; check the pattern and the folder it starts from"),
-        (["empty"], {}, "no JSONL, Parquet or CSV file in the folder empty; name the files, or a glob, with --input-format"),
+        (["empty"], {}, "no JSONL, Parquet, CSV or TSV file in the folder empty; name the files, or a glob, with --input-format"),
         (["ours"], {}, "ours has no files but outputs of batchgen; name the files themselves to read those"),
         (["-", "prompts.jsonl"], {}, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
         (["-"], {"format": "csv"}, "standard input is read as JSONL, not csv; name a file instead"),
-        (["prompts.jsonl"], {"format": "xml"}, "--input-format 'xml' is unknown; use jsonl, parquet or csv"),
+        (["prompts.jsonl"], {"format": "xml"}, "--input-format 'xml' is unknown; use jsonl, parquet, csv or tsv"),
         (
             ["prompts.jsonl"],
             {"output": "./prompts.jsonl"},
@@ -149,12 +155,25 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
 def test_what_cannot_be_an_input_is_refused_in_words(folder, inputs, options, message):
     (folder / "prompts.jsonl").write_bytes(JSONL)
     (folder / "x.txt").write_bytes(JSONL)
+    (folder / "x.json").write_bytes(b"[]")
+    (folder / "link.jsonl").symlink_to("gone.jsonl")
+    (folder / "packed.jsonl").write_bytes(gzip.compress(JSONL))
+    (folder / "packed.csv").write_bytes(zstandard.compress(CSV))
+    (folder / "utf16.csv").write_text("id,prompt\n", encoding="utf-16")
+    pq.write_table(pa.table({"prompt": ["a"]}), folder / "table.jsonl")
     (folder / "empty").mkdir()
     (folder / "ours" / "o.jsonl.job").mkdir(parents=True)
     (folder / "ours" / "o.jsonl").write_bytes(JSONL)
     with pytest.raises(UsageError) as caught:
         opened(*inputs, **options)
     assert str(caught.value) == message
+
+
+def test_tsv_is_told_by_its_suffix_or_by_name(folder):
+    (folder / "x.tsv").write_bytes(b'id\tprompt\n1\ta, b\n2\t"c\td"\n')
+    assert columns("x.tsv") == [{"id": "1", "prompt": "a, b"}, {"id": "2", "prompt": "c\td"}]
+    (folder / "x.txt").write_bytes((folder / "x.tsv").read_bytes())
+    assert columns("x.txt", format="tsv") == columns("x.tsv")
 
 
 def test_an_output_that_is_a_link_to_an_input_is_refused(folder):

@@ -81,8 +81,8 @@ def test_a_key_with_brackets_or_a_question_mark_is_no_glob(s3):
         ("s3://bucket/no.jsonl", "no such file: s3://bucket/no.jsonl; check the address and your access to it"),
         ("s3://nobucket/x.jsonl", "no such file: s3://nobucket/x.jsonl; check the address and your access to it"),
         ("s3://bucket/no*.jsonl", "no such file: s3://bucket/no*.jsonl; check the address and your access to it"),
-        ("s3://bucket/texts", "no JSONL, Parquet or CSV file in the folder s3://bucket/texts; name the files, or a glob, with --input-format"),
-        ("s3://bucket/texts/x.txt", "s3://bucket/texts/x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet or csv"),
+        ("s3://bucket/texts", "no JSONL, Parquet, CSV or TSV file in the folder s3://bucket/texts; name the files, or a glob, with --input-format"),
+        ("s3://bucket/texts/x.txt", "s3://bucket/texts/x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_an_input_is_refused_in_words(s3, url, message):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
+from batchgen.records.tables import PARQUET_BATCH, header_hint, read_csv, read_parquet
 
 
 def read(data: bytes) -> list[tuple[str, object]]:
@@ -50,6 +50,15 @@ def test_csv_malformed_records_say_why_and_the_others_go_on():
 
 def test_csv_header_names_that_are_empty_or_repeated_get_one_of_their_own():
     assert read(b"a,,a,a_2,a\n1,2,3,4,5\n") == [(":2", {"a": "1", "column_2": "2", "a_3": "3", "a_2": "4", "a_4": "5"})]
+
+
+def test_a_header_that_looks_wrong_has_a_hint():
+    wrong = "is the delimiter: save the file with commas, or with tabs as .tsv"
+    assert header_hint(["id;prompt"]) == f"it looks as if ';' {wrong}"
+    assert header_hint(["id\tprompt"]) == f"it looks as if '\\t' {wrong}"
+    assert header_hint(["sep=;"]) == "delete the first line ('sep=;') of the file"
+    assert header_hint(["id", " prompt"]) == "remove the spaces around the names in the header"
+    assert header_hint(["id", "text"]) == header_hint([]) == ""
 
 
 def test_csv_with_nothing_or_a_header_only_has_no_rows():

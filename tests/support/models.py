@@ -45,11 +45,11 @@ def build(model_type: str, **changes: Any) -> Any:
     config = AutoConfig.for_model(model_type.split("/")[0], **(COMMON | SHAPES[model_type] | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    return _randomize(model)
+    return randomize(model)
 
 
 @torch.no_grad()
-def _randomize(model: Any) -> Any:
+def randomize(model: Any) -> Any:
     """Random numbers wherever training would leave its mark: a bias, norm or sink that stays neutral proves nothing."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():

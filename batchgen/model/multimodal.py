@@ -1,0 +1,116 @@
+"""The language model inside a multimodal checkpoint, loaded without the parts for images, video and sound.
+
+A wrapper of transformers (`…ForConditionalGeneration`) is loaded by its own class, so that text takes the path that it takes there. What text never
+reaches is taken out while the module is still on the meta device, that is, without memory; transformers does not read tensors for which the module
+has no place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_MAPPING,
+)
+
+from batchgen.errors import ModelError
+from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, text_config
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether the language model is one part of several."""
+    return text_config(config) is not config or any(getattr(config, part, None) is not None for part in OTHER_PARTS)
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers whose `from_pretrained` loads the language model that a configuration describes."""
+    config = language_config(config)
+    kind = type(config)
+    wrapper = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(kind, None)
+    if wrapper is not None and is_multimodal(config):
+        return text_only(wrapper)
+    if wrapper is not None and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return wrapper
+    return AutoModelForCausalLM
+
+
+def text_only(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class that is built as `wrapper` is, with an `Absent` module in the place of every part that text never reaches."""
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        with without_timm():
+            wrapper.__init__(self, config, *args, **kwargs)
+        for parent, name in list(_other_parts(self)):
+            parent._modules[name] = Absent(name)
+
+    # The same name in the same module: transformers finds how to rename a checkpoint's tensors by the class's name.
+    body = {"__init__": init, "__module__": wrapper.__module__, "__qualname__": wrapper.__qualname__}
+    return type(wrapper.__name__, (wrapper,), body)
+
+
+class Absent(torch.nn.Module):
+    """In the place of a part that was left out."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.dtype = torch.get_default_dtype()
+        self.device = torch.device("cpu")
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise ModelError(f"the model runs its {self.name} on text, and only the language model was loaded")
+
+
+@contextmanager
+def without_timm() -> Iterator[None]:
+    """Towers from the package timm are not even made, so that nobody has to install it for text."""
+    make = AutoModel.from_config
+
+    def from_config(config: Any, **kwargs: Any) -> Any:
+        if getattr(MODEL_MAPPING.get(type(config), None), "__name__", "") == "TimmWrapperModel":
+            return Absent("vision_tower")
+        return make(config, **kwargs)
+
+    AutoModel.from_config = from_config
+    try:
+        yield
+    finally:
+        AutoModel.from_config = make
+
+
+def _other_parts(module: Any) -> Iterator[tuple[torch.nn.Module, str]]:
+    """What lies beside the way from the model to its language model and its head, as parent and name."""
+    decoder = module.get_decoder()
+    needed = {decoder, module.get_output_embeddings()}
+    above = [module]
+    while above:
+        parent = above.pop()
+        for name, child in parent._modules.items():
+            if (
+                child is None or child in needed or hasattr(child, "vocab_offset")
+            ):  # which the path of text reads, too (Gemma 3n)
+                continue
+            if any(part in needed for part in child.modules()):
+                above.append(child)
+            else:
+                yield parent, name
+    for parent in decoder.modules():  # and inside of it, whole models of another kind
+        for name, child in parent._modules.items():
+            if isinstance(child, PreTrainedModel) and type(child.config) is not type(decoder.config):
+                yield parent, name
+
+
+def left_out(config: Any) -> frozenset[str]:
+    """Names of the modules that are not loaded; empty for a model of text alone."""
+    kind = model_class(config)
+    if kind is AutoModelForCausalLM or not is_multimodal(config):
+        return frozenset()
+    with torch.device("meta"):
+        module = kind(language_config(config))
+    return frozenset(part.name for part in module.modules() if isinstance(part, Absent))

@@ -1,0 +1,345 @@
+"""What a model's folder holds, told from its files alone: a broken or foreign one is refused by name before anything slow is imported.
+
+Knows JSON, the layout of safetensors files and the names that other programs give their files. Reads no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+
+_LFS = b"version https://git-lfs"
+_PULL = "run `git lfs pull` in the folder it was cloned to, or download it with `hf download`"
+_AGAIN = "the download was not finished: download it again"
+_HEADS = {
+    "ForSequenceClassification": "a classifier or reward model",
+    "ForTokenClassification": "a token classifier",
+    "ForQuestionAnswering": "an extractive question answerer",
+    "ForMaskedLM": "a masked language model, which fills gaps",
+    "ForMultipleChoice": "a multiple-choice classifier",
+    "ForNextSentencePrediction": "a sentence-pair classifier",
+    "ForImageClassification": "an image classifier",
+    "ForObjectDetection": "an object detector",
+    "ForSpeechSeq2Seq": "a speech model",
+    "ForCTC": "a speech model",
+    "ForAudioClassification": "an audio classifier",
+}
+"""What a model is whose architecture's name ends so: none of them writes text."""
+_QUANTIZERS = {
+    "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
+    "compressed-tensors": "compressed-tensors", "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
+    "auto-round": "AutoRound", "quark": "Quark", "modelopt": "ModelOpt",
+}  # fmt: skip
+"""How checkpoints are quantized in ways that batchgen does not read, by their `quant_method`."""
+
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+
+
+def check_model_files(config: ModelConfig) -> None:
+    """Raises `ModelError` if the model is a folder, or a file, that cannot be loaded and its files say why. Says nothing of hub names.
+
+    Weights are not looked for: see `check_weight_files`.
+    """
+    folder = Path(config.model).expanduser()
+    if folder.is_file():
+        _refuse_file(folder)
+    if not folder.is_dir():
+        return
+    if not (folder / "config.json").is_file():
+        _refuse_without_config(folder)
+    settings = read_json(folder / "config.json")
+    _check_task(folder, settings)
+    _check_quantization(folder, settings)
+    _check_dtype(folder, settings)
+    _check_tokenizer(folder)
+
+
+def check_weight_files(config: ModelConfig, *, needed: bool = True) -> None:
+    """Checks like `check_model_files`, and the weights too: they may be missing (unless not `needed`), cut, pointers, damaged or another model's.
+
+    Reads the headers of the shards only. Raises `ModelError`.
+    """
+    check_model_files(config)
+    folder = Path(config.model).expanduser()
+    if not folder.is_dir() or not (needed or any(p.name.endswith(_WEIGHTS) for p in folder.iterdir())):
+        return
+    settings = read_json(folder / "config.json")
+    tensors: dict[str, Any] = {}
+    for shard in _shards(folder):
+        tensors |= _safetensors_header(shard)
+    _check_head(folder, settings, tensors)
+    _check_vocabulary(folder, settings, tensors)
+
+
+def has_chat_template(config: ModelConfig) -> bool | None:
+    """Whether a model's folder has a chat template; None if the model is not a folder."""
+    folder = Path(config.model).expanduser()
+    if not folder.is_dir():
+        return None
+    if any(
+        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    ):
+        return True
+    try:
+        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model. Raises `ModelError` saying what the file is instead."""
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}", "check its permissions") from None
+    _check_content(path, data[:512])
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise ModelError(f"{path} is not JSON: {e}", "copy the file from the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object", "copy the file from the model again")
+    return value
+
+
+def _check_content(path: Path, start: bytes) -> None:
+    """Refuses a file that is empty, a pointer of Git LFS or a web page in place of what it should be."""
+    if not start:
+        raise ModelError(f"{path} is empty", _AGAIN)
+    if start.startswith(_LFS):
+        raise ModelError(f"{path} is a Git LFS pointer, not the file itself", _PULL)
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        raise ModelError(f"{path} is a web page, not the file itself", "download it with `hf download`")
+
+
+def _refuse_file(path: Path) -> None:
+    if path.suffix == ".gguf":
+        raise ModelError(
+            f"model {str(path)!r} is a GGUF file, which batchgen does not read",
+            "give the folder of the model it was made from, with config.json and safetensors files",
+        )
+    raise ModelError(
+        f"model {str(path)!r} is a file",
+        "give the folder that holds config.json, the weights and the tokenizer's files",
+    )
+
+
+def _refuse_without_config(folder: Path) -> None:
+    """Says what a folder without config.json is."""
+    names = {p.name for p in folder.iterdir()}
+    suffixes = {Path(name).suffix for name in names}
+    what = f"model folder {str(folder)!r}"
+    if "adapter_config.json" in names:
+        _refuse_adapter(folder)
+    if ".gguf" in suffixes:
+        raise ModelError(
+            f"{what} holds GGUF files, which batchgen does not read",
+            "give the folder of the model they were made from, with config.json and safetensors files",
+        )
+    if "model_index.json" in names:
+        raise ModelError(f"{what} is an image model of diffusers", "give a language model")
+    if "params.json" in names:
+        raise ModelError(
+            f"{what} is in the format of the model's authors (params.json), not in that of transformers",
+            "download the version with config.json",
+        )
+    if suffixes & {".onnx", ".xml", ".mlpackage", ".tflite", ".engine"}:
+        raise ModelError(
+            f"{what} is compiled for another program ({', '.join(sorted(n for n in names if '.' in n)[:2])})",
+            "give the folder of the original model, with config.json and safetensors files",
+        )
+    if (folder / "snapshots").is_dir():
+        found = sorted(p.parent for p in folder.glob("snapshots/*/config.json"))
+        hint = f"give {found[0]}, or the model's name on the hub" if found else "give the model's name on the hub"
+        raise ModelError(f"{what} is an entry of the hub's cache", hint)
+    inside = sorted(p.parent for p in folder.glob("*/config.json"))
+    if inside:
+        raise ModelError(f"{what} has no config.json", f"did you mean {inside[-1]}?")
+    if not names:
+        raise ModelError(f"{what} is empty", "give the folder that holds the model")
+    raise ModelError(f"{what} has no config.json", "give the folder that holds the model")
+
+
+def _refuse_adapter(folder: Path) -> None:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    of = f" of {base}" if isinstance(base, str) and base else ""
+    raise ModelError(
+        f"model folder {str(folder)!r} holds an adapter (LoRA){of}, not a model",
+        "merge it into its base model (merge_and_unload of peft, then save_pretrained) and give that folder",
+    )
+
+
+def _check_task(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuses models that write no text, and configurations that do not say what they are."""
+    architectures = [a for a in settings.get("architectures") or () if isinstance(a, str)]
+    if not isinstance(settings.get("model_type"), str) and not architectures:
+        raise ModelError(
+            f"{folder / 'config.json'} does not say the model's model_type", "give the folder of a transformers model"
+        )
+    if settings.get("is_encoder_decoder") is True:
+        raise ModelError(
+            f"the model in {str(folder)!r} is an encoder-decoder ({settings.get('model_type')}), and batchgen runs decoder-only models",
+            "give a decoder-only model",
+        )
+    for name in architectures[:1]:
+        kind = next((kind for ending, kind in _HEADS.items() if name.endswith(ending)), None)
+        if kind is not None:
+            raise ModelError(
+                f"the model in {str(folder)!r} is {kind} ({name}), not a model that writes text",
+                "give a causal language model (…ForCausalLM)",
+            )
+
+
+def _check_quantization(folder: Path, settings: Mapping[str, Any]) -> None:
+    quantization = settings.get("quantization_config")
+    if isinstance(settings.get("quantization"), dict) and quantization is None:
+        raise ModelError(
+            f"the model in {str(folder)!r} is quantized for MLX, which batchgen does not read",
+            "give the original model",
+        )
+    if not isinstance(quantization, dict):
+        return
+    method = str(quantization.get("quant_method", ""))
+    if method in _QUANTIZERS:
+        raise ModelError(
+            f"the model in {str(folder)!r} is quantized with {_QUANTIZERS[method]}, which batchgen does not read",
+            "give the original model, or one quantized with torchao",
+        )
+
+
+def _check_dtype(folder: Path, settings: Mapping[str, Any]) -> None:
+    dtype = settings.get("dtype", settings.get("torch_dtype"))
+    if isinstance(dtype, str) and dtype.startswith("float8") and "quantization_config" not in settings:
+        raise ModelError(
+            f"the weights in {str(folder)!r} are {dtype} without scales, which batchgen does not read",
+            "give the original model",
+        )
+    if isinstance(dtype, str) and dtype not in _DTYPES and not dtype.startswith("float8"):
+        raise ModelError(
+            f"{folder / 'config.json'} gives the dtype {dtype!r}",
+            f"correct it: {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}",
+        )
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files of the weights. Raises `ModelError` if there are none or one is missing."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.exists() or single.is_symlink():
+        return [_there(single, folder)]
+    if index.exists():
+        mapped = read_json(index).get("weight_map")
+        if not isinstance(mapped, dict) or not mapped:
+            raise ModelError(f"{index} has no weight_map", "copy the file from the model again")
+        return [
+            _there(folder / name, folder, len(set(mapped.values()))) for name in sorted(set(map(str, mapped.values())))
+        ]
+    names = sorted(p.name for p in folder.iterdir())
+    loose = [name for name in names if name.endswith(".safetensors")]
+    if "adapter_model.safetensors" in loose or "adapter_config.json" in names:
+        _refuse_adapter(folder)
+    if any(name.startswith("model-") for name in loose):
+        raise ModelError(
+            f"model folder {str(folder)!r} has shards ({loose[0]}) but no model.safetensors.index.json", _AGAIN
+        )
+    if loose:
+        raise ModelError(
+            f"model folder {str(folder)!r} has no model.safetensors; it has {loose[0]}",
+            "rename it if it holds all weights in the format of transformers, or download the version that has model.safetensors",
+        )
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+        raise ModelError(
+            f"the model {str(folder)!r} has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
+            "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
+        )
+    foreign = [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx", ".npz"))]
+    if foreign:
+        raise ModelError(
+            f"model folder {str(folder)!r} has no weights in safetensors files, only {foreign[0]}",
+            "give the version of the model with safetensors files",
+        )
+    raise ModelError(f"model folder {str(folder)!r} has no weights (model.safetensors)", _AGAIN)
+
+
+def _there(path: Path, folder: Path, count: int = 1) -> Path:
+    if path.is_file():
+        return path
+    if path.is_symlink():
+        raise ModelError(f"{path} is a link to a file that is gone", "download the model again")
+    raise ModelError(f"the weights in {str(folder)!r} lack {path.name}, one of {count} shards", _AGAIN)
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    """Names, types and shapes of the tensors in a safetensors file, whose length is checked against them.
+
+    The layout: 8 bytes with the header's length, the header as JSON, the tensors' bytes.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as f:
+            start = f.read(512)
+            _check_content(path, start)
+            length = int.from_bytes(start[:8], "little")
+            f.seek(8)
+            header = f.read(length) if len(start) >= 8 and length <= size - 8 else b""
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}", "check its permissions") from None
+    try:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        end = max((t["data_offsets"][1] for t in tensors.values()), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
+        if start[:2] == b"PK" or start[:1] == b"\x80":
+            raise ModelError(
+                f"{path} is a pickled file called safetensors, which is never opened", "give real safetensors files"
+            ) from None
+        if 8 <= size < length + 8 < 1 << 30:
+            raise ModelError(f"{path} is cut inside its header", _AGAIN) from None
+        raise ModelError(f"{path} is damaged, or no safetensors file", "download it again") from None
+    if 8 + length + end > size:
+        raise ModelError(f"{path} is cut: it has {size:,} of {8 + length + end:,} bytes", _AGAIN)
+    return dict(tensors)
+
+
+def _check_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Refuses a bare model (`LlamaModel`): it ends in hidden states, and nothing makes tokens of them."""
+    architectures = settings.get("architectures") or [""]
+    name = architectures[0] if isinstance(architectures, list) and isinstance(architectures[0], str) else ""
+    text = settings.get("text_config")
+    tied = settings.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    if name.endswith("Model") and tied is False and not any("head" in t or "embed_out" in t for t in tensors):
+        raise ModelError(
+            f"the model in {str(folder)!r} has no output head ({name}): it gives hidden states, not text",
+            "give a causal language model (…ForCausalLM)",
+        )
+
+
+def _check_vocabulary(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Refuses embeddings of another size than config.json says, the commonest mismatch: a config of one model beside weights of another."""
+    tensor = tensors.get("model.embed_tokens.weight")
+    expected = [settings.get("vocab_size"), settings.get("hidden_size")]
+    if "text_config" in settings or not isinstance(tensor, dict) or tensor.get("dtype") not in ("F32", "BF16", "F16"):
+        return
+    if all(isinstance(size, int) for size in expected) and tensor.get("shape") != expected:
+        raise ModelError(
+            f"the weights in {str(folder)!r} do not fit its config.json: model.embed_tokens.weight has shape {tensor.get('shape')}, and the configuration says {expected}",
+            "copy config.json and the weights from one model",
+        )
+
+
+def _check_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return
+    with path.open("rb") as f:
+        _check_content(path, f.read(512))

@@ -1,0 +1,112 @@
+"""Text through a multimodal checkpoint is what the wrapper's own `generate` gives, logits included, and nothing but the language model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from batchgen.config import ModelConfig
+from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, is_verified, refusal
+from batchgen.model.loader import load_model
+from batchgen.model.multimodal import Absent
+from batchgen.prompts import LoadedTokenizer
+from support.models import engine_for, expect, make_requests, memory_for, run, text, watched
+from support.shapes import SHAPES, VOCAB, prompts_and_lengths
+from support.wrappers import TEXTS, config_of, text_model, whole_model
+
+PROMPTS, LENGTHS = prompts_and_lengths()
+TOLERANCE = 5e-5
+"""Largest difference of a logit, relative to the largest logit."""
+# One of each way to be built: the usual one, plain positions for mrope, towers from timm, experts with MLA, no `logits_to_keep`, no `text_config`, recurrent layers.
+CORE = {"gemma3", "gemma3n", "kimi_k25", "mistral3", "phi4_multimodal", "qwen2_5_vl", "qwen2_audio", "qwen3_5"}
+MODES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8, "kv_memory": "pages"}}
+PAGES = 8
+
+
+def _params() -> list[object]:
+    missing = pytest.mark.skip("this transformers does not have it")
+    return [
+        pytest.param(
+            name, marks=[*([] if name in CORE else [pytest.mark.slow]), *([] if name in CONFIG_MAPPING else [missing])]
+        )
+        for name in sorted(TEXTS)
+    ]
+
+
+def tokenizer_of(config: object) -> LoadedTokenizer:
+    return LoadedTokenizer(
+        tokenizer=text().tokenizer, hf_config=config, context_length=512, eos_token_ids=(), vocab_size=VOCAB
+    )
+
+
+@pytest.mark.parametrize("name", _params())
+def test_text_is_that_of_the_wrappers_own_generate(name: str, tmp_path: Path) -> None:
+    written = text_model(name)
+    whole = whole_model(written)
+    expected = [expect(whole, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    largest = max(float(e.logits.abs().max()) for e in expected)
+    written.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert is_verified(config)
+    model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32"), tokenizer_of(config))
+    assert model.notes == ()
+    for how, options in MODES.items():
+        engine = engine_for(model, **(options | {"kv_memory": "64MiB"}))
+        if "kv_memory" in options:
+            engine = engine_for(model, **(options | {"kv_memory": memory_for(engine, PAGES)}))
+        with watched(model) as seen:
+            results = run(engine, make_requests(PROMPTS, LENGTHS))
+        assert [r.error_message for r in results] == [None] * len(results), how
+        assert [list(r.token_ids) for r in results] == [e.tokens for e in expected], how
+        assert seen.furthest(expected) < TOLERANCE * largest, how
+
+
+@pytest.mark.parametrize("name", _params())
+def test_what_text_does_not_reach_is_left_out(name: str) -> None:
+    model = text_model(name)
+    left_out = [part.name for part in model.modules() if isinstance(part, Absent)]
+    assert left_out or name == "mistral4"
+    whole = whole_model(model)
+    needed = sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for p in whole.parameters()) >= (2 * needed if name not in SMALL else needed)
+
+
+SMALL = {"fast_vlm", "mistral4", "perception_lm"}
+"""Nothing but the language model, or its vision part is made by timm, which tests do without."""
+
+
+def test_at_least_sixty_wrappers_are_verified_and_all_of_them_tested() -> None:
+    assert set(TEXTS) == WRAPPERS
+    assert len(WRAPPERS) >= 60
+    assert not (WRAPPERS | INNER) & (set(REFUSED) | VERIFIED)
+    assert {inner for inner, _ in TEXTS.values() if inner} - {shape.split("/")[0] for shape in SHAPES} == INNER
+
+
+def test_the_language_model_inside_decides() -> None:
+    plain = config_of("llava")
+    assert is_verified(plain)
+    plain.text_config = AutoConfig.for_model("xlstm")
+    assert not is_verified(plain)
+    assert refusal(plain) == REFUSED["xlstm"]
+    alone = config_of("qwen3_vl").text_config
+    assert not is_verified(alone)
+
+
+def test_a_checkpoint_that_speaks_is_loaded_as_the_part_that_writes(tmp_path: Path) -> None:
+    written = text_model("qwen2_5_omni_thinker")
+    config = AutoConfig.for_model("qwen2_5_omni", thinker_config=written.config.to_dict())
+    assert is_verified(config)
+    expected = [expect(written, p, n).tokens for p, n in zip(PROMPTS[:3], LENGTHS, strict=False)]
+    state = {f"thinker.{name}": tensor.contiguous() for name, tensor in written.state_dict().items()}
+    state["talker.codec_head.weight"] = torch.zeros(4, 4)
+    from safetensors.torch import save_file
+
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32"), tokenizer_of(config))
+    results = run(engine_for(model), make_requests(PROMPTS[:3], LENGTHS[:3]))
+    assert [list(r.token_ids) for r in results] == expected

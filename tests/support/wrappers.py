@@ -1,0 +1,204 @@
+"""The multimodal checkpoints that parity is shown for: a tiny language model inside, everything else as large as transformers has it by default.
+
+By the wrapper's `model_type`: the language model's `model_type` and settings, and settings of the wrapper itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+from batchgen.model.multimodal import model_class, without_timm
+from batchgen.prompts.tokenizer import language_config
+from support.models import randomize
+from support.shapes import (
+    COMMON,
+    EXPERTS,
+    FIRST_DENSE,
+    GROUPS,
+    MIXED,
+    PLAIN_ROPE,
+    ROUTED,
+    SHAPES,
+    TOKENS,
+    VOCAB,
+    WINDOW,
+)
+
+Text = tuple[str, dict[str, Any]]
+
+
+def _sections(*sizes: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": PLAIN_ROPE | {"mrope_section": list(sizes)} | more}
+
+
+MROPE = _sections(2, 3, 3)
+HALF = _sections(1, 2, 1, partial_rotary_factor=0.5)
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "num_attention_heads": 16,
+    "image_size": 896,
+    "patch_size": 14,
+}
+LLAMA, QWEN2, QWEN3, GRANITE = ("llama", {}), ("qwen2", {}), ("qwen3", {}), ("granite", SHAPES["granite"])
+GEMMA3 = ("gemma3_text", SHAPES["gemma3_text"])
+COHERE2 = ("cohere2", SHAPES["cohere2"])
+QWEN_MOE = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True}
+
+QWEN35 = ("qwen3_5_text", SHAPES["qwen3_5_text"])
+
+TEXTS: dict[str, Text] = {
+    "aria": ("aria_text", SHAPES["aria_text"]),
+    "aya_vision": COHERE2,
+    "cohere2_vision": COHERE2,
+    "cohere_compass": ("cohere_compass_text", SHAPES["cohere_compass_text"]),
+    "cosmos3_edge": ("cosmos3_edge_text", MROPE),
+    "cosmos3_omni": ("qwen3_vl_text", MROPE),
+    "deepseek_ocr2": ("deepseek_ocr2_text", ROUTED | MIXED | {"n_group": 1, "topk_group": 1, "num_key_value_heads": 4}),
+    "deepseek_vl": LLAMA,
+    "deepseek_vl_hybrid": LLAMA,
+    "ernie4_5_vl_moe": (
+        "ernie4_5_vl_moe_text",
+        _sections(3, 3, 2) | {
+            "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": [32, 16],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "emu3": ("emu3_text_model", {"rope_parameters": PLAIN_ROPE} | TOKENS),
+    "exaone4_5": ("exaone4", SHAPES["exaone4"]),
+    "fast_vlm": QWEN2,
+    "fun_asr_nano": QWEN3,
+    "fuyu": ("persimmon", SHAPES["persimmon"]),
+    "gemma3": GEMMA3,
+    "gemma3n": ("gemma3n_text", SHAPES["gemma3n_text"]),
+    "gemma4": ("gemma4_text", SHAPES["gemma4_text"] | {"pad_token_id": 0}),
+    "gemma4_unified": ("gemma4_unified_text", SHAPES["gemma4_unified_text"] | {"pad_token_id": 0}),
+    "glm46v": ("glm4v_text", HALF),
+    "glm4v": ("glm4v_text", HALF),
+    "glm4v_moe": ("glm4v_moe_text", ROUTED | GROUPS | FIRST_DENSE | HALF),
+    "glm_ocr": ("glm_ocr_text", MROPE),
+    "glmasr": LLAMA,
+    "glmga": ("glm4v_text", HALF),
+    "got_ocr2": QWEN2,
+    "granite4_vision": ("granite4_vision_text", SHAPES["granite"]),
+    "granite_docling": ("granite_docling_text", {}),
+    "granite_speech": GRANITE,
+    "granite_speech_plus": GRANITE,
+    "hunyuan_vl": ("hunyuan_vl_text", _sections(2, 2, 2, 2)),
+    "hyperclovax_vision_v2": ("hyperclovax", SHAPES["hyperclovax"]),
+    "idefics2": ("mistral", SHAPES["mistral/window"]),
+    "idefics3": LLAMA,
+    "internvl": QWEN2,
+    "janus": LLAMA,
+    "kimi_k25": ("deepseek_v3", SHAPES["deepseek_v3/yarn"]),
+    "lfm2_vl": ("lfm2", SHAPES["lfm2"]),
+    "lfm3_vl": ("lfm3", SHAPES["lfm3"]),
+    "lighton_ocr": QWEN3,
+    "llava": ("mistral", SHAPES["mistral/window"]),
+    "llava_next": LLAMA,
+    "llava_next_video": LLAMA,
+    "llava_onevision": QWEN2,
+    "minicpm_ocr": QWEN35,
+    "minicpmv4_6": QWEN35,
+    "minicpmv4_7": QWEN35,
+    "mistral3": ("ministral3", SHAPES["ministral3"]),
+    "mllama": ("mllama_text_model", {"num_hidden_layers": 4, "cross_attention_layers": [1], "rope_parameters": PLAIN_ROPE} | TOKENS),
+    "mistral4": ("", SHAPES["deepseek_v3"] | SHAPES["ministral3"]),
+    "molmo2": ("molmo2_text", {}),
+    "moss_transcribe_diarize": QWEN3,
+    "muse_glimmer": ("muse_glimmer_text", WINDOW),
+    "muse_spark": ("muse_spark_text", EXPERTS | WINDOW | {"moe_hidden_size": 48}),
+    "nemo_speechlm": ("nemotron_h", SHAPES["nemotron_h"]),
+    "nemotron_h_omni": ("nemotron_h", SHAPES["nemotron_h"]),
+    "ovis2": QWEN2,
+    "paddleocr_vl": ("paddleocr_vl_text", MROPE),
+    "perception_lm": LLAMA,
+    "phi4_multimodal": ("", {"rope_parameters": PLAIN_ROPE} | TOKENS),
+    "pp_chart2table": QWEN2,
+    "qianfan_ocr": QWEN3,
+    "qwen2_5_omni_thinker": ("qwen2_5_omni_text", MROPE),
+    "qwen2_5_vl": ("qwen2_5_vl_text", MROPE),
+    "qwen2_audio": QWEN2,
+    "qwen2_vl": ("qwen2_vl_text", MROPE),
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe": ("qwen3_5_moe_text", SHAPES["qwen3_5_moe_text"]),
+    "qwen3_asr": QWEN3,
+    "qwen3_omni_moe_thinker": ("qwen3_omni_moe_text", QWEN_MOE | MROPE),
+    "qwen3_vl": ("qwen3_vl_text", MROPE),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", QWEN_MOE | MROPE),
+    "shieldgemma2": GEMMA3,
+    "smolvlm": LLAMA,
+    "step3p7": ("step3p5", EXPERTS | WINDOW | TOKENS),
+    "vibevoice_asr": QWEN2,
+    "video_llama_3": QWEN2,
+    "video_llava": LLAMA,
+    "vipllava": LLAMA,
+    "voxtral": LLAMA,
+}  # fmt: skip
+
+OWN: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config": SIGLIP | {"image_size": 364}},
+    "gemma3": {"vision_config": SIGLIP},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}, "audio_config": {"model_type": "gemma4_audio"}},
+    "gemma4_unified": {
+        "vision_config": {"model_type": "gemma4_unified_vision"}, "audio_config": {"model_type": "gemma4_unified_audio"},
+    },
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 4, "<|visual token 000000|>": 6}},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 64, "intermediate_size": 16}},
+    "granite_docling": {"vision_config": {"out_hidden_size": 64}},
+    "muse_spark": {"audio_config": {"out_hidden_size": 64}},
+    "ovis2": {"hidden_size": 64, "vocab_size": VOCAB},
+    "granite4_vision": {"downsample_rate": "4/8", "deepstack_layer_map": [[-19, 1], [-13, 0]], "spatial_target_layers": [1]},
+    "perception_lm": {"vision_config": {"model_args": {"embed_dim": 1024}}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 151652},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
+}  # fmt: skip
+"""As published checkpoints have it where the defaults of the classes do not work."""
+
+
+ASK_FOR_DEVICE = {"granite_docling", "idefics3"}
+"""Their path of text asks where the first parameter lies, which is one of the vision part's."""
+
+
+def config_of(name: str) -> Any:
+    """The configuration of a checkpoint; of one that also speaks, the part that writes."""
+    inner, settings = TEXTS[name]
+    if not inner:  # the language model's settings are the checkpoint's own
+        return AutoConfig.for_model(name, **(COMMON | settings | OWN.get(name, {})))
+    text = {"model_type": inner} | COMMON | settings
+    return AutoConfig.for_model(name, **{"text_config": text, "tie_word_embeddings": False} | OWN.get(name, {}))
+
+
+def text_model(name: str) -> PreTrainedModel:
+    """The random language model of a wrapper, as batchgen makes it, with transformers' own attention."""
+    config = config_of(name)
+    torch.manual_seed(0)
+    kind = model_class(config)
+    model = kind.from_pretrained(
+        None, config=language_config(config), state_dict={}, dtype=torch.float32, attn_implementation="eager"
+    )
+    return randomize(model.eval())
+
+
+def whole_model(text: PreTrainedModel) -> Any:
+    """The wrapper itself around the same language model: nothing is left out, and what text must not reach has no memory."""
+    config = copy.deepcopy(text.config)
+    with torch.device("meta"), without_timm():
+        whole = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]._from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    if config.model_type in ASK_FOR_DEVICE:
+        whole.to_empty(device="cpu")
+    whole.load_state_dict(text.state_dict(), strict=False, assign=True)
+    buffers = dict(text.named_buffers())
+    for path, module in whole.named_modules():
+        for name in module._buffers:
+            found = buffers.get(f"{path}.{name}" if path else name)
+            if found is not None:
+                module._buffers[name] = found
+    return whole.eval()
