@@ -67,7 +67,7 @@ class PlanReport:
     windows: int
     bytes_per_token: int
     """KV of one token in all layers; 0 where the configuration does not say."""
-    page_size: int
+    block_size: int
     tree: tuple[TreeLine, ...]
     groups: tuple[GroupLine, ...]
     chat: bool = False
@@ -137,7 +137,7 @@ class Planner:
 
     config: JobConfig
     text: LoadedTokenizer
-    page_size: int = field(init=False)
+    block_size: int = field(init=False)
     bytes_per_token: int = field(init=False)
     rows: int = 0
     failed: int = 0
@@ -150,10 +150,10 @@ class Planner:
         self._survey = Survey(self.config.engine.chunk_size, TREE_NODES, GROUPS)
         with quiet():  # torchao, where it is installed, has much to say
             from batchgen.model.memory_budget import (
-                page_size_of,  # imports torch, which transformers has imported by now
+                block_size_of,  # imports torch, which transformers has imported by now
             )
 
-        self.page_size = page_size_of(self.config.engine.chunk_size)
+        self.block_size = block_size_of(self.config.engine.chunk_size)
         self.bytes_per_token = kv_bytes_per_token(
             self.text.hf_config, dtype_name(self.config.model, self.text.hf_config)
         )
@@ -194,7 +194,7 @@ class Planner:
             plan,
             prompts,
             max_tokens,
-            block_size=self.page_size,
+            block_size=self.block_size,
             bytes_per_token=self.bytes_per_token,
             carried=carried,
         )
@@ -211,7 +211,7 @@ class Planner:
             rows_failed=self.failed,
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
-            page_size=self.page_size,
+            block_size=self.block_size,
             tree=tuple(self._line(line) for line in survey.largest_nodes()),
             groups=tuple(survey.largest_groups()),
             chat=chat,

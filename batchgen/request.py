@@ -56,7 +56,7 @@ class Leaf:
         return self.request.texts[self.choice] if self.request.texts else _NONE
 
     @property
-    def most_tokens(self) -> int:
+    def max_kv_tokens(self) -> int:
         """Most positions that need KV: the last token of a completion is never run."""
         return len(self.tokens) + (0 if self.request.texts else self.request.max_tokens - 1)
 

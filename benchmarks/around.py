@@ -48,7 +48,7 @@ class InPlace:
 
     def run(self, step: Any) -> Any:
         """Logits for the places that want some; other rows of the random ones each time, so that texts differ."""
-        wanted = sum(work.stop - work.logits for work in step.works)
+        wanted = sum(work.stop - work.logits for work in step.spans)
         self.steps += 1
         self.next = (self.next + 37) % (LOGITS_KEPT // 2)
         if wanted > LOGITS_KEPT // 2:

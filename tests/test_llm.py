@@ -208,8 +208,8 @@ def test_a_completion_under_a_grammar_is_the_same_after_preemption(tiny_model_di
     prompts = [f"{i}" * 30 for i in range(4)]
     want = LLM(str(tiny_model_dir)).generate(prompts, params)
     small = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
-    page = small.engine.sizes.bytes_per_token * small.engine.sizes.page_size
-    small = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True, kv_memory=f"{page * 6}B"))
+    block = small.engine.sizes.bytes_per_token * small.engine.sizes.block_size
+    small = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True, kv_memory=f"{block * 6}B"))
     got = small.generate(prompts, params)
     assert small.stats.preemptions > 0
     assert [r.text for r in got] == [r.text for r in want]

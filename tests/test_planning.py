@@ -70,7 +70,7 @@ def test_rows_that_cannot_be_run_are_counted(tiny_model_dir: Path, write_jsonl: 
 
 
 def test_completions_and_labels_need_memory_and_are_no_prompts(tiny_model_dir: Path, write_jsonl: Write) -> None:
-    source = write_jsonl({"prompt": "x" * 31, "completion": "y" * 16} for _ in range(2))  # with <s> a page of 32
+    source = write_jsonl({"prompt": "x" * 31, "completion": "y" * 16} for _ in range(2))  # with <s> a block of 32
 
     def figures(**options: Any) -> dict[str, Any]:
         report = plan_job(config_of(tiny_model_dir, source, **options))
@@ -78,8 +78,8 @@ def test_completions_and_labels_need_memory_and_are_no_prompts(tiny_model_dir: P
         assert (plan["rows"], plan["rows_failed"], plan["prompt_tokens"], plan["prefill_tokens_min"]) == (2, 0, 64, 32)
         assert [(line["tokens"], line["rows"]) for line in plan["tree"]] == [(32, 2)]
         assert (plan["groups"], plan["grouped_rows"], plan["prefix_nodes"]) == (1, 2, 1)
-        page = report.bytes_per_token * report.page_size
-        return {name: plan[f"kv_bytes_{name}"] // page for name in ("unshared", "shared", "least")}
+        block = report.bytes_per_token * report.block_size
+        return {name: plan[f"kv_bytes_{name}"] // block for name in ("unshared", "shared", "least")}
 
     def drawn(n: int) -> SamplingParams:
         return SamplingParams(max_tokens=16, n=n)
@@ -140,4 +140,4 @@ def test_kv_bytes_per_token_are_those_of_the_engine(tiny_model_dir: Path, write_
 
     plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
     sizes = LLM(str(tiny_model_dir)).engine.sizes
-    assert (plan.bytes_per_token, plan.page_size) == (sizes.bytes_per_token, sizes.page_size)
+    assert (plan.bytes_per_token, plan.block_size) == (sizes.bytes_per_token, sizes.block_size)

@@ -37,11 +37,11 @@ def test_a_result_is_of_one_completion_unless_it_says_otherwise() -> None:
 
 def test_the_leaves_of_a_request_are_its_completions_or_its_texts_but_for_their_last_token() -> None:
     several = leaves_of([request(SamplingParams(n=3))])
-    assert [(leaf.choice, leaf.tokens.tolist(), leaf.scored.tolist(), leaf.most_tokens) for leaf in several] == [
+    assert [(leaf.choice, leaf.tokens.tolist(), leaf.scored.tolist(), leaf.max_kv_tokens) for leaf in several] == [
         (i, [1, 2], [], 6) for i in range(3)
     ]
     labels = leaves_of([request(SamplingParams(choices=("a", "b")), ids(7), ids(8, 9), max_tokens=0)])
-    assert [(leaf.choice, leaf.tokens.tolist(), leaf.scored.tolist(), leaf.most_tokens) for leaf in labels] == [
+    assert [(leaf.choice, leaf.tokens.tolist(), leaf.scored.tolist(), leaf.max_kv_tokens) for leaf in labels] == [
         (0, [1, 2], [7], 2),
         (1, [1, 2, 8], [8, 9], 3),
     ]

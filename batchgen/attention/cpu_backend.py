@@ -1,7 +1,7 @@
 """Attention by our own kernels (kernels/attention.cpp): on the CPU, in float32 and bfloat16.
 
-The pool has a layout of its own, in which whatever the kernels' products read lies side by side: a page of a head's keys is
-[D/u, page_size, u] and of its values [page_size/u, V, u], with u elements to a 32-bit word, D rounded up to whole words and V to 16.
+The pool has a layout of its own, in which whatever the kernels' products read lies side by side: a block of a head's keys is
+[D/u, block_size, u] and of its values [block_size/u, V, u], with u elements to a 32-bit word, D rounded up to whole words and V to 16.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import cut
-from batchgen.scheduling.batch import Work
+from batchgen.scheduling.batch import ScheduledSpan
 
 VECTOR = 16
-"""Keys that are read at a time; pages have a multiple of it."""
+"""Keys that are read at a time; blocks have a multiple of it."""
 TILE_ROWS = 64
 """Query heads of neighbouring tokens that read keys together, about."""
 SHARED_READS = 2
-"""A run of pages becomes a shared part where queries x pages reaches this."""
+"""A run of blocks becomes a shared part where queries x blocks reaches this."""
 
 
 def storage(layers: dict[int, LayerShape], dtype: torch.dtype) -> dict[int, LayerShape]:
@@ -40,8 +40,8 @@ class _Plan(ctypes.Structure):
     """`Plan` of attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("num_tokens", "page_size", "num_shared", "num_blocks", "tile")),
-        *((name, ctypes.c_void_p) for name in ("positions", "slots", "shared", "blocks", "pages", "starts")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "block_size", "num_shared", "num_chunks", "tile")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "shared", "chunks", "blocks", "starts")),
     ]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class _Layer(ctypes.Structure):
     """`Layer` of attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "size", "v_size", "num_pages", "window")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "size", "v_size", "num_blocks", "window")),
         *((name, ctypes.c_int64) for name in ("q_head", "q_token", "k_head", "k_token", "v_head", "v_token")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("sinks", "q", "k", "v", "keys", "values", "out")),
@@ -59,26 +59,26 @@ class _Layer(ctypes.Structure):
 class PackedAttention:
     """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
 
-    def __init__(self, library: ctypes.CDLL, works: Sequence[Work], cache: KVCache) -> None:
-        size = cache.page_size
-        cuts = cut(works, size, SHARED_READS)
+    def __init__(self, library: ctypes.CDLL, spans: Sequence[ScheduledSpan], cache: KVCache) -> None:
+        size = cache.block_size
+        cuts = cut(spans, size, SHARED_READS)
         self.positions = cuts.positions
         self.num_parts = len(cuts.shared) + 1
         self._library = library
         self._cache = cache
-        pages: list[int] = []
+        blocks: list[int] = []
         indices: list[int] = []
-        blocks: list[tuple[int, int]] = []
-        for block in cuts.blocks:
-            blocks.append((block.q_start, len(pages)))
-            read = block.indices(size)
+        chunks: list[tuple[int, int]] = []
+        for chunk in cuts.chunks:
+            chunks.append((chunk.q_start, len(blocks)))
+            read = chunk.indices(size)
             indices += read
-            pages += [block.table[i] for i in read]
-        blocks.append((cuts.num_tokens, len(pages)))
-        shared = [(p.page, p.num_pages, p.q_start, p.q_end, p.position) for p in cuts.shared]
-        arrays: tuple[Any, ...] = (cuts.positions, cuts.slots, shared, blocks, pages, np.array(indices) * size)
+            blocks += [chunk.table[i] for i in read]
+        chunks.append((cuts.num_tokens, len(blocks)))
+        shared = [(p.block, p.num_blocks, p.q_start, p.q_end, p.position) for p in cuts.shared]
+        arrays: tuple[Any, ...] = (cuts.positions, cuts.slots, shared, chunks, blocks, np.array(indices) * size)
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
-        counts = (cuts.num_tokens, size, len(shared), len(cuts.blocks))
+        counts = (cuts.num_tokens, size, len(shared), len(cuts.chunks))
         self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)
 
     def __call__(
@@ -92,7 +92,7 @@ class PackedAttention:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         plan = _Plan(*self._counts, max(1, TILE_ROWS * k.shape[0] // heads), *self._pointers)
         what = _Layer(
-            heads, k.shape[0], size, v.shape[2], self._cache.num_pages, options.window or 0,
+            heads, k.shape[0], size, v.shape[2], self._cache.num_blocks, options.window or 0,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             options.scale, options.softcap or 0.0, None if sinks is None else sinks.data_ptr(),
             q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),

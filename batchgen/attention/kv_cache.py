@@ -1,8 +1,8 @@
-"""The tensors behind the pages: for each layer the keys and the values of the whole pool, allocated once, on the layer's device.
+"""The tensors behind the blocks: for each layer the keys and the values of the whole pool, allocated once, on the layer's device.
 
-A layer's keys are [K, pages * page_size, D]: pages that follow one another are a view [K, S, D] of it, and all of it is
-a view [K, pages, page_size, D], so attention reads the pool where it lies. Keys and values of one shape lie in one tensor,
-so that a page is moved in all layers at once.
+A layer's keys are [K, blocks * block_size, D]: blocks that follow one another are a view [K, S, D] of it, and all of it is
+a view [K, blocks, block_size, D], so attention reads the pool where it lies. Keys and values of one shape lie in one tensor,
+so that a block is moved in all layers at once.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class LayerShape:
 
 
 class KVCache:
-    """KV of `num_pages` pages of `page_size` tokens in every layer."""
+    """KV of `num_blocks` blocks of `block_size` tokens in every layer."""
 
     def __init__(
         self,
         layers: dict[int, LayerShape],
-        num_pages: int,
-        page_size: int,
+        num_blocks: int,
+        block_size: int,
         dtype: torch.dtype,
     ) -> None:
-        self.num_pages = num_pages
-        self.page_size = page_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.devices = devices_of(layers)
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
@@ -54,17 +54,17 @@ class KVCache:
             alike.setdefault((shape.device, shape.heads, shape.k_size), []).append((self.keys, i))
             alike.setdefault((shape.device, shape.heads, shape.v_size), []).append((self.values, i))
         for (device, heads, size), places in alike.items():
-            pool = _zeros((len(places) * heads, num_pages * page_size, size), dtype, device)
+            pool = _zeros((len(places) * heads, num_blocks * block_size, size), dtype, device)
             self.pools.append(pool)
             for n, (of, i) in enumerate(places):
                 of[i] = _on_its_own(pool[n * heads : (n + 1) * heads])
         self._saving = {on: torch.cuda.Stream(on) for on in self.devices if on.type == "cuda"}  # type: ignore[no-untyped-call]
 
     def write(self, layer: int, slots_T: torch.Tensor, keys_KTD: torch.Tensor, values_KTD: torch.Tensor) -> None:
-        """Stores the KV of T tokens at their places in the pool (page * page_size + offset).
+        """Stores the KV of T tokens at their places in the pool (block * block_size + offset).
 
         A token whose values are not all numbers gets a NaN key and finite values: whoever attends to it still gets NaN,
-        but not who masks it (0 * NaN is NaN), such as a later sequence in the same page.
+        but not who masks it (0 * NaN is NaN), such as a later sequence in the same block.
         """
         # Elsewhere than on the CPU, looking first would cost a wait for the device.
         if values_KTD.device.type != "cpu" or not math.isfinite(float(values_KTD.sum())):
@@ -74,7 +74,7 @@ class KVCache:
         self.values[layer].index_copy_(1, slots_T, values_KTD)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages (from, to), as if one after the other."""
+        """Copies blocks (from, to), as if one after the other."""
         begin = 0
         written: set[int] = set()
         for i, (source, to) in enumerate(copies):
@@ -85,40 +85,40 @@ class KVCache:
         if copies:
             self._copy(copies[begin:])
 
-    def save(self, pages: Sequence[int]) -> list[Kept]:
-        """The KV of these pages in host memory. On CUDA it is on its way there, beside what the device computes next."""
-        places = self._places(pages)
+    def swap_out(self, blocks: Sequence[int]) -> list[HostBlocks]:
+        """The KV of these blocks in host memory. On CUDA it is on its way there, beside what the device computes next."""
+        places = self._places(blocks)
         return [
-            self._keep(self._paged(pool).transpose(0, 1).index_select(0, places[pool.device])) for pool in self.pools
+            self._to_host(self._paged(pool).transpose(0, 1).index_select(0, places[pool.device])) for pool in self.pools
         ]
 
-    def load(self, saved: Sequence[Kept], first: int, pages: Sequence[int]) -> None:
-        """Puts what was saved, from its `first`-th page on, into these pages."""
-        places = self._places(pages)
+    def swap_in(self, saved: Sequence[HostBlocks], first: int, blocks: Sequence[int]) -> None:
+        """Puts what was saved, from its `first`-th block on, into these blocks."""
+        places = self._places(blocks)
         for pool, kept in zip(self.pools, saved, strict=True):
             if kept.there is not None:
                 torch.cuda.current_stream(pool.device).wait_event(kept.there)
             # One piece of memory: of several, torch would make one first, on the host, which does not wait for the event.
-            part = kept.pages[first : first + len(pages)].to(pool.device, non_blocking=True)
+            part = kept.blocks[first : first + len(blocks)].to(pool.device, non_blocking=True)
             self._paged(pool).index_copy_(1, places[pool.device], part.transpose(0, 1))
 
-    def _keep(self, kv: torch.Tensor) -> Kept:
+    def _to_host(self, kv: torch.Tensor) -> HostBlocks:
         """A copy in pinned memory, made by a stream of its own: the device goes on meanwhile, and so does the host."""
         if kv.device.type != "cuda":
-            return Kept(kv, None)
+            return HostBlocks(kv, None)
         stream = self._saving[kv.device]
         stream.wait_stream(torch.cuda.current_stream(kv.device))
         with torch.cuda.stream(stream):
             host = torch.empty(kv.shape, dtype=kv.dtype, pin_memory=True).copy_(kv, non_blocking=True)
         kv.record_stream(stream)  # else its memory could be given to the next tensor while it is still read
-        return Kept(host, stream.record_event())
+        return HostBlocks(host, stream.record_event())
 
     def _paged(self, pool: torch.Tensor) -> torch.Tensor:
-        return pool.view(pool.shape[0], self.num_pages, self.page_size, pool.shape[2])
+        return pool.view(pool.shape[0], self.num_blocks, self.block_size, pool.shape[2])
 
-    def _places(self, pages: Sequence[int]) -> dict[torch.device, torch.Tensor]:
-        """Pages as an index on each device."""
-        places = np.array(pages, dtype=np.int64)
+    def _places(self, blocks: Sequence[int]) -> dict[torch.device, torch.Tensor]:
+        """Blocks as an index on each device."""
+        places = np.array(blocks, dtype=np.int64)
         return {device: put(places, device) for device in self.devices}
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -129,11 +129,11 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """The KV of some pages in host memory, for one of a cache's pools."""
+class HostBlocks:
+    """The KV of some blocks in host memory, for one of a cache's pools."""
 
-    pages: torch.Tensor
-    """[P, N, page_size, D]"""
+    blocks: torch.Tensor
+    """[P, N, block_size, D]"""
     there: torch.cuda.Event | None
     """Happens when it has arrived; None: it has."""
 

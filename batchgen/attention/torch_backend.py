@@ -18,7 +18,7 @@ from batchgen.attention.plan import AttentionPlan, CausalPart, PagedPart, Shared
 SCORES = 1 << 21
 """Most scores of one matrix product: more no longer lie in the cache and cost memory."""
 DENSE = 0.6
-"""Share of a stretch of the pool that must be read for reading it in place to beat gathering its pages."""
+"""Share of a stretch of the pool that must be read for reading it in place to beat gathering its blocks."""
 
 
 class Cascade:
@@ -28,7 +28,7 @@ class Cascade:
         self.plan = plan
         self.positions = torch.from_numpy(plan.positions).to(device)
         self.causal = [_Causal(part, device) for part in plan.causal]
-        self.paged = _Paged(plan.paged, plan.page_size, plan.num_tokens, device) if plan.paged else None
+        self.paged = _Paged(plan.paged, plan.block_size, plan.num_tokens, device) if plan.paged else None
 
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
@@ -39,7 +39,7 @@ class Cascade:
         if q_KTGD.dtype == torch.float32 or math.frexp(options.scale)[0] == 0.5:  # exact: no pass over the scores
             q_KTGD = q_KTGD * options.scale
             options = LayerOptions(1.0, options.window, options.softcap, options.sinks)
-        # One row more than there are tokens: where the padding of causal blocks is written.
+        # One row more than there are tokens: where the padding of causal chunks is written.
         out = torch.empty((K, T + 1, G, values.shape[-1]), dtype=torch.float32, device=q_KTGD.device)
         lse = torch.empty((K, T + 1, G), dtype=torch.float32, device=q_KTGD.device)
         for part in self.causal:
@@ -64,15 +64,15 @@ class Cascade:
         lse: torch.Tensor,
     ) -> None:
         K, _, G, D = q_KTGD.shape
-        size = self.plan.page_size
-        first, last = part.page * size, (part.page + part.num_pages) * size
-        q_block = max(1, min(part.q_end - part.q_start, SCORES // (K * G * min(last - first, 1024))))
-        for q_start in range(part.q_start, part.q_end, q_block):
-            q_end = min(q_start + q_block, part.q_end)
+        size = self.plan.block_size
+        first, last = part.block * size, (part.block + part.num_blocks) * size
+        q_chunk = max(1, min(part.q_end - part.q_start, SCORES // (K * G * min(last - first, 1024))))
+        for q_start in range(part.q_start, part.q_end, q_chunk):
+            q_end = min(q_start + q_chunk, part.q_end)
             count = q_end - q_start
-            k_block = max(size, SCORES // (K * G * count))
-            for k_start in range(first, last, k_block):
-                k_end = min(k_start + k_block, last)
+            k_chunk = max(size, SCORES // (K * G * count))
+            for k_start in range(first, last, k_chunk):
+                k_end = min(k_start + k_chunk, last)
                 k_nKSD = broadcast(keys[:, k_start:k_end], count)
                 v_nKSV = broadcast(values[:, k_start:k_end], count)
                 masked = None
@@ -152,7 +152,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: 
 
 
 class _Causal:
-    """A batch of causal blocks. `B` blocks of `L` queries and `S` keys."""
+    """A batch of causal chunks. `B` chunks of `L` queries and `S` keys."""
 
     def __init__(self, part: CausalPart, device: torch.device) -> None:
         self.queries = torch.from_numpy(part.queries.reshape(-1)).to(device)
@@ -185,34 +185,34 @@ class _Causal:
 
 
 class _Paged:
-    """Pages read by one decoding query each: every page a batch element with its query, merged per query.
+    """Blocks read by one decoding query each: every block a batch element with its query, merged per query.
 
-    `Q` queries, `R` page reads, `C` keys a page.
+    `Q` queries, `R` block reads, `C` keys a block.
     """
 
-    def __init__(self, part: PagedPart, page_size: int, num_tokens: int, device: torch.device) -> None:
-        owners, pages, lengths, positions = part.owners, part.pages, part.lengths, part.positions
-        lowest, highest = int(pages.min()), int(pages.max()) + 1
-        unique = len(set(pages.tolist())) == len(pages)
+    def __init__(self, part: PagedPart, block_size: int, num_tokens: int, device: torch.device) -> None:
+        owners, blocks, lengths, positions = part.owners, part.blocks, part.lengths, part.positions
+        lowest, highest = int(blocks.min()), int(blocks.max()) + 1
+        unique = len(set(blocks.tolist())) == len(blocks)
         self.stretch: tuple[int, int] | None = None
-        if unique and len(pages) >= DENSE * (highest - lowest):
-            # Read the stretch of the pool where it lies. Pages in it that nobody reads go to one query more.
+        if unique and len(blocks) >= DENSE * (highest - lowest):
+            # Read the stretch of the pool where it lies. Blocks in it that nobody reads go to one query more.
             self.stretch = (lowest, highest)
-            place = pages - lowest
+            place = blocks - lowest
             size = highest - lowest
             owners = _scatter(size, place, owners, len(part.queries))
             lengths = _scatter(size, place, lengths, 1)
             positions = _scatter(size, place, positions, 0)
-        self.page_size = page_size
+        self.block_size = block_size
         self.num_queries = len(part.queries)
         self.all_tokens = self.num_queries == num_tokens
         self.queries = torch.from_numpy(part.queries).to(device)
-        self.pages = torch.from_numpy(pages).to(device)
+        self.blocks = torch.from_numpy(blocks).to(device)
         self.owners = torch.from_numpy(owners).to(device)
         self.reader = self.queries[self.owners.clamp(max=self.num_queries - 1)]
         self.lengths = torch.from_numpy(lengths).to(device)
         self.positions = torch.from_numpy(positions).to(device)
-        self.missing = torch.arange(page_size, device=device) >= self.lengths[:, None]  # [R, C]
+        self.missing = torch.arange(block_size, device=device) >= self.lengths[:, None]  # [R, C]
 
     def attend(
         self,
@@ -224,51 +224,51 @@ class _Paged:
         lse: torch.Tensor,
     ) -> None:
         K, T, G, D = q_KTGD.shape
-        R, C, V = len(self.owners), self.page_size, values.shape[-1]
+        R, C, V = len(self.owners), self.block_size, values.shape[-1]
         k_KRCD, v_KRCV = self._read(keys), self._read(values)
         q_KRGD = q_KTGD.index_select(1, self.reader)
         scores = torch.empty((K, R, G, C), dtype=keys.dtype, device=keys.device)
-        for head in range(K):  # a stretch of the pool is no single batch over heads and pages
+        for head in range(K):  # a stretch of the pool is no single batch over heads and blocks
             torch.bmm(q_KRGD[head], k_KRCD[head].transpose(1, 2), out=scores[head])
         missing = self.missing
         if options.window is not None:
             at = self.positions[:, None] + torch.arange(C, device=keys.device)
             missing = missing | (at <= self._last_positions()[:, None] - options.window)
-        weights, page_lse, total = _softmax(scores, options, missing[None, :, None, :])
+        weights, block_lse, total = _softmax(scores, options, missing[None, :, None, :])
         partial_out = torch.empty((K, R, G, V), dtype=values.dtype, device=keys.device)
         weights = weights.to(values.dtype)
         for head in range(K):
             torch.bmm(weights[head], v_KRCV[head], out=partial_out[head])
-        self._merge_pages(partial_out, page_lse, total, out, lse)
+        self._merge_blocks(partial_out, block_lse, total, out, lse)
 
     def _read(self, pool: torch.Tensor) -> torch.Tensor:
-        pages = pool.view(pool.shape[0], -1, self.page_size, pool.shape[2])
+        blocks = pool.view(pool.shape[0], -1, self.block_size, pool.shape[2])
         if self.stretch is not None:
-            return pages[:, self.stretch[0] : self.stretch[1]]
-        return pages.index_select(1, self.pages)
+            return blocks[:, self.stretch[0] : self.stretch[1]]
+        return blocks.index_select(1, self.blocks)
 
     def _last_positions(self) -> torch.Tensor:
-        """[R] position of the query that reads each page: its last key's."""
+        """[R] position of the query that reads each block: its last key's."""
         ends = torch.zeros(self.num_queries + 1, dtype=torch.int64, device=self.owners.device)
         ends.scatter_reduce_(0, self.owners, self.positions + self.lengths - 1, "amax")
         return ends[self.owners]
 
-    def _merge_pages(
+    def _merge_blocks(
         self,
-        page_out: torch.Tensor,
-        page_lse: torch.Tensor,
+        block_out: torch.Tensor,
+        block_lse: torch.Tensor,
         total: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merges each query's pages: weights relative to its largest log-sum-exp, summed by query."""
-        K, _, G, V = page_out.shape
+        """Merges each query's blocks: weights relative to its largest log-sum-exp, summed by query."""
+        K, _, G, V = block_out.shape
         Q = self.num_queries
         owners = self.owners.view(1, -1, 1).expand(K, -1, G)
-        top = torch.full((K, Q + 1, G), -math.inf, device=lse.device).scatter_reduce_(1, owners, page_lse, "amax")
-        weight = (page_lse - top.index_select(1, self.owners)).exp_()
+        top = torch.full((K, Q + 1, G), -math.inf, device=lse.device).scatter_reduce_(1, owners, block_lse, "amax")
+        weight = (block_lse - top.index_select(1, self.owners)).exp_()
         sums = torch.zeros((K, Q + 1, G), device=lse.device).index_add_(1, self.owners, weight)
-        scaled = page_out.float().mul_((weight / total).unsqueeze(-1))
+        scaled = block_out.float().mul_((weight / total).unsqueeze(-1))
         merged = torch.zeros((K, Q + 1, G, V), device=lse.device).index_add_(1, self.owners, scaled)
         merged = merged[:, :Q].div_(sums[:, :Q].unsqueeze(-1))
         merged_lse = sums[:, :Q].log().add_(top[:, :Q])

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.plan import cut
-from batchgen.attention.work_list import HEADER, PAGES, Lane, work_list
-from batchgen.scheduling.batch import Work
+from batchgen.attention.work_list import BLOCK_TABLE, HEADER, Lane, work_list
+from batchgen.scheduling.batch import ScheduledSpan
 
 SHARED_READS = 64
-"""A run of pages becomes a shared part where queries x pages reaches this (CUDA). To be measured."""
+"""A run of blocks becomes a shared part where queries x blocks reaches this (CUDA). To be measured."""
 WIDE_LEAST_KEYS, NARROW_LEAST_KEYS = 512, 256
 """A range of keys is not split into shorter ones: the merge would cost more. To be measured."""
 STAGING = 3
@@ -40,7 +40,7 @@ MERGED = 4096
 
 def supports(cache: KVCache, device: torch.device) -> bool:
     """Whether `DeviceAttention` serves this cache: all of it on one CUDA device, Triton and its C compiler at hand, heads up to 512 wide;
-    any page size.
+    any block size.
     """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
@@ -58,7 +58,7 @@ def supports(cache: KVCache, device: torch.device) -> bool:
 class DeviceAttention:
     """A step's attention on one device whose plan lies in static buffers: built once for an engine, planned anew for each step.
 
-    The plan is one buffer of int32: a header, positions (int64), slots, then what varies in length: items, pages, and the lists
+    The plan is one buffer of int32: a header, positions (int64), slots, then what varies in length: items, blocks, and the lists
     of the merge. One copy moves it.
     """
 
@@ -102,25 +102,25 @@ class DeviceAttention:
         if words > len(self._plan):
             self._allocate(max(words, 2 * len(self._plan)))
 
-    def plan(self, works: Sequence[Work], tokens: int | None = None) -> None:
+    def plan(self, spans: Sequence[ScheduledSpan], tokens: int | None = None) -> None:
         """Plans a step and starts the copy of its plan to the device, for which the host does not wait.
 
         `tokens`: the padded size of the batch; padded places write no KV and give zeros. Raises `ValueError` where it is too small.
         """
-        size = self._cache.page_size
-        cuts = cut(works, size, SHARED_READS)
+        size = self._cache.block_size
+        cuts = cut(spans, size, SHARED_READS)
         count = cuts.num_tokens
         padded = count if tokens is None else tokens
         if not count <= padded <= self._max_tokens:
             raise ValueError(f"{count} tokens in a batch of {padded}, of at most {self._max_tokens}")
-        lists = work_list(works, cuts, size, self._wide, self._narrow)
+        lists = work_list(spans, cuts, size, self._wide, self._narrow)
         self.positions_host = cuts.positions
         self.num_parts = len(cuts.shared) + 1
-        parts = (lists.wide, lists.narrow, lists.pages, lists.merge_starts, lists.merge_rows)
-        wide, narrow, pages, starts, rows, end = np.cumsum([self._lists, *(part.size for part in parts)]).tolist()
+        parts = (lists.wide, lists.narrow, lists.blocks, lists.merge_starts, lists.merge_rows)
+        wide, narrow, blocks, starts, rows, end = np.cumsum([self._lists, *(part.size for part in parts)]).tolist()
         self._reserve(end, lists.num_partials)
         for items in parts[:2]:
-            items[:, PAGES] += pages
+            items[:, BLOCK_TABLE] += blocks
         header = (count, len(lists.wide), wide, len(lists.narrow), narrow, starts)
         host = self._next_staging()
         staged = host.numpy()
@@ -153,7 +153,7 @@ class DeviceAttention:
         """[T, H, V] for the planned step's padded batch; its KV is in the pool then."""
         out: torch.Tensor = torch.ops.batchgen.attend(
             q_HTD, k_KTD, v_KTV, self._cache.keys[layer], self._cache.values[layer], self._plan, options.sinks, options.scale,
-            options.window, options.softcap, self._cache.page_size, self._max_tokens, self._partials, self._wide.tokens,
+            options.window, options.softcap, self._cache.block_size, self._max_tokens, self._partials, self._wide.tokens,
             self._narrow.tokens,
         )  # fmt: skip
         return out
@@ -171,7 +171,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
-    page_size: int,
+    block_size: int,
     max_tokens: int,
     partials: int,
     wide_tokens: int,
@@ -205,7 +205,7 @@ def attend(
     for tile, (lane, tokens) in zip(tiles, lanes, strict=True):
         kernels.attend_kernel[(kernels.programs(tile, q.device),)](
             q, keys, values, plan, some_sinks, out, part_out, part_lse, q.stride(0), q.stride(1), keys.stride(0),
-            values.stride(0), window or 0, *scores, lane, tokens, K, G, D, V, page_size, block_d, block_v, tile.rows, tile.keys,
+            values.stride(0), window or 0, *scores, lane, tokens, K, G, D, V, block_size, block_d, block_v, tile.rows, tile.keys,
             window is not None, softcap is not None, sinks is not None, kernels.INTERPRETED,
             "ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=True,

@@ -19,7 +19,7 @@ from batchgen.attention import work_list
 FIELDS = tl.constexpr(work_list.FIELDS)
 Q_START = tl.constexpr(work_list.Q_START)
 Q_COUNT = tl.constexpr(work_list.Q_COUNT)
-PAGES = tl.constexpr(work_list.PAGES)
+BLOCK_TABLE = tl.constexpr(work_list.BLOCK_TABLE)
 NUM_KEYS = tl.constexpr(work_list.NUM_KEYS)
 FIRST_VISIBLE = tl.constexpr(work_list.FIRST_VISIBLE)
 POSITION = tl.constexpr(work_list.POSITION)
@@ -124,8 +124,8 @@ def write_kernel(
 
 @triton.jit
 def _walk(
-    acc, top, total, q, keys, values, pages, begin, end, num_keys, visible, position, lowest, scale, cap,
-    D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, top, total, q, keys, values, blocks, begin, end, num_keys, visible, position, lowest, scale, cap,
+    D: tl.constexpr, V: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax attention over keys [begin, end) of an item, on top of what (acc, top, total) hold already."""
@@ -134,10 +134,10 @@ def _walk(
     for at in tl.range(begin, end, BLOCK_N):
         n = at + tl.arange(0, BLOCK_N)
         if MASKED:
-            page = tl.load(pages + n // PAGE, mask=n < num_keys, other=0)
+            block = tl.load(blocks + n // BLOCK_SIZE, mask=n < num_keys, other=0)
         else:
-            page = tl.load(pages + n // PAGE)
-        slot = page.to(tl.int64) * PAGE + n % PAGE
+            block = tl.load(blocks + n // BLOCK_SIZE)
+        slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
         k_at = keys + slot[:, None] * D + at_d[None, :]
         v_at = values + slot[:, None] * V + at_v[None, :]
         if MASKED:
@@ -198,7 +198,7 @@ def _give(
 def attend_kernel(
     q, keys, values, plan, sinks, out, part_out, part_lse, q_head, q_token, keys_head, values_head, window, scale, cap,
     LANE: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walks a lane's items: each for every key/value head and, where a tile holds more rows than a block, every block of it."""
@@ -212,7 +212,7 @@ def attend_kernel(
         first_row = unit % BLOCKS * BLOCK_M
         q_start = tl.load(item + Q_START)
         q_count = tl.load(item + Q_COUNT)
-        pages = plan + tl.load(item + PAGES)
+        blocks = plan + tl.load(item + BLOCK_TABLE)
         num_keys = tl.load(item + NUM_KEYS)
         first_visible = tl.load(item + FIRST_VISIBLE)
         position = tl.load(item + POSITION)
@@ -246,12 +246,12 @@ def attend_kernel(
             k_at = keys + kv_head.to(tl.int64) * keys_head
             v_at = values + kv_head.to(tl.int64) * values_head
             acc, top, total = _walk(
-                acc, top, total, queries, k_at, v_at, pages, begin, full, num_keys, visible, position, lowest, scale, cap,
-                D, V, PAGE, BLOCK_D, BLOCK_V, BLOCK_N, False, WINDOW, SOFTCAP, UPCAST, PRECISION,
+                acc, top, total, queries, k_at, v_at, blocks, begin, full, num_keys, visible, position, lowest, scale, cap,
+                D, V, BLOCK_SIZE, BLOCK_D, BLOCK_V, BLOCK_N, False, WINDOW, SOFTCAP, UPCAST, PRECISION,
             )  # fmt: skip
             acc, top, total = _walk(
-                acc, top, total, queries, k_at, v_at, pages, full, end, num_keys, visible, position, lowest, scale, cap,
-                D, V, PAGE, BLOCK_D, BLOCK_V, BLOCK_N, True, WINDOW, SOFTCAP, UPCAST, PRECISION,
+                acc, top, total, queries, k_at, v_at, blocks, full, end, num_keys, visible, position, lowest, scale, cap,
+                D, V, BLOCK_SIZE, BLOCK_D, BLOCK_V, BLOCK_N, True, WINDOW, SOFTCAP, UPCAST, PRECISION,
             )  # fmt: skip
 
             _give(

@@ -1,7 +1,7 @@
-"""A step's attention as a work list for a persistent kernel: who reads which pages, in items of about equal cost. numpy only.
+"""A step's attention as a work list for a persistent kernel: who reads which blocks, in items of about equal cost. numpy only.
 
 An item is a tile of consecutive packed queries and a range of keys at consecutive positions. A shared part gives an item for
-each tile of its queries, a span's own pages one for each tile of its own. Long ranges are split, so that all of the device is
+each tile of its queries, a span's own blocks one for each tile of its own. Long ranges are split, so that all of the device is
 busy; a query of several items gets its result from the merge of their partial ones (FlashInfer, arXiv:2501.01005).
 """
 
@@ -15,12 +15,12 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.attention.plan import Block, Cuts, SharedPart
-from batchgen.scheduling.batch import Work
+from batchgen.attention.plan import Cuts, QueryChunk, SharedPart
+from batchgen.scheduling.batch import ScheduledSpan
 
-Q_START, Q_COUNT, PAGES, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL = range(7)
-"""Columns of an item: packed queries [Q_START, Q_START + Q_COUNT); PAGES, the index of its first page; NUM_KEYS from the beginning
-of that page on, of which query j sees those before FIRST_VISIBLE + j; POSITION of the first; PARTIAL, the row of its first
+Q_START, Q_COUNT, BLOCK_TABLE, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL = range(7)
+"""Columns of an item: packed queries [Q_START, Q_START + Q_COUNT); BLOCK_TABLE, the index of its first block; NUM_KEYS from the beginning
+of that block on, of which query j sees those before FIRST_VISIBLE + j; POSITION of the first; PARTIAL, the row of its first
 query's partial result, -1 where the result is whole."""
 HEADER = 16
 """int32 before all else in a plan: how many items there are, and where things are. Positions follow, as int64."""
@@ -46,7 +46,7 @@ class Lane:
     """The kernel's grid: program p takes the units p, p + programs and so on."""
     heads: int
     """Key/value heads: each item is so many units."""
-    least_keys: int
+    min_keys: int
     """A range is not split into shorter ones."""
 
 
@@ -58,62 +58,66 @@ class WorkList:
     """[N, FIELDS], the costly ones first."""
     narrow: Ints
     """[N, FIELDS] of the lane for few queries, such as one that is decoding."""
-    pages: Ints
-    """Pages of the pool, which PAGES indexes."""
+    blocks: Ints
+    """Blocks of the pool, which BLOCK_TABLE indexes."""
     merge_starts: Ints
     """[T + 1] where each token's partial results begin in `merge_rows`; it has none where its result is whole."""
     merge_rows: Ints
     num_partials: int
 
 
-def work_list(works: Sequence[Work], cuts: Cuts, page_size: int, wide: Lane, narrow: Lane) -> WorkList:
-    """The items of a step that was cut with one block for each work.
+def work_list(spans: Sequence[ScheduledSpan], cuts: Cuts, block_size: int, wide: Lane, narrow: Lane) -> WorkList:
+    """The items of a step that was cut with one chunk for each work.
 
     A work that fills a wide tile by itself reads its block table from end to end: a shared part would save it nothing, and
     cost a merge.
     """
-    ranges = _Ranges(page_size)
-    whole = _own(works, cuts.blocks, wide.tokens, ranges)
+    ranges = _Ranges(block_size)
+    whole = _own(spans, cuts.chunks, wide.tokens, ranges)
     _shared(cuts, whole, ranges)
     rows = np.array(ranges.rows, dtype=np.int64)
     few = rows[:, Q_COUNT] <= narrow.tokens
-    lanes = [_split(_tile(rows[of], lane.tokens), lane, page_size) for of, lane in ((~few, wide), (few, narrow))]
+    lanes = [_split(_tile(rows[of], lane.tokens), lane, block_size) for of, lane in ((~few, wide), (few, narrow))]
     items = np.concatenate(lanes)
     starts, merged = _merges(items, cuts.num_tokens)
-    pages = np.fromiter(chain.from_iterable(ranges.pages), dtype=np.int64, count=ranges.num_pages)
-    return WorkList(items[: len(lanes[0])], items[len(lanes[0]) :], pages, starts, merged, len(merged))
+    blocks = np.fromiter(chain.from_iterable(ranges.blocks), dtype=np.int64, count=ranges.num_blocks)
+    return WorkList(items[: len(lanes[0])], items[len(lanes[0]) :], blocks, starts, merged, len(merged))
 
 
 class _Ranges:
     """Queries and a range of keys that they read, before they are tiled and split."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self.rows: list[tuple[int, int, int, int, int, int]] = []
         """Columns Q_START to POSITION."""
-        self.pages: list[Iterable[int]] = []
-        self.num_pages = 0
+        self.blocks: list[Iterable[int]] = []
+        self.num_blocks = 0
 
-    def add(self, q_start: int, q_count: int, pages: Sequence[int], num_keys: int, visible: int, position: int) -> None:
-        self.rows.append((q_start, q_count, self.num_pages, num_keys, visible, position))
-        self.pages.append(pages)
-        self.num_pages += len(pages)
+    def add(
+        self, q_start: int, q_count: int, blocks: Sequence[int], num_keys: int, visible: int, position: int
+    ) -> None:
+        self.rows.append((q_start, q_count, self.num_blocks, num_keys, visible, position))
+        self.blocks.append(blocks)
+        self.num_blocks += len(blocks)
 
 
-def _own(works: Sequence[Work], blocks: list[Block], whole_tokens: int, ranges: _Ranges) -> list[tuple[int, int]]:
+def _own(
+    spans: Sequence[ScheduledSpan], chunks: list[QueryChunk], whole_tokens: int, ranges: _Ranges
+) -> list[tuple[int, int]]:
     """Adds what each work reads of its own block table; gives the queries of those that read all of it."""
-    size = ranges.page_size
+    size = ranges.block_size
     whole: list[tuple[int, int]] = []
-    for work, block in zip(works, blocks, strict=True):
-        span, start, stop = work.span, work.start, work.stop
-        table, q_start, count = span.table, block.q_start, stop - start
+    for scheduled, chunk in zip(spans, chunks, strict=True):
+        span, start, stop = scheduled.span, scheduled.start, scheduled.stop
+        table, q_start, count = span.table, chunk.q_start, stop - start
         first, end = span.dropped, (stop - 1) // size + 1
         if count >= whole_tokens:
-            whole.append((q_start, block.q_end))
+            whole.append((q_start, chunk.q_end))
         else:
             first = max(span.start // size, first)
-            if block.flat:
-                (first, _), *above = _runs(block.flat, first, end)
+            if chunk.flat:
+                (first, _), *above = _runs(chunk.flat, first, end)
                 for lower, upper in above:
                     ranges.add(q_start, count, table[lower:upper], (upper - lower) * size, ALL, lower * size)
         at = first * size
@@ -134,23 +138,23 @@ def _runs(flat: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, 
 
 def _shared(cuts: Cuts, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
     """Adds the shared parts that several works read, without the queries that read their own block table."""
-    starts = [block.q_start for block in cuts.blocks]
-    for parts in _adjoining(cuts.shared, ranges.page_size):
+    starts = [chunk.q_start for chunk in cuts.chunks]
+    for parts in _adjoining(cuts.shared, ranges.block_size):
         q_start, q_end = parts[0].q_start, parts[0].q_end
-        if cuts.blocks[bisect_right(starts, q_start) - 1].q_end >= q_end:
+        if cuts.chunks[bisect_right(starts, q_start) - 1].q_end >= q_end:
             continue  # what one work has behind it: `_own` has it
-        pages = [page for part in parts for page in range(part.page, part.page + part.num_pages)]
+        blocks = [block for part in parts for block in range(part.block, part.block + part.num_blocks)]
         for begin, end in _without(q_start, q_end, whole):
-            ranges.add(begin, end - begin, pages, len(pages) * ranges.page_size, ALL, parts[0].position)
+            ranges.add(begin, end - begin, blocks, len(blocks) * ranges.block_size, ALL, parts[0].position)
 
 
-def _adjoining(parts: list[SharedPart], page_size: int) -> Iterator[list[SharedPart]]:
+def _adjoining(parts: list[SharedPart], block_size: int) -> Iterator[list[SharedPart]]:
     """Parts that differ in nothing but their place in the pool, together."""
     together: list[SharedPart] = []
     for part in parts:
         if together:
             last = together[-1]
-            if (last.q_start, last.q_end, last.position + last.num_pages * page_size) != (
+            if (last.q_start, last.q_end, last.position + last.num_blocks * block_size) != (
                 part.q_start, part.q_end, part.position,
             ):  # fmt: skip
                 yield together
@@ -185,19 +189,19 @@ def _tile(rows: Ints, tokens: int) -> Ints:
     return items
 
 
-def _split(items: Ints, lane: Lane, page_size: int) -> Ints:
+def _split(items: Ints, lane: Lane, block_size: int) -> Ints:
     """Splits the keys of items so that none holds up the others; costly ones come first, those of the same keys together."""
     longest = _longest(items[:, NUM_KEYS], lane)
-    pages = -(-items[:, NUM_KEYS] // page_size)
-    counts = np.minimum(-(-items[:, NUM_KEYS] // longest), pages)
+    blocks = -(-items[:, NUM_KEYS] // block_size)
+    counts = np.minimum(-(-items[:, NUM_KEYS] // longest), blocks)
     items, number = _repeated(items, counts)
-    pages, counts = np.repeat(pages, counts), np.repeat(counts, counts)
-    first, end = number * pages // counts, (number + 1) * pages // counts
-    items[:, PAGES] += first
-    items[:, NUM_KEYS] = np.minimum(items[:, NUM_KEYS], end * page_size) - first * page_size
-    items[:, FIRST_VISIBLE] -= first * page_size
-    items[:, POSITION] += first * page_size
-    return items[np.lexsort((items[:, Q_START], items[:, PAGES], -items[:, NUM_KEYS]))]
+    blocks, counts = np.repeat(blocks, counts), np.repeat(counts, counts)
+    first, end = number * blocks // counts, (number + 1) * blocks // counts
+    items[:, BLOCK_TABLE] += first
+    items[:, NUM_KEYS] = np.minimum(items[:, NUM_KEYS], end * block_size) - first * block_size
+    items[:, FIRST_VISIBLE] -= first * block_size
+    items[:, POSITION] += first * block_size
+    return items[np.lexsort((items[:, Q_START], items[:, BLOCK_TABLE], -items[:, NUM_KEYS]))]
 
 
 def _longest(keys: Ints, lane: Lane) -> int:
@@ -205,7 +209,7 @@ def _longest(keys: Ints, lane: Lane) -> int:
     most = int(keys.max(initial=1))
     share = keys.sum() * lane.heads / lane.programs + ITEM_KEYS
     best = (np.inf, -most)
-    for splits in range(1, most // lane.least_keys + 1):
+    for splits in range(1, most // lane.min_keys + 1):
         longest = -(-most // splits)
         counts = -(-keys // longest)
         sizes = np.sort(np.repeat(keys / counts, counts))[::-1] + ITEM_KEYS

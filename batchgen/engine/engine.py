@@ -19,26 +19,26 @@ import torch
 
 from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig
-from batchgen.engine.results import OnResult, OnToken, Rows
+from batchgen.engine.results import OnResult, OnToken, ResultAssembler
 from batchgen.errors import RowError
 from batchgen.kernels.transfer import Readback, put
-from batchgen.model.adapter import LoadedModel, with_pages
-from batchgen.model.memory_budget import Sizes, page_size_of, size_engine
+from batchgen.model.adapter import LoadedModel, with_blocks
+from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
 from batchgen.model.runner import Runner
 from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Leaf, Request
 from batchgen.result import Result
 from batchgen.sampling.constraints import Constraints
-from batchgen.sampling.logprobs import Drawn, Sampled
+from batchgen.sampling.logprobs import SampledTokens, SamplerOutput
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.scoring import StepScores, score_step
 from batchgen.sampling.stopping import Detokenizer, Stopper
-from batchgen.scheduling.batch import Step, count_step
-from batchgen.scheduling.block_manager import Memory
-from batchgen.scheduling.block_pool import PagePool
+from batchgen.scheduling.batch import ScheduledBatch, count_step
+from batchgen.scheduling.block_manager import BlockManager
+from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler
-from batchgen.scheduling.sequence import Branch, GenerationSequence, Stops
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Stops
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.cache import StateCache
 from batchgen.stats import EngineStats
@@ -65,25 +65,25 @@ class Flight:
 
     drawing: list[GenerationSequence]
     """The sequences that a token is drawn for, in the order of `drawn`."""
-    drawn: Drawn | None
+    drawn: SamplerOutput | None
     scored: list[GenerationSequence]
     """The texts that it scores to their end."""
     scores: StepScores | None
     readback: Readback
 
-    def land(self) -> Sampled:
+    def land(self) -> SampledTokens:
         """Waits for the step: its scores are filled in, what it has drawn is returned."""
         numbers = self.readback.lists()
         if self.scores is not None:
             self.scores.fill(numbers[0], numbers[1])
             del numbers[:2]
-        return Sampled([], []) if self.drawn is None else self.drawn.read(numbers)
+        return SampledTokens([], []) if self.drawn is None else self.drawn.read(numbers)
 
 
 class Launcher:
     """Launches steps: the forward, what is scored in it, the draw, and the copy of their numbers to the host.
 
-    What the scheduler gives away at a launch, pages and slots of sequences that have ended or are leaving, goes to later steps. The device does
+    What the scheduler gives away at a launch, blocks and slots of sequences that have ended or are leaving, goes to later steps. The device does
     its work in the order of the launches, so whatever a step still in flight reads or writes there, it does before them.
     """
 
@@ -96,7 +96,7 @@ class Launcher:
         self._constraints = constraints
         self._stats = stats
 
-    def launch(self, step: Step, catch_up: Callable[[], None] | None) -> Flight:
+    def launch(self, step: ScheduledBatch, catch_up: Callable[[], None] | None) -> Flight:
         """Launches a step whose sequences are seated.
 
         `catch_up` lands the step before, where that is still in flight. It is called between forward and draw where a row under a grammar
@@ -109,7 +109,7 @@ class Launcher:
             logits = self._runner.run(step, self._sampler.last)
             scores = None
             if logits is not None:
-                scores = score_step(step.works, logits)
+                scores = score_step(step.spans, logits)
                 _keep_logits(step, logits)
         count_step(self._stats, step)
         scored = [*step.scored, *self._scheduler.ran(step)]
@@ -124,7 +124,7 @@ class Launcher:
             seq.slot = -1
         return Flight(drawing, drawn, scored, scores, readback)
 
-    def land(self, flight: Flight) -> Sampled:
+    def land(self, flight: Flight) -> SampledTokens:
         """Waits for a step."""
         with self._timed():
             return flight.land()
@@ -136,14 +136,18 @@ class Launcher:
         self._stats.forward_seconds += time.perf_counter() - began
 
     def _draw(
-        self, step: Step, logits: torch.Tensor | None, drawing: list[GenerationSequence]
-    ) -> tuple[list[GenerationSequence], Drawn | None]:
+        self, step: ScheduledBatch, logits: torch.Tensor | None, drawing: list[GenerationSequence]
+    ) -> tuple[list[GenerationSequence], SamplerOutput | None]:
         """Draws for those of `drawing` that have not ended since the step was scheduled, and returns who they are."""
         rows: list[int] = []
         at = 0
-        for work in step.works:
-            at += work.stop - work.logits
-            if work.logits < work.stop and isinstance(work.span, GenerationSequence) and not work.span.scoring:
+        for scheduled in step.spans:
+            at += scheduled.stop - scheduled.logits
+            if (
+                scheduled.logits < scheduled.stop
+                and isinstance(scheduled.span, GenerationSequence)
+                and not scheduled.span.scoring
+            ):
                 rows.append(at - 1)
         if not all(seq.running for seq in drawing):
             rows = [row for row, seq in zip(rows, drawing, strict=False) if seq.running]
@@ -159,30 +163,30 @@ class Launcher:
         drawn = self._sampler.sample(
             parts[0] if len(parts) == 1 else torch.cat(parts),
             [seq.slot for seq in drawing],
-            [seq.drawn for seq in drawing],
+            [seq.num_sampled for seq in drawing],
             self._constraints.mask(drawing),
         )
         return drawing, drawn
 
 
-def _drawing(step: Step) -> list[GenerationSequence]:
+def _drawing(step: ScheduledBatch) -> list[GenerationSequence]:
     """The sequences that draw a token in this step: in the order of the works, then those that draw at a node."""
-    works = (w.span for w in step.works if w.logits < w.stop)
-    return [*(s for s in works if isinstance(s, GenerationSequence) and not s.scoring), *step.ready]
+    spans = (w.span for w in step.spans if w.logits < w.stop)
+    return [*(s for s in spans if isinstance(s, GenerationSequence) and not s.scoring), *step.ready]
 
 
-def _keep_logits(step: Step, logits: torch.Tensor) -> None:
+def _keep_logits(step: ScheduledBatch, logits: torch.Tensor) -> None:
     """A node's last logits stay for the prompts that end there."""
     at = 0
-    for work in step.works:
-        at += work.stop - work.logits
-        span = work.span
-        if isinstance(span, Branch) and work.stop == span.end and span.window.draws_at[span.node.index]:
+    for scheduled in step.spans:
+        at += scheduled.stop - scheduled.logits
+        span = scheduled.span
+        if isinstance(span, PrefixNodeSpan) and scheduled.stop == span.end and span.window.sampled_at[span.node.index]:
             span.logits = logits[at - 1].clone()
 
 
 class Engine:
-    """A model with its page pool. Windows of requests run one after the other or together; nodes stay resident between them."""
+    """A model with its block pool. Windows of requests run one after the other or together; nodes stay resident between them."""
 
     def __init__(self, model: LoadedModel, text: LoadedTokenizer, config: EngineConfig) -> None:
         self.text = text
@@ -192,14 +196,16 @@ class Engine:
         """What the user should hear; grows."""
         if model.device.type == "cpu":
             keep_freed_memory()
-        model = with_pages(model, page_size_of(config.chunk_size))
+        model = with_blocks(model, block_size_of(config.chunk_size))
         self.sizes: Sizes = size_engine(model, config, text.context_length)
-        pool = PagePool(self.sizes.num_pages)
-        cache = KVCache(model.layers, pool.num_pages, self.sizes.page_size, model.dtype)
-        slots = PagePool(self.sizes.num_slots) if model.states else None
+        pool = BlockPool(self.sizes.num_blocks)
+        cache = KVCache(model.layers, pool.num_blocks, self.sizes.block_size, model.dtype)
+        slots = BlockPool(self.sizes.num_slots) if model.states else None
         states = StateCache(model.states, self.sizes.num_slots, model.dtype) if model.states else None
-        self.memory = Memory(pool, self.sizes.page_size, model.sliding_window, self.sizes.host_pages, slots)
-        self.scheduler = Scheduler(self.memory, self.sizes.limits, self._stopper, POLICIES[config.policy])
+        self.block_manager = BlockManager(
+            pool, self.sizes.block_size, model.sliding_window, self.sizes.host_blocks, slots
+        )
+        self.scheduler = Scheduler(self.block_manager, self.sizes.limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
         self.constraints = Constraints(text.tokenizer, model.vocab_size, text.eos_token_ids)
@@ -210,7 +216,7 @@ class Engine:
         """Whether a step is launched before the tokens of the one before it are known."""
         self._eos = frozenset(text.eos_token_ids)
         self._detokenizer = Detokenizer(text.tokenizer)
-        self.rows = Rows(self.scheduler, self._unseat, self._detokenizer.piece, config.row_timeout)
+        self.results = ResultAssembler(self.scheduler, self._unseat, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 
     def generate(
@@ -235,10 +241,10 @@ class Engine:
         """
         ordered = [leaves[i] for i in plan.order]
         unfit: dict[Request, Leaf] = {
-            leaf.request: leaf for leaf in ordered if self.sizes.pages_for(leaf) > self.sizes.num_pages
+            leaf.request: leaf for leaf in ordered if self.sizes.blocks_for(leaf) > self.sizes.num_blocks
         }
         window = self.scheduler.load(ordered, plan, [i for i, leaf in enumerate(ordered) if leaf.request in unfit])
-        self.rows.add(window, on_result, on_token)
+        self.results.add(window, on_result, on_token)
         for request, leaf in unfit.items():
             result = Result.failed(request.row, self.sizes.does_not_fit(leaf), len(request.tokens))
             self._unfit.append((on_result, result))
@@ -271,9 +277,9 @@ class Engine:
 
         Where memory is short, only the step in flight is dealt with: it may end sequences, and who is preempted must be known whole.
         """
-        if self.rows.overdue:
+        if self.results.overdue:
             self._settle()  # what was drawn in a row's time is its own
-        self.rows.end_due()
+        self.results.end_due()
         step = self.scheduler.schedule(admit)
         if step is None:
             self._land()
@@ -290,7 +296,7 @@ class Engine:
     @property
     def unfinished(self) -> int:
         """Rows that have no result yet."""
-        return len(self.rows) + len(self._unfit)
+        return len(self.results) + len(self._unfit)
 
     @property
     def device(self) -> str:
@@ -314,29 +320,29 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, if it is not done by then: what it has is its result. Any thread may call this."""
-        self.rows.cancel(request)
+        self.results.cancel(request)
 
     def close(self) -> None:
         """Nothing to give back: the memory goes with the object. (`devices.Workers` has processes.)"""
 
     def check(self) -> None:
-        """Raises `AssertionError` unless pages, state slots, tables and running sequences add up."""
-        spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
-        self.memory.pool.check(span.table[span.dropped :] for span in spans)
-        if self.memory.slots is not None:
-            self.memory.slots.check(self.memory.slots_of(span) for span in spans)
+        """Raises `AssertionError` unless blocks, state slots, tables and running sequences add up."""
+        spans = [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]
+        self.block_manager.pool.check(span.table[span.dropped :] for span in spans)
+        if self.block_manager.slots is not None:
+            self.block_manager.slots.check(self.block_manager.slots_of(span) for span in spans)
         for span in spans:
-            assert len(span.table) * self.sizes.page_size >= span.computed, "KV outside of the block table"
+            assert len(span.table) * self.sizes.block_size >= span.computed, "KV outside of the block table"
 
     # -- the parts of a step
 
-    def _seat(self, step: Step) -> None:
+    def _seat(self, step: ScheduledBatch) -> None:
         """Gives the sequences that start their place in the sampler, after those that were preempted left theirs."""
         for seq in step.preempted:
             self._unseat(seq)
         for seq in step.started:
             request = seq.request
-            self.rows.begun(request)
+            self.results.begun(request)
             if not request.texts:
                 self.sampler.add(seq.slot, request.params, request.key, request.tokens, seq.generated, seq.leaf.choice)
                 if request.params.constrained:
@@ -351,7 +357,7 @@ class Engine:
     def _settle(self) -> None:
         """All that is in flight is dealt with, before anything else is launched."""
         while self._flights:
-            self.rows.end_cancelled()
+            self.results.end_cancelled()
             self._land()
 
     def _land(self) -> None:
@@ -361,7 +367,7 @@ class Engine:
         for seq in flight.scored:
             if seq.running:
                 self.scheduler.finish(seq)
-                self.rows.scored(seq)
+                self.results.scored(seq)
         logprobs = sampled.logprobs or [None] * len(flight.drawing)
         for seq, token, valid, numbers in zip(flight.drawing, sampled.tokens, sampled.valid, logprobs, strict=True):
             if seq.running:
@@ -373,7 +379,7 @@ class Engine:
         self.stats.decode_sequences += 1
         if not valid:
             what = f"the model's logits after {len(seq.generated)} tokens are not numbers"
-            self.rows.fail(seq, RowError("numerical_error", what))
+            self.results.fail(seq, RowError("numerical_error", what))
             return
         if logprobs is not None:
             seq.logprobs.append(logprobs)
@@ -382,7 +388,7 @@ class Engine:
             try:
                 whole = self.constraints.accept(seq, token)
             except RowError as e:
-                self.rows.fail(seq, e)
+                self.results.fail(seq, e)
                 return
         reason = self.scheduler.drew(seq, token)
         self.stats.completion_tokens += 1
@@ -390,15 +396,15 @@ class Engine:
             if reason is None:
                 self.scheduler.finish(seq)
             reason = "stop"
-        if reason is not None or self.rows.watched:
-            self.rows.drew(seq, token, reason)
+        if reason is not None or self.results.watched:
+            self.results.drew(seq, token, reason)
 
     def _abandon(self) -> None:
         self.scheduler.abandon()
         self.sampler.clear()
         self.constraints.clear()
         self._flights.clear()
-        self.rows.clear()
+        self.results.clear()
         self._unfit.clear()
         self._count()
 
@@ -409,7 +415,7 @@ class Engine:
 
     def _shrink(self) -> None:
         """After out-of-memory the steps stay as small as the ones that went through."""
-        most = self.runner.most_tokens
+        most = self.runner.max_forward_tokens
         if most is not None and most < self.scheduler.limits.max_batch_tokens:
             self.notes.append(
                 f"{self.runner.model.device} ran out of memory in a step of more than {most} tokens; going on with steps of "
@@ -421,7 +427,7 @@ class Engine:
         token = self.sizes.bytes_per_token
         self.stats.attention_parts = self.runner.attention_parts
         self.stats.preemptions = self.scheduler.preemptions
-        self.stats.kv_bytes_peak = self.memory.pool.peak_used * self.sizes.page_size * token
-        if self.memory.slots is not None:
-            self.stats.state_bytes_peak = self.memory.slots.peak_used * self.sizes.bytes_per_slot
+        self.stats.kv_bytes_peak = self.block_manager.pool.peak_used * self.sizes.block_size * token
+        if self.block_manager.slots is not None:
+            self.stats.state_bytes_peak = self.block_manager.slots.peak_used * self.sizes.bytes_per_slot
         self.stats.kv_bytes_unshared = self.scheduler.peak_held_tokens * token

@@ -26,7 +26,7 @@ OnToken = Callable[[int, int, int], None]
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class RequestState:
     """A request whose leaves are being generated or scored."""
 
     request: Request
@@ -86,7 +86,7 @@ class Row:
         return result(text=None, finish_reason=None, score=Score(sums[0], len(scores[0]), greedy))
 
 
-class Rows:
+class ResultAssembler:
     """The rows under way: what has ended of each, when its time is up, and the result of those that are done.
 
     `unseat` frees what places a sequence has outside the scheduler, `piece` is the text of a token, `timeout` in seconds from a row's
@@ -104,7 +104,7 @@ class Rows:
         self._unseat = unseat
         self._piece = piece
         self._timeout = timeout
-        self._rows: dict[Request, Row] = {}
+        self._rows: dict[Request, RequestState] = {}
         self._deadlines: deque[tuple[float, Request]] = deque()  # in order: all rows have as much time
         self._cancelled: deque[Request] = deque()
         self.watched = False
@@ -119,7 +119,7 @@ class Rows:
         for place, leaf in enumerate(window.leaves):
             if place not in window.ended:
                 if leaf.request not in self._rows:
-                    self._rows[leaf.request] = Row(leaf.request, on_result, on_token, window)
+                    self._rows[leaf.request] = RequestState(leaf.request, on_result, on_token, window)
                 self._rows[leaf.request].places[leaf.choice] = place
 
     def begun(self, request: Request) -> None:
@@ -179,7 +179,7 @@ class Rows:
         self._deadlines.clear()
         self._cancelled.clear()
 
-    def _end(self, row: Row | None, reason: str) -> None:
+    def _end(self, row: RequestState | None, reason: str) -> None:
         if row is None:
             return  # done already
         if row.request.texts:
@@ -192,13 +192,13 @@ class Rows:
                 row.completions[choice] = ended
         self._finish(row)
 
-    def _finish(self, row: Row) -> None:
+    def _finish(self, row: RequestState) -> None:
         """Gives the row's result, if it is whole."""
         if row.whole:
             del self._rows[row.request]
             row.on_result(row.result())
 
-    def _fail(self, row: Row, error: RowError) -> None:
+    def _fail(self, row: RequestState, error: RowError) -> None:
         """What else of the row runs or waits is dropped."""
         for choice, place in row.places.items():
             if choice not in row.completions and choice not in row.scores:
@@ -206,7 +206,7 @@ class Rows:
         del self._rows[row.request]
         row.on_result(row.failed(error))
 
-    def _cut(self, row: Row, place: int) -> GenerationSequence | None:
+    def _cut(self, row: RequestState, place: int) -> GenerationSequence | None:
         """Ends a leaf where it stands; its sequence, if it had begun."""
         seq = self._scheduler.cancel(row.window, place)
         if seq is not None:

@@ -134,10 +134,10 @@ def _settled(rope_type: str) -> str:
     return "default" if rope_type == "longrope" or "dynamic" in rope_type else rope_type
 
 
-def with_pages(model: LoadedModel, page_size: int) -> LoadedModel:
-    """The model as an engine with such pages runs it: its KV stored as our kernels want it, or without them."""
+def with_blocks(model: LoadedModel, block_size: int) -> LoadedModel:
+    """The model as an engine with such blocks runs it: its KV stored as our kernels want it, or without them."""
     on_cpu = all(shape.device.type == "cpu" for shape in model.layers.values())
-    if model.kernels is None or not on_cpu or model.dtype not in DTYPES or page_size % VECTOR:
+    if model.kernels is None or not on_cpu or model.dtype not in DTYPES or block_size % VECTOR:
         return replace(model, kernels=None)
     return replace(model, layers=storage(model.layers, model.dtype))
 

@@ -19,7 +19,7 @@ CAPTURE_AFTER = 4
 """Steps of a shape that run without a graph before one is captured. A capture costs about as much as they did (a wait for the
 device, a forward to warm up, one to capture, and making the graph of it), so it is made when what it saves has been spent once:
 however the job goes on, at most twice the least is paid."""
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 """Larger steps keep a device busy for longer than the host needs to launch them."""
 MOST_GRAPHS = 64
 """Each takes some megabytes of the device's memory, whatever its shape."""
@@ -53,17 +53,17 @@ class Graphs:
     def __init__(
         self,
         new_capture: Callable[[], Capture],
-        most_tokens: int,
-        most_logits: int,
+        max_tokens: int,
+        max_logits: int,
         notes: list[str],
         after: int = CAPTURE_AFTER,
     ) -> None:
         """`new_capture` gives what captures with memory of its own. `notes` is what the user hears."""
         self._new_capture = new_capture
         self._capture = new_capture()
-        most_tokens = min(most_tokens, max(MOST_TOKENS, most_logits))
-        self._tokens = sorted({*sizes_up_to(most_tokens), most_logits})
-        self._logits = sizes_up_to(most_logits)
+        max_tokens = min(max_tokens, max(MAX_TOKENS, max_logits))
+        self._tokens = sorted({*sizes_up_to(max_tokens), max_logits})
+        self._logits = sizes_up_to(max_logits)
         self._after = after
         self._notes = notes
         self._met: Counter[Shape] = Counter()

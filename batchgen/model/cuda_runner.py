@@ -20,7 +20,7 @@ from batchgen.errors import is_out_of_memory
 from batchgen.kernels.transfer import staged
 from batchgen.model.adapter import LoadedModel
 from batchgen.model.cuda_graphs import Capture, CudaCapture, Graphs, Shape
-from batchgen.scheduling.batch import Limits, Work, drawn_of, tokens_of, wanted_of
+from batchgen.scheduling.batch import Limits, ScheduledSpan, pending_of, tokens_of, wanted_of
 
 if TYPE_CHECKING:
     from batchgen.attention.triton_backend import DeviceAttention
@@ -103,21 +103,21 @@ class DeviceStep:
         self._logits: torch.Tensor | None = None
         self._generation = attention.generation
 
-    def __call__(self, works: Sequence[Work], last: torch.Tensor | None) -> list[torch.Tensor]:
+    def __call__(self, spans: Sequence[ScheduledSpan], last: torch.Tensor | None) -> list[torch.Tensor]:
         """The wanted logits [N, vocabulary], if any, valid until the next call. `last` as `Runner.run` has it."""
-        tokens, wanted = tokens_of(works), wanted_of(works)
+        tokens, wanted = tokens_of(spans), wanted_of(spans)
         least = Shape(max(len(tokens), self._least), max(len(wanted), self._least))
         graphs = self._graphs
         shape = graphs.shape_of(*least) if graphs is not None else None
         if graphs is None or shape is None:
-            self._fill(least, works, tokens, wanted, last)
+            self._fill(least, spans, tokens, wanted, last)
             logits = self._forward(least)
         else:
             if not graphs.captured and shape.tokens < graphs.largest.tokens:
                 # The memory of the largest serves the others, but not the other way round.
-                self._fill(graphs.largest, works, tokens, wanted, last)
+                self._fill(graphs.largest, spans, tokens, wanted, last)
                 graphs.capture(graphs.largest, partial(self._keep, graphs.largest))
-            self._fill(shape, works, tokens, wanted, last)
+            self._fill(shape, spans, tokens, wanted, last)
             graphs.run(shape, partial(self._keep, shape))
             assert self._logits is not None
             logits = self._logits
@@ -126,18 +126,18 @@ class DeviceStep:
     def _fill(
         self,
         shape: Shape,
-        works: Sequence[Work],
+        spans: Sequence[ScheduledSpan],
         tokens: NDArray[np.int64],
         wanted: NDArray[np.int64],
         last: torch.Tensor | None,
     ) -> None:
         """Sends the step's plan and inputs to the device, padded to the shape: token 0 that writes nowhere, logits that nobody reads."""
-        self.attention.plan(works, shape.tokens)
+        self.attention.plan(spans, shape.tokens)
         if self._graphs is not None and self.attention.generation != self._generation:
             self._graphs.void()
         self._generation = self.attention.generation
         first = _logits_at(shape)
-        places, slots = drawn_of(works) if last is not None else (_NONE, _NONE)
+        places, slots = pending_of(spans) if last is not None else (_NONE, _NONE)
         values = np.zeros(first + shape.logits + 2 * len(places), dtype=np.int64)
         values[: len(tokens)] = tokens
         values[first : first + len(wanted)] = wanted

@@ -1,4 +1,4 @@
-"""How large the page pool and the steps are: what the user says, else what suits the device."""
+"""How large the block pool and the steps are: what the user says, else what suits the device."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from batchgen.prefix import plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
 from batchgen.sampling.sampler import AT_ONCE
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import Limits, Step, Work
+from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.scheduling.waiting import POLICIES, Window
 from batchgen.state.cache import StateCache, bytes_per_slot
 
 
-def step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch.device, int] | None:
+def step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torch.device, int] | None:
     """Most bytes that a step within the limits holds at once on each of the model's CUDA devices, beside the pool; None where it does not fit."""
     try:
-        return _step_bytes(model, limits, page_size)
+        return _step_bytes(model, limits, block_size)
     except RuntimeError as e:
         if not is_out_of_memory(e):
             raise
     return None
 
 
-def _step_bytes(model: LoadedModel, limits: Limits, page_size: int) -> dict[torch.device, int] | None:
-    works = largest_works(limits, page_size)
-    cache = KVCache(model.layers, sum(len(work.span.table) for work in works), page_size, model.dtype)
-    states = StateCache(model.states, len(works), model.dtype) if model.states else None
+def _step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torch.device, int] | None:
+    spans = largest_works(limits, block_size)
+    cache = KVCache(model.layers, sum(len(scheduled.span.table) for scheduled in spans), block_size, model.dtype)
+    states = StateCache(model.states, len(spans), model.dtype) if model.states else None
     runner = Runner(replace(model, compile="off"), cache, limits, [], states)
     before = {device: torch.cuda.memory_allocated(device) for device in model.devices}
     for device in model.devices:
         torch.cuda.reset_peak_memory_stats(device)
-    runner.run(step_of(works))
-    if runner.most_tokens is not None:
+    runner.run(step_of(spans))
+    if runner.max_forward_tokens is not None:
         return None
     return {device: torch.cuda.max_memory_allocated(device) - before[device] for device in model.devices}
 
 
-def step_of(works: list[Work]) -> Step:
+def step_of(spans: list[ScheduledSpan]) -> ScheduledBatch:
     """A step that is nothing but these works."""
-    return Step(works=tuple(works), moves=(), preempted=(), started=(), ready=(), scored=())
+    return ScheduledBatch(spans=tuple(spans), moves=(), preempted=(), started=(), ready=(), scored=())
 
 
-def largest_works(limits: Limits, page_size: int) -> list[Work]:
+def largest_works(limits: Limits, block_size: int) -> list[ScheduledSpan]:
     """As many prompts as run at once, of as many tokens as fit into a step; after each the logits are wanted."""
     each, longer = divmod(limits.max_batch_tokens, limits.batch_size)
     requests = [
@@ -66,24 +66,24 @@ def largest_works(limits: Limits, page_size: int) -> list[Work]:
         for row in range(limits.batch_size)
     ]
     leaves = leaves_of(requests)
-    plan = plan_prefixes([leaf.tokens for leaf in leaves], page_size, share=False)
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], block_size, share=False)
     window = Window.of(leaves, plan, POLICIES["prefix"], 0)
-    works: list[Work] = []
-    page = 0
+    spans: list[ScheduledSpan] = []
+    block = 0
     for i, leaf in enumerate(leaves):
         size = len(leaf.tokens)
-        table = list(range(page, page - (-size // page_size)))
-        page += len(table)
+        table = list(range(block, block - (-size // block_size)))
+        block += len(table)
         span = GenerationSequence(
-            window=window, place=window.place(~i), parent=None, start=0, table=table, computed=0, claims_tail=False,
+            window=window, place=window.place(~i), parent=None, start=0, table=table, computed=0, writes_parent_tail=False,
             leaf=leaf, index=i, stops=None, slot=i, state_slot=i,
         )  # fmt: skip
-        works.append(Work(span, 0, size, size - 1))
-    return works
+        spans.append(ScheduledSpan(span, 0, size, size - 1))
+    return spans
 
 
-PAGE_TOKENS = 32
-"""A page is the smallest multiple of the chunk that has so many tokens (CPU: benchmarks/NOTES.md)."""
+BLOCK_TOKENS = 32
+"""A block is the smallest multiple of the chunk that has so many tokens (CPU: benchmarks/NOTES.md)."""
 BATCH_SIZE = 256
 BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
 SCORED_LOGITS = 1 << 25
@@ -92,7 +92,7 @@ AUTO_SHARE = {"cpu": 0.5, "mps": 0.5}
 """Of the memory that is free once the model is loaded; the rest is for activations and other programs. On CUDA it is measured."""
 STEP_SHARE = 0.5
 """On CUDA: the largest step takes at most so much of the free memory, else it is made smaller."""
-LEAST_STEP = 256
+MIN_STEP = 256
 """A step of so many tokens is not made smaller."""
 STEP_SLACK = 1.5
 """What a step takes of memory, as a multiple of what it holds: steps of other sizes leave gaps, and graphs have memory of their own."""
@@ -114,59 +114,59 @@ SPARE = 0.02
 class Sizes:
     """The sizes that an engine is built with."""
 
-    page_size: int
-    """Tokens per page."""
-    num_pages: int
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int
     bytes_per_token: int
     """KV of one token in all layers."""
     limits: Limits
-    host_pages: int = 0
-    """Pages of idle nodes kept in host memory."""
+    host_blocks: int = 0
+    """Blocks of idle nodes kept in host memory."""
     num_slots: int = 0
     """State slots; 0 for a model without recurrent layers."""
     bytes_per_slot: int = 0
     """State of one slot in all recurrent layers."""
 
-    def pages_for(self, leaf: Leaf) -> int:
-        """Pages that the leaf can need."""
-        return -(-leaf.most_tokens // self.page_size)
+    def blocks_for(self, leaf: Leaf) -> int:
+        """Blocks that the leaf can need."""
+        return -(-leaf.max_kv_tokens // self.block_size)
 
     def does_not_fit(self, leaf: Leaf) -> RowError:
         """Says how much it needs, and what would make it fit."""
-        page = self.bytes_per_token * self.page_size
-        needed = self.pages_for(leaf) * page
+        block = self.bytes_per_token * self.block_size
+        needed = self.blocks_for(leaf) * block
         prompt = len(leaf.request.tokens)
         what = "the text to score" if leaf.request.texts else "completion"
         return RowError(
             "does_not_fit",
-            f"prompt ({prompt} tokens) and {what} (up to {leaf.most_tokens - prompt + 1}) need {_size(needed)} of KV memory, "
-            f"there are {_size(self.num_pages * page)}; "
+            f"prompt ({prompt} tokens) and {what} (up to {leaf.max_kv_tokens - prompt + 1}) need {_size(needed)} of KV memory, "
+            f"there are {_size(self.num_blocks * block)}; "
             f"give --kv-memory {_option(needed)}{'' if leaf.request.texts else ' or lower max_tokens'}",
         )
 
 
-def page_size_of(chunk_size: int) -> int:
-    """Tokens per page for a chunk size."""
-    return -(-PAGE_TOKENS // chunk_size) * chunk_size
+def block_size_of(chunk_size: int) -> int:
+    """Tokens per block for a chunk size."""
+    return -(-BLOCK_TOKENS // chunk_size) * chunk_size
 
 
 def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -> Sizes:
-    """Sizes for this model on this device. Raises `UsageError` when the KV memory does not hold a single page."""
-    page_size = page_size_of(config.chunk_size)
+    """Sizes for this model on this device. Raises `UsageError` when the KV memory does not hold a single block."""
+    block_size = block_size_of(config.chunk_size)
     token = bytes_per_token(model.layers, model.dtype)
     slot = bytes_per_slot(model.states, model.dtype)
     limits = _limits(model, config)
     wish = parse_memory(config.kv_memory)
     if isinstance(wish, int):
-        shares = [_Share(wish, page_size * token, slot)]
+        shares = [_Share(wish, block_size * token, slot)]
     elif wish is None and model.device.type == "cuda":
-        limits, room = _measured(model, limits, page_size)
-        shares = [_share(model, page_size, on, size) for on, size in room.items()]
-    else:  # a page has a share on every device: the tightest decides
+        limits, room = _measured(model, limits, block_size)
+        shares = [_share(model, block_size, on, size) for on, size in room.items()]
+    else:  # a block has a share on every device: the tightest decides
         shares = [
             _share(
                 model,
-                page_size,
+                block_size,
                 device,
                 int(
                     free_memory(device)
@@ -177,13 +177,13 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
             for device in model.devices
         ]
     num_slots = min(share.slots(limits.batch_size) for share in shares) if slot else 0
-    num_pages = min(share.pages(num_slots) for share in shares)
+    num_blocks = min(share.blocks(num_slots) for share in shares)
     if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
-        num_pages = min(num_pages, 2 * limits.batch_size * -(-context_length // page_size))
-    if num_pages < 1 or (slot and num_slots < 2):
+        num_blocks = min(num_blocks, 2 * limits.batch_size * -(-context_length // block_size))
+    if num_blocks < 1 or (slot and num_slots < 2):
         states = f" beside two states of {slot} bytes" if slot else ""
         raise UsageError(
-            f"--kv-memory {config.kv_memory} holds no page of {page_size} tokens ({page_size * token} bytes){states}",
+            f"--kv-memory {config.kv_memory} holds no block of {block_size} tokens ({block_size * token} bytes){states}",
             "give more, or lower --chunk-size",
         )
     if config.host_kv_memory is not None and (model.device.type != "cuda" or slot):
@@ -191,11 +191,11 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
         raise UsageError(f"--host-kv-memory is for {what}", "raise --kv-memory instead")
     host = parse_memory(config.host_kv_memory) if config.host_kv_memory else 0
     return Sizes(
-        page_size=page_size,
-        num_pages=num_pages,
+        block_size=block_size,
+        num_blocks=num_blocks,
         bytes_per_token=token,
         limits=limits,
-        host_pages=int(host or 0) // config.processes // (page_size * token) if token else 0,
+        host_blocks=int(host or 0) // config.processes // (block_size * token) if token else 0,
         num_slots=num_slots,
         bytes_per_slot=slot,
     )
@@ -203,25 +203,25 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A device's memory, and what a page and a state slot take of it."""
+    """A device's memory, and what a block and a state slot take of it."""
 
     room: int
-    page: int
+    block: int
     slot: int
 
     def slots(self, batch_size: int) -> int:
         """State slots that it has for so many sequences at once."""
         wanted = batch_size + SNAPSHOTS
-        return min(wanted, int(self.room * (STATE_SHARE if self.page else 1)) // self.slot) if self.slot else wanted
+        return min(wanted, int(self.room * (STATE_SHARE if self.block else 1)) // self.slot) if self.slot else wanted
 
-    def pages(self, num_slots: int) -> int:
-        """Pages that it has beside the slots."""
-        return max(0, self.room - num_slots * self.slot) // self.page if self.page else MAX_PAGES
+    def blocks(self, num_slots: int) -> int:
+        """Blocks that it has beside the slots."""
+        return max(0, self.room - num_slots * self.slot) // self.block if self.block else MAX_PAGES
 
 
-def _share(model: LoadedModel, page_size: int, device: torch.device, room: int) -> _Share:
+def _share(model: LoadedModel, block_size: int, device: torch.device, room: int) -> _Share:
     token = bytes_per_token(model.layers, model.dtype, device)
-    return _Share(room, page_size * token, bytes_per_slot(model.states, model.dtype, device))
+    return _Share(room, block_size * token, bytes_per_slot(model.states, model.dtype, device))
 
 
 def _limits(model: LoadedModel, config: EngineConfig) -> Limits:
@@ -235,26 +235,26 @@ def _limits(model: LoadedModel, config: EngineConfig) -> Limits:
     )
 
 
-def _measured(model: LoadedModel, limits: Limits, page_size: int) -> tuple[Limits, dict[torch.device, int]]:
-    """Bytes for pages on each CUDA device, when a largest step has been run; and the limits, where it had to be made smaller for that."""
+def _measured(model: LoadedModel, limits: Limits, block_size: int) -> tuple[Limits, dict[torch.device, int]]:
+    """Bytes for blocks on each CUDA device, when a largest step has been run; and the limits, where it had to be made smaller for that."""
     drawing = DRAWING * 4 * min(limits.batch_size * model.vocab_size, AT_ONCE)
     while True:
         free = {device: free_memory(device) for device in model.devices}
-        steps = step_bytes(model, limits, page_size)
+        steps = step_bytes(model, limits, block_size)
         if steps is not None and (
-            limits.max_batch_tokens <= LEAST_STEP or all(steps[on] <= STEP_SHARE * free[on] for on in free)
+            limits.max_batch_tokens <= MIN_STEP or all(steps[on] <= STEP_SHARE * free[on] for on in free)
         ):
             left = {on: free_memory(on) for on in free}  # without what the libraries have loaded for the step
             return limits, {
-                on: room_for_pages(left[on], steps[on], drawing if on == model.device else 0) for on in left
+                on: room_for_blocks(left[on], steps[on], drawing if on == model.device else 0) for on in left
             }
         if limits.max_batch_tokens == 1:
             raise OutOfMemory(f"{model.device} has not the memory for a forward of one token", "use a smaller --dtype")
         limits = halved(limits)
 
 
-def room_for_pages(free: int, step: int, drawing: int) -> int:
-    """Of a CUDA device's free bytes those for pages, where the largest step holds `step` and drawing tokens takes `drawing`."""
+def room_for_blocks(free: int, step: int, drawing: int) -> int:
+    """Of a CUDA device's free bytes those for blocks, where the largest step holds `step` and drawing tokens takes `drawing`."""
     return max(0, free - int(STEP_SLACK * step) - drawing - GRAPHS_BYTES - int(SPARE * free))
 
 

@@ -18,14 +18,14 @@ from batchgen.kernels.transfer import put
 from batchgen.model.adapter import LoadedModel, logits_at
 from batchgen.model.cuda_runner import device_step
 from batchgen.scheduling.batch import (
-    Copy,
+    CopyBlock,
     Limits,
-    Load,
-    Save,
-    Step,
-    Work,
-    drawn_of,
+    ScheduledBatch,
+    ScheduledSpan,
+    SwapIn,
+    SwapOut,
     halves,
+    pending_of,
     size_of,
     tokens_of,
     wanted_of,
@@ -42,47 +42,47 @@ class Runner:
         self, model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str], states: StateCache | None = None
     ) -> None:
         """Steps keep to the `limits`. What the user should know goes into `notes`. `states` for a model with recurrent layers."""
-        self.model = model  # `with_pages`
+        self.model = model  # `with_blocks`
         self.cache = cache
         self.states = states
         self._device_step = device_step(model, cache, limits, notes)
         self.attention = "triton" if self._device_step else "cascade" if model.kernels is None else "packed"
         self.attention_parts = 0  # summed over steps
-        self.most_tokens: int | None = None
+        self.max_forward_tokens: int | None = None
         """After out-of-memory: the largest forward that is tried."""
 
     @torch.inference_mode()
-    def run(self, step: Step, last: torch.Tensor | None = None) -> torch.Tensor | None:
+    def run(self, step: ScheduledBatch, last: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [N, vocabulary] after the wanted positions of the works, in their order, valid until the next run; None when none are wanted.
 
-        `last` [slots] int64, on the device, has by slot the newest token of sequences that the host has not seen it of (`drawn_of`).
+        `last` [slots] int64, on the device, has by slot the newest token of sequences that the host has not seen it of (`pending_of`).
         A step for which the device has not the memory is run in halves: the works do not depend on one another, and what a
         forward that failed has written is written again. Raises `OutOfMemory` when not even one token goes through, and for a model with
         recurrent layers at once: a state that a failed forward has changed cannot be changed again.
         """
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
             self._move(step.moves)
-            logits = self._run(step.works, last) if step.works else []
+            logits = self._run(step.spans, last) if step.spans else []
             if not logits:
                 return None
             return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _move(self, moves: Sequence[Copy | Save | Load]) -> None:
+    def _move(self, moves: Sequence[CopyBlock | SwapOut | SwapIn]) -> None:
         for kind, some in groupby(moves, type):
-            if kind is Copy:
-                self.cache.copy([(move.source, move.to) for move in some if isinstance(move, Copy)])
+            if kind is CopyBlock:
+                self.cache.copy([(move.source, move.to) for move in some if isinstance(move, CopyBlock)])
                 continue
             for move in some:
-                if isinstance(move, Save):
-                    move.to.kv = self.cache.save(move.pages)
-                elif isinstance(move, Load):
-                    self.cache.load(move.source.kv, move.first, move.pages)
+                if isinstance(move, SwapOut):
+                    move.to.kv = self.cache.swap_out(move.blocks)
+                elif isinstance(move, SwapIn):
+                    self.cache.swap_in(move.source.kv, move.first, move.blocks)
 
-    def _run(self, works: Sequence[Work], last: torch.Tensor | None) -> list[torch.Tensor]:
-        size = size_of(works)
-        if self.most_tokens is None or size <= self.most_tokens:
+    def _run(self, spans: Sequence[ScheduledSpan], last: torch.Tensor | None) -> list[torch.Tensor]:
+        size = size_of(spans)
+        if self.max_forward_tokens is None or size <= self.max_forward_tokens:
             try:
-                return self._forward(works, last)
+                return self._forward(spans, last)
             except (MemoryError, RuntimeError) as e:
                 if not is_out_of_memory(e):
                     raise
@@ -97,27 +97,27 @@ class Runner:
                     f"{self.model.device} has not the memory for a forward of one token",
                     "lower --kv-memory or --batch-size",
                 )
-            self.most_tokens = -(-size // 2)
+            self.max_forward_tokens = -(-size // 2)
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
         # The next half may put its logits where these are.
-        return [logits.clone() for half in halves(works) for logits in self._run(half, last)]
+        return [logits.clone() for half in halves(spans) for logits in self._run(half, last)]
 
-    def _forward(self, works: Sequence[Work], last: torch.Tensor | None) -> list[torch.Tensor]:
+    def _forward(self, spans: Sequence[ScheduledSpan], last: torch.Tensor | None) -> list[torch.Tensor]:
         if self._device_step is not None:
-            logits = self._device_step(works, last)
+            logits = self._device_step(spans, last)
             self.attention_parts += self._device_step.attention.num_parts
             return logits
         device = self.model.device
-        attention = self._attention(works)
+        attention = self._attention(spans)
         self.attention_parts += attention.num_parts
-        wanted = wanted_of(works)
-        tokens = put(tokens_of(works), device)
+        wanted = wanted_of(spans)
+        tokens = put(tokens_of(spans), device)
         if last is not None:
-            places, slots = drawn_of(works)
+            places, slots = pending_of(spans)
             if len(places):
                 tokens.index_copy_(0, put(places, device), last.index_select(0, put(slots, device)))
-        with self._recurrent(works):
+        with self._recurrent(spans):
             output = self.model.module(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=put(attention.positions, device).unsqueeze(0),
@@ -127,20 +127,22 @@ class Runner:
             )
         return [output.logits[0].to(device)] if len(wanted) else []
 
-    def _recurrent(self, works: Sequence[Work]) -> AbstractContextManager[None]:
+    def _recurrent(self, spans: Sequence[ScheduledSpan]) -> AbstractContextManager[None]:
         """The works' states for the model's recurrent layers."""
         if self.model.recurrent is None or self.states is None:
             return nullcontext()
-        return self.model.recurrent.running(StateStep([_state_span(work) for work in works], self.states))
+        return self.model.recurrent.running(StateStep([_state_span(scheduled) for scheduled in spans], self.states))
 
-    def _attention(self, works: Sequence[Work]) -> PackedAttention | StepAttention:
+    def _attention(self, spans: Sequence[ScheduledSpan]) -> PackedAttention | StepAttention:
         if self.model.kernels is not None:
-            return PackedAttention(self.model.kernels, works, self.cache)
-        plan = plan_attention(works, self.cache.page_size)
+            return PackedAttention(self.model.kernels, spans, self.cache)
+        plan = plan_attention(spans, self.cache.block_size)
         return StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)
 
 
-def _state_span(work: Work) -> StateSpan:
-    span = work.span
-    generated = max(0, work.stop - max(work.start, span.start_tokens)) if isinstance(span, GenerationSequence) else 0
-    return StateSpan(work.stop - work.start, work.read, span.state_slot, generated)
+def _state_span(scheduled: ScheduledSpan) -> StateSpan:
+    span = scheduled.span
+    generated = (
+        max(0, scheduled.stop - max(scheduled.start, span.start_tokens)) if isinstance(span, GenerationSequence) else 0
+    )
+    return StateSpan(scheduled.stop - scheduled.start, scheduled.read, span.state_slot, generated)

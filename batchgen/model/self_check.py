@@ -1,7 +1,7 @@
 """Tries an architecture nobody has verified: a small random model of its kind, packed and paged, against transformers itself.
 
 The small model has the class, the kinds of layers and, in small, the length thresholds of the real one. Its completions by
-`generate`, one prompt at a time, are run once more through our attention: shared prefixes, slices, decode steps across pages,
+`generate`, one prompt at a time, are run once more through our attention: shared prefixes, slices, decode steps across blocks,
 all in the same steps. Every logit must agree; anything else, an exception too, is a refusal. A wrong answer is worse.
 """
 
@@ -281,9 +281,9 @@ def _divisor(config: Any, size: int) -> int:
     return divisor
 
 
-PAGE = 8
+BLOCK = 8
 POOL = 100
-"""Pages: more than all texts take."""
+"""Blocks: more than all texts take."""
 SLICE = 43
 """Most prompt tokens of a span in a step."""
 COMPLETION = 12
@@ -326,7 +326,7 @@ def _disagreement(config: Any, seed: int, trust_remote_code: bool, revision: str
     for span in spans:
         if span.completes:
             _complete(module, span)
-    if not _sees_context(module, spans[-1].tokens[: 2 * PAGE]):
+    if not _sees_context(module, spans[-1].tokens[: 2 * BLOCK]):
         return "a small one of the kind hardly depends on what it has read, so that it cannot be checked"
     worst = _packed(prepare(module), spans)
     if not worst <= TOLERANCE:  # NaN too
@@ -397,19 +397,19 @@ class _Work:
 
 
 def _tree(seed: int) -> list[_Span]:
-    """A prefix of six pages, one of three under it, texts below and beside them; in depth-first order."""
+    """A prefix of six blocks, one of three under it, texts below and beside them; in depth-first order."""
     rng = np.random.default_rng(seed)
     free = iter(rng.permutation(POOL).tolist())
 
     def span(count: int, *path: _Span, completes: bool = True) -> _Span:
         above = path[-1] if path else None
         tokens = [*(above.tokens if above else ()), *rng.integers(0, VOCAB, count).tolist()]
-        table = list(above.table) if above else []  # nodes end with a page
-        pages = -(-(len(tokens) + COMPLETION * completes) // PAGE) - len(table)
-        return _Span(tokens, path, table + [next(free) for _ in range(pages)], completes)
+        table = list(above.table) if above else []  # nodes end with a block
+        blocks = -(-(len(tokens) + COMPLETION * completes) // BLOCK) - len(table)
+        return _Span(tokens, path, table + [next(free) for _ in range(blocks)], completes)
 
-    upper = span(6 * PAGE, completes=False)
-    lower = span(3 * PAGE, upper, completes=False)
+    upper = span(6 * BLOCK, completes=False)
+    lower = span(3 * BLOCK, upper, completes=False)
     below = [span(5, upper, lower), span(19, upper, lower), span(3, upper)]
     return [upper, lower, *below, span(2), span(2 * UNKNOWN + 35)]
 
@@ -430,17 +430,17 @@ def _sees_context(module: Any, prompt: list[int]) -> bool:
     """Whether the logits after a short text depend on a token in its middle."""
     ids = torch.tensor([prompt])
     other = ids.clone()
-    other[0, PAGE] = (other[0, PAGE] + 1) % VOCAB
+    other[0, BLOCK] = (other[0, BLOCK] + 1) % VOCAB
     logits, moved = (module(input_ids=i, use_cache=False).logits[0, -1] for i in (ids, other))
     return bool((logits - moved).abs().max() > VISIBLE * logits.abs().max())
 
 
 def _packed(model: LoadedModel, spans: list[_Span]) -> float:
     """Runs everything through our attention; the largest difference of a logit, relative to the largest logit."""
-    cache = KVCache(model.layers, POOL, PAGE, model.dtype)
+    cache = KVCache(model.layers, POOL, BLOCK, model.dtype)
     differences: list[torch.Tensor] = []
     for works in _steps(spans):
-        plan = plan_attention(cast(Any, works), PAGE, shared_reads=1)
+        plan = plan_attention(cast(Any, works), BLOCK, shared_reads=1)
         output = model.module(
             input_ids=torch.tensor([[token for w in works for token in w.span.tokens[w.start : w.stop]]]),
             position_ids=torch.from_numpy(plan.positions)[None],

@@ -87,7 +87,7 @@ class Batch:
             self.records[rows], self._u[rows], self._device, None if self._table is None else self._table[at]
         ), at
 
-    def block(self, rows: slice) -> Batch:
+    def chunk(self, rows: slice) -> Batch:
         """Rows that follow one another."""
         if rows.start == 0 and rows.stop >= len(self):
             return self

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 1 << 24
+CHUNK = 1 << 24
 """Most logits turned to float32 at once."""
 CACHED = 1 << 19
 """The same on the CPU, where it is three times as fast on what stays in its cache."""
@@ -29,14 +29,14 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> torch.Tensor:
     In float64 (float32 on MPS), which holds token ids exactly: so that all of it goes to the host at once.
     """
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
-    size = max(1, (CACHED if logits.device.type == "cpu" else BLOCK) // logits.shape[1])
-    blocks = []
+    size = max(1, (CACHED if logits.device.type == "cpu" else CHUNK) // logits.shape[1])
+    chunks = []
     for start in range(0, len(logits), size):
-        block = logits[start : start + size].float()
-        ids = _likeliest(block, k)
-        logprobs = block.log_softmax(-1).gather(1, torch.cat([tokens[start : start + size, None], ids], dim=1)).to(wide)
-        blocks.append(torch.cat([logprobs[:, :1], ids.to(wide), logprobs[:, 1:]], dim=1))
-    return torch.cat(blocks)
+        chunk = logits[start : start + size].float()
+        ids = _likeliest(chunk, k)
+        logprobs = chunk.log_softmax(-1).gather(1, torch.cat([tokens[start : start + size, None], ids], dim=1)).to(wide)
+        chunks.append(torch.cat([logprobs[:, :1], ids.to(wide), logprobs[:, 1:]], dim=1))
+    return torch.cat(chunks)
 
 
 def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def read(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[TokenLo
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """A token per row, in the order of the rows."""
 
     tokens: list[int]
@@ -78,7 +78,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SamplerOutput:
     """The same while it is on the device."""
 
     tokens: torch.Tensor
@@ -95,14 +95,14 @@ class Drawn:
         """What is to be read."""
         return [self.tokens, self.valid, *([] if self.measured is None else [self.measured])]
 
-    def read(self, numbers: Sequence[Sequence[float]]) -> Sampled:
+    def read(self, numbers: Sequence[Sequence[float]]) -> SampledTokens:
         """`numbers` are those of `tensors`, each flat."""
         tokens, valid = [int(t) for t in numbers[0]], [bool(v) for v in numbers[1]]
         if self.measured is None:
-            return Sampled(tokens, valid)
+            return SampledTokens(tokens, valid)
         width = self.measured.shape[1]
         rows = [numbers[2][i : i + width] for i in range(0, len(numbers[2]), width)]
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         for row, found in zip(self.wanted, read(rows, list(self.wanted.values())), strict=True):
             logprobs[row] = found
-        return Sampled(tokens, valid, logprobs)
+        return SampledTokens(tokens, valid, logprobs)

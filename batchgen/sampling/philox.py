@@ -33,7 +33,7 @@ def uniforms(
 
 
 def philox4x64(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The Philox4x64-10 block [N, 4] of each counter [N, 4] under its key [N, 2]."""
+    """The Philox4x64-10 chunk [N, 4] of each counter [N, 4] under its key [N, 2]."""
     even, odd = counters.T[[0, 2]], counters.T[[1, 3]]
     key = keys.T.copy()
     for i in range(_ROUNDS):

@@ -24,7 +24,7 @@ from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
 from batchgen.sampling.batch_params import Batch, Slots
 from batchgen.sampling.filters import forbid, head_tokens, inverse_cdf, largest, nucleus, nucleus_head
-from batchgen.sampling.logprobs import Drawn, measure
+from batchgen.sampling.logprobs import SamplerOutput, measure
 from batchgen.sampling.penalties import Penalties
 from batchgen.sampling.philox import uniforms
 from batchgen.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ class Sampler:
         slots: Sequence[int],
         positions: Sequence[int],
         mask: torch.Tensor | None = None,
-    ) -> Drawn:
+    ) -> SamplerOutput:
         """Draws one token per row and remembers it for penalties and in `last`.
 
         Row i of `logits` [N, V] (any float dtype, on the device) belongs to `slots[i]`, a slot at most once;
@@ -94,26 +94,26 @@ class Sampler:
         """
         records = self._records(logits, slots)
         if not len(records):
-            return Drawn(self.last[:0], self.last[:0], None, {})
+            return SamplerOutput(self.last[:0], self.last[:0], None, {})
         u = np.zeros(len(records))
         if (records["temperature"] > 0).any():
             places = np.asarray(positions, dtype=np.int64)
             u = uniforms(records["key"], records["seed"], records["choice"], places)
         batch, at = self._slots.batch(slots, records, u)
-        blocks = [
-            self._draw(logits[part], batch.block(part), None if mask is None else mask[part])
-            for part in self._blocks(records, mask)
+        chunks = [
+            self._sample(logits[part], batch.chunk(part), None if mask is None else mask[part])
+            for part in self._chunks(records, mask)
         ]
-        tokens = torch.cat([tokens for tokens, _ in blocks])
-        valid = torch.cat([valid for _, valid in blocks])
+        tokens = torch.cat([tokens for tokens, _ in chunks])
+        valid = torch.cat([valid for _, valid in chunks])
         self._penalties.note(tokens, batch)
         self.last.index_copy_(0, at, tokens)
         wanted = np.flatnonzero(records["logprobs"] >= 0)
         if not wanted.size:
-            return Drawn(tokens, valid, None, {})
+            return SamplerOutput(tokens, valid, None, {})
         counts, (_, chosen) = records["logprobs"][wanted], batch.part(wanted)
         measured = measure(logits[chosen], tokens[chosen], int(counts.max()))
-        return Drawn(tokens, valid, measured, dict(zip(wanted.tolist(), counts.tolist(), strict=True)))
+        return SamplerOutput(tokens, valid, measured, dict(zip(wanted.tolist(), counts.tolist(), strict=True)))
 
     @torch.no_grad()
     def probabilities(
@@ -131,7 +131,9 @@ class Sampler:
             result[at] = weights / weights.sum(dim=-1, keepdim=True)
         return result
 
-    def _draw(self, logits: torch.Tensor, batch: Batch, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(
+        self, logits: torch.Tensor, batch: Batch, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [n] and whether the logits are numbers [n]."""
         scores = self._masked(self._penalties.applied(logits, batch), mask)
         best, tokens = scores.max(dim=-1)  # a NaN is the largest
@@ -141,7 +143,7 @@ class Sampler:
             tokens[at] = drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
         return tokens, torch.isfinite(best)
 
-    def _blocks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
+    def _chunks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
         """The rows to work on at once: all, where the likeliest token is all that is asked for."""
         plain = (records["temperature"] == 0) & (records["seen"] < 0) & (records["counts"] < 0)
         size = len(records)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from batchgen.kernels.transfer import put
-from batchgen.scheduling.batch import Work
+from batchgen.scheduling.batch import ScheduledSpan
 from batchgen.scheduling.sequence import TokenScore
 
-BLOCK = 1 << 24
+CHUNK = 1 << 24
 """Most logits turned to float32 at once."""
 
 
@@ -27,13 +27,13 @@ def score_targets(
     """
     device = logits.device
     vocabulary = logits.shape[1]
-    size = max(1, BLOCK // vocabulary)
+    size = max(1, CHUNK // vocabulary)
     total = torch.empty(len(logits), dtype=torch.float32, device=device)
     best = torch.empty(len(logits), dtype=torch.int64, device=device)
     for start in range(0, len(logits), size):
-        block = logits[start : start + size].float()
-        total[start : start + size] = block.logsumexp(-1)
-        best[start : start + size] = block.argmax(-1)
+        chunk = logits[start : start + size].float()
+        total[start : start + size] = chunk.logsumexp(-1)
+        best[start : start + size] = chunk.argmax(-1)
     row, target = put(np.array([list(rows), list(targets)], dtype=np.int64), device)
     known = target < vocabulary  # a text may hold ids that the model has no logits for
     logprob = logits[row, target.where(known, 0)].float() - total[row]
@@ -56,7 +56,7 @@ class StepScores:
             entry.logprob, entry.likeliest = logprob, bool(first)
 
 
-def score_step(works: Sequence[Work], logits: torch.Tensor) -> StepScores | None:
+def score_step(spans: Sequence[ScheduledSpan], logits: torch.Tensor) -> StepScores | None:
     """Notes in `span.scores` what `logits` [N, vocabulary] will have said: N rows, the wanted positions of the works in their order.
 
     None when no text is scored. Does not wait for the device.
@@ -65,12 +65,12 @@ def score_step(works: Sequence[Work], logits: torch.Tensor) -> StepScores | None
     targets: list[int] = []
     entries: list[TokenScore] = []
     at = 0
-    for work in works:
-        for position in range(work.logits, work.stop) if work.span.scoring else ():
-            for token in work.span.next_tokens(position):
-                rows.append(at + position - work.logits)
+    for scheduled in spans:
+        for position in range(scheduled.logits, scheduled.stop) if scheduled.span.scoring else ():
+            for token in scheduled.span.next_tokens(position):
+                rows.append(at + position - scheduled.logits)
                 targets.append(token)
-                entry = work.span.scores[position, token] = TokenScore()
+                entry = scheduled.span.scores[position, token] = TokenScore()
                 entries.append(entry)
-        at += work.stop - work.logits
+        at += scheduled.stop - scheduled.logits
     return StepScores(entries, score_targets(logits, rows, targets)) if rows else None

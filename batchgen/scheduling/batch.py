@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.scheduling.sequence import Branch, GenerationSequence, Saved, Span, State
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, SwappedBlocks
 from batchgen.stats import EngineStats
 
 
@@ -29,7 +29,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduledSpan:
     """A span's share of a step: its tokens at positions [start, stop)."""
 
     span: Span
@@ -42,37 +42,37 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """The KV of one page into another: a node's tail into the first page of a child."""
+class CopyBlock:
+    """The KV of one block into another: a node's tail into the first block of a child."""
 
     source: int
     to: int
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """Pages that a node gives up, to host memory."""
+class SwapOut:
+    """Blocks that a node gives up, to host memory."""
 
-    pages: tuple[int, ...]
-    to: Saved
+    blocks: tuple[int, ...]
+    to: SwappedBlocks
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Of pages that were saved those from the `first`-th on, back into these."""
+class SwapIn:
+    """Of blocks that were saved those from the `first`-th on, back into these."""
 
-    source: Saved
+    source: SwappedBlocks
     first: int
-    pages: tuple[int, ...]
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledBatch:
     """One forward pass, packed in depth-first order, and what goes with it."""
 
-    works: tuple[Work, ...]
-    moves: tuple[Copy | Save | Load, ...]
-    """Of pages, before the forward, one after the other."""
+    spans: tuple[ScheduledSpan, ...]
+    moves: tuple[CopyBlock | SwapOut | SwapIn, ...]
+    """Of blocks, before the forward, one after the other."""
     preempted: tuple[GenerationSequence, ...]
     started: tuple[GenerationSequence, ...]
     """Sequences that begin, or come back, in this step."""
@@ -83,7 +83,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return sum(w.stop - w.start for w in self.works)
+        return sum(w.stop - w.start for w in self.spans)
 
 
 class Budget:
@@ -95,10 +95,10 @@ class Budget:
         self._prefill = limits.max_prefill_tokens
         self._scored = limits.max_scored_tokens
         self._kv = limits.max_kv_read
-        self._read: set[Branch] = set()
+        self._read: set[PrefixNodeSpan] = set()
         self.full = False
         """Whether the KV budget has turned something away."""
-        self.works: list[Work] = []
+        self.spans: list[ScheduledSpan] = []
 
     @property
     def prefill(self) -> int:
@@ -110,7 +110,7 @@ class Budget:
         if self.tokens < 1 or not self._reads(seq, seq.end):
             return False
         self.tokens -= 1
-        self.works.append(Work(seq, seq.computed, seq.end, seq.computed, seq.read_slot))
+        self.spans.append(ScheduledSpan(seq, seq.computed, seq.end, seq.computed, seq.read_slot))
         return True
 
     def slice(self, span: Span) -> None:
@@ -125,15 +125,15 @@ class Budget:
         self.tokens -= stop - start
         self._prefill -= stop - start
         self._scored -= stop - logits
-        self.works.append(Work(span, start, stop, logits, span.read_slot))
+        self.spans.append(ScheduledSpan(span, start, stop, logits, span.read_slot))
 
     def _reads(self, span: Span, stop: int) -> bool:
         """Whether the KV that the span reads fits too; it is taken then."""
         if self._kv is None:
             return True
-        path = [branch for branch in span.path if branch not in self._read]
-        tokens = stop - span.start + sum(branch.end - branch.start for branch in path)
-        if tokens > self._kv and self.works:
+        path = [node_span for node_span in span.path if node_span not in self._read]
+        tokens = stop - span.start + sum(node_span.end - node_span.start for node_span in path)
+        if tokens > self._kv and self.spans:
             self.full = True
             return False
         self._kv -= tokens
@@ -141,80 +141,80 @@ class Budget:
         return True
 
 
-def size_of(works: Sequence[Work]) -> int:
+def size_of(spans: Sequence[ScheduledSpan]) -> int:
     """Tokens of the works."""
-    return sum(work.stop - work.start for work in works)
+    return sum(scheduled.stop - scheduled.start for scheduled in spans)
 
 
-def tokens_of(works: Sequence[Work]) -> NDArray[np.int64]:
-    """[T] the packed batch; 0 where only the device knows the token (`drawn_of`)."""
-    tokens = np.zeros(size_of(works), dtype=np.int64)
+def tokens_of(spans: Sequence[ScheduledSpan]) -> NDArray[np.int64]:
+    """[T] the packed batch; 0 where only the device knows the token (`pending_of`)."""
+    tokens = np.zeros(size_of(spans), dtype=np.int64)
     at = 0
-    for work in works:
-        size = work.stop - work.start
-        if size > 1 or not _is_unseen(work):
-            tokens[at : at + size] = work.span.tokens(work.start, work.stop)
+    for scheduled in spans:
+        size = scheduled.stop - scheduled.start
+        if size > 1 or not _is_pending(scheduled):
+            tokens[at : at + size] = scheduled.span.tokens(scheduled.start, scheduled.stop)
         at += size
     return tokens
 
 
-def drawn_of(works: Sequence[Work]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def pending_of(spans: Sequence[ScheduledSpan]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """[M] places in the packed batch whose token was drawn in the step before and is not on the host yet, and [M] their sequences' slots."""
     places: list[int] = []
     slots: list[int] = []
     end = 0
-    for work in works:
-        end += work.stop - work.start
-        if _is_unseen(work):
-            assert isinstance(work.span, GenerationSequence)
+    for scheduled in spans:
+        end += scheduled.stop - scheduled.start
+        if _is_pending(scheduled):
+            assert isinstance(scheduled.span, GenerationSequence)
             places.append(end - 1)
-            slots.append(work.span.slot)
+            slots.append(scheduled.span.slot)
     return np.asarray(places, dtype=np.int64), np.asarray(slots, dtype=np.int64)
 
 
-def _is_unseen(work: Work) -> bool:
+def _is_pending(scheduled: ScheduledSpan) -> bool:
     """Whether the host has not seen the work's last token. It is the only one then: a sequence that comes back is known whole."""
-    span = work.span
-    return isinstance(span, GenerationSequence) and span.unseen > 0 and work.stop == span.end
+    span = scheduled.span
+    return isinstance(span, GenerationSequence) and span.num_pending_tokens > 0 and scheduled.stop == span.end
 
 
-def wanted_of(works: Sequence[Work]) -> NDArray[np.int64]:
+def wanted_of(spans: Sequence[ScheduledSpan]) -> NDArray[np.int64]:
     """[N] places in the packed batch whose logits are wanted."""
     places: list[int] = []
     end = 0
-    for work in works:
-        end += work.stop - work.start
-        places += range(end - (work.stop - work.logits), end)
+    for scheduled in spans:
+        end += scheduled.stop - scheduled.start
+        places += range(end - (scheduled.stop - scheduled.logits), end)
     return np.asarray(places, dtype=np.int64)
 
 
-def halves(works: Sequence[Work]) -> tuple[list[Work], list[Work]]:
+def halves(spans: Sequence[ScheduledSpan]) -> tuple[list[ScheduledSpan], list[ScheduledSpan]]:
     """Works of two or more tokens as two sets of about as many, in their order; one of them may be cut in two."""
-    room = size_of(works) // 2
-    first: list[Work] = []
-    second: list[Work] = []
-    for work in works:
-        cut = min(work.stop, work.start + room)
-        room -= cut - work.start
-        if cut > work.start:
-            first.append(Work(work.span, work.start, cut, min(work.logits, cut)))
-        if cut < work.stop:
-            second.append(Work(work.span, cut, work.stop, max(work.logits, cut)))
+    room = size_of(spans) // 2
+    first: list[ScheduledSpan] = []
+    second: list[ScheduledSpan] = []
+    for scheduled in spans:
+        cut = min(scheduled.stop, scheduled.start + room)
+        room -= cut - scheduled.start
+        if cut > scheduled.start:
+            first.append(ScheduledSpan(scheduled.span, scheduled.start, cut, min(scheduled.logits, cut)))
+        if cut < scheduled.stop:
+            second.append(ScheduledSpan(scheduled.span, cut, scheduled.stop, max(scheduled.logits, cut)))
     return first, second
 
 
-def count_step(stats: EngineStats, step: Step) -> None:
+def count_step(stats: EngineStats, step: ScheduledBatch) -> None:
     """Counts a step that is launched and has not yet changed its spans; what it draws is counted when it is known."""
     stats.steps += 1
-    for work in step.works:
-        span = work.span
+    for scheduled in step.spans:
+        span = scheduled.span
         if isinstance(span, GenerationSequence) and span.state is State.DECODING:
             continue
-        prompt = min(work.stop, span.prompt_end)
-        stats.prefill_tokens += max(0, prompt - work.start)
-        behind = max(work.start, prompt)
+        prompt = min(scheduled.stop, span.prompt_end)
+        stats.prefill_tokens += max(0, prompt - scheduled.start)
+        behind = max(scheduled.start, prompt)
         if isinstance(span, GenerationSequence) and not span.scoring:
             # The last token that it had drawn is run for the first time, as in any decode step.
-            stats.recomputed_tokens += max(0, min(work.stop, span.end - 1) - behind)
+            stats.recomputed_tokens += max(0, min(scheduled.stop, span.end - 1) - behind)
         else:
-            stats.scored_tokens += work.stop - behind
+            stats.scored_tokens += scheduled.stop - behind

@@ -1,4 +1,4 @@
-"""What runs in the next step: which running sequences, which prompts, what is started, who gives pages up.
+"""What runs in the next step: which running sequences, which prompts, what is started, who gives blocks up.
 
 Each node is prefilled once, and its children wait for it; a finished sequence's place is taken in the next step. Nothing
 a step does is linear in the number of waiting leaves: what can start next lies in a queue of cursors, one for each
@@ -16,17 +16,17 @@ from dataclasses import replace
 
 from batchgen.prefix import PrefixPlan
 from batchgen.request import Leaf, Request
-from batchgen.scheduling.batch import Budget, Limits, Step
-from batchgen.scheduling.block_manager import Memory
-from batchgen.scheduling.sequence import Branch, GenerationSequence, Span, State, Stops
+from batchgen.scheduling.batch import Budget, Limits, ScheduledBatch
+from batchgen.scheduling.block_manager import BlockManager
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, Stops
 from batchgen.scheduling.waiting import POLICIES, Cursor, Policy, Queue, Window
 
 
-class Underway:
-    """At most `batch_size` running sequences, each in a slot of its own, and what else holds pages. The scheduler's book."""
+class RunningSet:
+    """At most `batch_size` running sequences, each in a slot of its own, and what else holds blocks. The scheduler's book."""
 
-    def __init__(self, memory: Memory, batch_size: int) -> None:
-        self.memory = memory
+    def __init__(self, memory: BlockManager, batch_size: int) -> None:
+        self.block_manager = memory
         self.queue = Queue()
         """What may start next."""
         self.running: dict[GenerationSequence, None] = {}  # in the order of admission: the newest is preempted first
@@ -48,10 +48,10 @@ class Underway:
     @property
     def computes_a_node(self) -> bool:
         """Whether a node is being computed."""
-        return any(isinstance(span, Branch) for span in self.prefilling)
+        return any(isinstance(span, PrefixNodeSpan) for span in self.prefilling)
 
     def start(self, seq: GenerationSequence) -> None:
-        """A sequence that has its pages takes a slot."""
+        """A sequence that has its blocks takes a slot."""
         seq.slot = heapq.heappop(self._slots)
         self.running[seq] = None
         seq.window.running[seq.index] = seq
@@ -60,29 +60,29 @@ class Underway:
         seq.become(State.PREFILLING if seq.computed < seq.end else State.DECODING)
 
     def preempt(self, seq: GenerationSequence) -> None:
-        """A running sequence gives its pages up; its leaf waits again, in its turn."""
-        assert not seq.unseen, "what it has drawn must be known, or it could not go on"
+        """A running sequence gives its blocks up; its leaf waits again, in its turn."""
+        assert not seq.num_pending_tokens, "what it has drawn must be known, or it could not go on"
         self._stop(seq, State.PREEMPTED)
         w = seq.window
         w.returning[seq.index] = seq
         self.queue.push(Cursor(w, seq.parent.node.index if seq.parent else -1, [seq.item]))
 
-    def leave(self, seq: GenerationSequence) -> None:
+    def start_finishing(self, seq: GenerationSequence) -> None:
         """All of a sequence's work is launched: its leaf has nothing more to run, and `end` follows when its last numbers are here.
 
         What it held may go to others at once: they run after it, in the order in which the device is given its work.
         """
         if seq in self.running:
-            self._stop(seq, State.LEAVING)
+            self._stop(seq, State.FINISHING)
         else:
-            seq.become(State.LEAVING)
+            seq.become(State.FINISHING)
         self.drop_leaf(seq.window, seq.index)
-        seq.window.leaving[seq.index] = seq
+        seq.window.finishing[seq.index] = seq
 
     def end(self, seq: GenerationSequence, state: State) -> None:
         """A sequence that runs or is leaving comes to its end."""
-        if seq.state is State.LEAVING:
-            del seq.window.leaving[seq.index]
+        if seq.state is State.FINISHING:
+            del seq.window.finishing[seq.index]
             seq.become(state)
         else:
             self._stop(seq, state)
@@ -90,7 +90,7 @@ class Underway:
 
     def cancel(self, w: Window, i: int) -> GenerationSequence | None:
         """Ends leaf i, wherever it stands. Returns its sequence if it had begun; a leaf that is done stays so."""
-        seq = w.running.get(i) or w.leaving.get(i)
+        seq = w.running.get(i) or w.finishing.get(i)
         if seq is not None:
             self.end(seq, State.CANCELLED)
             return seq
@@ -105,11 +105,11 @@ class Underway:
         """Drops what runs and waits."""
         for seq in list(self.running):
             self._stop(seq, State.CANCELLED)
-        for branch in list(self.memory.live):
-            if branch.complete:
-                self.memory.retire(branch)
+        for node_span in list(self.block_manager.live):
+            if node_span.complete:
+                self.block_manager.retire(node_span)
             else:
-                self.memory.evict(branch)
+                self.block_manager.evict(node_span)
         self.prefilling.clear()
         self.queue.clear()
         self.unfinished = 0
@@ -122,32 +122,32 @@ class Underway:
         n = int(w.plan.leaf_parent[i])
         while n >= 0:
             w.unfinished[n] -= 1
-            branch = w.branches[n]
-            if w.unfinished[n] == 0 and branch is not None:
-                if branch.complete:
-                    self.memory.retire(branch)
-                elif not branch.evicted:  # its leaves were cancelled
-                    del self.prefilling[branch]
-                    self.memory.evict(branch)
-                w.branches[n] = None
+            node_span = w.node_spans[n]
+            if w.unfinished[n] == 0 and node_span is not None:
+                if node_span.complete:
+                    self.block_manager.retire(node_span)
+                elif not node_span.evicted:  # its leaves were cancelled
+                    del self.prefilling[node_span]
+                    self.block_manager.evict(node_span)
+                w.node_spans[n] = None
             n = w.plan.nodes[n].parent
         if w.left == 0:
             w.forget()
 
-    def complete(self, branch: Branch) -> None:
+    def complete(self, node_span: PrefixNodeSpan) -> None:
         """A node is computed: what waits for it may start."""
-        w, n = branch.window, branch.node.index
+        w, n = node_span.window, node_span.node.index
         self.queue.complete(w, n)
         if w.unfinished[n] == 0:
-            self.memory.retire(branch)
-            w.branches[n] = None
+            self.block_manager.retire(node_span)
+            w.node_spans[n] = None
 
-    def drop_branch(self, branch: Branch) -> None:
+    def drop_node(self, node_span: PrefixNodeSpan) -> None:
         """Gives up a node that is still being computed; its children wait for it to start again."""
-        self.prefilling.pop(branch, None)
-        self.memory.evict(branch)
-        w, n = branch.window, branch.node.index
-        w.branches[n] = None
+        self.prefilling.pop(node_span, None)
+        self.block_manager.evict(node_span)
+        w, n = node_span.window, node_span.node.index
+        w.node_spans[n] = None
         self.queue.lost(w, n)
 
     def _stop(self, seq: GenerationSequence, state: State) -> None:
@@ -156,31 +156,31 @@ class Underway:
         del seq.window.running[seq.index]
         heapq.heappush(self._slots, seq.slot)
         self.held_tokens -= seq.end
-        self.memory.close(seq)
+        self.block_manager.close(seq)
         seq.become(state)
 
 
 class Admission:
     """Starts what waits, in the order of its turns; `stops` makes what ends a completion."""
 
-    def __init__(self, under: Underway, policy: Policy, stops: Callable[[Request], Stops]) -> None:
-        self._under = under
-        self._memory = under.memory
+    def __init__(self, under: RunningSet, policy: Policy, stops: Callable[[Request], Stops]) -> None:
+        self._running = under
+        self._block_manager = under.block_manager
         self._policy = policy
         self._stops = stops
 
     def admit(self, budget: Budget, started: list[GenerationSequence], scored: list[GenerationSequence]) -> None:
         """Fills what is left of a step; adds the sequences that begin in it, and the texts that nodes have scored to their end."""
-        queue = self._under.queue
+        queue = self._running.queue
         while queue:
             cursor = queue.top
             w, item = cursor.window, cursor.item
             if w.is_done(item):
                 queue.advance()
                 continue
-            parent = w.branches[cursor.node] if cursor.node >= 0 else None
-            if parent is not None and parent.complete and not self._memory.has_state(parent):
-                self._memory.evict(parent)  # its state was given up: it is run again for what still begins there
+            parent = w.node_spans[cursor.node] if cursor.node >= 0 else None
+            if parent is not None and parent.complete and not self._block_manager.has_state(parent):
+                self._block_manager.evict(parent)  # its state was given up: it is run again for what still begins there
             if cursor.node >= 0 and (parent is None or not parent.complete):
                 queue.wait()
                 continue
@@ -188,8 +188,8 @@ class Admission:
                 queue.advance()
                 scored.append(self._score(w, ~item, parent))
                 continue
-            if budget.prefill <= 0 and not (item < 0 and w.draws_without_a_forward(~item, parent)):
-                return  # it would only hold pages
+            if budget.prefill <= 0 and not (item < 0 and w.samples_without_a_forward(~item, parent)):
+                return  # it would only hold blocks
             span = self._start_node(w, item) if item >= 0 else self._start_leaf(w, ~item, parent)
             if span is None:
                 return
@@ -197,64 +197,69 @@ class Admission:
             if isinstance(span, GenerationSequence):
                 started.append(span)
             elif span.complete:
-                self._under.complete(span)
+                self._running.complete(span)
                 continue
             if span.computed < span.end:
-                self._under.prefilling[span] = None
+                self._running.prefilling[span] = None
                 budget.slice(span)
 
     def clear(self, path: bool) -> None:
         """Gives up all nodes but the parent of what comes next and, with `path`, those above it."""
-        top = self._under.queue.top
-        parent = top.window.branches[top.node] if top.node >= 0 else None
-        self._memory.evict_all({parent, *(parent.path if parent and path else ())})
+        top = self._running.queue.top
+        parent = top.window.node_spans[top.node] if top.node >= 0 else None
+        self._block_manager.evict_all({parent, *(parent.path if parent and path else ())})
 
-    def _score(self, w: Window, i: int, parent: Branch | None) -> GenerationSequence:
+    def _score(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence:
         seq = self._sequence(w, i)
         assert parent is not None
         seq.parent, seq.path, seq.start, seq.computed = parent, (*parent.path, parent), parent.end, parent.end
         seq.gather()
-        self._under.leave(seq)
+        self._running.start_finishing(seq)
         return seq
 
-    def _start_node(self, w: Window, n: int) -> Branch | None:
+    def _start_node(self, w: Window, n: int) -> PrefixNodeSpan | None:
         node = w.plan.nodes[n]
         reserve = 0
         if (
-            self._under.running or self._under.prefilling
+            self._running.running or self._running.prefilling
         ):  # a node ahead of its turn must not take the room of those before it
-            ahead = self._memory.pages_for(w.leaves[node.first].most_tokens) - self._memory.pages_for(node.end)
+            ahead = self._block_manager.blocks_for(w.leaves[node.first].max_kv_tokens) - self._block_manager.blocks_for(
+                node.end
+            )
             reserve = max(2 * ahead, self._margin)
             # Beside other nodes that are computed only while slots last: what follows each of them needs as many as the tree is deep.
-            if not self._memory.has_slots(1 + self._under.free_seats + w.depth) and self._under.computes_a_node:
+            if (
+                not self._block_manager.has_slots(1 + self._running.free_seats + w.depth)
+                and self._running.computes_a_node
+            ):
                 return None
-        branch = self._memory.open_branch(w, n, reserve)
-        if branch is not None:
-            w.branches[n] = branch
+        node_span = self._block_manager.open_node(w, n, reserve)
+        if node_span is not None:
+            w.node_spans[n] = node_span
             w.restarting.pop(n, None)
-        return branch
+        return node_span
 
-    def _start_leaf(self, w: Window, i: int, parent: Branch | None) -> GenerationSequence | None:
-        if self._under.full:
+    def _start_leaf(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence | None:
+        if self._running.full:
             return None
         seq = w.returning.get(i) or self._sequence(w, i)
-        alone = not self._under.running and not self._under.prefilling
-        if not self._memory.open_sequence(seq, parent, None if alone else self._margin):
+        alone = not self._running.running and not self._running.prefilling
+        if not self._block_manager.open_sequence(seq, parent, None if alone else self._margin):
             return None
         w.returning.pop(i, None)
-        self._under.start(seq)
+        self._running.start(seq)
         return seq
 
     def _sequence(self, w: Window, i: int) -> GenerationSequence:
         leaf = w.leaves[i]
         return GenerationSequence(
-            window=w, place=w.place(~i), parent=None, start=0, table=[], computed=0, claims_tail=False, leaf=leaf,
+            window=w, place=w.place(~i), parent=None, start=0, table=[], computed=0, writes_parent_tail=False, leaf=leaf,
             index=i, stops=None if leaf.request.texts else self._stops(leaf.request),
         )  # fmt: skip
 
     @property
     def _margin(self) -> int:
-        return int(self._policy.margin * self._memory.pool.num_pages)
+        return int(self._policy.margin * self._block_manager.pool.num_blocks)
 
 
 class Scheduler:
@@ -262,35 +267,35 @@ class Scheduler:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: BlockManager,
         limits: Limits,
         stops: Callable[[Request], Stops],
         policy: Policy = POLICIES["prefix"],
     ) -> None:
-        self.memory = memory
+        self.block_manager = memory
         self.limits = limits
         self.policy = policy
         self.steps = 0
         self.preemptions = 0
         self.peak_held_tokens = 0
-        self._under = Underway(memory, limits.batch_size)
-        self._admission = Admission(self._under, policy, stops)
+        self._running = RunningSet(memory, limits.batch_size)
+        self._admission = Admission(self._running, policy, stops)
         self._numbers = 0  # leaves of all windows so far
 
     @property
     def running(self) -> dict[GenerationSequence, None]:
         """In the order of admission."""
-        return self._under.running
+        return self._running.running
 
     @property
     def prefilling(self) -> dict[Span, None]:
         """Nodes and sequences whose prompts are not yet run to their end."""
-        return self._under.prefilling
+        return self._running.prefilling
 
     @property
     def unfinished(self) -> int:
         """Leaves that still have something to run."""
-        return self._under.unfinished
+        return self._running.unfinished
 
     # -- windows come and go
 
@@ -301,21 +306,21 @@ class Scheduler:
         """
         w = Window.of(leaves, plan, self.policy, self._numbers)
         self._numbers += len(leaves)
-        self._under.unfinished += len(leaves)
-        self.memory.match(w)
+        self._running.unfinished += len(leaves)
+        self.block_manager.match(w)
         for i in unfit:
-            self._under.drop_leaf(w, i)
+            self._running.drop_leaf(w, i)
         if w.left:
-            self._under.queue.push(w.cursors[-1])
+            self._running.queue.push(w.cursors[-1])
         return w
 
     def abandon(self) -> None:
         """Drops what runs and waits: the job is being interrupted."""
-        self._under.abandon()
+        self._running.abandon()
 
     def cancel(self, w: Window, i: int) -> GenerationSequence | None:
         """Ends leaf i, wherever it stands. Returns its sequence if it had begun; a leaf that is done stays so."""
-        return self._under.cancel(w, i)
+        return self._running.cancel(w, i)
 
     def shrink(self, max_batch_tokens: int) -> None:
         """Steps have at most so many tokens from now on."""
@@ -326,10 +331,10 @@ class Scheduler:
 
     # -- a step
 
-    def schedule(self, admit: bool = True) -> Step | None:
+    def schedule(self, admit: bool = True) -> ScheduledBatch | None:
         """The next step. Empty only when nothing is left (or, without `admit`, nothing runs).
 
-        None while memory is short and tokens are unseen: who gives its pages up must be known whole, and may have ended.
+        None while memory is short and tokens are num_pending_tokens: who gives its blocks up must be known whole, and may have ended.
         """
         preempted = self._grow_running()
         if preempted is None:
@@ -346,109 +351,111 @@ class Scheduler:
         scored: list[GenerationSequence] = []
         if admit and not preempted:
             self._admission.admit(budget, started, scored)
-            # Nothing runs, so what holds the pages is nodes: those beside the next item's path go, then those above
+            # Nothing runs, so what holds the blocks is nodes: those beside the next item's path go, then those above
             # its parent too. With these alone it fits, or it was refused (`unfit`) from the start.
             for path in (True, False):
-                if budget.works or started or scored or decoding or not self.unfinished:
+                if budget.spans or started or scored or decoding or not self.unfinished:
                     break
                 self._admission.clear(path)
                 self._admission.admit(budget, started, scored)
-            idle = not (budget.works or started or scored or decoding)
+            idle = not (budget.spans or started or scored or decoding)
             assert not (idle and self.unfinished), "nothing runs and nothing can start"
         if not self.policy.decode_first:
             self._decode(decoding, budget)
-        works = sorted(budget.works, key=lambda w: w.span.place)
+        spans = sorted(budget.spans, key=lambda w: w.span.place)
         ready = tuple(s for s in started if s.state is State.DECODING)
-        held = self._under.held_tokens + sum(seq.end for seq in scored)
+        held = self._running.held_tokens + sum(seq.end for seq in scored)
         self.peak_held_tokens = max(self.peak_held_tokens, held)
-        return Step(tuple(works), self.memory.take_moves(), preempted, tuple(started), ready, tuple(scored))
+        return ScheduledBatch(
+            tuple(spans), self.block_manager.take_moves(), preempted, tuple(started), ready, tuple(scored)
+        )
 
-    def ran(self, step: Step) -> list[GenerationSequence]:
+    def ran(self, step: ScheduledBatch) -> list[GenerationSequence]:
         """The step's forward is launched: its tokens have KV. Returns the texts that are scored to their end, which leave."""
         scored: list[GenerationSequence] = []
-        for work in step.works:
-            span = work.span
-            span.computed = work.stop
-            self.memory.wrote_state(span)
-            if work.stop < span.end:
+        for scheduled in step.spans:
+            span = scheduled.span
+            span.computed = scheduled.stop
+            self.block_manager.wrote_state(span)
+            if scheduled.stop < span.end:
                 continue
-            if isinstance(span, Branch):
+            if isinstance(span, PrefixNodeSpan):
                 del self.prefilling[span]
-                self._under.complete(span)
+                self._running.complete(span)
             elif isinstance(span, GenerationSequence) and span.state is State.PREFILLING:
                 del self.prefilling[span]
                 if span.scoring:
                     span.gather()
                     scored.append(span)
-                    self._under.leave(span)
+                    self._running.start_finishing(span)
                 else:
                     span.become(State.DECODING)
-        if self.memory.sliding is not None:
-            for work in step.works:
-                if work.span.table:
-                    self.memory.drop_behind(work.span)
+        if self.block_manager.sliding_window is not None:
+            for scheduled in step.spans:
+                if scheduled.span.table:
+                    self.block_manager.drop_behind(scheduled.span)
         return scored
 
     def draws(self, drawing: Iterable[GenerationSequence]) -> list[GenerationSequence]:
         """A token is being drawn for each of these. Returns those that end with it at the latest, which leave."""
         leaving: list[GenerationSequence] = []
         for seq in drawing:
-            seq.unseen += 1
-            self._under.held_tokens += 1
-            if seq.drawn >= seq.request.max_tokens:
-                self._under.leave(seq)
+            seq.num_pending_tokens += 1
+            self._running.held_tokens += 1
+            if seq.num_sampled >= seq.request.max_tokens:
+                self._running.start_finishing(seq)
                 leaving.append(seq)
         return leaving
 
     def drew(self, seq: GenerationSequence, token: int) -> str | None:
         """This token was drawn for `seq`; ends it where it has ended. Returns the finish reason, or None."""
         seq.generated.append(token)
-        seq.unseen -= 1
+        seq.num_pending_tokens -= 1
         assert seq.stops is not None
         reason = seq.stops.append(token)
         if reason is not None:
             self.finish(seq)
-        assert seq.unseen or seq.state is not State.LEAVING, "a completion passes its length"
+        assert seq.num_pending_tokens or seq.state is not State.FINISHING, "a completion passes its length"
         return reason
 
     def finish(self, seq: GenerationSequence) -> None:
         """Ends a sequence that is whole."""
-        self._under.end(seq, State.FINISHED)
+        self._running.end(seq, State.FINISHED)
 
     def fail(self, seq: GenerationSequence) -> None:
         """Ends a sequence that cannot go on."""
-        self._under.end(seq, State.FAILED)
+        self._running.end(seq, State.FAILED)
 
     # -- running
 
     def _decode(self, decoding: list[GenerationSequence], budget: Budget) -> None:
         """The next token of every decoding sequence; where not all fit, of those that have waited longest."""
         if self.limits.max_kv_read is not None or budget.tokens < len(decoding):
-            decoding = sorted(decoding, key=lambda s: s.turn)
+            decoding = sorted(decoding, key=lambda s: s.last_step)
         for seq in decoding:
             if not budget.decode(seq):
                 break
-            seq.turn = self.steps
+            seq.last_step = self.steps
 
     def _grow_running(self) -> tuple[GenerationSequence, ...] | None:
-        """A page for every sequence whose next token begins one; the newest give theirs up where none is free.
+        """A block for every sequence whose next token begins one; the newest give theirs up where none is free.
 
         None where that is to be put off (`schedule`).
         """
         preempted: list[GenerationSequence] = []
         for seq in list(self.running):
-            while seq in self.running and seq.state is State.DECODING and not self.memory.grow(seq):
-                if any(other.unseen for other in self.running):
+            while seq in self.running and seq.state is State.DECODING and not self.block_manager.grow(seq):
+                if any(other.num_pending_tokens for other in self.running):
                     return None
                 newest = self._newest()
                 if newest is seq and len(self.running) == 1:
-                    self.memory.evict_all()
-                    for span in [s for s in self.prefilling if isinstance(s, Branch)]:
-                        self._under.drop_branch(span)
-                    if self.memory.grow(seq):
+                    self.block_manager.evict_all()
+                    for span in [s for s in self.prefilling if isinstance(s, PrefixNodeSpan)]:
+                        self._running.drop_node(span)
+                    if self.block_manager.grow(seq):
                         break
                 self.preemptions += 1
-                self._under.preempt(newest)
+                self._running.preempt(newest)
                 preempted.append(newest)
         return tuple(preempted)
 

@@ -28,8 +28,8 @@ class State(Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PREEMPTED = "preempted"
-    LEAVING = "leaving"
-    """All of it is drawn or scored, on the device: it holds no pages and no slot any more, only its last numbers are to come."""
+    FINISHING = "finishing"
+    """All of it is drawn or scored, on the device: it holds no blocks and no slot any more, only its last numbers are to come."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -37,17 +37,17 @@ class State(Enum):
 
 LEGAL: dict[State, frozenset[State]] = {
     # A text to score that lies whole on the nodes above it has nothing left to run.
-    State.WAITING: frozenset({State.PREFILLING, State.DECODING, State.LEAVING, State.FAILED, State.CANCELLED}),
-    State.PREFILLING: frozenset({State.DECODING, State.PREEMPTED, State.LEAVING, State.FAILED, State.CANCELLED}),
-    State.DECODING: frozenset({State.PREEMPTED, State.LEAVING, State.FINISHED, State.FAILED, State.CANCELLED}),
+    State.WAITING: frozenset({State.PREFILLING, State.DECODING, State.FINISHING, State.FAILED, State.CANCELLED}),
+    State.PREFILLING: frozenset({State.DECODING, State.PREEMPTED, State.FINISHING, State.FAILED, State.CANCELLED}),
+    State.DECODING: frozenset({State.PREEMPTED, State.FINISHING, State.FINISHED, State.FAILED, State.CANCELLED}),
     State.PREEMPTED: frozenset({State.PREFILLING, State.DECODING, State.FAILED, State.CANCELLED}),
-    State.LEAVING: frozenset({State.FINISHED, State.FAILED, State.CANCELLED}),
+    State.FINISHING: frozenset({State.FINISHED, State.FAILED, State.CANCELLED}),
     State.FINISHED: frozenset(),
     State.FAILED: frozenset(),
     State.CANCELLED: frozenset(),
 }
 
-_RUNNING = frozenset({State.PREFILLING, State.DECODING, State.LEAVING})
+_RUNNING = frozenset({State.PREFILLING, State.DECODING, State.FINISHING})
 
 # Place in depth-first order: (first leaf below, depth); a leaf comes after the nodes that begin with it. Leaves are numbered
 # through all windows.
@@ -70,20 +70,20 @@ class Span:
 
     window: Window
     place: Place
-    parent: Branch | None
+    parent: PrefixNodeSpan | None
     start: int
     """First position of its own; its parent's end."""
     table: list[int]
-    """Block table: the page of positions i*page_size and on, from position 0. The span holds a reference to each but the
+    """Block table: the block of positions i*block_size and on, from position 0. The span holds a reference to each but the
     first `dropped`."""
     computed: int
-    """Positions before this have their KV in the pages."""
-    claims_tail: bool
-    """Whether it writes on in the page that holds its parent's last tokens (at most one child does; others copy it)."""
-    path: tuple[Branch, ...] = ()
+    """Positions before this have their KV in the blocks."""
+    writes_parent_tail: bool
+    """Whether it writes on in the block that holds its parent's last tokens (at most one child does; others copy it)."""
+    path: tuple[PrefixNodeSpan, ...] = ()
     """The branches above, from the root down."""
     dropped: int = 0
-    """Pages at the beginning of the table that lie behind every sliding window and were given back."""
+    """Blocks at the beginning of the table that lie behind every sliding window and were given back."""
     state_slot: int = -1
     """Slot of the state of the recurrent layers after `computed` tokens; -1 without such layers."""
     read_slot: int = -1
@@ -127,25 +127,25 @@ class Span:
 
 
 @dataclass(slots=True, eq=False)
-class Saved:
-    """A place in host memory for the KV of some pages; filled by the runner."""
+class SwappedBlocks:
+    """A place in host memory for the KV of some blocks; filled by the runner."""
 
     kv: Any = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Branch(Span):
+class PrefixNodeSpan(Span):
     """A prefix node whose KV is, or is being, computed. One node may have several in turn, if memory ran short."""
 
     node: PrefixNode
     prompt: TokenArray
     """The tokens of a leaf below; the first `node.end` are the path's."""
-    claimed: bool = False
-    """Whether a child writes on in the page of the last tokens."""
+    has_tail_writer: bool = False
+    """Whether a child writes on in the block of the last tokens."""
     evicted: bool = False
-    saved: Saved | None = None
+    swapped: SwappedBlocks | None = None
     """Its KV in host memory, where it was moved there when it was evicted."""
-    successor: Branch | None = None
+    successor: PrefixNodeSpan | None = None
     """The node that has its tokens now, where it was evicted because of that."""
     logits: Any = None
     """Logits after the last token [vocabulary], kept while prompts that end here wait to draw their first token."""
@@ -202,12 +202,12 @@ class GenerationSequence(Span):
     """None for a text to score."""
     generated: list[int] = field(default_factory=list)
     """The tokens drawn, as far as the host has seen them."""
-    unseen: int = 0
+    num_pending_tokens: int = 0
     """Tokens drawn beyond those: on the device only."""
     state: State = State.WAITING
     slot: int = -1
     """Its row in the sampler while it runs."""
-    turn: int = 0
+    last_step: int = 0
     """The last step that it decoded in."""
     logprobs: list[Any] = field(default_factory=list)
     """By drawn token, where they are wanted: `sampler.TokenLogprobs`."""
@@ -241,12 +241,12 @@ class GenerationSequence(Span):
 
     @property
     def end(self) -> int:
-        return self.start_tokens + self.drawn
+        return self.start_tokens + self.num_sampled
 
     @property
-    def drawn(self) -> int:
+    def num_sampled(self) -> int:
         """Tokens drawn so far, seen or not."""
-        return len(self.generated) + self.unseen
+        return len(self.generated) + self.num_pending_tokens
 
     @property
     def running(self) -> bool:
@@ -254,9 +254,9 @@ class GenerationSequence(Span):
         return self.state in _RUNNING
 
     @property
-    def most_tokens(self) -> int:
+    def max_kv_tokens(self) -> int:
         """Positions that it can need KV for: the last token drawn is never run."""
-        return self.leaf.most_tokens
+        return self.leaf.max_kv_tokens
 
     def tokens(self, start: int, stop: int) -> TokenArray:
         prompt = self.leaf.tokens

@@ -10,9 +10,9 @@ from itertools import count
 
 from batchgen.prefix import PrefixPlan
 from batchgen.request import Leaf
-from batchgen.scheduling.sequence import AFTER_NODES, Branch, GenerationSequence, Place
+from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, Place, PrefixNodeSpan
 
-Turn = tuple[float, int]
+StartOrder = tuple[float, int]
 """When a leaf's turn comes: priority, then number. Lower ones first."""
 
 
@@ -26,9 +26,9 @@ class Policy:
     decode_first: bool
     """Running sequences have the step's tokens before prompts; else prompts before them."""
     margin: float
-    """Share of the pages that must stay free when something new starts beside what runs."""
+    """Share of the blocks that must stay free when something new starts beside what runs."""
 
-    def turns(self, leaves: Sequence[Leaf], plan: PrefixPlan, base: int) -> list[Turn]:
+    def start_orders(self, leaves: Sequence[Leaf], plan: PrefixPlan, base: int) -> list[StartOrder]:
         """The turns of a window's leaves, given in depth-first order; they are numbered from `base` through all windows."""
         numbers = plan.order.tolist() if self.arrival else range(len(leaves))
         return [(leaf.request.priority, base + n) for leaf, n in zip(leaves, numbers, strict=True)]
@@ -40,7 +40,7 @@ POLICIES = {
         Policy("prefix", arrival=False, decode_first=True, margin=0.0),
         Policy("prefill-first", arrival=False, decode_first=False, margin=0.0),
         # The margin is what transformers' continuous batching keeps: in the order of arrival little is shared, so that
-        # running sequences take new pages sooner.
+        # running sequences take new blocks sooner.
         Policy("fifo", arrival=True, decode_first=True, margin=0.2),
     )
 }
@@ -57,7 +57,7 @@ class Cursor:
     window: Window
     node: int
     items: list[int]
-    since: Turn = (-math.inf, -1)
+    since: StartOrder = (-math.inf, -1)
     """A node that is started again comes in the turn of the first leaf that waits for it, not ahead of others."""
     next: int = 0
     queued: bool = False
@@ -67,8 +67,8 @@ class Cursor:
         return self.items[self.next]
 
     @property
-    def turn(self) -> Turn:
-        return max(self.window.turn(self.item), self.since)
+    def start_order(self) -> StartOrder:
+        return max(self.window.start_order(self.item), self.since)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,14 +80,14 @@ class Window:
     plan: PrefixPlan
     base: int
     """Number of the first leaf among those of all windows."""
-    leaf_turns: list[Turn]
-    node_turns: list[Turn]
+    leaf_order: list[StartOrder]
+    node_order: list[StartOrder]
     """By node: the first of the turns below."""
     cursors: list[Cursor] = field(default_factory=list)
     """By node, the root's last (index -1)."""
     unfinished: list[int] = field(default_factory=list)
     """By node: leaves below it that are not done."""
-    draws_at: list[bool] = field(default_factory=list)
+    sampled_at: list[bool] = field(default_factory=list)
     """By node: whether a completion draws its first token from the logits at the node's end."""
     logits_from: list[int] = field(default_factory=list)
     """By node: the first position after which logits are wanted, to draw from or for texts that are scored."""
@@ -95,17 +95,17 @@ class Window:
     """By node: positions before this belong to a prompt below; the others to texts that are scored."""
     targets: dict[int, set[int]] = field(default_factory=dict)
     """By node: the tokens that follow its last one in texts that are scored."""
-    branches: list[Branch | None] = field(default_factory=list)
-    sources: dict[int, tuple[Branch, int]] = field(default_factory=dict)
+    node_spans: list[PrefixNodeSpan | None] = field(default_factory=list)
+    sources: dict[int, tuple[PrefixNodeSpan, int]] = field(default_factory=dict)
     """By item: a node of an earlier window, and how many positions can be taken over from it."""
-    restarting: dict[int, Turn] = field(default_factory=dict)
+    restarting: dict[int, StartOrder] = field(default_factory=dict)
     """Nodes about to be started again: the turn of the first leaf that waits for each."""
     waiters: dict[int, list[Cursor]] = field(default_factory=dict)
     returning: dict[int, GenerationSequence] = field(default_factory=dict)
     """Preempted sequences by depth-first position."""
     running: dict[int, GenerationSequence] = field(default_factory=dict)
     """Running ones."""
-    leaving: dict[int, GenerationSequence] = field(default_factory=dict)
+    finishing: dict[int, GenerationSequence] = field(default_factory=dict)
     """Those whose last numbers are to come."""
     ended: set[int] = field(default_factory=set)
     """Leaves that are done."""
@@ -118,12 +118,12 @@ class Window:
     def of(cls, leaves: Sequence[Leaf], plan: PrefixPlan, policy: Policy, base: int) -> Window:
         """`leaves` in depth-first order."""
         count = len(plan.nodes)
-        w = cls(leaves, plan, base, policy.turns(leaves, plan, base), [(math.inf, 0)] * count, left=len(leaves))
+        w = cls(leaves, plan, base, policy.start_orders(leaves, plan, base), [(math.inf, 0)] * count, left=len(leaves))
         w.cursors = [Cursor(w, n, []) for n in range(count)] + [Cursor(w, -1, [])]
         w.unfinished = [node.last - node.first for node in plan.nodes]
-        w.branches = [None] * count
+        w.node_spans = [None] * count
         w.depth = max((node.depth + 1 for node in plan.nodes), default=0)
-        w.draws_at = [False] * count
+        w.sampled_at = [False] * count
         w.prompt_end = [0] * count
         scored_from = [NEVER] * count  # the least of what texts below begin to be scored at
         for i, n in enumerate(plan.leaf_parent.tolist()):
@@ -131,26 +131,26 @@ class Window:
             if n >= 0:
                 leaf, prompt, end = leaves[i], len(leaves[i].request.tokens), plan.nodes[n].end
                 w.prompt_end[n] = max(w.prompt_end[n], prompt)
-                w.node_turns[n] = min(w.node_turns[n], w.leaf_turns[i])
+                w.node_order[n] = min(w.node_order[n], w.leaf_order[i])
                 if leaf.request.texts:
                     scored_from[n] = min(scored_from[n], prompt - 1)
                     own = leaf.tokens[end] if end < len(leaf.tokens) else leaf.scored[-1]
                     w.targets.setdefault(n, set()).add(int(own))
                 elif end == prompt:
-                    w.draws_at[n] = True
+                    w.sampled_at[n] = True
         for node in reversed(plan.nodes):  # children before their parents
             n, parent = node.index, node.parent
             w.cursors[parent].items.append(n)
             if parent >= 0:
                 w.prompt_end[parent] = max(w.prompt_end[parent], w.prompt_end[n])
-                w.node_turns[parent] = min(w.node_turns[parent], w.node_turns[n])
+                w.node_order[parent] = min(w.node_order[parent], w.node_order[n])
                 if scored_from[n] < NEVER:
                     scored_from[parent] = min(scored_from[parent], scored_from[n])
                     w.targets.setdefault(parent, set()).add(int(leaves[node.first].tokens[node.start]))
         for cursor in w.cursors:
-            cursor.items.sort(key=w.turn)
+            cursor.items.sort(key=w.start_order)
         for node in plan.nodes:
-            drawn = node.end - 1 if w.draws_at[node.index] else NEVER
+            drawn = node.end - 1 if w.sampled_at[node.index] else NEVER
             scored = scored_from[node.index]
             w.logits_from.append(min(drawn, max(scored, node.start) if scored < node.end else NEVER))
         return w
@@ -161,8 +161,8 @@ class Window:
         self.leaves = []
         self.sources.clear()
 
-    def turn(self, item: int) -> Turn:
-        return self.leaf_turns[~item] if item < 0 else self.node_turns[item]
+    def start_order(self, item: int) -> StartOrder:
+        return self.leaf_order[~item] if item < 0 else self.node_order[item]
 
     def place(self, item: int) -> Place:
         if item < 0:
@@ -171,20 +171,20 @@ class Window:
         return (self.base + node.first, node.depth)
 
     def is_resident(self, n: int) -> bool:
-        """Whether the node has pages: it is computed, or being computed."""
-        branch = self.branches[n]
-        return branch is not None and not branch.evicted
+        """Whether the node has blocks: it is computed, or being computed."""
+        node_span = self.node_spans[n]
+        return node_span is not None and not node_span.evicted
 
     def is_done(self, item: int) -> bool:
         """Whether there is nothing to start there any more."""
         return ~item in self.ended if item < 0 else self.unfinished[item] == 0 or self.is_resident(item)
 
-    def is_scored(self, i: int, parent: Branch | None) -> bool:
+    def is_scored(self, i: int, parent: PrefixNodeSpan | None) -> bool:
         """Whether leaf i is a text all of whose tokens the nodes above it have scored."""
         leaf = self.leaves[i]
         return parent is not None and bool(leaf.request.texts) and parent.end == len(leaf.tokens)
 
-    def draws_without_a_forward(self, i: int, parent: Branch | None) -> bool:
+    def samples_without_a_forward(self, i: int, parent: PrefixNodeSpan | None) -> bool:
         """Whether leaf i has nothing to run to start: its prompt ends at the node, and it has drawn nothing yet."""
         return parent is not None and parent.end == len(self.leaves[i].tokens) and i not in self.returning
 
@@ -205,7 +205,7 @@ class Queue:
     """What may start next: a heap of cursors, one for each resident node that still has children to start."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Turn, int, int, Cursor]] = []
+        self._heap: list[tuple[StartOrder, int, int, Cursor]] = []
         self._tick = count()  # tells cursors of equal turn apart
 
     def __len__(self) -> int:
@@ -220,7 +220,7 @@ class Queue:
         if not cursor.queued:
             cursor.queued = True
             depth = cursor.window.place(cursor.item)[1]
-            heapq.heappush(self._heap, (cursor.turn, depth, next(self._tick), cursor))
+            heapq.heappush(self._heap, (cursor.start_order, depth, next(self._tick), cursor))
 
     def pop(self) -> Cursor:
         """Takes the top out."""
@@ -241,7 +241,7 @@ class Queue:
         w, n = cursor.window, cursor.node
         if cursor is not w.cursors[n]:
             w.waiters.setdefault(n, []).append(cursor)
-        self.restart(w, n, cursor.turn)
+        self.restart(w, n, cursor.start_order)
 
     def complete(self, w: Window, n: int) -> None:
         """Node n is computed: what waits for it may start."""
@@ -253,9 +253,9 @@ class Queue:
         """Node n was given up while it was computed: it starts again for what waits for it."""
         waiting = w.waiting(n)
         if waiting:
-            self.restart(w, n, min(c.turn for c in waiting))
+            self.restart(w, n, min(c.start_order for c in waiting))
 
-    def restart(self, w: Window, n: int, since: Turn) -> None:
+    def restart(self, w: Window, n: int, since: StartOrder) -> None:
         """Has node n started again for a leaf with this turn, unless it is resident or on its way for an earlier one."""
         if not w.is_resident(n) and (n not in w.restarting or since < w.restarting[n]):
             w.restarting[n] = since

@@ -25,12 +25,12 @@ def touch_pools() -> None:
     """Has the pool's memory come from the system when the pool is made, before the clock starts: where the other engines have it too."""
     make = KVCache.__init__
 
-    def made(self: Any, layers: Any, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
-        make(self, layers, num_pages, page_size, dtype)
-        pages = min(num_pages, TOUCHED // (bytes_per_token(layers, dtype) * page_size))
+    def made(self: Any, layers: Any, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        make(self, layers, num_blocks, block_size, dtype)
+        blocks = min(num_blocks, TOUCHED // (bytes_per_token(layers, dtype) * block_size))
         for pool in (*self.keys.values(), *self.values.values()):
             paged = self._paged(pool)
-            for part in (paged[:, :pages], paged[:, num_pages - pages :]):  # it is given out from both ends
+            for part in (paged[:, :blocks], paged[:, num_blocks - blocks :]):  # it is given out from both ends
                 part.zero_()
 
     KVCache.__init__ = made  # type: ignore[method-assign]

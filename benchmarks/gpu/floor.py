@@ -47,7 +47,7 @@ def decode_costs(shape: Shape, sequences: int, shared: int, own: float) -> dict[
     return {
         "linear layers": Cost(layers * item, 2.0 * sequences * layers),
         "shared parts": Cost(shared * kv_token, sequences * shared * pair),
-        "own pages": Cost(sequences * own * kv_token, sequences * own * pair),
+        "own blocks": Cost(sequences * own * kv_token, sequences * own * pair),
         "head": Cost(head * item, 2.0 * sequences * head),
     }
 

@@ -18,16 +18,16 @@ from batchgen.attention import triton_backend, work_list
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.triton_backend import DeviceAttention
-from batchgen.scheduling.batch import Work
+from batchgen.scheduling.batch import ScheduledSpan
 from benchmarks.gpu.device import Bench, layer_shape, shape_of
 
-PAGE = 32
+BLOCK_SIZE = 32
 PREFIXES = (32, 64, 128, 256, 512, 1024, 4096)
 SHARERS = (2, 4, 8, 16, 32, 64, 128, 256)
 OWN = 128
 PROMPTS = ((4, 2048), (1, 8192))
 ALWAYS, NEVER = 1, 1 << 40
-"""Queries x pages from which a run of pages is a shared part."""
+"""Queries x blocks from which a run of blocks is a shared part."""
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "wide": (
         {}, {"keys": 32}, {"keys": 128}, {"stages": 2}, {"stages": 4}, {"warps": 4}, {"rows": 64}, {"rows": 64, "warps": 4},
@@ -70,11 +70,11 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 class Layer:
     """A layer's attention over random keys and values."""
 
-    def __init__(self, bench: Bench, model: str, pages: int, tokens: int) -> None:
+    def __init__(self, bench: Bench, model: str, blocks: int, tokens: int) -> None:
         shape = shape_of(bench.model(model), bench.dtype)
         self.bench = bench
         self.options = LayerOptions(scale=shape.head_dim**-0.5)
-        self.cache = KVCache({0: layer_shape(shape, bench.device)}, pages, PAGE, bench.dtype)
+        self.cache = KVCache({0: layer_shape(shape, bench.device)}, blocks, BLOCK_SIZE, bench.dtype)
         for pool in (self.cache.keys[0], self.cache.values[0]):
             pool.normal_()
         heads = (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -83,7 +83,7 @@ class Layer:
         )
         self.group, self.tokens, self.shape = shape.heads // shape.kv_heads, tokens, shape
 
-    def seconds(self, works: Sequence[Work]) -> float:
+    def seconds(self, works: Sequence[ScheduledSpan]) -> float:
         """Of one layer, its KV being written in it; the plan is made and copied before."""
         attention = DeviceAttention(self.cache, self.tokens, self.bench.device, self.group)
         attention.plan(works)
@@ -92,39 +92,39 @@ class Layer:
         return self.bench.device_seconds(lambda: attention(0, q, k, v, self.options))
 
 
-def decoding(sharers: int, prefix: int, own: int) -> list[Work]:
-    """Each of these draws its next token: a prefix of whole pages that all share, and its own pages."""
-    above = prefix // PAGE
+def decoding(sharers: int, prefix: int, own: int) -> list[ScheduledSpan]:
+    """Each of these draws its next token: a prefix of whole blocks that all share, and its own blocks."""
+    above = prefix // BLOCK_SIZE
     root = Lying(list(range(above)), 0, prefix)
-    each = -(-own // PAGE)
+    each = -(-own // BLOCK_SIZE)
     works = []
     for i in range(sharers):
         table = [*root.table, *range(above + i * each, above + (i + 1) * each)]
         span: Any = Lying(table, prefix, prefix + own, (root,) if above else ())
-        works.append(Work(span, prefix + own - 1, prefix + own, prefix + own - 1))
+        works.append(ScheduledSpan(span, prefix + own - 1, prefix + own, prefix + own - 1))
     return works
 
 
-def prompts(count: int, length: int) -> list[Work]:
+def prompts(count: int, length: int) -> list[ScheduledSpan]:
     """Whole prompts that share nothing."""
-    each = -(-length // PAGE)
+    each = -(-length // BLOCK_SIZE)
     spans: list[Any] = [Lying(list(range(i * each, (i + 1) * each)), 0, length) for i in range(count)]
-    return [Work(span, 0, length, length - 1) for span in spans]
+    return [ScheduledSpan(span, 0, length, length - 1) for span in spans]
 
 
-def pages_of(works: Sequence[Work]) -> int:
-    return 1 + max(page for w in works for page in w.span.table)
+def blocks_of(works: Sequence[ScheduledSpan]) -> int:
+    return 1 + max(block for w in works for block in w.span.table)
 
 
 def crossover(bench: Bench, model: str) -> dict[str, Any]:
     """Milliseconds with the prefix as a shared part and read through each one's block table, by its length and by how many share it."""
     prefixes, sharers = bench.size((PREFIXES, SHARERS), ((32, 64), (2,)))
-    most = decoding(max(sharers), max(prefixes), PAGE)
-    layer = Layer(bench, model, pages_of(most), max(sharers))
+    most = decoding(max(sharers), max(prefixes), BLOCK_SIZE)
+    layer = Layer(bench, model, blocks_of(most), max(sharers))
     grid = []
     for prefix in prefixes:
         for count in sharers:
-            works = decoding(count, prefix, PAGE)
+            works = decoding(count, prefix, BLOCK_SIZE)
             took = []
             for reads in (ALWAYS, NEVER):
                 with changed(triton_backend, SHARED_READS=reads):
@@ -139,12 +139,12 @@ def crossover(bench: Bench, model: str) -> dict[str, Any]:
 
 
 def best_threshold(grid: Sequence[Mapping[str, Any]]) -> int:
-    """The power of two of queries x pages from which sharing is to begin, so that the chosen ways lose least to the better ones."""
+    """The power of two of queries x blocks from which sharing is to begin, so that the chosen ways lose least to the better ones."""
 
     def lost(threshold: int) -> float:
         total = 0.0
         for cell in grid:
-            shared = cell["sharers"] * cell["prefix"] // PAGE >= threshold
+            shared = cell["sharers"] * cell["prefix"] // BLOCK_SIZE >= threshold
             took = cell["shared_ms"] if shared else cell["flat_ms"]
             total += math.log(took / min(cell["shared_ms"], cell["flat_ms"]))
         return total
@@ -156,7 +156,7 @@ def decode_alone(bench: Bench) -> dict[str, Any]:
     """One layer of sequences that share nothing, beside torch's scaled_dot_product_attention over keys and values that lie together."""
     count, keys = bench.size((256, 1024), (2, 64))
     works = decoding(count, 0, keys)
-    layer = Layer(bench, "8b", pages_of(works), count)
+    layer = Layer(bench, "8b", blocks_of(works), count)
     ours, s = layer.seconds(works), layer.shape
     q = layer.q.transpose(0, 1).unsqueeze(2)  # [256, H, 1, D]
     del layer
@@ -173,7 +173,7 @@ def decode_shared(bench: Bench) -> dict[str, Any]:
     """One layer of sequences under one prefix: nothing of torch's reads it once."""
     count, prefix, own = bench.size((256, 4096, OWN), (2, 64, 32))
     works = decoding(count, prefix, own)
-    layer = Layer(bench, "8b", pages_of(works), count)
+    layer = Layer(bench, "8b", blocks_of(works), count)
     ours = layer.seconds(works)
     flop = 4 * layer.shape.heads * layer.shape.head_dim * count * (prefix + own)
     return {"sequences": count, "prefix": prefix, "own": own, "ms": ms(ours), "tflops": teraflops(flop, ours)}
@@ -183,7 +183,7 @@ def prefill(bench: Bench, count: int, length: int) -> dict[str, Any]:
     """One layer of whole prompts, beside torch's scaled_dot_product_attention and its varlen one."""
     count, length = bench.size((count, length), (2, 32))
     works = prompts(count, length)
-    layer = Layer(bench, "8b", pages_of(works), count * length)
+    layer = Layer(bench, "8b", blocks_of(works), count * length)
     ours = layer.seconds(works)
     q, k, v = (x.reshape(x.shape[0], count, length, -1).transpose(0, 1) for x in (layer.q, layer.k, layer.v))
     dense = bench.device_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
@@ -260,7 +260,7 @@ def _two(bench: Bench, lane: str) -> dict[str, float]:
         kinds["decode_flat_ms"] = decoding(count, 0, bench.size(1024, 64))
     found = {}
     for name, works in kinds.items():
-        layer = Layer(bench, "8b", pages_of(works), sum(w.stop - w.start for w in works))
+        layer = Layer(bench, "8b", blocks_of(works), sum(w.stop - w.start for w in works))
         found[name] = ms(layer.seconds(works))
     return found
 

@@ -42,7 +42,7 @@ def crossover(f: Mapping[str, Any]) -> Iterator[str]:
         cells = [cell for cell in f["grid"] if cell["prefix"] == prefix]
         said = ", ".join(f"{cell['sharers']}: {cell['flat_ms'] / cell['shared_ms']:.2f}x" for cell in cells)
         yield f"prefix of {prefix:,}, by sharers: {said}"
-    yield f"sharing pays best from {f['best_shared_reads']:,} queries x pages; {f['used']:,} is used"
+    yield f"sharing pays best from {f['best_shared_reads']:,} queries x blocks; {f['used']:,} is used"
 
 
 def flat(f: Mapping[str, Any]) -> Iterator[str]:

@@ -35,7 +35,7 @@ ARCHITECTURES = (
 )  # fmt: skip
 """Windows, soft caps, sinks, heads of one or many, K and V of different sizes, experts, learned and scaled positions among them."""
 TINY = ("llama", "gemma2")
-PAGES = 8  # of 32 tokens; the longest completion needs 6
+BLOCK_TABLE = 8  # of 32 tokens; the longest completion needs 6
 SCHEDULES: dict[str, dict[str, Any]] = {
     "all at once": {},
     "no graphs": {"compile": "off"},
@@ -80,8 +80,8 @@ def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]
         of = replace(model, compile=options.pop("compile", model.compile))
         engine = small_engine(of, **options)
         if "short" in how:
-            page = engine.sizes.page_size * engine.sizes.bytes_per_token
-            engine = small_engine(of, kv_memory=f"{PAGES * page}B", **options)
+            block = engine.sizes.block_size * engine.sizes.bytes_per_token
+            engine = small_engine(of, kv_memory=f"{BLOCK_TABLE * block}B", **options)
         seen = Seen(engine)
         results = run(engine, make_requests(prompts, lengths))
         equal = [list(r.token_ids) == e.tokens for r, e in zip(results, expected, strict=True)]

@@ -139,7 +139,7 @@ def caption(result: Result) -> str:
     days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     codes = len({e["source"] for e in entries})
     text = (
-        "Random weights, bfloat16, greedy. The floor of a step is the sum over linear layers, shared parts, own pages and head of the larger of "
+        "Random weights, bfloat16, greedy. The floor of a step is the sum over linear layers, shared parts, own blocks and head of the larger of "
         "bytes at the bandwidth of a large copy and operations at the rate of a large matrix product, both measured in the same run; in bold how many times as fast "
         f"batchgen is on the same rows. {where}, {days}."
     )

@@ -13,11 +13,11 @@ from batchgen.attention.base import LayerOptions
 from batchgen.attention.cpu_backend import PackedAttention, _Layer, _Plan, storage
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.kernels.build import NoKernels, library
-from batchgen.model.adapter import with_pages
+from batchgen.model.adapter import with_blocks
 from support import simulation as sim
 from support.reference_attention import Reference
 
-PAGES = 120
+BLOCKS = 120
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.04}
 
 
@@ -29,14 +29,14 @@ def kernels():
         pytest.skip(e.message)
 
 
-def written(kernels, keys, values, slots, page_size):
+def written(kernels, keys, values, slots, block_size):
     """A packed pool with these keys and values [K, N, size] at these slots, and NaN nowhere."""
     K, count, D = keys.shape
-    cache = KVCache(storage({0: LayerShape(K, D, values.shape[2])}, keys.dtype), PAGES, page_size, keys.dtype)
+    cache = KVCache(storage({0: LayerShape(K, D, values.shape[2])}, keys.dtype), BLOCKS, block_size, keys.dtype)
     at = np.array(slots, dtype=np.int32)
-    plan = _Plan(num_tokens=count, page_size=page_size, slots=at.ctypes.data, tile=1)
+    plan = _Plan(num_tokens=count, block_size=block_size, slots=at.ctypes.data, tile=1)
     what = _Layer(
-        heads=K, kv_heads=K, size=D, v_size=values.shape[2], num_pages=PAGES,
+        heads=K, kv_heads=K, size=D, v_size=values.shape[2], num_blocks=BLOCKS,
         k_head=keys.stride(0), k_token=keys.stride(1), v_head=values.stride(0), v_token=values.stride(1),
         k=keys.data_ptr(), v=values.data_ptr(), keys=cache.keys[0].data_ptr(), values=cache.values[0].data_ptr(),
     )  # fmt: skip
@@ -45,30 +45,30 @@ def written(kernels, keys, values, slots, page_size):
     return cache
 
 
-def compare(kernels, works, page_size, *, K=2, G=2, D=8, V=8, dtype=torch.float32, seed=0, sinks=False, **options):
+def compare(kernels, spans, block_size, *, K=2, G=2, D=8, V=8, dtype=torch.float32, seed=0, sinks=False, **options):
     generator = torch.Generator().manual_seed(seed)
-    slots = sorted({w.span.table[p // page_size] * page_size + p % page_size for w in works for p in range(w.stop)})
-    keys, values = torch.zeros(K, PAGES * page_size, D), torch.zeros(K, PAGES * page_size, V)
+    slots = sorted({w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.stop)})
+    keys, values = torch.zeros(K, BLOCKS * block_size, D), torch.zeros(K, BLOCKS * block_size, V)
     keys[:, slots] = torch.randn((K, len(slots), D), generator=generator)
     values[:, slots] = torch.randn((K, len(slots), V), generator=generator)
     keys, values = keys.to(dtype), values.to(dtype)
     if sinks:
         options["sinks"] = torch.randn(K * G, generator=generator)
     layer = LayerOptions(**({"scale": 0.3} | options))
-    cache = written(kernels, keys[:, slots], values[:, slots], slots, page_size)
-    attention = PackedAttention(kernels, works, cache)
+    cache = written(kernels, keys[:, slots], values[:, slots], slots, block_size)
+    attention = PackedAttention(kernels, spans, cache)
     own = torch.tensor(
-        [w.span.table[p // page_size] * page_size + p % page_size for w in works for p in range(w.start, w.stop)]
+        [w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.start, w.stop)]
     )
     T = len(own)
     q = torch.randn((T, K * G, D), generator=generator).to(dtype).transpose(0, 1)  # strided as a model's
     got = attention(0, q, keys[:, own], values[:, own], layer)
-    want = Reference(works, page_size).attend(q.reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
+    want = Reference(spans, block_size).attend(q.reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
     assert got.dtype == dtype
     torch.testing.assert_close(got.view(T, K, G, V).float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def random_steps(sim, seed, check, *, page_size=16, longest=60, steps=5, tokens=300):
+def random_steps(sim, seed, check, *, block_size=16, longest=60, steps=5, tokens=300):
     """Some steps of a random tree of prompts, prefill in slices and decode mixed."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
@@ -76,8 +76,8 @@ def random_steps(sim, seed, check, *, page_size=16, longest=60, steps=5, tokens=
         begin = rng.choice(prompts)[: rng.randint(0, 2 * longest)] if prompts and rng.random() < 0.8 else []
         prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, longest))])
     s = sim.Simulation(
-        pages=PAGES, page_size=page_size, tokens=tokens, batch_size=8, prefill=tokens,
-        every_step=lambda step, plan: check(step.works) if plan is not None else None,
+        blocks=BLOCKS, block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens,
+        every_step=lambda step, plan: check(step.spans) if plan is not None else None,
     )  # fmt: skip
     s.load(prompts, [rng.randint(1, 8) for _ in prompts])
     for _ in range(steps):
@@ -91,8 +91,8 @@ def random_steps(sim, seed, check, *, page_size=16, longest=60, steps=5, tokens=
     [(1, 1, 16, 16), (1, 71, 64, 64), (2, 7, 64, 64), (4, 1, 80, 80), (2, 2, 33, 20), (1, 3, 7, 3), (1, 2, 256, 128), (2, 5, 8, 96)],
 )  # fmt: skip
 def test_the_kernels_are_the_reference_for_every_shape_of_heads(kernels, K, G, D, V, dtype):
-    def check(works):
-        compare(kernels, works, 16, K=K, G=G, D=D, V=V, dtype=dtype)
+    def check(spans):
+        compare(kernels, spans, 16, K=K, G=G, D=D, V=V, dtype=dtype)
 
     random_steps(sim, 3, check, tokens=90, longest=40, steps=3)
 
@@ -107,7 +107,7 @@ def test_the_kernels_are_the_reference_for_every_shape_of_heads(kernels, K, G, D
     ids=str,
 )  # fmt: skip
 def test_the_kernels_are_the_reference_under_every_option(kernels, options, dtype):
-    random_steps(sim, 4, lambda works: compare(kernels, works, 32, dtype=dtype, **options), page_size=32)
+    random_steps(sim, 4, lambda spans: compare(kernels, spans, 32, dtype=dtype, **options), block_size=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -116,8 +116,8 @@ def test_the_kernels_are_the_reference_over_more_keys_than_they_have_in_hand_at_
     rng = random.Random(8)
     shared = [rng.randrange(3) for _ in range(1100)]
     s = sim.Simulation(
-        pages=PAGES, page_size=32, tokens=600, batch_size=8, prefill=600,
-        every_step=lambda step, plan: compare(kernels, step.works, 32, dtype=dtype, **options),
+        blocks=BLOCKS, block_size=32, tokens=600, batch_size=8, prefill=600,
+        every_step=lambda step, plan: compare(kernels, step.spans, 32, dtype=dtype, **options),
     )  # fmt: skip
     s.load([shared + [rng.randrange(3) for _ in range(n)] for n in (1, 40, 530)], [3, 3, 3])
     while s.scheduler.unfinished:
@@ -130,7 +130,7 @@ def test_the_kernels_are_the_reference_over_more_keys_than_they_have_in_hand_at_
 def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
     seed = data.draw(st.integers(0, 2**32))
     rng = random.Random(seed)
-    page_size = rng.choice([16, 32, 48, 160])
+    block_size = rng.choice([16, 32, 48, 160])
     options = {
         "window": rng.choice([None, None, 3, 33]), "softcap": rng.choice([None, 1.5]), "sinks": rng.random() < 0.3,
         "K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3, 8]), "D": rng.choice([8, 9, 64]), "V": rng.choice([4, 16, 72]),
@@ -138,7 +138,7 @@ def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
     }  # fmt: skip
     tokens = rng.choice([9, 40, 300])
     random_steps(
-        sim, seed, lambda works: compare(kernels, works, page_size, seed=seed % 1000, **options), page_size=page_size,
+        sim, seed, lambda spans: compare(kernels, spans, block_size, seed=seed % 1000, **options), block_size=block_size,
         tokens=tokens, steps=4,
     )  # fmt: skip
 
@@ -148,23 +148,23 @@ def test_the_number_of_threads_changes_nothing(kernels):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            random_steps(sim, 5, lambda works: compare(kernels, works, 16, K=3))
+            random_steps(sim, 5, lambda spans: compare(kernels, spans, 16, K=3))
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_page_is_copied_saved_and_loaded_whatever_its_layout(kernels):
+def test_a_block_is_copied_saved_and_loaded_whatever_its_layout(kernels):
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn((2, 40, 8), generator=generator), torch.randn((2, 40, 20), generator=generator)
-    cache = written(kernels, keys, values, range(16, 56), 16)  # pages 1, 2 and half of 3
+    cache = written(kernels, keys, values, range(16, 56), 16)  # blocks 1, 2 and half of 3
     again = written(
         kernels, keys, values, [*range(80, 96), *range(48, 64), *range(16, 24)], 16
-    )  # pages 5, 3, half of 1
+    )  # blocks 5, 3, half of 1
     cache.copy([(1, 5)])
     for pool, other in zip(cache.pools, again.pools, strict=True):
         assert torch.equal(cache._paged(pool)[:, 5], again._paged(other)[:, 5])
-    saved = cache.save([2, 1])
-    cache.load(saved, 0, [3, 4])
+    saved = cache.swap_out([2, 1])
+    cache.swap_in(saved, 0, [3, 4])
     for pool, other in zip(cache.pools, again.pools, strict=True):
         assert torch.equal(cache._paged(pool)[:, 3], again._paged(other)[:, 3])
         assert torch.equal(cache._paged(pool)[:, 4], again._paged(other)[:, 5])
@@ -174,13 +174,13 @@ def test_a_page_is_copied_saved_and_loaded_whatever_its_layout(kernels):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(kernels, dtype, bad):
     keys, values = torch.ones(1, 20, 4, dtype=dtype), torch.ones(1, 20, 4, dtype=dtype)
-    values[0, 17, 2] = bad  # the second token of the second page
+    values[0, 17, 2] = bad  # the second token of the second block
     cache = written(kernels, keys, values, range(20), 16)
     assert torch.isfinite(cache.values[0]).all()
     span = type("Span", (), {"table": [0, 1], "path": (), "start": 0, "dropped": 0})()
-    from batchgen.scheduling.batch import Work
+    from batchgen.scheduling.batch import ScheduledSpan
 
-    attention = PackedAttention(kernels, [Work(span, 15, 19, 18)], cache)
+    attention = PackedAttention(kernels, [ScheduledSpan(span, 15, 19, 18)], cache)
     out = attention(0, torch.ones(1, 4, 4, dtype=dtype), keys[:, 15:19], values[:, 15:19], LayerOptions(1.0))
     assert torch.equal(out[:2], torch.ones(2, 1, 4, dtype=dtype))
     assert out[2:].isnan().all()
@@ -193,17 +193,17 @@ def test_sizes_are_rounded_up_to_what_is_read_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("page_size", "dtype", "device", "packed"),
+    ("block_size", "dtype", "device", "packed"),
     [
         (32, torch.float32, "cpu", True), (48, torch.bfloat16, "cpu", True), (40, torch.float32, "cpu", False),
         (32, torch.float16, "cpu", False), (32, torch.float32, "meta", False),
     ],
 )  # fmt: skip
-def test_other_pages_types_and_devices_run_without_the_kernels(page_size, dtype, device, packed):
+def test_other_blocks_types_and_devices_run_without_the_kernels(block_size, dtype, device, packed):
     from batchgen.model.adapter import LoadedModel
 
     layers = {0: LayerShape(2, 7, 20, torch.device(device))}
     model = LoadedModel(None, torch.device(device), dtype, layers, 10, kernels=object())
-    got = with_pages(model, page_size)
+    got = with_blocks(model, block_size)
     assert (got.kernels is not None) == packed
     assert got.layers[0].v_size == (32 if packed else 20)

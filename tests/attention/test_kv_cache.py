@@ -6,8 +6,8 @@ from batchgen.attention.kv_cache import KVCache, LayerShape, bytes_per_token, de
 CPU = torch.device("cpu")
 
 
-def cache_of(num_pages=6, page_size=2, layers=None, dtype=torch.float32):
-    return KVCache(layers or {0: LayerShape(1, 1, 1)}, num_pages, page_size, dtype)
+def cache_of(num_blocks=6, block_size=2, layers=None, dtype=torch.float32):
+    return KVCache(layers or {0: LayerShape(1, 1, 1)}, num_blocks, block_size, dtype)
 
 
 def numbered(cache):
@@ -36,7 +36,7 @@ def test_tokens_are_written_to_their_slots_and_nowhere_else():
     assert not cache.keys[1].any()
 
 
-def test_pages_are_copied_whole_in_every_layer():
+def test_blocks_are_copied_whole_in_every_layer():
     cache = numbered(cache_of(4, 2, {0: LayerShape(1, 1, 1), 1: LayerShape(2, 1, 1)}))
     cache.copy([(1, 3)])
     assert cache.keys[0][0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
@@ -44,7 +44,7 @@ def test_pages_are_copied_whole_in_every_layer():
 
 
 @pytest.mark.parametrize(
-    ("copies", "pages"),
+    ("copies", "blocks"),
     [
         ([], [0, 1, 2, 3, 4, 5]),
         ([(0, 3), (0, 4)], [0, 1, 2, 0, 0, 5]),
@@ -53,13 +53,13 @@ def test_pages_are_copied_whole_in_every_layer():
         ([(0, 1), (1, 2), (2, 3), (5, 0), (0, 4)], [5, 0, 0, 0, 5, 5]),
     ],
 )
-def test_copies_are_made_as_if_one_after_the_other(copies, pages):
+def test_copies_are_made_as_if_one_after_the_other(copies, blocks):
     cache = numbered(cache_of())
     cache.copy(copies)
-    assert cache.keys[0].view(6, 2).tolist() == [[2 * p, 2 * p + 1] for p in pages]
+    assert cache.keys[0].view(6, 2).tolist() == [[2 * p, 2 * p + 1] for p in blocks]
 
 
-def test_a_page_copied_to_twice_holds_the_last():
+def test_a_block_copied_to_twice_holds_the_last():
     cache = numbered(cache_of())
     cache.copy([(0, 3), (1, 3)])
     assert cache.keys[0].view(6, 2)[3].tolist() == [2, 3]
@@ -95,7 +95,7 @@ def test_each_layer_s_kv_lies_on_its_layer_s_device():
     assert {i: v.device for i, v in cache.values.items()} == {0: CPU, 1: META, 2: CPU}
 
 
-def test_pages_are_copied_on_every_device():
+def test_blocks_are_copied_on_every_device():
     cache = cache_of(4, 2, SPREAD)
     cache.keys[2].copy_(torch.arange(8.0).view(1, 8, 1))
     cache.copy([(1, 3)])
@@ -109,7 +109,7 @@ def test_bytes_of_a_token_are_those_on_one_device_where_that_is_asked():
 
 
 def test_layers_of_one_shape_lie_in_one_tensor_and_none_is_a_view():
-    """A page is moved in all layers at once; to torch.compile views of one tensor that are written to would be one."""
+    """A block is moved in all layers at once; to torch.compile views of one tensor that are written to would be one."""
     cache = cache_of(4, 2, {0: LayerShape(2, 3, 3), 1: LayerShape(2, 3, 5), 2: LayerShape(1, 3, 3)})
     assert [tuple(pool.shape) for pool in cache.pools] == [(2 * 3, 8, 3), (2, 8, 5), (1 * 2, 8, 3)]
     tensors = [*cache.keys.values(), *cache.values.values()]
@@ -120,38 +120,38 @@ def test_layers_of_one_shape_lie_in_one_tensor_and_none_is_a_view():
     assert [int(tensor.min()) for tensor in tensors] == [int(tensor.max()) for tensor in tensors] == [*range(6)]
 
 
-@pytest.mark.parametrize(("first", "pages"), [(0, [5, 0, 3]), (1, [0, 5]), (2, [1])])
-def test_saved_pages_come_back_wherever_they_are_loaded(first, pages):
+@pytest.mark.parametrize(("first", "blocks"), [(0, [5, 0, 3]), (1, [0, 5]), (2, [1])])
+def test_saved_blocks_come_back_wherever_they_are_loaded(first, blocks):
     layers = {0: LayerShape(2, 3, 3), 1: LayerShape(1, 4, 2)}
     cache = numbered(cache_of(6, 2, layers))
-    saved = cache.save([2, 4, 3])
+    saved = cache.swap_out([2, 4, 3])
     before = numbered(cache_of(6, 2, layers))
     for tensor in (*cache.keys.values(), *cache.values.values()):
         tensor.zero_()
-    cache.load(saved, first, pages)
+    cache.swap_in(saved, first, blocks)
     for i, shape in layers.items():
         for got, was, size in ((cache.keys, before.keys, shape.k_size), (cache.values, before.values, shape.v_size)):
             paged, kept = (of[i].view(shape.heads, 6, 2, size) for of in (got, was))
-            for source, to in zip([2, 4, 3][first:], pages, strict=True):
+            for source, to in zip([2, 4, 3][first:], blocks, strict=True):
                 assert torch.equal(paged[:, to], kept[:, source])
-            rest = [page for page in range(6) if page not in pages]
+            rest = [block for block in range(6) if block not in blocks]
             assert not paged[:, rest].any()
 
 
 @pytest.mark.gpu
-def test_pages_are_saved_while_the_device_goes_on_and_are_what_they_were():
+def test_blocks_are_saved_while_the_device_goes_on_and_are_what_they_were():
     cuda = torch.device("cuda", 0)
     cache = numbered(cache_of(64, 32, {i: LayerShape(8, 128, 128, cuda) for i in range(4)}))
     want = [pool.clone() for pool in cache.pools]
-    pages = list(range(40, 56))
-    cache.save(pages)  # the first pins memory and loads kernels, which may wait
+    blocks = list(range(40, 56))
+    cache.swap_out(blocks)  # the first pins memory and loads kernels, which may wait
     torch.cuda._sleep(10**8)
-    saved = cache.save(pages)
+    saved = cache.swap_out(blocks)
     assert not any(kept.there.query() for kept in saved)  # nobody has waited
-    assert all(kept.pages.is_pinned() for kept in saved)
+    assert all(kept.blocks.is_pinned() for kept in saved)
     for pool in cache.pools:
         pool.zero_()
-    cache.load(saved, 4, pages[4:])
+    cache.swap_in(saved, 4, blocks[4:])
     del saved
     for pool, was in zip(cache.pools, want, strict=True):
         assert torch.equal(pool[:, 44 * 32 : 56 * 32], was[:, 44 * 32 : 56 * 32])

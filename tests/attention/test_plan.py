@@ -4,16 +4,16 @@ import pytest
 from batchgen.attention import plan as module
 from batchgen.attention.plan import PADDING, SharedPart, plan_attention
 from batchgen.prefix import PrefixNode
-from batchgen.scheduling.batch import Work
-from batchgen.scheduling.sequence import AFTER_NODES, Branch, GenerationSequence
+from batchgen.scheduling.batch import ScheduledSpan
+from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, PrefixNodeSpan
 from support import simulation as sim
 
 
-def branch(table, start, end, parent=None):
+def node_span(table, start, end, parent=None):
     node = PrefixNode(0, -1, start, end, 0, 9, 0)
     path = (*parent.path, parent) if parent else ()
-    return Branch(
-        window=None, place=(0, len(path)), parent=parent, start=start, table=table, computed=end, claims_tail=False, path=path,
+    return PrefixNodeSpan(
+        window=None, place=(0, len(path)), parent=parent, start=start, table=table, computed=end, writes_parent_tail=False, path=path,
         node=node, prompt=np.arange(end, dtype=np.int32),
     )  # fmt: skip
 
@@ -22,84 +22,84 @@ def sequence(sim, table, parent, at=0, prompt=50):
     (leaf,) = sim.make_leaves([range(prompt)], [9])
     start = parent.end if parent else 0
     return GenerationSequence(
-        window=None, index=at, place=(at, AFTER_NODES), parent=parent, start=start, table=table, computed=start, claims_tail=False,
+        window=None, index=at, place=(at, AFTER_NODES), parent=parent, start=start, table=table, computed=start, writes_parent_tail=False,
         path=(*parent.path, parent) if parent else (), leaf=leaf, stops=sim.Length(9),
     )  # fmt: skip
 
 
 def decode(sim, table, parent, position, at=0):
-    return Work(sequence(sim, table, parent, at), position, position + 1, position)
+    return ScheduledSpan(sequence(sim, table, parent, at), position, position + 1, position)
 
 
 def test_tokens_go_to_their_places_in_the_block_table():
-    works = [Work(sequence(sim, [7, 3, 5], None), 3, 9, 9), decode(sim, [1, 2], None, 5)]
-    plan = plan_attention(works, 4)
-    assert (plan.num_tokens, plan.page_size) == (7, 4)
+    spans = [ScheduledSpan(sequence(sim, [7, 3, 5], None), 3, 9, 9), decode(sim, [1, 2], None, 5)]
+    plan = plan_attention(spans, 4)
+    assert (plan.num_tokens, plan.block_size) == (7, 4)
     assert plan.positions.tolist() == [3, 4, 5, 6, 7, 8, 5]
     assert plan.slots.tolist() == [31, 12, 13, 14, 15, 20, 9]
 
 
 def test_a_node_is_one_shared_part_of_all_below_it():
-    root = branch([0, 1, 2], 0, 12)
-    works = [decode(sim, [0, 1, 2, 9 - i], root, 12 + i, i) for i in range(3)]
-    plan = plan_attention(works, 4, shared_reads=9)
-    assert plan.shared == (SharedPart(page=0, num_pages=3, q_start=0, q_end=3, position=0),)
+    root = node_span([0, 1, 2], 0, 12)
+    spans = [decode(sim, [0, 1, 2, 9 - i], root, 12 + i, i) for i in range(3)]
+    plan = plan_attention(spans, 4, shared_reads=9)
+    assert plan.shared == (SharedPart(block=0, num_blocks=3, q_start=0, q_end=3, position=0),)
     assert plan.paged.queries.tolist() == [0, 1, 2]
-    assert plan.paged.pages.tolist() == [9, 8, 7]
+    assert plan.paged.blocks.tolist() == [9, 8, 7]
     assert plan.paged.lengths.tolist() == [1, 2, 3]
     assert plan.paged.positions.tolist() == [12, 12, 12]
     assert plan.causal == ()
 
 
 def test_too_small_a_run_is_read_through_the_block_tables():
-    root = branch([0, 1, 2], 0, 12)
-    works = [decode(sim, [0, 1, 2, 9 - i], root, 12 + i, i) for i in range(3)]
-    plan = plan_attention(works, 4, shared_reads=10)
+    root = node_span([0, 1, 2], 0, 12)
+    spans = [decode(sim, [0, 1, 2, 9 - i], root, 12 + i, i) for i in range(3)]
+    plan = plan_attention(spans, 4, shared_reads=10)
     assert plan.shared == ()
-    assert plan.paged.pages.tolist() == [0, 1, 2, 9, 0, 1, 2, 8, 0, 1, 2, 7]
+    assert plan.paged.blocks.tolist() == [0, 1, 2, 9, 0, 1, 2, 8, 0, 1, 2, 7]
     assert plan.paged.owners.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert plan.paged.lengths.tolist() == [4, 4, 4, 1, 4, 4, 4, 2, 4, 4, 4, 3]
 
 
 def test_the_tail_of_a_node_belongs_to_its_children():
-    """The page that a node ends inside of is each child's own copy: only whole pages are shared."""
-    root = branch([0, 1, 2], 0, 10)
-    works = [decode(sim, [0, 1, 9 - i], root, 11, i) for i in range(2)]
-    plan = plan_attention(works, 4, shared_reads=1)
+    """The block that a node ends inside of is each child's own copy: only whole blocks are shared."""
+    root = node_span([0, 1, 2], 0, 10)
+    spans = [decode(sim, [0, 1, 9 - i], root, 11, i) for i in range(2)]
+    plan = plan_attention(spans, 4, shared_reads=1)
     assert plan.shared == (SharedPart(0, 2, 0, 2, 0),)
-    assert plan.paged.pages.tolist() == [9, 8]
+    assert plan.paged.blocks.tolist() == [9, 8]
     assert plan.paged.positions.tolist() == [8, 8]
 
 
 def test_nested_nodes_are_parts_of_the_queries_below_each():
-    root = branch([0, 1], 0, 8)
-    left, right = branch([0, 1, 2, 3], 8, 16, root), branch([0, 1, 4], 8, 12, root)
-    works = [
+    root = node_span([0, 1], 0, 8)
+    left, right = node_span([0, 1, 2, 3], 8, 16, root), node_span([0, 1, 4], 8, 12, root)
+    spans = [
         decode(sim, [0, 1, 2, 3, 20], left, 16, 0),
         decode(sim, [0, 1, 2, 3, 21], left, 16, 1),
         decode(sim, [0, 1, 4, 22], right, 12, 2),
         decode(sim, [0, 1, 4, 23], right, 12, 3),
         decode(sim, [24], None, 2, 4),
     ]
-    plan = plan_attention(works, 4, shared_reads=1)
+    plan = plan_attention(spans, 4, shared_reads=1)
     assert sorted(plan.shared, key=lambda p: (p.q_start, p.position)) == [
         SharedPart(0, 2, 0, 4, 0),
         SharedPart(2, 2, 0, 2, 8),
         SharedPart(4, 1, 2, 4, 8),
     ]
-    assert plan.paged.pages.tolist() == [20, 21, 22, 23, 24]
+    assert plan.paged.blocks.tolist() == [20, 21, 22, 23, 24]
 
 
-def test_pages_that_do_not_follow_one_another_are_parts_of_their_own():
-    root = branch([5, 6, 2, 3, 9], 0, 20)
-    works = [decode(sim, [5, 6, 2, 3, 9, 11 + i], root, 20, i) for i in range(2)]
-    plan = plan_attention(works, 4, shared_reads=1)
+def test_blocks_that_do_not_follow_one_another_are_parts_of_their_own():
+    root = node_span([5, 6, 2, 3, 9], 0, 20)
+    spans = [decode(sim, [5, 6, 2, 3, 9, 11 + i], root, 20, i) for i in range(2)]
+    plan = plan_attention(spans, 4, shared_reads=1)
     assert plan.shared == (SharedPart(5, 2, 0, 2, 0), SharedPart(2, 2, 0, 2, 8), SharedPart(9, 1, 0, 2, 16))
 
 
 def test_a_node_read_by_one_work_is_no_shared_part():
-    root = branch([0, 1], 0, 8)
-    plan = plan_attention([Work(sequence(sim, [0, 1, 9], root), 8, 11, 10)], 4, shared_reads=1)
+    root = node_span([0, 1], 0, 8)
+    plan = plan_attention([ScheduledSpan(sequence(sim, [0, 1, 9], root), 8, 11, 10)], 4, shared_reads=1)
     assert plan.shared == ()
     (causal,) = plan.causal
     assert causal.keys.tolist() == [[*range(8), 36, 37, 38, 39]]
@@ -109,35 +109,38 @@ def test_a_node_read_by_one_work_is_no_shared_part():
 
 
 def test_two_branches_of_one_node_are_not_taken_for_one():
-    """A node that was evicted and computed again has other pages."""
-    old, new = branch([0, 1], 0, 8), branch([2, 3], 0, 8)
-    works = [decode(sim, [*b.table, 9 + i], b, 8, i) for i, b in enumerate((old, new))]
-    plan = plan_attention(works, 4, shared_reads=1)
+    """A node that was evicted and computed again has other blocks."""
+    old, new = node_span([0, 1], 0, 8), node_span([2, 3], 0, 8)
+    spans = [decode(sim, [*b.table, 9 + i], b, 8, i) for i, b in enumerate((old, new))]
+    plan = plan_attention(spans, 4, shared_reads=1)
     assert plan.shared == ()
-    assert plan.paged.pages.tolist() == [0, 1, 9, 2, 3, 10]
+    assert plan.paged.blocks.tolist() == [0, 1, 9, 2, 3, 10]
 
 
 def test_what_a_long_slice_has_behind_it_is_a_shared_part(monkeypatch):
-    monkeypatch.setattr(module, "CAUSAL_BLOCK", 4)
-    plan = plan_attention([Work(sequence(sim, list(range(10, 15)), None), 4, 17, 16)], 4, shared_reads=8)
-    # blocks of 4, 4, 4 and 1 queries behind 1, 2, 3 and 4 pages
+    monkeypatch.setattr(module, "CAUSAL_CHUNK", 4)
+    plan = plan_attention([ScheduledSpan(sequence(sim, list(range(10, 15)), None), 4, 17, 16)], 4, shared_reads=8)
+    # chunks of 4, 4, 4 and 1 queries behind 1, 2, 3 and 4 blocks
     assert plan.shared == (SharedPart(10, 2, 4, 8, 0), SharedPart(10, 3, 8, 12, 0))
     assert plan.paged.queries.tolist() == [12]
-    assert plan.paged.pages.tolist() == [10, 11, 12, 13, 14]
+    assert plan.paged.blocks.tolist() == [10, 11, 12, 13, 14]
     keys = [row[: np.searchsorted(row, PADDING)].tolist() for part in plan.causal for row in part.k_positions]
     assert sorted(keys) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
 
 
 def test_a_causal_batch_is_bounded_in_its_scores(monkeypatch):
     monkeypatch.setattr(module, "CAUSAL_SCORES", 64)
-    works = [Work(sequence(sim, [i], None, i), 0, 4, 3) for i in range(10)]
-    plan = plan_attention(works, 4)
+    spans = [ScheduledSpan(sequence(sim, [i], None, i), 0, 4, 3) for i in range(10)]
+    plan = plan_attention(spans, 4)
     assert [part.queries.shape for part in plan.causal] == [(4, 4), (4, 4), (2, 4)]
 
 
 def test_padding_is_never_attended_to():
-    works = [Work(sequence(sim, [0, 1], None, 0), 0, 8, 7), Work(sequence(sim, [2, 3], None, 1), 0, 5, 4)]
-    (causal,) = plan_attention(works, 4).causal
+    spans = [
+        ScheduledSpan(sequence(sim, [0, 1], None, 0), 0, 8, 7),
+        ScheduledSpan(sequence(sim, [2, 3], None, 1), 0, 5, 4),
+    ]
+    (causal,) = plan_attention(spans, 4).causal
     assert causal.queries.tolist() == [list(range(8)), [8, 9, 10, 11, 12, 13, 13, 13]]
     assert causal.q_positions[1].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
@@ -145,17 +148,17 @@ def test_padding_is_never_attended_to():
 @pytest.mark.parametrize("shared_reads", [1, 6, 10**9])
 def test_every_query_reads_each_of_its_keys_once(shared_reads, monkeypatch):
     """The same is checked on random trees in test_scheduler."""
-    monkeypatch.setattr(module, "CAUSAL_BLOCK", 3)
-    root = branch([4, 5, 0], 0, 10)
-    inner = branch([4, 5, 1, 7, 8], 10, 20, root)
-    works = [
-        Work(branch([4, 5, 2], 10, 12, root), 10, 12, 11),
+    monkeypatch.setattr(module, "CAUSAL_CHUNK", 3)
+    root = node_span([4, 5, 0], 0, 10)
+    inner = node_span([4, 5, 1, 7, 8], 10, 20, root)
+    spans = [
+        ScheduledSpan(node_span([4, 5, 2], 10, 12, root), 10, 12, 11),
         decode(sim, [4, 5, 1, 7, 8, 30], inner, 21),
-        Work(sequence(sim, [4, 5, 1, 7, 8, 31], inner), 20, 24, 23),
-        Work(sequence(sim, [4, 5, 33, 34], root), 13, 14, 14),
+        ScheduledSpan(sequence(sim, [4, 5, 1, 7, 8, 31], inner), 20, 24, 23),
+        ScheduledSpan(sequence(sim, [4, 5, 33, 34], root), 13, 14, 14),
     ]
-    plan = plan_attention(works, 4, shared_reads)
+    plan = plan_attention(spans, 4, shared_reads)
     reads = sim.reads_of(plan)
-    queries = [(w.span.table, p) for w in works for p in range(w.start, w.stop)]
+    queries = [(w.span.table, p) for w in spans for p in range(w.start, w.stop)]
     for got, (table, position) in zip(reads, queries, strict=True):
         assert sorted(got) == [(p, table[p // 4] * 4 + p % 4) for p in range(position + 1)]

@@ -19,10 +19,10 @@ CPU = torch.device("cpu")
 GARBAGE = 1e4
 
 
-def pool_of(plan, works, slots, K, D, V, page_size, dtype, generator):
+def pool_of(plan, spans, slots, K, D, V, block_size, dtype, generator):
     """Random KV where these works look, and large garbage everywhere else."""
     keys, values = torch.full((K, slots, D), GARBAGE), torch.full((K, slots, V), GARBAGE)
-    used = {w.span.table[p // page_size] * page_size + p % page_size for w in works for p in range(w.stop)}
+    used = {w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.stop)}
     at = torch.tensor(sorted(used))
     keys[:, at] = torch.randn((K, len(at), D), generator=generator)
     values[:, at] = torch.randn((K, len(at), V), generator=generator)
@@ -30,22 +30,22 @@ def pool_of(plan, works, slots, K, D, V, page_size, dtype, generator):
 
 
 def compare(
-    step, plan, page_size, pages, *, K=2, G=2, D=8, V=8, dtype=torch.float32, tolerance=1e-5, seed=0, **options
+    step, plan, block_size, blocks, *, K=2, G=2, D=8, V=8, dtype=torch.float32, tolerance=1e-5, seed=0, **options
 ):
     generator = torch.Generator().manual_seed(seed)
-    keys, values = pool_of(plan, step.works, pages * page_size, K, D, V, page_size, dtype, generator)
+    keys, values = pool_of(plan, step.spans, blocks * block_size, K, D, V, block_size, dtype, generator)
     q = torch.randn((K, plan.num_tokens, G, D), generator=generator).to(dtype)
     if options.pop("sinks", False):
         options["sinks"] = torch.randn(K * G, generator=generator)
     layer = LayerOptions(**({"scale": 0.3} | options))
     got = Cascade(plan, CPU).attend(q, keys, values, layer)
-    want = Reference(step.works, page_size).attend(q, keys, values, layer)
+    want = Reference(step.spans, block_size).attend(q, keys, values, layer)
     assert got.shape == want.shape == (plan.num_tokens, K, G, V)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
-def random_steps(sim, seed, check, *, page_size=4, pages=400, shared_reads=1, longest=14, steps=6, tokens=40):
+def random_steps(sim, seed, check, *, block_size=4, blocks=400, shared_reads=1, longest=14, steps=6, tokens=40):
     """Some steps of a random tree of prompts, prefill in slices and decode mixed."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
@@ -53,7 +53,7 @@ def random_steps(sim, seed, check, *, page_size=4, pages=400, shared_reads=1, lo
         begin = rng.choice(prompts)[: rng.randint(0, 3 * longest)] if prompts and rng.random() < 0.8 else []
         prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, longest))])
     s = sim.Simulation(
-        pages=pages, page_size=page_size, tokens=tokens, batch_size=8, prefill=tokens, shared_reads=shared_reads,
+        blocks=blocks, block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens, shared_reads=shared_reads,
         every_step=lambda step, plan: check(step, plan) if plan is not None else None,
     )  # fmt: skip
     s.load(prompts, [rng.randint(1, 8) for _ in prompts])
@@ -89,7 +89,7 @@ def test_the_cascade_is_the_reference_under_every_option(options, shared_reads):
 def test_the_cascade_is_the_reference_on_random_trees(data):
     seed = data.draw(st.integers(0, 2**32))
     rng = random.Random(seed)
-    page_size, pages = rng.choice([1, 3, 4, 8]), 500
+    block_size, blocks = rng.choice([1, 3, 4, 8]), 500
     options = {
         "window": rng.choice([None, None, 3, 9]),
         "softcap": rng.choice([None, 1.5]),
@@ -98,17 +98,17 @@ def test_the_cascade_is_the_reference_on_random_trees(data):
     shape = {"K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3]), "D": 8, "V": rng.choice([4, 8])}
 
     def check(step, plan):
-        compare(step, plan, page_size, pages, seed=seed % 1000, **shape, **options)
+        compare(step, plan, block_size, blocks, seed=seed % 1000, **shape, **options)
 
     random_steps(
-        sim, seed, check, page_size=page_size, pages=pages, shared_reads=rng.choice([1, 6, 10**9]),
+        sim, seed, check, block_size=block_size, blocks=blocks, shared_reads=rng.choice([1, 6, 10**9]),
         tokens=rng.choice([9, 40, 300]), steps=4,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("shared_reads", [1, 10**9])
 def test_long_slices_are_cut_into_blocks(monkeypatch, shared_reads):
-    monkeypatch.setattr(plan_module, "CAUSAL_BLOCK", 5)
+    monkeypatch.setattr(plan_module, "CAUSAL_CHUNK", 5)
     monkeypatch.setattr(plan_module, "CAUSAL_SCORES", 100)
     monkeypatch.setattr(cascade_module, "SCORES", 64)
     random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400), shared_reads=shared_reads, longest=40, tokens=90)
@@ -116,7 +116,7 @@ def test_long_slices_are_cut_into_blocks(monkeypatch, shared_reads):
 
 
 @pytest.mark.parametrize("dense", [0.0, 2.0], ids=["in place", "gathered"])
-def test_pages_read_in_place_and_gathered_give_the_same(monkeypatch, dense):
+def test_blocks_read_in_place_and_gathered_give_the_same(monkeypatch, dense):
     monkeypatch.setattr(cascade_module, "DENSE", dense)
     random_steps(sim, 6, lambda s, p: compare(s, p, 4, 400, window=9), shared_reads=1)
 
@@ -129,7 +129,7 @@ def test_memory_that_is_scattered_is_read_right():
         parts.extend(plan.shared)
         compare(step, plan, 2, 34)
 
-    random_steps(sim, 7, check, page_size=2, pages=34, steps=40)
+    random_steps(sim, 7, check, block_size=2, blocks=34, steps=40)
     assert parts
 
 
@@ -177,46 +177,46 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def shared_step(n, pages, page_size):
-    """n decoding queries under one node, each with a page of its own."""
+def shared_step(n, blocks, block_size):
+    """n decoding queries under one node, each with a block of its own."""
     import numpy as np
 
     paged = plan_module.PagedPart(
-        queries=np.arange(n), pages=np.arange(pages, pages + n), owners=np.arange(n), lengths=np.full(n, 1),
-        positions=np.full(n, pages * page_size),
+        queries=np.arange(n), blocks=np.arange(blocks, blocks + n), owners=np.arange(n), lengths=np.full(n, 1),
+        positions=np.full(n, blocks * block_size),
     )  # fmt: skip
-    positions = np.full(n, pages * page_size)
-    slots = np.arange(pages, pages + n) * page_size
-    return AttentionPlan(n, positions, slots, (SharedPart(0, pages, 0, n, 0),), paged, (), page_size)
+    positions = np.full(n, blocks * block_size)
+    slots = np.arange(blocks, blocks + n) * block_size
+    return AttentionPlan(n, positions, slots, (SharedPart(0, blocks, 0, n, 0),), paged, (), block_size)
 
 
 @pytest.mark.parametrize("window", [None, 3000])
 def test_memory_of_the_shared_part_does_not_grow_with_a_copy_for_each_query(window):
     """Its largest tensor is the scores, K*G*S for a query: KV for each query would be D times as much."""
-    K, G, D, page_size, pages = 2, 1, 64, 16, 128
+    K, G, D, block_size, blocks = 2, 1, 64, 16, 128
     made = {}
     for n in (16, 64):
-        plan = shared_step(n, pages, page_size)
-        keys = torch.randn(K, (pages + n) * page_size, D)
+        plan = shared_step(n, blocks, block_size)
+        keys = torch.randn(K, (blocks + n) * block_size, D)
         q = torch.randn(K, n, G, D)
         with Largest() as seen:
             Cascade(plan, CPU).attend(q, keys, keys, LayerOptions(0.125, window))
         made[n] = seen
-        copied = n * K * pages * page_size * D
+        copied = n * K * blocks * block_size * D
         assert seen.largest <= copied // D
         assert seen.total < copied // 4
     assert made[64].total <= 4.1 * made[16].total
 
 
 def test_the_kv_of_a_group_is_stored_once():
-    """Of 64 queries under a node of 64 tokens, all read the same 8 pages."""
-    s = sim.Simulation(page_size=8, pages=200, shared_reads=1)
+    """Of 64 queries under a node of 64 tokens, all read the same 8 blocks."""
+    s = sim.Simulation(block_size=8, blocks=200, shared_reads=1)
     s.load([[*range(64), 100 + i] for i in range(64)], [2] * 64)
     s.step()
-    assert s.memory.pool.num_used == 8
+    assert s.block_manager.pool.num_used == 8
     step = s.step()
-    assert s.memory.pool.num_used == 8 + 64
-    plan = plan_attention(step.works, 8, 1)
+    assert s.block_manager.pool.num_used == 8 + 64
+    plan = plan_attention(step.spans, 8, 1)
     assert plan.shared == (SharedPart(0, 8, 0, 64, 0),)
 
 
@@ -276,7 +276,7 @@ def test_a_step_writes_its_kv_before_it_attends():
         out = attention(0, q, kv, kv, LayerOptions(0.5))
         assert out.shape == (plan.num_tokens, 2, 4)
         assert torch.equal(cache.keys[0][:, torch.from_numpy(plan.slots)], kv)
-        want = Reference(step.works, 4).attend(
+        want = Reference(step.spans, 4).attend(
             q.view(1, 2, -1, 4).transpose(1, 2), cache.keys[0], cache.values[0], LayerOptions(0.5)
         )
         torch.testing.assert_close(out, want.reshape(plan.num_tokens, 2, 4))
@@ -288,11 +288,11 @@ def test_a_step_writes_its_kv_before_it_attends():
 
 @pytest.mark.parametrize("shared_reads", [1, 10**9])
 def test_what_is_masked_may_be_anything_but_its_values(shared_reads):
-    """Keys of freed pages may be NaN; `KVCache.write` keeps values finite."""
+    """Keys of freed blocks may be NaN; `KVCache.write` keeps values finite."""
 
     def check(step, plan):
         generator = torch.Generator().manual_seed(0)
-        keys, values = pool_of(plan, step.works, 1600, 1, 4, 4, 4, torch.float32, generator)
+        keys, values = pool_of(plan, step.spans, 1600, 1, 4, 4, 4, torch.float32, generator)
         q = torch.randn((1, plan.num_tokens, 1, 4), generator=generator)
         want = Cascade(plan, CPU).attend(q, keys, values, LayerOptions(0.5, 9))
         keys[keys == GARBAGE] = float("nan")

@@ -15,14 +15,14 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.attention.triton_backend import DeviceAttention, supports
-from batchgen.scheduling.batch import Copy, Work, tokens_of
+from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, tokens_of
 from support import simulation as sim
 from support.reference_attention import Reference
 
 pytest.importorskip("triton")
 from batchgen.attention import triton_kernels as kernels
 
-PAGES = 120
+BLOCKS = 120
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.04, torch.float16: 0.004}
 GARBAGE = 1e4
 # The interpreter's kernels are numpy's operations: what is masked may be anything on its way.
@@ -45,28 +45,28 @@ def fine(monkeypatch):
     monkeypatch.setattr("batchgen.attention.work_list.ITEM_KEYS", 0)
 
 
-def slot(work, position, page_size):
-    return work.span.table[position // page_size] * page_size + position % page_size
+def slot(scheduled, position, block_size):
+    return scheduled.span.table[position // block_size] * block_size + position % block_size
 
 
 def works_of(*spans):
     """Works (table, start, stop) of spans that share nothing."""
     return [
-        Work(SimpleNamespace(table=table, path=(), start=0, dropped=0), start, stop, stop)
+        ScheduledSpan(SimpleNamespace(table=table, path=(), start=0, dropped=0), start, stop, stop)
         for table, start, stop in spans
     ]
 
 
 def compare(
-    device, works, page_size, *, K=2, G=2, D=16, V=16, dtype=torch.float32, seed=0, sinks=False, padding=0, **options
+    device, spans, block_size, *, K=2, G=2, D=16, V=16, dtype=torch.float32, seed=0, sinks=False, padding=0, **options
 ):
     """What `DeviceAttention` gives is the reference; what nobody may see is NaN, or large."""
     generator = torch.Generator().manual_seed(seed)
-    cache = KVCache({0: LayerShape(K, D, V, device)}, PAGES, page_size, dtype)
-    before = torch.tensor(sorted({slot(w, p, page_size) for w in works for p in range(w.stop)}))
-    own = torch.tensor([slot(w, p, page_size) for w in works for p in range(w.start, w.stop)])
-    keys = torch.full((K, PAGES * page_size, D), float("nan"))
-    values = torch.full((K, PAGES * page_size, V), GARBAGE)
+    cache = KVCache({0: LayerShape(K, D, V, device)}, BLOCKS, block_size, dtype)
+    before = torch.tensor(sorted({slot(w, p, block_size) for w in spans for p in range(w.stop)}))
+    own = torch.tensor([slot(w, p, block_size) for w in spans for p in range(w.start, w.stop)])
+    keys = torch.full((K, BLOCKS * block_size, D), float("nan"))
+    values = torch.full((K, BLOCKS * block_size, V), GARBAGE)
     keys[:, before] = torch.randn((K, len(before), D), generator=generator)
     values[:, before] = torch.randn((K, len(before), V), generator=generator)
     keys, values = keys.to(device, dtype), values.to(device, dtype)
@@ -81,9 +81,9 @@ def compare(
         options["sinks"] = torch.randn(K * G, generator=generator).to(device)
     layer = LayerOptions(**({"scale": 0.3} | options))
     attention = DeviceAttention(cache, 400, device, G)
-    attention.plan(works, T + padding)
+    attention.plan(spans, T + padding)
     got = attention(0, q, k, v, layer)
-    want = Reference(works, page_size).attend(q[:, :T].reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
+    want = Reference(spans, block_size).attend(q[:, :T].reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
     assert (got.dtype, got.shape) == (dtype, (T + padding, K * G, V))
     assert torch.equal(cache.keys[0].nan_to_num(7.0), keys.nan_to_num(7.0))
     assert torch.equal(cache.values[0], values)
@@ -94,7 +94,7 @@ def compare(
     return got
 
 
-def random_steps(sim, seed, check, *, page_size=16, longest=30, steps=3, tokens=60, batch_size=6, **options):
+def random_steps(sim, seed, check, *, block_size=16, longest=30, steps=3, tokens=60, batch_size=6, **options):
     """Some steps of a random tree of prompts, prefill in slices and decode mixed."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
@@ -102,7 +102,7 @@ def random_steps(sim, seed, check, *, page_size=16, longest=30, steps=3, tokens=
         begin = rng.choice(prompts)[: rng.randint(0, 2 * longest)] if prompts and rng.random() < 0.8 else []
         prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, longest))])
     s = sim.Simulation(
-        pages=PAGES, page_size=page_size, tokens=tokens, batch_size=batch_size, prefill=tokens,
+        blocks=BLOCKS, block_size=block_size, tokens=tokens, batch_size=batch_size, prefill=tokens,
         every_step=lambda step, plan: check(step) if plan is not None else None, **options,
     )  # fmt: skip
     s.load(prompts, [rng.randint(1, 8) for _ in prompts])
@@ -116,15 +116,15 @@ MIXED = ([3, 1, 4], 30, 35), ([9, 2, 6], 0, 33), ([8, 7], 17, 18), ([10, 11, 12]
 
 
 @pytest.mark.parametrize(
-    ("K", "G", "D", "V", "works"),
+    ("K", "G", "D", "V", "spans"),
     [
         (1, 1, 16, 16, MIXED), (2, 8, 64, 64, MIXED), (4, 1, 80, 80, MIXED), (1, 7, 33, 20, MIXED), (1, 3, 256, 128, MIXED),
         (1, 20, 16, 72, MIXED[2:]), (1, 71, 16, 16, MIXED[2:]), (1, 2, 512, 8, MIXED[2:]),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("fine")
-def test_it_is_the_reference_for_every_shape_of_heads(device, K, G, D, V, works):
-    compare(device, works_of(*works), 16, K=K, G=G, D=D, V=V)
+def test_it_is_the_reference_for_every_shape_of_heads(device, K, G, D, V, spans):
+    compare(device, works_of(*spans), 16, K=K, G=G, D=D, V=V)
 
 
 OPTIONS = [
@@ -143,19 +143,19 @@ def test_it_is_the_reference_under_every_option(device, options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.usefixtures("fine")
 def test_it_is_the_reference_on_a_tree_under_every_option(device, options):
-    random_steps(sim, 4, lambda step: compare(device, step.works, 16, **options))
+    random_steps(sim, 4, lambda step: compare(device, step.spans, 16, **options))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 80])
-def test_it_is_the_reference_for_every_page_size(device, page_size):
-    tables = [list(range(i, PAGES, 3)) for i in range(3)]
-    works = works_of((tables[0], 20, 23), (tables[1], 0, 35), (tables[2], 39, 40))
-    compare(device, works, page_size, K=1)
+@pytest.mark.parametrize("block_size", [1, 3, 80])
+def test_it_is_the_reference_for_every_block_size(device, block_size):
+    tables = [list(range(i, BLOCKS, 3)) for i in range(3)]
+    spans = works_of((tables[0], 20, 23), (tables[1], 0, 35), (tables[2], 39, 40))
+    compare(device, spans, block_size, K=1)
 
 
 def random_case(sim, device, seed, steps, longest):
     rng = random.Random(seed)
-    page_size = rng.choice([16, 32, 48])
+    block_size = rng.choice([16, 32, 48])
     options = {
         "window": rng.choice([None, None, 3, 33]), "softcap": rng.choice([None, 1.5]), "sinks": rng.random() < 0.3,
         "K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3, 8]), "D": rng.choice([8, 9, 64]), "V": rng.choice([4, 16, 72]),
@@ -167,7 +167,7 @@ def random_case(sim, device, seed, steps, longest):
             patch.setattr(module, name, rng.choice([1, 16, 10**9]))
         patch.setattr("batchgen.attention.work_list.ITEM_KEYS", rng.choice([0, 64]))
         random_steps(
-            sim, seed, lambda step: compare(device, step.works, page_size, seed=seed % 1000, **options), page_size=page_size,
+            sim, seed, lambda step: compare(device, step.spans, block_size, seed=seed % 1000, **options), block_size=block_size,
             tokens=tokens, steps=steps, longest=longest, sliding=options["window"] if rng.random() < 0.5 else None,
         )  # fmt: skip
 
@@ -186,12 +186,12 @@ def test_it_is_the_reference_on_many_random_trees(device, seed):
 
 
 def test_how_reads_are_split_changes_nothing_but_rounding(device, monkeypatch):
-    works = works_of((list(range(20)), 300, 301), (list(range(20, 30)), 100, 110))
-    whole = compare(device, works, 16)
+    spans = works_of((list(range(20)), 300, 301), (list(range(20, 30)), 100, 110))
+    whole = compare(device, spans, 16)
     monkeypatch.setattr(module, "WIDE_LEAST_KEYS", 16)
     monkeypatch.setattr(module, "NARROW_LEAST_KEYS", 16)
     monkeypatch.setattr("batchgen.attention.work_list.ITEM_KEYS", 0)
-    split = compare(device, works, 16)
+    split = compare(device, spans, 16)
     torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
     assert not torch.equal(split, whole)
 
@@ -205,7 +205,7 @@ def test_padded_places_write_nothing_and_give_zeros(device):
 def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(device, dtype, bad):
     cache = KVCache({0: LayerShape(1, 4, 4, device)}, 3, 16, dtype)
     keys, values = (torch.ones(1, 20, 4, dtype=dtype, device=device) for _ in range(2))
-    values[0, 17, 2] = bad  # the second token of the second page
+    values[0, 17, 2] = bad  # the second token of the second block
     attention = DeviceAttention(cache, 20, device)
     out = []
     for start, stop in ((0, 15), (15, 19)):
@@ -218,7 +218,7 @@ def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(device,
     ones = torch.cat(out)
     assert torch.equal(ones[:17], torch.ones(17, 1, 4, dtype=dtype, device=device))
     assert ones[17:].isnan().all()
-    attention.plan(works_of(([2], 0, 1), ([0, 1], 16, 17)))  # the same page, before the bad token
+    attention.plan(works_of(([2], 0, 1), ([0, 1], 16, 17)))  # the same block, before the bad token
     q = torch.ones(1, 2, 4, dtype=dtype, device=device)
     assert torch.equal(attention(0, q, keys[:, :2], values[:, :2], LayerOptions(1.0)), torch.ones_like(out[1][:2]))
 
@@ -256,19 +256,19 @@ def test_tiles_are_made_to_fit_a_smaller_device(size, kilobytes, rows, keys):
 
 
 def test_a_plan_lies_at_the_same_addresses_in_every_step(device):
-    cache = KVCache({0: LayerShape(1, 16, 16, device)}, PAGES, 16, torch.float32)
+    cache = KVCache({0: LayerShape(1, 16, 16, device)}, BLOCKS, 16, torch.float32)
     attention = DeviceAttention(cache, 64, device)
     plan, positions = attention._plan, attention.positions
     at = (plan.data_ptr(), positions.data_ptr())
     assert (positions.dtype, positions.shape) == (torch.int64, (64,))
     steps = [(works_of(*MIXED[2:]), None), (works_of(([0, 1], 3, 20)), 30), (works_of(([0], 0, 1)), 64)]
-    for works, padded in [*steps, *steps[::-1], *steps]:  # more than there are staging buffers
-        attention.plan(works, padded)
-        want = [p for w in works for p in range(w.start, w.stop)]
+    for spans, padded in [*steps, *steps[::-1], *steps]:  # more than there are staging buffers
+        attention.plan(spans, padded)
+        want = [p for w in spans for p in range(w.start, w.stop)]
         assert attention.positions_host.tolist() == want
         assert positions.tolist() == want + [0] * (64 - len(want))
         slots = attention._plan[attention._lists - 64 : attention._lists].tolist()
-        assert slots == [slot(w, p, 16) for w in works for p in range(w.start, w.stop)] + [-1] * (64 - len(want))
+        assert slots == [slot(w, p, 16) for w in spans for p in range(w.start, w.stop)] + [-1] * (64 - len(want))
         assert (attention._plan.data_ptr(), attention.positions.data_ptr()) == at
     assert attention.generation == 0
 
@@ -276,7 +276,7 @@ def test_a_plan_lies_at_the_same_addresses_in_every_step(device):
 def test_a_plan_that_needs_more_room_gets_it_and_says_so(device, monkeypatch):
     monkeypatch.setattr(module, "PARTIALS", 2)
     monkeypatch.setattr(module, "NARROW_LEAST_KEYS", 1)
-    cache = KVCache({0: LayerShape(1, 16, 16, device)}, PAGES, 1, torch.float32)
+    cache = KVCache({0: LayerShape(1, 16, 16, device)}, BLOCKS, 1, torch.float32)
     attention = DeviceAttention(cache, 1, device)
     words = len(attention._plan)
     attention.plan(works_of(([0], 0, 1)))
@@ -284,7 +284,7 @@ def test_a_plan_that_needs_more_room_gets_it_and_says_so(device, monkeypatch):
     attention.plan(works_of((list(range(100)), 99, 100)))
     assert (attention.generation, len(attention._plan)) == (1, words)
     assert attention._partials >= 4
-    table = list(range(PAGES)) * (words // PAGES + 1)
+    table = list(range(BLOCKS)) * (words // BLOCKS + 1)
     attention.plan(works_of((table, len(table) - 1, len(table))))
     assert (attention.generation, len(attention._plan)) == (2, 2 * words)
     assert attention.positions.tolist() == [len(table) - 1]
@@ -307,16 +307,16 @@ def test_other_devices_are_not_served(device_type, dtype, size):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "size", "page_size", "served"),
+    ("dtype", "size", "block_size", "served"),
     [
         (torch.bfloat16, 128, 32, True), (torch.float32, 512, 1, True), (torch.float16, 513, 32, False),
         (torch.float64, 64, 32, False),
     ],
 )  # fmt: skip
-def test_a_cache_on_one_cuda_device_is_served(dtype, size, page_size, served):
+def test_a_cache_on_one_cuda_device_is_served(dtype, size, block_size, served):
     on = torch.device("cuda", 0)
-    assert supports(KVCache({0: LayerShape(1, size, 16, on)}, 2, page_size, dtype), on) == served
-    assert not supports(KVCache({0: LayerShape(1, size, 16)}, 2, page_size, dtype), on)
+    assert supports(KVCache({0: LayerShape(1, size, 16, on)}, 2, block_size, dtype), on) == served
+    assert not supports(KVCache({0: LayerShape(1, size, 16)}, 2, block_size, dtype), on)
 
 
 # -- the operator
@@ -330,15 +330,15 @@ def model_on(device, dtype=torch.float32):
     return model.module
 
 
-def cache_for(module_, device, dtype=torch.float32, pages=PAGES):
+def cache_for(module_, device, dtype=torch.float32, blocks=BLOCKS):
     config = module_.config
     size = config.hidden_size // config.num_attention_heads
     shape = LayerShape(config.num_key_value_heads, size, size, device)
-    return KVCache(dict.fromkeys(range(config.num_hidden_layers), shape), pages, 16, dtype)
+    return KVCache(dict.fromkeys(range(config.num_hidden_layers), shape), blocks, 16, dtype)
 
 
-def logits_of(model, works, attention, positions):
-    tokens = torch.from_numpy(tokens_of(works) % model.config.vocab_size).to(positions.device)
+def logits_of(model, spans, attention, positions):
+    tokens = torch.from_numpy(tokens_of(spans) % model.config.vocab_size).to(positions.device)
     tokens = torch.nn.functional.pad(tokens, (0, len(positions) - len(tokens)))
     return model(
         input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, step_attention=attention
@@ -355,13 +355,13 @@ def test_a_model_gives_the_same_logits_as_with_the_cascade(device):
 
     def check(step):
         for cache in caches:
-            cache.copy([(move.source, move.to) for move in step.moves if isinstance(move, Copy)])
+            cache.copy([(move.source, move.to) for move in step.moves if isinstance(move, CopyBlock)])
         T = step.num_tokens
-        attention.plan(step.works, T + T % 4)
-        got = logits_of(model, step.works, attention, attention.positions[: T + T % 4])[:T]
-        plan = plan_attention(step.works, 16, 1)
+        attention.plan(step.spans, T + T % 4)
+        got = logits_of(model, step.spans, attention, attention.positions[: T + T % 4])[:T]
+        plan = plan_attention(step.spans, 16, 1)
         cascade = StepAttention(plan, {device: Cascade(plan, device)}, caches[1])
-        want = logits_of(model, step.works, cascade, torch.from_numpy(plan.positions).to(device))
+        want = logits_of(model, step.spans, cascade, torch.from_numpy(plan.positions).to(device))
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
         steps.append((T, attention.num_parts))
 
@@ -398,15 +398,15 @@ def test_a_model_compiles_whole_and_once(device, backend):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     rng = np.random.default_rng(0)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for works in (works_of(([0, 1], 0, 20), ([5], 0, 3)), works_of(([0, 1], 20, 21), ([5], 3, 4), ([7], 0, 9))):
-            for work in works:
-                tokens = rng.integers(0, 97, work.stop)
-                work.span.tokens = lambda start, stop, tokens=tokens: tokens[start:stop]
-            count = sum(work.stop - work.start for work in works)
+        for spans in (works_of(([0, 1], 0, 20), ([5], 0, 3)), works_of(([0, 1], 20, 21), ([5], 3, 4), ([7], 0, 9))):
+            for scheduled in spans:
+                tokens = rng.integers(0, 97, scheduled.stop)
+                scheduled.span.tokens = lambda start, stop, tokens=tokens: tokens[start:stop]
+            count = sum(scheduled.stop - scheduled.start for scheduled in spans)
             got = []
             for run, attention in zip((model, compiled), attentions, strict=True):
-                attention.plan(works, 24)
-                got.append(logits_of(run, works, attention, attention.positions[:24])[:count])
+                attention.plan(spans, 24)
+                got.append(logits_of(run, spans, attention, attention.positions[:24])[:count])
             torch.testing.assert_close(got[1], got[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(plain.keys[0], cache.keys[0])
     torch._dynamo.reset()
@@ -431,10 +431,10 @@ def test_one_graph_serves_every_plan_of_its_padded_size():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = forward(attention)
-    for works in (works_of(([0, 1], 0, 20), ([5], 0, 3)), works_of(([0, 1], 20, 21), ([5], 3, 4), ([7], 0, 9))):
+    for spans in (works_of(([0, 1], 0, 20), ([5], 0, 3)), works_of(([0, 1], 20, 21), ([5], 3, 4), ([7], 0, 9))):
         inputs.random_(0, 97)
         for of in (eager, attention):
-            of.plan(works, 32)
+            of.plan(spans, 32)
         graph.replay()
-        count = sum(w.stop - w.start for w in works)
+        count = sum(w.stop - w.start for w in spans)
         torch.testing.assert_close(captured[:, :count], forward(eager)[:, :count], atol=1e-5, rtol=1e-5)

@@ -34,7 +34,7 @@ from batchgen.attention import triton_kernels as kernels
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.triton_backend import DeviceAttention
 from batchgen.attention.kv_cache import KVCache, LayerShape
-from batchgen.scheduling.batch import Work
+from batchgen.scheduling.batch import ScheduledSpan
 
 compiled = []
 def compile_only(kernel):
@@ -48,7 +48,7 @@ found = []
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
     for size in (64, 128, 256, 512):
         attention = DeviceAttention(KVCache({0: LayerShape(2, size, size)}, 2, 32, dtype), 64, torch.device("cpu"), 4)
-        attention.plan([Work(SimpleNamespace(table=[0], path=(), start=0, dropped=0), 20, 25, 25)])
+        attention.plan([ScheduledSpan(SimpleNamespace(table=[0], path=(), start=0, dropped=0), 20, 25, 25)])
         q, k = torch.zeros(8, 5, size, dtype=dtype), torch.zeros(2, 5, size, dtype=dtype)
         attention(0, q, k, k, LayerOptions(0.1, 20, 30.0, torch.zeros(8)))
         for kernel, tile in zip(compiled[1:3], kernels.TILES[dtype.itemsize, size], strict=True):

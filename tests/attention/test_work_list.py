@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from batchgen.attention.plan import cut
 from batchgen.attention.work_list import (
     ALL,
+    BLOCK_TABLE,
     FIRST_VISIBLE,
     NUM_KEYS,
-    PAGES,
     PARTIAL,
     POSITION,
     Q_COUNT,
@@ -21,40 +21,40 @@ from batchgen.attention.work_list import (
     Lane,
     work_list,
 )
-from batchgen.scheduling.batch import Work
+from batchgen.scheduling.batch import ScheduledSpan
 from support import simulation as sim
 
 NO_LIMIT = 1 << 62
-WIDE = Lane(tokens=4, programs=1, heads=1, least_keys=1 << 20)  # nothing is split
-NARROW = Lane(tokens=1, programs=1, heads=1, least_keys=1 << 20)
+WIDE = Lane(tokens=4, programs=1, heads=1, min_keys=1 << 20)  # nothing is split
+NARROW = Lane(tokens=1, programs=1, heads=1, min_keys=1 << 20)
 
 
-def listed(works, page_size, wide=WIDE, narrow=NARROW, shared_reads=1):
-    return work_list(works, cut(works, page_size, shared_reads, NO_LIMIT), page_size, wide, narrow)
+def listed(spans, block_size, wide=WIDE, narrow=NARROW, shared_reads=1):
+    return work_list(spans, cut(spans, block_size, shared_reads, NO_LIMIT), block_size, wide, narrow)
 
 
-def branch(start, end):
+def node_span(start, end):
     return SimpleNamespace(start=start, end=end)
 
 
-def work(table, start, stop, path=(), dropped=0):
+def scheduled(table, start, stop, path=(), dropped=0):
     own = path[-1].end if path else 0
-    return Work(SimpleNamespace(table=table, path=path, start=own, dropped=dropped), start, stop, stop)
+    return ScheduledSpan(SimpleNamespace(table=table, path=path, start=own, dropped=dropped), start, stop, stop)
 
 
 def columns(items):
-    """(queries, pages' place, keys, first visible, position, partial) of each item."""
-    at = [Q_START, Q_COUNT, PAGES, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL]
+    """(queries, blocks' place, keys, first visible, position, partial) of each item."""
+    at = [Q_START, Q_COUNT, BLOCK_TABLE, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL]
     return [tuple("all" if x >= ALL // 2 else x for x in item) for item in items[:, at].tolist()]
 
 
-def check(works, page_size, lists, window=None):
+def check(spans, block_size, lists, window=None):
     """Each query reads each of its keys once, and gets a result from each of its items."""
-    T = sum(w.stop - w.start for w in works)
+    T = sum(w.stop - w.start for w in spans)
     reads, results = [[] for _ in range(T)], [[] for _ in range(T)]
     for item in np.concatenate([lists.wide, lists.narrow]).tolist():
         n = np.arange(item[NUM_KEYS])
-        slots = lists.pages[item[PAGES] + n // page_size] * page_size + n % page_size
+        slots = lists.blocks[item[BLOCK_TABLE] + n // block_size] * block_size + n % block_size
         for j in range(item[Q_COUNT]):
             query, visible = item[Q_START] + j, max(0, item[FIRST_VISIBLE] + j)
             reads[query] += zip((item[POSITION] + n[:visible]).tolist(), slots[:visible].tolist(), strict=True)
@@ -66,10 +66,12 @@ def check(works, page_size, lists, window=None):
         rows += merged
     assert sorted(rows) == list(range(lists.num_partials))
     query = 0
-    for w in works:
+    for w in spans:
         for position in range(w.start, w.stop):
             first = 0 if window is None else max(0, position + 1 - window)
-            want = [(p, w.span.table[p // page_size] * page_size + p % page_size) for p in range(first, position + 1)]
+            want = [
+                (p, w.span.table[p // block_size] * block_size + p % block_size) for p in range(first, position + 1)
+            ]
             assert sorted(read for read in reads[query] if read[0] >= first) == want
             query += 1
     assert len(lists.merge_starts) == T + 1
@@ -79,15 +81,15 @@ def check(works, page_size, lists, window=None):
 @given(st.data())
 def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data):
     rng = random.Random(data.draw(st.integers(0, 2**32)))
-    page_size, sliding = rng.choice([1, 2, 4, 16]), rng.choice([None, None, 3, 9])
+    block_size, sliding = rng.choice([1, 2, 4, 16]), rng.choice([None, None, 3, 9])
     wide = Lane(rng.choice([2, 5, 32]), rng.choice([1, 3, 100]), rng.choice([1, 2]), rng.choice([1, 7, 1000]))
     narrow = Lane(rng.choice([1, 2]), rng.choice([1, 3, 100]), rng.choice([1, 2]), rng.choice([1, 7, 1000]))
     shared_reads = rng.choice([1, 6, NO_LIMIT])
 
     def every_step(step, plan):
         if plan is not None:
-            lists = listed(step.works, page_size, wide, narrow, shared_reads)
-            check(step.works, page_size, lists, sliding)
+            lists = listed(step.spans, block_size, wide, narrow, shared_reads)
+            check(step.spans, block_size, lists, sliding)
             assert (lists.narrow[:, Q_COUNT] <= narrow.tokens).all()
             assert (lists.wide[:, Q_COUNT] <= wide.tokens).all()
 
@@ -97,7 +99,7 @@ def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data
         prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, 30))])
     tokens = rng.choice([9, 40, 300])
     s = sim.Simulation(
-        pages=rng.choice([120, 1000]), page_size=page_size, tokens=tokens, batch_size=8, prefill=tokens, sliding=sliding,
+        blocks=rng.choice([120, 1000]), block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens, sliding=sliding,
         every_step=every_step,
     )  # fmt: skip
     s.load(prompts, [rng.randint(1, 8) for _ in prompts])
@@ -106,26 +108,26 @@ def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data
             s.step()
 
 
-def test_a_node_is_read_by_tiles_of_the_queries_below_it_and_own_pages_by_each():
-    node = branch(0, 8)
-    works = [work([0, 1, 5 + i], 8 + i % 4, 9 + i % 4, (node,)) for i in range(6)]
-    lists = listed(works, 4)
+def test_a_node_is_read_by_tiles_of_the_queries_below_it_and_own_blocks_by_each():
+    node = node_span(0, 8)
+    spans = [scheduled([0, 1, 5 + i], 8 + i % 4, 9 + i % 4, (node,)) for i in range(6)]
+    lists = listed(spans, 4)
     assert columns(lists.wide) == [(0, 4, 6, 8, "all", 0, 0), (4, 2, 6, 8, "all", 0, 4)]
     assert columns(lists.narrow) == [
         (3, 1, 3, 4, 4, 8, 6), (2, 1, 2, 3, 3, 8, 7), (1, 1, 1, 2, 2, 8, 8), (5, 1, 5, 2, 2, 8, 9), (0, 1, 0, 1, 1, 8, 10),
         (4, 1, 4, 1, 1, 8, 11),
     ]  # fmt: skip
-    assert lists.pages.tolist() == [5, 6, 7, 8, 9, 10, 0, 1]
+    assert lists.blocks.tolist() == [5, 6, 7, 8, 9, 10, 0, 1]
     assert lists.merge_starts.tolist() == [0, 2, 4, 6, 8, 10, 12]
     assert lists.merge_rows.tolist() == [0, 10, 1, 8, 2, 7, 3, 6, 4, 11, 5, 9]
     assert lists.num_partials == 12
 
 
 def test_a_query_of_one_item_needs_no_merge():
-    lists = listed([work([3, 1], 5, 6), work([2], 0, 3)], 4)
+    lists = listed([scheduled([3, 1], 5, 6), scheduled([2], 0, 3)], 4)
     assert columns(lists.narrow) == [(0, 1, 0, 6, 6, 0, -1)]
     assert columns(lists.wide) == [(1, 3, 2, 3, 1, 0, -1)]
-    assert (lists.pages.tolist(), lists.merge_starts.tolist(), lists.merge_rows.tolist()) == (
+    assert (lists.blocks.tolist(), lists.merge_starts.tolist(), lists.merge_rows.tolist()) == (
         [3, 1, 2],
         [0, 0, 0, 0, 0],
         [],
@@ -133,36 +135,40 @@ def test_a_query_of_one_item_needs_no_merge():
 
 
 def test_a_work_that_fills_a_tile_reads_its_block_table_from_end_to_end():
-    node = branch(0, 8)
-    works = [work([0, 1, 5], 8, 9, (node,)), work([0, 1, 6, 7], 8, 14, (node,)), work([0, 1, 8], 8, 9, (node,))]
-    lists = listed(works, 4)
+    node = node_span(0, 8)
+    spans = [
+        scheduled([0, 1, 5], 8, 9, (node,)),
+        scheduled([0, 1, 6, 7], 8, 14, (node,)),
+        scheduled([0, 1, 8], 8, 9, (node,)),
+    ]
+    lists = listed(spans, 4)
     assert columns(lists.wide) == [(5, 2, 1, 14, 13, 0, -1), (1, 4, 1, 12, 9, 0, -1)]
     assert columns(lists.narrow) == [
         (0, 1, 6, 8, "all", 0, 0), (7, 1, 8, 8, "all", 0, 1), (0, 1, 0, 1, 1, 8, 2), (7, 1, 5, 1, 1, 8, 3),
     ]  # fmt: skip
-    assert lists.pages.tolist() == [5, 0, 1, 6, 7, 8, 0, 1, 0, 1]
+    assert lists.blocks.tolist() == [5, 0, 1, 6, 7, 8, 0, 1, 0, 1]
 
 
 def test_what_a_prompt_has_behind_its_slice_is_read_with_it():
-    lists = listed([work([4, 2, 3], 8, 10), work([7], 0, 1)], 4)
+    lists = listed([scheduled([4, 2, 3], 8, 10), scheduled([7], 0, 1)], 4)
     assert columns(lists.wide) == [(0, 2, 0, 10, 9, 0, -1)]
-    assert lists.pages.tolist() == [4, 2, 3, 7]
+    assert lists.blocks.tolist() == [4, 2, 3, 7]
 
 
 def test_a_shared_part_in_several_runs_of_the_pool_is_one_range():
-    node = branch(0, 16)
-    works = [work([8, 9, 2, 5, 20 + i], 16, 17, (node,)) for i in range(2)]
-    assert len(cut(works, 4, 1, NO_LIMIT).shared) == 3
-    lists = listed(works, 4)
+    node = node_span(0, 16)
+    spans = [scheduled([8, 9, 2, 5, 20 + i], 16, 17, (node,)) for i in range(2)]
+    assert len(cut(spans, 4, 1, NO_LIMIT).shared) == 3
+    lists = listed(spans, 4)
     assert columns(lists.wide) == [(0, 2, 2, 16, "all", 0, 0)]
-    assert lists.pages.tolist() == [20, 21, 8, 9, 2, 5]
+    assert lists.blocks.tolist() == [20, 21, 8, 9, 2, 5]
 
 
-def test_pages_above_and_below_a_shared_part_are_ranges_of_their_own():
-    """The middle node alone is a part: the root has too few pages."""
-    root, middle = branch(0, 4), branch(4, 16)
-    works = [work([0, 1, 2, 3, 10 + i], 16, 17, (root, middle)) for i in range(2)]
-    lists = listed(works, 4, shared_reads=6)
+def test_blocks_above_and_below_a_shared_part_are_ranges_of_their_own():
+    """The middle node alone is a part: the root has too few blocks."""
+    root, middle = node_span(0, 4), node_span(4, 16)
+    spans = [scheduled([0, 1, 2, 3, 10 + i], 16, 17, (root, middle)) for i in range(2)]
+    lists = listed(spans, 4, shared_reads=6)
     assert columns(lists.wide) == [(0, 2, 4, 12, "all", 4, 0)]
     assert columns(lists.narrow) == [
         (0, 1, 0, 4, "all", 0, 2), (1, 1, 2, 4, "all", 0, 3), (0, 1, 1, 1, 1, 16, 4), (1, 1, 3, 1, 1, 16, 5),
@@ -170,9 +176,9 @@ def test_pages_above_and_below_a_shared_part_are_ranges_of_their_own():
 
 
 def test_ranges_that_adjoin_are_read_as_one():
-    root, middle = branch(0, 4), branch(4, 16)
-    works = [work([0, 1, 2, 3, 10 + i], 16, 17, (root, middle)) for i in range(2)]
-    lists = listed(works, 4, shared_reads=NO_LIMIT)
+    root, middle = node_span(0, 4), node_span(4, 16)
+    spans = [scheduled([0, 1, 2, 3, 10 + i], 16, 17, (root, middle)) for i in range(2)]
+    lists = listed(spans, 4, shared_reads=NO_LIMIT)
     assert columns(lists.narrow) == [(0, 1, 0, 17, 17, 0, -1), (1, 1, 5, 17, 17, 0, -1)]
 
 
@@ -189,34 +195,34 @@ def test_ranges_that_adjoin_are_read_as_one():
     ],
 )
 def test_long_ranges_are_split_for_the_programs_that_there_are(programs, heads, least, keys):
-    works = [work(list(range(16)), 63, 64)]
-    lists = listed(works, 4, narrow=Lane(1, programs, heads, least))
+    spans = [scheduled(list(range(16)), 63, 64)]
+    lists = listed(spans, 4, narrow=Lane(1, programs, heads, least))
     assert lists.narrow[:, NUM_KEYS].tolist() == keys
-    check(works, 4, lists)
+    check(spans, 4, lists)
 
 
 @pytest.mark.parametrize(("programs", "splits"), [(132, 2), (64, 1), (100, 3), (1000, 15)])
 def test_ranges_are_split_no_finer_than_keeps_all_programs_busy(programs, splits):
     """8 tiles of 16384 keys for 8 heads: of 132 programs 128 are busy all the time with 2 splits, but only 96 with 3."""
-    node = branch(0, 16384)
-    works = [work([*range(512), 600 + i], 16384, 16385, (node,)) for i in range(32)]
-    lists = listed(works, 32, wide=Lane(4, programs, 8, 512))
+    node = node_span(0, 16384)
+    spans = [scheduled([*range(512), 600 + i], 16384, 16385, (node,)) for i in range(32)]
+    lists = listed(spans, 32, wide=Lane(4, programs, 8, 512))
     assert len(lists.wide) == 8 * splits
-    check(works, 32, lists)
+    check(spans, 32, lists)
 
 
 def test_the_costly_items_come_first_those_of_the_same_keys_together():
-    node = branch(0, 2048)
-    works = [work([*range(8), 20 + i], 2048, 2049, (node,)) for i in range(8)]
-    lists = listed(works, 256, wide=Lane(4, 6, 1, 640))
+    node = node_span(0, 2048)
+    spans = [scheduled([*range(8), 20 + i], 2048, 2049, (node,)) for i in range(8)]
+    lists = listed(spans, 256, wide=Lane(4, 6, 1, 640))
     got = [(item[POSITION], item[NUM_KEYS], item[Q_START]) for item in lists.wide.tolist()]
     assert got == [(512, 768, 0), (512, 768, 4), (1280, 768, 0), (1280, 768, 4), (0, 512, 0), (0, 512, 4)]
 
 
 def test_a_split_that_a_causal_query_does_not_reach_shows_it_nothing():
-    works = [work(list(range(4)), 0, 256)]
-    lists = listed(works, 64, wide=Lane(256, 100, 1, 1))
+    spans = [scheduled(list(range(4)), 0, 256)]
+    lists = listed(spans, 64, wide=Lane(256, 100, 1, 1))
     assert columns(lists.wide) == [
         (0, 256, 0, 64, 1, 0, 0), (0, 256, 1, 64, -63, 64, 256), (0, 256, 2, 64, -127, 128, 512), (0, 256, 3, 64, -191, 192, 768),
     ]  # fmt: skip
-    check(works, 64, lists)
+    check(spans, 64, lists)

@@ -57,10 +57,10 @@ def test_what_the_pool_holds_more_tells_how_often_the_prefix_is_there(copies: in
 def test_what_stands_in_for_the_forward_is_not_counted_and_gives_other_logits_each_time() -> None:
     import torch
 
-    from batchgen.scheduling.batch import Work
+    from batchgen.scheduling.batch import ScheduledSpan
 
     in_place = InPlace(5, torch.float32)
-    works = [Work(None, 0, 4, 3), Work(None, 0, 2, 2), Work(None, 7, 8, 7)]  # type: ignore[arg-type]
+    works = [ScheduledSpan(None, 0, 4, 3), ScheduledSpan(None, 0, 2, 2), ScheduledSpan(None, 7, 8, 7)]  # type: ignore[arg-type]
     step = type("Step", (), {"works": works})()
     first, second = in_place.run(step), in_place.run(step)
     assert first.shape == (2, 5)

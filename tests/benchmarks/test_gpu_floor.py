@@ -22,7 +22,7 @@ def test_each_part_of_a_step_comes_to_what_is_worked_out_by_hand() -> None:
     assert decode_costs(SHAPE, sequences=10, shared=100, own=5) == {
         "linear layers": Cost(bytes=3 * 78 * 2, flop=2 * 10 * 3 * 78),
         "shared parts": Cost(bytes=100 * 48, flop=10 * 100 * pair),
-        "own pages": Cost(bytes=10 * 5 * 48, flop=10 * 5 * pair),
+        "own blocks": Cost(bytes=10 * 5 * 48, flop=10 * 5 * pair),
         "head": Cost(bytes=14 * 2, flop=2 * 10 * 14),
     }
 
@@ -45,12 +45,12 @@ def test_8b_at_256_sequences_has_the_floor_that_its_figures_give() -> None:
     costs = decode_costs(shape_of("8b", torch.bfloat16), 256, 16_384, 128)
     assert costs["linear layers"].bytes == 2 * 6_979_321_856
     assert costs["head"].bytes == 2 * 128_256 * 4096
-    assert costs["own pages"].bytes == 256 * 128 * 128 * 1024
+    assert costs["own blocks"].bytes == 256 * 128 * 128 * 1024
     ceiling = Ceiling(4e12, 8e14)
     assert {name: round(cost.seconds(ceiling) * 1e3, 2) for name, cost in costs.items()} == {
         "linear layers": 4.47,
         "shared parts": 2.75,
-        "own pages": 1.07,
+        "own blocks": 1.07,
         "head": 0.34,
     }
 
@@ -79,7 +79,7 @@ def test_where_sharing_begins_to_pay_is_where_least_is_lost() -> None:
     pytest.importorskip("triton")
     from benchmarks.gpu.kernels import best_threshold
 
-    # Pages of 32 tokens: 2, 8 and 32 queries x pages; shared is the better way from 8 on.
+    # Blocks of 32 tokens: 2, 8 and 32 queries x blocks; shared is the better way from 8 on.
     grid = [
         {"prefix": 32, "sharers": 2, "shared_ms": 2.0, "flat_ms": 1.0},
         {"prefix": 64, "sharers": 4, "shared_ms": 1.0, "flat_ms": 1.5},

@@ -211,7 +211,7 @@ def test_what_belongs_into_the_notes_is_said_in_lines(tmp_path: Path) -> None:
         "  - 8.500 ms in 128: `gemm`",
         "- attention, 8b shared or flat (2026-01-02, code one):",
         "  - prefix of 64, by sharers: 2: 0.50x, 4: 3.00x",
-        "  - sharing pays best from 8 queries x pages; 64 is used",
+        "  - sharing pays best from 8 queries x blocks; 64 is used",
         "- attention, 8b wide tiles (2026-01-02, code one):",
         "  - the tile: rows 128",
         "  - as it is: ms 1.0",

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from support import tiny
-from support.tiny import PAGE, TOKEN, VOCAB, build, engine_of, planned, requests_of, run
+from support.tiny import BLOCK, TOKEN, VOCAB, build, engine_of, planned, requests_of, run
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["step by step", "a step ahead"])
@@ -61,8 +61,8 @@ def test_nothing_to_generate_is_no_step(model):
 
 
 def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
-    engine = engine_of(model, pages=128)
-    assert (engine.sizes.bytes_per_token, engine.sizes.num_pages) == (TOKEN, 128)
+    engine = engine_of(model, blocks=128)
+    assert (engine.sizes.bytes_per_token, engine.sizes.num_blocks) == (TOKEN, 128)
     results = run(
         engine, requests_of([[1] * 90, [2] * 8000, [3] * 100], [4096 - 89, 9, 4096 - 98]), stop_after(3, "now")
     )
@@ -84,20 +84,20 @@ def test_a_model_without_numbers_fails_every_row_and_the_loop_ends():
     assert sorted(results) == list(range(len(PROMPTS)))
     assert {r.error_type for r in results.values()} == {"numerical_error"}
     assert {r.error_message for r in results.values()} == {"the model's logits after 0 tokens are not numbers"}
-    engine.memory.evict_all()
-    assert engine.memory.pool.num_used == 0
+    engine.block_manager.evict_all()
+    assert engine.block_manager.pool.num_used == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_a_row_without_numbers_fails_alone(model, batch_size):
-    """Its KV is NaN: pages that it shared, or leaves to others, must not spoil them."""
+    """Its KV is NaN: blocks that it shared, or leaves to others, must not spoil them."""
     group = list(range(45))
     bad = 90
     prompts = [[*group, 46 + i, bad] if i % 3 == 1 else [*group, 46 + i, 1] for i in range(9)]
     prompts += [[bad] * 40, [bad] * 40 + [1], [3] * 5, [5] * 70]
     lengths = [3] * len(prompts)
     spoiled = {row for row, prompt in enumerate(prompts) if bad in prompt}
-    engine = engine_of(build(poison=bad), batch_size=batch_size, pages=12)
+    engine = engine_of(build(poison=bad), batch_size=batch_size, blocks=12)
     want = texts(run(engine_of(model, batch_size=batch_size), requests_of(prompts, lengths)))
     for _ in range(2):  # the second time over what the first has left in the pool
         results = run(engine, requests_of(prompts, lengths))
@@ -150,7 +150,7 @@ def test_a_failing_callback_leaves_an_engine_that_can_go_on(model):
 
 
 def test_a_callback_that_fails_on_a_request_that_does_not_fit_leaves_an_engine_that_can_go_on(model):
-    engine = engine_of(model, pages=1)
+    engine = engine_of(model, blocks=1)
     requests = requests_of([[1], [2] * 40], [2, 2])
 
     def broken(result):
@@ -167,7 +167,7 @@ def test_memory_of_a_group_is_under_an_eighth_of_the_unshared(model):
     results = run(engine, requests_of([[*shared, i] for i in range(64)], [3] * 64))
     assert len(results) == 64
     assert engine.stats.prefill_tokens == 1024 + 64
-    assert engine.stats.kv_bytes_peak == (32 + 64) * PAGE * TOKEN
+    assert engine.stats.kv_bytes_peak == (32 + 64) * BLOCK * TOKEN
     assert engine.stats.kv_bytes_unshared >= 64 * 1025 * TOKEN
     assert engine.stats.kv_bytes_peak * 8 < engine.stats.kv_bytes_unshared
 
@@ -191,20 +191,20 @@ def test_figures_of_a_small_case_are_exact(model):
     assert s.prefill_tokens == 4 + 2 + 2
     assert (s.completion_tokens, s.decode_sequences) == (7, 7)
     assert (s.preemptions, s.recomputed_tokens) == (0, 0)
-    assert s.kv_bytes_peak % (PAGE * TOKEN) == 0
+    assert s.kv_bytes_peak % (BLOCK * TOKEN) == 0
     assert s.forward_seconds > 0
     assert s.steps == 4
-    assert s.kv_bytes_peak == 2 * PAGE * TOKEN
+    assert s.kv_bytes_peak == 2 * BLOCK * TOKEN
 
 
 def test_preempted_work_is_counted(model):
-    engine = engine_of(model, pages=3)
+    engine = engine_of(model, blocks=3)
     run(engine, requests_of([[1] * 30, [2] * 30], [34, 34]))
     s = engine.stats
     assert s.preemptions == 1
     assert s.completion_tokens == 68
     assert s.prefill_tokens == 30 + 2 * 30
-    assert s.recomputed_tokens == 2  # drawn before its page was full, and run again
+    assert s.recomputed_tokens == 2  # drawn before its block was full, and run again
 
 
 SAMPLED = {"temperature": 1.0, "seed": 5}
@@ -217,13 +217,13 @@ def test_draws_do_not_depend_on_the_batch_the_order_the_window_or_preemption(mod
     for how in (
         {"batch_size": 1},
         {"batch_size": 4, "max_batch_tokens": 6},
-        {"pages": 2},
-        {"pages": 4},
+        {"blocks": 2},
+        {"blocks": 4},
         {"share": False},
     ):
         engine = engine_of(model, **how)
         assert texts(run(engine, requests)) == want, how
-        assert engine.stats.preemptions > 0 or how != {"pages": 4}
+        assert engine.stats.preemptions > 0 or how != {"blocks": 4}
     assert texts(run(engine_of(model), requests[::-1])) == want
     engine = engine_of(model)
     got = {}
@@ -246,13 +246,13 @@ def test_equal_prompts_draw_differently_when_sampled_and_equally_when_not(model)
 
 def test_a_broken_invariant_is_found_after_the_step(model):
     engine = engine_of(model)
-    engine.memory.pool.allocate(1)
-    with pytest.raises(AssertionError, match="page references do not match the block tables"):
+    engine.block_manager.pool.allocate(1)
+    with pytest.raises(AssertionError, match="block references do not match the block tables"):
         run(engine, requests_of([[1]], [2]))
 
 
 def test_no_place_in_the_sampler_is_left_behind(model):
-    engine = engine_of(model, batch_size=3, pages=4)
+    engine = engine_of(model, batch_size=3, blocks=4)
     run(engine, requests_of(PROMPTS, LENGTHS, repetition_penalty=1.3))
     run(engine, requests_of(PROMPTS, LENGTHS), stop_after(4, "now"))
     assert not engine.sampler.used

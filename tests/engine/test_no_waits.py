@@ -148,7 +148,7 @@ def engine_without_values(monkeypatch, **options):
     monkeypatch.setattr(engine_module, "Readback", Told)
     runner = Runner(model, engine.runner.cache, engine.sizes.limits, engine.notes)
     runner._attention = Attention
-    runner._move = lambda moves: None  # of pages: kv_cache's
+    runner._move = lambda moves: None  # of blocks: kv_cache's
     engine.runner, engine.sampler = runner, Sampler(model.vocab_size, NOWHERE)
     engine._launcher = Launcher(engine.scheduler, runner, engine.sampler, engine.constraints, engine.stats)
     return engine
@@ -192,7 +192,7 @@ def run(engine, requests):
     return results
 
 
-@pytest.mark.parametrize("options", [{}, {"pages": 4}, {"batch_size": 5, "max_batch_tokens": 16}])
+@pytest.mark.parametrize("options", [{}, {"blocks": 4}, {"batch_size": 5, "max_batch_tokens": 16}])
 def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     engine = engine_without_values(monkeypatch, **options)
     with guarded(monkeypatch, engine) as copies:
@@ -201,7 +201,7 @@ def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     assert {r.error_type for r in results.values()} == {None}
     assert {r.finish_reason for r in results.values()} == {"stop", "length", None}
     assert copies.count > engine.stats.steps
-    assert (engine.stats.preemptions > 0) == (options == {"pages": 4})
+    assert (engine.stats.preemptions > 0) == (options == {"blocks": 4})
 
 
 def test_a_step_takes_few_copies_to_the_device(monkeypatch):

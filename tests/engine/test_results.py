@@ -8,7 +8,7 @@ import torch
 
 from batchgen.engine import results as module
 from batchgen.errors import OutOfMemory
-from batchgen.scheduling.batch import Work, halves
+from batchgen.scheduling.batch import ScheduledSpan, halves
 from support import tiny
 
 
@@ -34,7 +34,7 @@ def test_forks_draw_by_their_number_whatever_the_batch(model):
     requests = tiny.requests_of([GROUP, [*GROUP, 1], [7]], [6, 9, 4], n=4, temperature=1.0)
     want = tiny.run(tiny.engine_of(model), requests)
     assert all(len({c.token_ids for c in r.completions}) == 4 for r in want.values())
-    for how in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 5}, {"pages": 3}):
+    for how in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 5}, {"blocks": 3}):
         assert tiny.run(tiny.engine_of(model, **how), requests) == want, how
     first = tiny.run(tiny.engine_of(model), tiny.requests_of([GROUP], [6], n=1, temperature=1.0))
     assert first[0].completions == ()  # one completion is the row's text
@@ -66,8 +66,8 @@ def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
         row: r for row, r in clean.items() if row not in spoiled
     }
     assert not engine.sampler.used
-    engine.memory.evict_all()
-    assert engine.memory.pool.num_used == 0
+    engine.block_manager.evict_all()
+    assert engine.block_manager.pool.num_used == 0
 
 
 def test_tokens_are_told_as_they_are_drawn(model):
@@ -148,8 +148,8 @@ def test_after_out_of_memory_the_steps_are_smaller_and_no_row_is_lost(error):
     assert [s for s in sizes if s > 20] == [132, 66, 33]  # in one step; none after it
     assert engine.stats.prefill_tokens == 60 + 6 + 8 * 9
     assert engine.notes == [
-        f"cpu ran out of memory in a step of more than {engine.runner.most_tokens} tokens; going on with steps of "
-        f"{engine.runner.most_tokens} (--max-batch-tokens {engine.runner.most_tokens} avoids the attempt)"
+        f"cpu ran out of memory in a step of more than {engine.runner.max_forward_tokens} tokens; going on with steps of "
+        f"{engine.runner.max_forward_tokens} (--max-batch-tokens {engine.runner.max_forward_tokens} avoids the attempt)"
     ]
 
 
@@ -178,10 +178,10 @@ def test_other_errors_of_a_forward_are_not_taken_for_out_of_memory():
 
 
 def test_halves_of_a_step_keep_its_order_and_its_logits():
-    works = [Work("a", 0, 7, 6), Work("b", 3, 4, 3), Work("c", 0, 2, 2)]
-    first, second = halves(works)
-    assert first == [Work("a", 0, 5, 5)]
-    assert second == [Work("a", 5, 7, 6), Work("b", 3, 4, 3), Work("c", 0, 2, 2)]
+    spans = [ScheduledSpan("a", 0, 7, 6), ScheduledSpan("b", 3, 4, 3), ScheduledSpan("c", 0, 2, 2)]
+    first, second = halves(spans)
+    assert first == [ScheduledSpan("a", 0, 5, 5)]
+    assert second == [ScheduledSpan("a", 5, 7, 6), ScheduledSpan("b", 3, 4, 3), ScheduledSpan("c", 0, 2, 2)]
 
 
 def test_a_row_waits_its_turn_by_priority(model):
@@ -196,8 +196,8 @@ def test_a_row_waits_its_turn_by_priority(model):
 def test_what_comes_back_from_host_memory_is_as_if_it_had_never_gone(model):
     a, b = [i % 90 for i in range(100)], [(7 * i) % 90 for i in range(100)]
     windows = [[[*p, x] for x in (1, 2)] for p in (a, b, a)]
-    engine, fresh = (tiny.engine_of(model, pages=7) for _ in range(2))
-    engine.memory.host_pages = 8
+    engine, fresh = (tiny.engine_of(model, blocks=7) for _ in range(2))
+    engine.block_manager.host_blocks = 8
     for window in windows:
         requests = tiny.requests_of(window, [20, 20])
         assert texts(tiny.run(engine, requests)) == texts(tiny.run(tiny.engine_of(model), requests))

@@ -73,9 +73,9 @@ def run(engine, requests, after=0, cancelled=()):
     engine.run()
     assert not engine.sampler.used
     assert not engine.constraints.used
-    engine.memory.evict_all()
-    assert engine.memory.pool.num_used == 0
-    assert engine.memory._promised == 0
+    engine.block_manager.evict_all()
+    assert engine.block_manager.pool.num_used == 0
+    assert engine.block_manager._reserved_blocks == 0
     stats = engine.stats
     return results, told, (stats.prefill_tokens, stats.completion_tokens, stats.decode_sequences, stats.scored_tokens)
 
@@ -102,7 +102,7 @@ def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeyp
     tokens = rng.choice([4, 64, 2048])
     options = {
         "policy": rng.choice(sorted(POLICIES)), "max_batch_tokens": tokens, "batch_size": min(tokens, rng.choice([2, 5, 64])),
-        "pages": rng.choice([4, 6, 64]),
+        "blocks": rng.choice([4, 6, 64]),
     }  # fmt: skip
     runs = []
     for ahead in (False, True):
@@ -188,7 +188,7 @@ def test_an_end_that_only_the_token_tells_costs_one_token_that_is_dropped(model,
 
 def test_memory_that_is_short_waits_for_what_is_in_flight(model, monkeypatch):
     monkeypatch.setattr(tiny, "AHEAD", True)
-    engine = tiny.engine_of(model, pages=3)
+    engine = tiny.engine_of(model, blocks=3)
     order = launches_and_landings(engine, monkeypatch)
     results = tiny.run(engine, tiny.requests_of([[1] * 30, [2] * 30], [34, 34]))
     assert engine.stats.preemptions == 1

@@ -153,11 +153,11 @@ def test_a_model_that_cannot_be_loaded_is_one_line_as_ever(runs: Runs, tmp_path:
     assert ended.error.endswith("CUDA device(s); use --device auto or cpu")
 
 
-def test_memory_that_holds_no_page_is_wrong_use_as_ever(runs: Runs, tmp_path: Path) -> None:
+def test_memory_that_holds_no_block_is_wrong_use_as_ever(runs: Runs, tmp_path: Path) -> None:
     write_common_input(tmp_path)
     ended = runs(tmp_path, ["in.jsonl", "-q", *TWO, "--kv-memory", "1KiB"])
     assert ended.code == 2
-    assert ended.error.startswith("--kv-memory 1KiB holds no page of 32 tokens")
+    assert ended.error.startswith("--kv-memory 1KiB holds no block of 32 tokens")
 
 
 @pytest.mark.nightly

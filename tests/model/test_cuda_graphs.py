@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from batchgen.model.cuda_graphs import CAPTURE_AFTER, MOST_GRAPHS, MOST_TOKENS, Graphs, Shape, sizes_up_to
+from batchgen.model.cuda_graphs import CAPTURE_AFTER, MAX_TOKENS, MOST_GRAPHS, Graphs, Shape, sizes_up_to
 
 
 class Captures:
@@ -84,7 +84,7 @@ def test_sizes_end_where_steps_do(captures):
     assert due(graphs_of(captures, tokens=50, logits=20), 49, 19) == (50, 20)
 
 
-@pytest.mark.parametrize("step", [(MOST_TOKENS + 1, 1), (300, 257), (20, 0)])
+@pytest.mark.parametrize("step", [(MAX_TOKENS + 1, 1), (300, 257), (20, 0)])
 def test_large_steps_and_those_without_logits_run_as_they_are(captures, step):
     graphs = graphs_of(captures, tokens=8192)
     for _ in range(2 * CAPTURE_AFTER):

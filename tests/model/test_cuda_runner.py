@@ -73,7 +73,7 @@ def test_graphs_that_run_recorded_operators_alone_write_the_same(model, want, mo
 
 
 @pytest.mark.parametrize(
-    "options", [{"pages": 8}, {"max_batch_tokens": 9}, {"policy": "prefill-first"}, {"share": False}]
+    "options", [{"blocks": 8}, {"max_batch_tokens": 9}, {"policy": "prefill-first"}, {"share": False}]
 )
 def test_graphs_change_nothing_whatever_the_schedule(model, want, monkeypatch, options):
     steps = use_fake_device(monkeypatch)
@@ -181,7 +181,7 @@ def test_memory_that_runs_out_in_a_capture_costs_the_graphs_and_no_row(model, wa
     steps = use_fake_device(monkeypatch, lambda: capture)
     engine = engine_of(model)
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
-    assert (steps[0]._graphs.captured, engine.runner.most_tokens) == ((), None)
+    assert (steps[0]._graphs.captured, engine.runner.max_forward_tokens) == ((), None)
     assert [note.split(";")[0] for note in engine.notes] == ["no memory for more CUDA graphs"]
 
 
@@ -190,7 +190,7 @@ def test_halves_of_a_step_that_found_no_memory_do_not_share_their_logits(model, 
     steps = use_fake_device(monkeypatch)
     monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
     engine = engine_of(model, batch_size=14)
-    engine.runner.most_tokens = 5
+    engine.runner.max_forward_tokens = 5
     monkeypatch.setattr(engine, "_shrink", lambda: None)  # so that steps go on to be cut
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
     assert len(steps[0].attention.sizes) > 2 * engine.stats.steps

@@ -33,7 +33,7 @@ def completions(tiny_model_dir, monkeypatch):
     """What a loaded model writes."""
 
     def generate(model):
-        monkeypatch.setattr(loader, "load_model", lambda config, text: model)
+        monkeypatch.setattr(loader, "load_model", lambda *_: model)
         llm = LLM(str(tiny_model_dir), engine=EngineConfig(kv_memory="16MiB", debug=True))
         return [r.token_ids for r in llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))]
 
@@ -91,7 +91,7 @@ def test_a_step_s_plan_is_on_each_layer_s_device(tiny_model_dir, completions, mo
         def __init__(self, plan, backends, cache):
             super().__init__(plan, backends, cache)
             layers = {0: LayerShape(2, 16, 16), 1: LayerShape(2, 16, 16, META)}
-            spread = KVCache(layers, cache.num_pages, cache.page_size, torch.float32)
+            spread = KVCache(layers, cache.num_blocks, cache.block_size, torch.float32)
             both = StepAttention(plan, {on: Cascade(plan, on) for on in spread.devices}, spread)
             for layer, on in ((0, CPU), (1, META)):
                 q, kv = torch.ones(4, plan.num_tokens, 16, device=on), torch.ones(2, plan.num_tokens, 16, device=on)

@@ -8,11 +8,11 @@ from batchgen.config import EngineConfig
 from batchgen.errors import OutOfMemory, UsageError
 from batchgen.model import memory_budget
 from batchgen.model.adapter import LoadedModel
-from batchgen.model.memory_budget import GRAPHS_BYTES, LEAST_STEP, halved, page_size_of, room_for_pages, size_engine
+from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, block_size_of, halved, room_for_blocks, size_engine
 from batchgen.scheduling.batch import Limits
 from batchgen.state.cache import StateShape
 
-# 4 KiB of KV a token, 128 KiB a page of 32.
+# 4 KiB of KV a token, 128 KiB a block of 32.
 LAYERS = {i: LayerShape(4, 64, 64) for i in range(2)}
 
 
@@ -31,46 +31,46 @@ def sizes(context=1024, model=None, **config):
     return size_engine(model or model_with(LAYERS), EngineConfig(**config), context)
 
 
-@pytest.mark.parametrize(("chunk", "page"), [(1, 32), (5, 35), (16, 32), (31, 62), (32, 32), (100, 100)])
-def test_a_page_is_the_smallest_multiple_of_the_chunk_with_32_tokens(chunk, page):
-    assert page_size_of(chunk) == page
+@pytest.mark.parametrize(("chunk", "block"), [(1, 32), (5, 35), (16, 32), (31, 62), (32, 32), (100, 100)])
+def test_a_block_is_the_smallest_multiple_of_the_chunk_with_32_tokens(chunk, block):
+    assert block_size_of(chunk) == block
 
 
-@pytest.mark.parametrize(("memory", "pages"), [("128KiB", 1), ("1MiB", 8), ("1MB", 7), ("1GiB", 8192)])
-def test_a_size_is_taken_to_the_letter_in_whole_pages(memory, pages):
+@pytest.mark.parametrize(("memory", "blocks"), [("128KiB", 1), ("1MiB", 8), ("1MB", 7), ("1GiB", 8192)])
+def test_a_size_is_taken_to_the_letter_in_whole_blocks(memory, blocks):
     got = sizes(kv_memory=memory)
-    assert (got.num_pages, got.page_size, got.bytes_per_token) == (pages, 32, 4096)
+    assert (got.num_blocks, got.block_size, got.bytes_per_token) == (blocks, 32, 4096)
 
 
 def test_a_share_is_of_what_is_free(monkeypatch):
     monkeypatch.setattr(memory_budget, "free_memory", lambda device: 100 * 128 * 1024)
-    assert sizes(kv_memory="30%").num_pages == 30
-    assert sizes(kv_memory="auto").num_pages == 50
+    assert sizes(kv_memory="30%").num_blocks == 30
+    assert sizes(kv_memory="auto").num_blocks == 50
 
 
 def test_a_share_is_of_the_device_with_the_least_room_for_its_layers(monkeypatch):
-    """Two of three layers lie on one device; a page there is twice as large as on the other."""
+    """Two of three layers lie on one device; a block there is twice as large as on the other."""
     other = torch.device("meta")
     layers = {0: LayerShape(4, 64, 64), 1: LayerShape(4, 64, 64), 2: LayerShape(4, 64, 64, other)}
     model = model_with(layers)
     free = {"cpu": 100 * 128 * 1024, "meta": 49 * 64 * 1024}
     monkeypatch.setattr(memory_budget, "free_memory", lambda device: free[device.type])
     got = size_engine(model, EngineConfig(kv_memory="100%"), 1024)
-    assert (got.num_pages, got.bytes_per_token) == (49, 6144)
+    assert (got.num_blocks, got.bytes_per_token) == (49, 6144)
     free["meta"] *= 10
-    assert size_engine(model, EngineConfig(kv_memory="100%"), 1024).num_pages == 100
-    assert size_engine(model, EngineConfig(kv_memory="192KiB"), 1024).num_pages == 1
+    assert size_engine(model, EngineConfig(kv_memory="100%"), 1024).num_blocks == 100
+    assert size_engine(model, EngineConfig(kv_memory="192KiB"), 1024).num_blocks == 1
 
 
 def test_auto_takes_no_more_than_two_full_batches_can_use(monkeypatch):
     monkeypatch.setattr(memory_budget, "free_memory", lambda device: 2**50)
-    assert sizes(batch_size=10, context=100).num_pages == 2 * 10 * 4
+    assert sizes(batch_size=10, context=100).num_blocks == 2 * 10 * 4
 
 
-def test_memory_without_room_for_a_page_is_refused():
+def test_memory_without_room_for_a_block_is_refused():
     with pytest.raises(UsageError) as e:
         sizes(kv_memory="100KiB")
-    assert e.value.message == "--kv-memory 100KiB holds no page of 32 tokens (131072 bytes)"
+    assert e.value.message == "--kv-memory 100KiB holds no block of 32 tokens (131072 bytes)"
     assert e.value.hint == "give more, or lower --chunk-size"
 
 
@@ -78,21 +78,21 @@ def test_memory_without_room_for_a_page_is_refused():
 STATES = {2: StateShape(0, 1, (4, 64, 64))}
 
 
-def test_state_slots_are_for_a_full_batch_and_32_nodes_and_pages_get_what_they_leave():
+def test_state_slots_are_for_a_full_batch_and_32_nodes_and_blocks_get_what_they_leave():
     got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="16MiB", batch_size=8)
     assert (got.num_slots, got.bytes_per_slot) == (40, 64 * 1024)
-    assert got.num_pages == (16 * 1024 - 40 * 64) // 128
+    assert got.num_blocks == (16 * 1024 - 40 * 64) // 128
 
 
 def test_state_slots_take_half_of_little_memory():
     got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", batch_size=8)
-    assert (got.num_slots, got.num_pages) == (8, 4)
+    assert (got.num_slots, got.num_blocks) == (8, 4)
 
 
-def test_without_attention_all_memory_is_for_state_slots_and_pages_cost_nothing():
+def test_without_attention_all_memory_is_for_state_slots_and_blocks_cost_nothing():
     got = sizes(100, model_with({}, states=STATES), kv_memory="1MiB", batch_size=100)
     assert (got.num_slots, got.bytes_per_token) == (16, 0)
-    assert got.num_pages == 2 * 100 * 4
+    assert got.num_blocks == 2 * 100 * 4
 
 
 def test_memory_without_room_for_two_states_is_refused():
@@ -100,7 +100,7 @@ def test_memory_without_room_for_two_states_is_refused():
         sizes(model=model_with(LAYERS, states=STATES), kv_memory="192KiB")
     assert (
         e.value.message
-        == "--kv-memory 192KiB holds no page of 32 tokens (131072 bytes) beside two states of 65536 bytes"
+        == "--kv-memory 192KiB holds no block of 32 tokens (131072 bytes) beside two states of 65536 bytes"
     )
 
 
@@ -125,11 +125,11 @@ def test_budgets_are_what_the_user_says_as_far_as_they_fit_into_one_another():
 GIB = 2**30
 
 
-def test_pages_get_what_steps_drawing_and_graphs_leave():
+def test_blocks_get_what_steps_drawing_and_graphs_leave():
     assert GRAPHS_BYTES == GIB // 2
-    assert room_for_pages(100 * GIB, 4 * GIB, GIB) == int(100 * GIB - 6 * GIB - GIB - GIB / 2 - 2 * GIB)
-    assert room_for_pages(100 * GIB, 0, 0) == int(98 * GIB - GIB / 2)
-    assert room_for_pages(3 * GIB, 2 * GIB, 0) == 0
+    assert room_for_blocks(100 * GIB, 4 * GIB, GIB) == int(100 * GIB - 6 * GIB - GIB - GIB / 2 - 2 * GIB)
+    assert room_for_blocks(100 * GIB, 0, 0) == int(98 * GIB - GIB / 2)
+    assert room_for_blocks(3 * GIB, 2 * GIB, 0) == 0
 
 
 def test_half_a_step_has_half_of_everything_that_was_more():
@@ -145,7 +145,7 @@ def cuda(monkeypatch):
     model = model_with({i: LayerShape(4, 64, 64, device) for i in range(2)}, device)
     has = SimpleNamespace(model=model, step=2**20, most=1 << 30, tried=[])
 
-    def step_bytes(model, limits, page_size):
+    def step_bytes(model, limits, block_size):
         has.tried.append(limits.max_batch_tokens)
         return None if limits.max_batch_tokens > has.most else {device: limits.max_batch_tokens * has.step}
 
@@ -161,7 +161,7 @@ def drawing(rows):
 def test_auto_on_cuda_is_what_the_largest_step_leaves(cuda):
     got = size_engine(cuda.model, EngineConfig(), 10**6)
     assert cuda.tried == [8192]
-    assert got.num_pages == room_for_pages(20 * GIB, 8 * GIB, drawing(256)) // (128 * 1024)
+    assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, drawing(256)) // (128 * 1024)
     assert got.limits.max_batch_tokens == 8192
 
 
@@ -170,7 +170,7 @@ def test_a_step_that_takes_too_much_is_halved_until_it_leaves_room(cuda):
     got = size_engine(cuda.model, EngineConfig(), 10**6)
     assert cuda.tried == [8192, 4096, 2048]
     assert got.limits == Limits(256, 2048, 2048, 1024)
-    assert got.num_pages == room_for_pages(20 * GIB, 8 * GIB, drawing(256)) // (128 * 1024)
+    assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, drawing(256)) // (128 * 1024)
 
 
 def test_a_step_without_memory_is_halved_however_small_it_is(cuda):
@@ -185,15 +185,15 @@ def test_a_step_without_memory_is_halved_however_small_it_is(cuda):
 
 
 def test_a_small_step_may_take_more_than_its_share(cuda):
-    cuda.step = 12 * GIB // LEAST_STEP
+    cuda.step = 12 * GIB // MIN_STEP
     got = size_engine(cuda.model, EngineConfig(batch_size=16), 10**6)
-    assert cuda.tried[-1] == LEAST_STEP
-    assert got.num_pages == room_for_pages(20 * GIB, 12 * GIB, drawing(16)) // (128 * 1024)
+    assert cuda.tried[-1] == MIN_STEP
+    assert got.num_blocks == room_for_blocks(20 * GIB, 12 * GIB, drawing(16)) // (128 * 1024)
 
 
-@pytest.mark.parametrize(("memory", "pages"), [("1GiB", 8192), ("50%", 81920)])
-def test_memory_that_is_given_by_hand_is_not_measured(cuda, memory, pages):
-    assert size_engine(cuda.model, EngineConfig(kv_memory=memory), 10**6).num_pages == pages
+@pytest.mark.parametrize(("memory", "blocks"), [("1GiB", 8192), ("50%", 81920)])
+def test_memory_that_is_given_by_hand_is_not_measured(cuda, memory, blocks):
+    assert size_engine(cuda.model, EngineConfig(kv_memory=memory), 10**6).num_blocks == blocks
     assert cuda.tried == []
 
 

@@ -12,21 +12,21 @@ from support.tiny import build, engine_of, requests_of, run
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 70), (4, 70), (5, 5), (3, 100)])
 def test_the_largest_step_has_all_tokens_and_all_logits_that_a_step_may_have(rows, tokens):
-    works = largest_works(Limits(rows, tokens, tokens), 32)
-    assert [len(works), step_of(works).num_tokens] == [rows, tokens]
-    assert all(work.stop - work.logits == 1 for work in works)
-    assert max(w.stop for w in works) - min(w.stop for w in works) <= 1
-    pages = [page for work in works for page in work.span.table]
-    assert pages == list(range(len(pages)))
-    assert all(len(work.span.table) == -(-work.stop // 32) for work in works)
+    spans = largest_works(Limits(rows, tokens, tokens), 32)
+    assert [len(spans), step_of(spans).num_tokens] == [rows, tokens]
+    assert all(scheduled.stop - scheduled.logits == 1 for scheduled in spans)
+    assert max(w.stop for w in spans) - min(w.stop for w in spans) <= 1
+    blocks = [block for scheduled in spans for block in scheduled.span.table]
+    assert blocks == list(range(len(blocks)))
+    assert all(len(scheduled.span.table) == -(-scheduled.stop // 32) for scheduled in spans)
 
 
 def test_it_runs_on_a_pool_that_just_holds_it():
     model = build()
     limits = Limits(4, 150, 150)
-    works = largest_works(limits, 32)
+    spans = largest_works(limits, 32)
     cache = KVCache(model.layers, 8, 32, torch.float32)
-    logits = Runner(model, cache, limits, []).run(step_of(works))
+    logits = Runner(model, cache, limits, []).run(step_of(spans))
     assert logits.shape == (4, 97)
     assert logits.isfinite().all()
 
@@ -95,7 +95,7 @@ def test_on_a_gpu_the_pool_and_the_largest_step_fit_beside_one_another():
     assert engine.notes == []
     assert engine.sizes.limits.max_batch_tokens == 4096
     assert (
-        engine.sizes.num_pages == 2 * 256 * 64
+        engine.sizes.num_blocks == 2 * 256 * 64
     )  # twice a full batch of the longest sequences: a tiny model's are small
     assert len(run(engine, requests_of([[i] * 500 for i in range(40)], [3] * 40))) == 40
-    assert engine.runner.most_tokens is None
+    assert engine.runner.max_forward_tokens is None

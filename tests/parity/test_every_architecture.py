@@ -32,15 +32,15 @@ from support.shapes import SHAPES, prompts_and_lengths
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 INSTALLED = ".".join(transformers.__version__.split(".")[:2])
-PAGES = 8  # of 32 tokens; the longest completion needs 6
-ALL_SLIDE = {"mistral/window", "mixtral/window", "phi3/window", "starcoder2"}  # their pages are given back as they go
+BLOCKS = 8  # of 32 tokens; the longest completion needs 6
+ALL_SLIDE = {"mistral/window", "mixtral/window", "phi3/window", "starcoder2"}  # their blocks are given back as they go
 TOLERANCE = 5e-5
 """Largest difference of a logit, relative to the largest logit. Float noise is below a fifth of it (a tenth but for Gemma 4);
 2% of attention's scale, a window, a soft cap or sinks left out make ten times as much and more."""
 
 
 PROMPTS, LENGTHS = prompts_and_lengths()
-# The first decodes all side by side; the second mixes prefill in slices with decoding, and runs out of pages.
+# The first decodes all side by side; the second mixes prefill in slices with decoding, and runs out of blocks.
 TELLING = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8}}
 
 
@@ -63,7 +63,7 @@ def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
     for how, options in TELLING.items():
         engine = engine_for(model, **options)
         if how != "all at once":
-            engine = engine_for(model, kv_memory=memory_for(engine, PAGES), **options)
+            engine = engine_for(model, kv_memory=memory_for(engine, BLOCKS), **options)
         with watched(model) as seen:
             results = run(engine, requests)
         assert [r.error_message for r in results] == [None] * len(requests), how
@@ -71,7 +71,7 @@ def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
         assert seen.furthest(expected) < TOLERANCE * largest, how
         if how == "all at once":
             assert engine.stats.preemptions == 0
-        elif name not in ALL_SLIDE and not model.states:  # few state slots let few run, whose pages suffice
+        elif name not in ALL_SLIDE and not model.states:  # few state slots let few run, whose blocks suffice
             assert engine.stats.preemptions > 0
 
 

@@ -68,7 +68,7 @@ def test_logits_in_bfloat16_differ_no_more_than_between_lengths_of_a_batch(name:
 
 
 def test_the_usual_parts_are_found() -> None:
-    """What most models are made of; a change in transformers that hides it from us should not pass unseen."""
+    """What most models are made of; a change in transformers that hides it from us should not pass num_pending_tokens."""
     found = {name: dict(fuse(build(name))) for name in ("llama", "qwen3", "gemma2", "phi3", "olmo2", "gpt_neox/plain")}
     assert found == {
         "llama": {"rotary embeddings": 2, "norms": 5, "gated MLPs": 2, "linear layers": 9},

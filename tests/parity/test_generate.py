@@ -13,7 +13,7 @@ from batchgen.prefix import plan_prefixes
 from support.models import engine_for, generate, make_requests, packed_model, reference_model, run
 from support.shapes import SHAPES, VOCAB
 
-CHUNK = 16  # and a page of 32
+CHUNK = 16  # and a block of 32
 
 
 def _text(rng: random.Random, count: int) -> list[int]:
@@ -21,10 +21,10 @@ def _text(rng: random.Random, count: int) -> list[int]:
 
 
 def nested_prompts() -> list[list[int]]:
-    """A root, groups and documents under it, and every awkward end: at a chunk, a page, a node, inside and beyond."""
+    """A root, groups and documents under it, and every awkward end: at a chunk, a block, a node, inside and beyond."""
     rng = random.Random(1)
     root = _text(rng, 40)
-    groups = [root + _text(rng, n) for n in (50, 24, 7, 33)]  # the second ends at a page's end
+    groups = [root + _text(rng, n) for n in (50, 24, 7, 33)]  # the second ends at a block's end
     documents = [groups[0] + _text(rng, n) for n in (20, 38)]
     prompts = [g + _text(rng, rng.randint(1, 30)) for g in groups for _ in range(4)]
     prompts += [d + _text(rng, rng.randint(1, 12)) for d in documents for _ in range(3)]
@@ -48,8 +48,8 @@ ENGINES = {
     "one at a time": {"batch_size": 1},
     "a few at a time": {"batch_size": 5},
     "chunked prefill": {"max_batch_tokens": 24},
-    "prefill in slices of one page": {"max_prefill_tokens": 32, "batch_size": 7},
-    "other pages": {"chunk_size": 5, "batch_size": 9},
+    "prefill in slices of one block": {"max_prefill_tokens": 32, "batch_size": 7},
+    "other blocks": {"chunk_size": 5, "batch_size": 9},
 }
 # Every engine for these; for the others test_every_architecture.py has the two that differ most, and the slow set the rest.
 CORE = {
@@ -91,13 +91,13 @@ def test_output_does_not_change_when_memory_is_short(name: str) -> None:
     expected = [generate(reference_model(name), p, n) for p, n in zip(prompts, lengths, strict=True)]
     token = engine_for(packed_model(name)).sizes.bytes_per_token
     preemptions = []
-    for pages in (7, 9, 14, 20):  # the longest needs 7
-        engine = engine_for(packed_model(name), kv_memory=f"{pages * 32 * token}B")
-        assert engine.sizes.num_pages == pages
+    for blocks in (7, 9, 14, 20):  # the longest needs 7
+        engine = engine_for(packed_model(name), kv_memory=f"{blocks * 32 * token}B")
+        assert engine.sizes.num_blocks == blocks
         results = run(engine, make_requests(prompts, lengths))
         assert [r.error_message for r in results] == [None] * 16
-        assert _tokens(results) == expected, f"{pages} pages"
-        assert engine.memory.pool.peak_used <= pages
+        assert _tokens(results) == expected, f"{blocks} blocks"
+        assert engine.block_manager.pool.peak_used <= blocks
         preemptions.append(engine.stats.preemptions)
     assert max(preemptions) > 0, preemptions
 
@@ -140,7 +140,7 @@ tokens = st.integers(0, 2)  # few different tokens, so that prompts share and co
     chunk=st.sampled_from([1, 3, 32]),
     batch=st.sampled_from([1, 3, None]),
     step=st.sampled_from([4, 11, None]),
-    pages=st.sampled_from([None, 2, 4]),
+    blocks=st.sampled_from([None, 2, 4]),
 )
 def test_output_is_that_of_generate_on_random_trees(
     prompts: list[list[int]],
@@ -148,16 +148,16 @@ def test_output_is_that_of_generate_on_random_trees(
     chunk: int,
     batch: int | None,
     step: int | None,
-    pages: int | None,
+    blocks: int | None,
 ) -> None:
     lengths = lengths[: len(prompts)]
     want = [generate(reference_model("llama"), p, n) for p, n in zip(prompts, lengths, strict=True)]
     requests = make_requests(prompts, lengths)
     options = {"chunk_size": chunk, "batch_size": batch, "max_batch_tokens": step}
     engine = engine_for(packed_model("llama"), **options)
-    if pages is not None:
-        size = engine.sizes.page_size * engine.sizes.bytes_per_token * pages
+    if blocks is not None:
+        size = engine.sizes.block_size * engine.sizes.bytes_per_token * blocks
         engine = engine_for(packed_model("llama"), kv_memory=f"{size}B", **options)
     assert _tokens(run(engine, requests)) == want
-    if pages is None:
+    if blocks is None:
         assert engine.stats.prefill_tokens == plan_prefixes([r.tokens for r in requests], chunk).prefill_tokens_min

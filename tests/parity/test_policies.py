@@ -57,16 +57,16 @@ def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy,
 def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
     whole = engine_for(packed_model("llama"), policy=policy)
     run(whole, make_requests(PROMPTS, LENGTHS))
-    pages = whole.memory.pool.peak_used // 4
+    blocks = whole.block_manager.pool.peak_used // 4
     engine = engine_for(
-        packed_model("llama"), ahead=ahead, policy=policy, kv_memory=f"{pages * 32 * whole.sizes.bytes_per_token}B"
+        packed_model("llama"), ahead=ahead, policy=policy, kv_memory=f"{blocks * 32 * whole.sizes.bytes_per_token}B"
     )
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
-    assert engine.memory.pool.peak_used <= pages
+    assert engine.block_manager.pool.peak_used <= blocks
     assert TRIE / engine.stats.prefill_tokens > 0.5
-    engine.memory.evict_all()
-    assert engine.memory.pool.num_used == 0
+    engine.block_manager.evict_all()
+    assert engine.block_manager.pool.num_used == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mistral/window", "qwen3_5_text", "falcon_h1"])
@@ -85,27 +85,27 @@ def test_every_fork_writes_what_the_prompt_alone_does(name):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_pages_behind_every_sliding_window_are_given_back(ahead):
+def test_blocks_behind_every_sliding_window_are_given_back(ahead):
     rng = random.Random(8)
     root = numbers(rng, 200)
     prompts = [root + numbers(rng, n) for n in (9, 60, 3)]
     name = "mistral/window"  # 24 tokens in every layer
     want = [generate(reference_model(name), p, 100) for p in prompts]
     engine = engine_for(packed_model(name), ahead=ahead)
-    assert engine.memory.sliding == 24
+    assert engine.block_manager.sliding == 24
     held = []
     counted = engine._count
 
     def count():
         counted()
-        held.append(engine.memory.pool.num_used)
+        held.append(engine.block_manager.pool.num_used)
 
     engine._count = count
     results = run(engine, make_requests(prompts, [100] * 3))
     assert [list(r.token_ids) for r in results] == want
     assert max(held) <= 7 + 3 * 4
-    assert held[-10] <= 1 + 3 * 2  # of 200 to 300 tokens each the last 24, and what a page holds beside them
+    assert held[-10] <= 1 + 3 * 2  # of 200 to 300 tokens each the last 24, and what a block holds beside them
     later = [[*root, 1, 2], [*root[:90], 3]]
     again = run(engine, make_requests(later, [20, 20]))
     assert [list(r.token_ids) for r in again] == [generate(reference_model(name), p, 20) for p in later]
-    assert engine_for(packed_model("gemma3_text")).memory.sliding is None  # some layers see everything
+    assert engine_for(packed_model("gemma3_text")).block_manager.sliding is None  # some layers see everything

@@ -87,12 +87,14 @@ def test_output_does_not_change_when_memory_is_short(
     model = packed_model(name_of(request))
     whole = engine_for(model, policy=policy)
     run(whole, make_requests(PROMPTS, LENGTHS))
-    engine = engine_for(model, policy=policy, kv_memory=memory_for(whole, max(8, whole.memory.pool.peak_used // 4)))
+    engine = engine_for(
+        model, policy=policy, kv_memory=memory_for(whole, max(8, whole.block_manager.pool.peak_used // 4))
+    )
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
-    assert engine.memory.slots.peak_used <= engine.sizes.num_slots
-    engine.memory.evict_all()
-    assert engine.memory.slots.num_used == engine.memory.pool.num_used == 0
+    assert engine.block_manager.slots.peak_used <= engine.sizes.num_slots
+    engine.block_manager.evict_all()
+    assert engine.block_manager.slots.num_used == engine.block_manager.pool.num_used == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
@@ -103,8 +105,8 @@ def test_sequences_that_are_preempted_go_on_from_the_nearest_state(name: str) ->
     expected = [generate(reference_model(name), p, 70) for p in prompts]
     model = packed_model(name)
     whole = engine_for(model, batch_size=12)
-    pages = 16
-    engine = engine_for(model, batch_size=12, kv_memory=memory_for(whole, pages))
+    blocks = 16
+    engine = engine_for(model, batch_size=12, kv_memory=memory_for(whole, blocks))
     results = run(engine, make_requests(prompts, [70] * 12))
     assert [list(r.token_ids) for r in results] == expected
     assert engine.stats.preemptions > 0
@@ -124,8 +126,8 @@ def test_states_are_never_more_than_the_tree_is_deep_and_sequences_run(batch_siz
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
     assert engine.stats.prefill_tokens == TRIE
-    assert engine.memory.slots.peak_used <= slots
-    assert engine.stats.state_bytes_peak == engine.memory.slots.peak_used * engine.sizes.bytes_per_slot
+    assert engine.block_manager.slots.peak_used <= slots
+    assert engine.stats.state_bytes_peak == engine.block_manager.slots.peak_used * engine.sizes.bytes_per_slot
 
 
 @each_mixer

@@ -55,7 +55,7 @@ ENGINES = {
     "all at once": {},
     "one at a time": {"batch_size": 1},
     "in slices": {"max_batch_tokens": 7, "batch_size": 3},
-    "other pages": {"chunk_size": 5},
+    "other blocks": {"chunk_size": 5},
     "prompts first": {"policy": "prefill-first", "max_batch_tokens": 50},
     "in order": {"policy": "fifo"},
 }
@@ -82,8 +82,8 @@ def test_a_score_is_that_of_a_forward_of_prompt_and_text(name):
 def test_scores_do_not_change_when_memory_is_short():
     want = [teacher(reference_model("llama"), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]
     token = engine_for(packed_model("llama")).sizes.bytes_per_token
-    for pages in (4, 5, 9):
-        engine = engine_for(packed_model("llama"), kv_memory=f"{pages * 32 * token}B", ahead=pages % 2 == 1)
+    for blocks in (4, 5, 9):
+        engine = engine_for(packed_model("llama"), kv_memory=f"{blocks * 32 * token}B", ahead=blocks % 2 == 1)
         results = run(engine, scored(PROMPTS, [[t] for t in TEXTS]))
         assert [r.score.logprob for r in results] == pytest.approx([w[0] for w in want], abs=2e-3)
         assert [r.score.greedy for r in results] == [w[1] for w in want]

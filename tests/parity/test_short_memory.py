@@ -1,4 +1,4 @@
-"""With a quarter of the pages that the batch would like, every row is still what transformers writes, and no page is lost.
+"""With a quarter of the blocks that the batch would like, every row is still what transformers writes, and no block is lost.
 
 Random trees, lengths, budgets, policies, forks, scored texts, priorities and cancellations, on a real (tiny) model.
 """
@@ -24,10 +24,10 @@ preempted = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_pages():
+def small_blocks():
     """Of 4 tokens, so that a tree has many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_budget, "PAGE_TOKENS", 4)
+        patch.setattr(memory_budget, "BLOCK_TOKENS", 4)
         yield
 
 
@@ -96,9 +96,9 @@ def check(seed, policy):
     model = packed_model("llama")
     whole = engine_for(model, kv_memory="4MiB", debug=False, **options)
     run(whole, requests, [], 0)
-    most = max(-(-leaf.most_tokens // whole.sizes.page_size) for leaf in leaves_of(requests))
-    pages = max(most, whole.memory.pool.peak_used // 4)
-    size = pages * whole.sizes.page_size * whole.sizes.bytes_per_token
+    most = max(-(-leaf.max_kv_tokens // whole.sizes.block_size) for leaf in leaves_of(requests))
+    blocks = max(most, whole.block_manager.pool.peak_used // 4)
+    size = blocks * whole.sizes.block_size * whole.sizes.bytes_per_token
     engine = engine_for(model, kv_memory=f"{size}B", **options)  # --debug: every invariant after every step
     cancelled = rng.sample(requests, rng.choice([0, 0, 1, 3]) % (len(requests) + 1)) if len(requests) > 2 else []
     results = run(engine, requests, cancelled, rng.randint(1, 60))
@@ -115,8 +115,8 @@ def check(seed, policy):
             assert result.completion_tokens == request.max_tokens * request.params.n
         texts = [c.token_ids for c in result.completions] or [result.token_ids]
         assert all(list(t) == written(prompt)[: len(t)] for t in texts)
-    engine.memory.evict_all()
-    assert engine.memory.pool.num_used == 0
+    engine.block_manager.evict_all()
+    assert engine.block_manager.pool.num_used == 0
     assert not engine.sampler.used
     preempted.append(engine.stats.preemptions)
 

@@ -22,8 +22,8 @@ TOLERANCE = 5e-5
 """Largest difference of a logit, relative to the largest logit."""
 # One of each way to be built: the usual one, plain positions for mrope, towers from timm, experts with MLA, no `logits_to_keep`, no `text_config`, recurrent layers.
 CORE = {"gemma3", "gemma3n", "kimi_k25", "mistral3", "phi4_multimodal", "qwen2_5_vl", "qwen2_audio", "qwen3_5"}
-MODES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8, "kv_memory": "pages"}}
-PAGES = 8
+MODES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8, "kv_memory": "blocks"}}
+BLOCKS = 8
 
 
 def _params() -> list[object]:
@@ -56,7 +56,7 @@ def test_text_is_that_of_the_wrappers_own_generate(name: str, tmp_path: Path) ->
     for how, options in MODES.items():
         engine = engine_for(model, **(options | {"kv_memory": "64MiB"}))
         if "kv_memory" in options:
-            engine = engine_for(model, **(options | {"kv_memory": memory_for(engine, PAGES)}))
+            engine = engine_for(model, **(options | {"kv_memory": memory_for(engine, BLOCKS)}))
         with watched(model) as seen:
             results = run(engine, make_requests(PROMPTS, LENGTHS))
         assert [r.error_message for r in results] == [None] * len(results), how

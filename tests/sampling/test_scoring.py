@@ -38,7 +38,7 @@ def test_blocks_change_nothing(monkeypatch):
     logits = torch.randn(9, 7).bfloat16()
     pairs = list(range(9)), [1, 2, 3] * 3
     whole = score_targets(logits, *pairs)
-    monkeypatch.setattr(module, "BLOCK", 14)
+    monkeypatch.setattr(module, "CHUNK", 14)
     assert score_targets(logits, *pairs) == whole
 
 
@@ -67,10 +67,10 @@ class Widths(TorchDispatchMode):
 
 
 def test_no_more_than_a_block_is_in_float32(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 40)
+    monkeypatch.setattr(module, "CHUNK", 40)
     with Widths() as widths:
         score_targets(torch.zeros(50, 13, dtype=torch.bfloat16), [0, 49], [1, 2])
-    assert max(widths.sizes) == 50  # one sum a row; blocks are of three rows, 39 numbers
+    assert max(widths.sizes) == 50  # one sum a row; chunks are of three rows, 39 numbers
 
 
 def test_a_token_is_the_likeliest_where_greedy_decoding_draws_it():

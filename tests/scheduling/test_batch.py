@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from batchgen.kernels.transfer import Readback
-from batchgen.scheduling.batch import drawn_of, tokens_of
+from batchgen.scheduling.batch import pending_of, tokens_of
 from support import simulation as sim
 
 CPU = torch.device("cpu")
@@ -14,13 +14,13 @@ def test_tokens_that_only_the_device_knows_are_zero_and_named_by_place_and_slot(
     s = sim.Simulation(ahead=True)
     s.load([[5, 6], [7, 8], [9]], [3, 1, 3])
     first = s.step()
-    assert tokens_of(first.works).tolist() == [5, 6, 7, 8, 9]
-    assert [places.tolist() for places in drawn_of(first.works)] == [[], []]
+    assert tokens_of(first.spans).tolist() == [5, 6, 7, 8, 9]
+    assert [places.tolist() for places in pending_of(first.spans)] == [[], []]
     second = s.scheduler.schedule()
-    assert tokens_of(second.works).tolist() == [0, 0]  # the second prompt has its one token
-    places, slots = drawn_of(second.works)
+    assert tokens_of(second.spans).tolist() == [0, 0]  # the second prompt has its one token
+    places, slots = pending_of(second.spans)
     assert (places.tolist(), places.dtype, slots.dtype) == ([0, 1], np.int64, np.int64)
-    assert slots.tolist() == [w.span.slot for w in second.works]
+    assert slots.tolist() == [w.span.slot for w in second.spans]
 
 
 def test_tokens_that_the_host_has_seen_are_there():
@@ -28,8 +28,8 @@ def test_tokens_that_the_host_has_seen_are_there():
     s.load([[5, 6], [7, 8, 9]], [3, 3])
     s.step()
     step = s.scheduler.schedule()
-    assert tokens_of(step.works).tolist() == [1000, 1007]
-    assert [places.tolist() for places in drawn_of(step.works)] == [[], []]
+    assert tokens_of(step.spans).tolist() == [1000, 1007]
+    assert [places.tolist() for places in pending_of(step.spans)] == [[], []]
 
 
 def test_a_readback_gives_each_tensor_its_own_numbers():

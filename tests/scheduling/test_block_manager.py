@@ -5,16 +5,16 @@ import pytest
 
 from batchgen.prefix import PrefixNode, plan_prefixes
 from batchgen.scheduling import block_manager as module
-from batchgen.scheduling.block_manager import Memory
-from batchgen.scheduling.block_pool import PagePool
-from batchgen.scheduling.sequence import AFTER_NODES, Branch, GenerationSequence
+from batchgen.scheduling.block_manager import BlockManager
+from batchgen.scheduling.block_pool import BlockPool
+from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, PrefixNodeSpan
 from batchgen.scheduling.waiting import POLICIES, Window
 from support import simulation as sim
 
 
 @pytest.fixture
 def memory():
-    return Memory(PagePool(20), page_size=4)
+    return BlockManager(BlockPool(20), block_size=4)
 
 
 def node(start, end, index=0, parent=-1):
@@ -25,7 +25,7 @@ def window(start, end, parent=None):
     """A window with one node, 0, that hangs on a branch."""
     leaf = SimpleNamespace(tokens=np.arange(100, dtype=np.int32))
     return SimpleNamespace(
-        plan=SimpleNamespace(nodes=[node(start, end, 0, -1 if parent is None else 1)]), branches={1: parent},
+        plan=SimpleNamespace(nodes=[node(start, end, 0, -1 if parent is None else 1)]), node_spans={1: parent},
         leaves=[leaf], sources={}, place=lambda item: (0, 0),
     )  # fmt: skip
 
@@ -36,78 +36,78 @@ def copies(memory):
 
 def opened(memory, start, end, parent=None):
     """A node whose tokens have been computed."""
-    branch = memory.open_branch(window(start, end, parent), 0, 0)
-    branch.computed = branch.end
-    return branch
+    node_span = memory.open_node(window(start, end, parent), 0, 0)
+    node_span.computed = node_span.end
+    return node_span
 
 
 def sequence(sim, prompt, length, at=0):
     (leaf,) = sim.make_leaves([range(prompt)], [length])
     return GenerationSequence(
         window=SimpleNamespace(sources={}), place=(at, AFTER_NODES), parent=None, start=0, table=[], computed=0,
-        claims_tail=False, leaf=leaf, index=at, stops=sim.Length(length),
+        writes_parent_tail=False, leaf=leaf, index=at, stops=sim.Length(length),
     )  # fmt: skip
 
 
 def check(memory, *spans):
-    memory.pool.check(span.table for span in [*spans, *memory.idle])
+    memory.pool.check(span.table for span in [*spans, *memory.cached])
 
 
-def test_a_node_gets_a_run_of_pages_and_a_sequence_pages_from_the_other_end(memory):
-    branch = opened(memory, 0, 10)
+def test_a_node_gets_a_run_of_blocks_and_a_sequence_blocks_from_the_other_end(memory):
+    node_span = opened(memory, 0, 10)
     seq = sequence(sim, 9, 1)
     assert memory.open_sequence(seq, None, reserve=None)
-    assert (branch.table, seq.table) == ([0, 1, 2], [19, 18, 17])
+    assert (node_span.table, seq.table) == ([0, 1, 2], [19, 18, 17])
     assert (seq.start, seq.computed) == (0, 0)
 
 
-def test_the_first_sequence_writes_on_in_its_nodes_last_page_and_the_others_copy_it(memory):
-    branch = opened(memory, 0, 10)
+def test_the_first_sequence_writes_on_in_its_nodes_last_block_and_the_others_copy_it(memory):
+    node_span = opened(memory, 0, 10)
     first, second, third = (sequence(sim, 13, 1, i) for i in range(3))
     for seq in (first, second, third):
-        assert memory.open_sequence(seq, branch, reserve=0)
+        assert memory.open_sequence(seq, node_span, reserve=0)
         assert (seq.start, seq.computed) == (10, 10)
     assert [s.table for s in (first, second, third)] == [[0, 1, 2, 19], [0, 1, 18, 17], [0, 1, 16, 15]]
-    assert (first.claims_tail, second.claims_tail, branch.claimed) == (True, False, True)
+    assert (first.writes_parent_tail, second.writes_parent_tail, node_span.has_tail_writer) == (True, False, True)
     assert copies(memory) == ((2, 18), (2, 16))
     assert copies(memory) == ()
-    check(memory, branch, first, second, third)
+    check(memory, node_span, first, second, third)
 
 
-def test_the_last_page_can_be_claimed_again_once_its_writer_is_gone(memory):
-    branch = opened(memory, 0, 6)
+def test_the_last_block_can_be_claimed_again_once_its_writer_is_gone(memory):
+    node_span = opened(memory, 0, 6)
     first, second = (sequence(sim, 7, 1, i) for i in range(2))
-    memory.open_sequence(first, branch, reserve=0)
+    memory.open_sequence(first, node_span, reserve=0)
     memory.close(first)
-    assert (first.table, branch.claimed) == ([], False)
-    memory.open_sequence(second, branch, reserve=0)
+    assert (first.table, node_span.has_tail_writer) == ([], False)
+    memory.open_sequence(second, node_span, reserve=0)
     assert (second.table, copies(memory)) == ([0, 1], ())
 
 
-def test_a_node_that_ends_with_a_page_has_no_tail_to_copy(memory):
-    branch = opened(memory, 0, 8)
+def test_a_node_that_ends_with_a_block_has_no_tail_to_copy(memory):
+    node_span = opened(memory, 0, 8)
     first, second = (sequence(sim, 9, 1, i) for i in range(2))
-    memory.open_sequence(first, branch, reserve=0)
-    memory.open_sequence(second, branch, reserve=0)
+    memory.open_sequence(first, node_span, reserve=0)
+    memory.open_sequence(second, node_span, reserve=0)
     assert (first.table, second.table, copies(memory)) == ([0, 1, 19], [0, 1, 18], ())
-    assert not branch.claimed
+    assert not node_span.has_tail_writer
 
 
-def test_a_node_with_pages_of_its_own_copies_its_parents_tail_to_stay_in_one_run(memory):
+def test_a_node_with_blocks_of_its_own_copies_its_parents_tail_to_stay_in_one_run(memory):
     parent = opened(memory, 0, 6)
     child = opened(memory, 6, 13, parent)
     assert (parent.table, child.table) == ([0, 1], [0, 2, 3, 4])
-    assert (copies(memory), parent.claimed) == (((1, 2),), False)
+    assert (copies(memory), parent.has_tail_writer) == (((1, 2),), False)
 
 
-def test_a_node_claims_its_parents_tail_where_there_is_no_page_for_a_copy():
-    memory = Memory(PagePool(4), page_size=4)
+def test_a_node_claims_its_parents_tail_where_there_is_no_block_for_a_copy():
+    memory = BlockManager(BlockPool(4), block_size=4)
     parent = opened(memory, 0, 6)
     child = opened(memory, 6, 13, parent)
-    assert (child.table, copies(memory), parent.claimed) == ([0, 1, 2, 3], (), True)
+    assert (child.table, copies(memory), parent.has_tail_writer) == ([0, 1, 2, 3], (), True)
 
 
-def test_tiny_nodes_along_one_path_cost_no_page_each(memory):
+def test_tiny_nodes_along_one_path_cost_no_block_each(memory):
     spans = [opened(memory, 0, 5)]
     for end in (6, 7):
         spans.append(opened(memory, end - 1, end, spans[-1]))
@@ -117,11 +117,11 @@ def test_tiny_nodes_along_one_path_cost_no_page_each(memory):
 
 
 def test_nothing_is_taken_where_memory_is_short(memory):
-    branch = opened(memory, 0, 60)
+    node_span = opened(memory, 0, 60)
     seq = sequence(sim, 90, 1)
-    assert not memory.open_sequence(seq, branch, reserve=None)
-    assert memory.open_branch(window(60, 90, branch), 0, 0) is None
-    assert (seq.table, memory.pool.num_used, branch.claimed) == ([], 15, False)
+    assert not memory.open_sequence(seq, node_span, reserve=None)
+    assert memory.open_node(window(60, 90, node_span), 0, 0) is None
+    assert (seq.table, memory.pool.num_used, node_span.has_tail_writer) == ([], 15, False)
     assert copies(memory) == ()
 
 
@@ -131,20 +131,20 @@ def test_idle_nodes_go_least_recently_used_first(memory):
     memory.retire(new)
     seq = sequence(sim, 24, 1)
     assert memory.open_sequence(seq, None, reserve=None)
-    assert (old.evicted, new.evicted, list(memory.idle)) == (True, False, [new])
+    assert (old.evicted, new.evicted, list(memory.cached)) == (True, False, [new])
     check(memory, seq)
 
 
 def test_idle_nodes_stay_while_memory_lasts(memory):
-    branch = opened(memory, 0, 32)
-    memory.retire(branch)
+    node_span = opened(memory, 0, 32)
+    memory.retire(node_span)
     assert memory.open_sequence(sequence(sim, 48, 1), None, reserve=None)
-    assert (branch.evicted, memory.pool.num_free) == (False, 0)
+    assert (node_span.evicted, memory.pool.num_free) == (False, 0)
 
 
 def test_half_of_what_running_sequences_can_still_ask_for_stays_free():
-    memory = Memory(PagePool(15), page_size=4)
-    first, second, third = (sequence(sim, 4, 37, i) for i in range(3))  # 1 page now, 10 in the end
+    memory = BlockManager(BlockPool(15), block_size=4)
+    first, second, third = (sequence(sim, 4, 37, i) for i in range(3))  # 1 block now, 10 in the end
     assert memory.open_sequence(first, None, reserve=None)
     assert memory.open_sequence(second, None, reserve=0)  # 13 free, 9 must be
     assert not memory.open_sequence(third, None, reserve=0)  # 12 would be free, 13 must be
@@ -152,29 +152,29 @@ def test_half_of_what_running_sequences_can_still_ask_for_stays_free():
 
 
 def test_a_sequence_that_runs_alone_needs_no_reserve():
-    memory = Memory(PagePool(3), page_size=4)
+    memory = BlockManager(BlockPool(3), block_size=4)
     assert not memory.open_sequence(sequence(sim, 8, 40), None, reserve=0)
     assert memory.open_sequence(sequence(sim, 8, 40), None, reserve=None)
 
 
-def test_a_sequence_grows_by_a_page_when_its_last_is_full(memory):
+def test_a_sequence_grows_by_a_block_when_its_last_is_full(memory):
     seq = sequence(sim, 4, 10)
     memory.open_sequence(seq, None, reserve=None)
-    for computed, pages in ((3, 1), (4, 2), (7, 2), (8, 3)):
+    for computed, blocks in ((3, 1), (4, 2), (7, 2), (8, 3)):
         seq.computed = computed
         assert memory.grow(seq)
-        assert len(seq.table) == pages
+        assert len(seq.table) == blocks
 
 
-def test_growing_takes_the_page_of_an_idle_node_and_fails_where_there_is_none():
-    memory = Memory(PagePool(2), page_size=4)
-    branch = opened(memory, 0, 3)
-    memory.retire(branch)
+def test_growing_takes_the_block_of_an_idle_node_and_fails_where_there_is_none():
+    memory = BlockManager(BlockPool(2), block_size=4)
+    node_span = opened(memory, 0, 3)
+    memory.retire(node_span)
     seq = sequence(sim, 4, 20)
     memory.open_sequence(seq, None, reserve=None)
     seq.computed = 4
     assert memory.grow(seq)
-    assert branch.evicted
+    assert node_span.evicted
     seq.computed = 8
     assert not memory.grow(seq)
     assert len(seq.table) == 2
@@ -187,16 +187,16 @@ def test_what_was_promised_is_settled_when_sequences_close(memory):
         seq.computed = 4
         memory.grow(seq)
         memory.close(seq)
-    assert memory._promised == 0
+    assert memory._reserved_blocks == 0
     assert memory.pool.num_used == 0
 
 
-def test_sequences_keep_the_pages_of_a_node_that_is_evicted(memory):
-    branch = opened(memory, 0, 10)
+def test_sequences_keep_the_blocks_of_a_node_that_is_evicted(memory):
+    node_span = opened(memory, 0, 10)
     seq = sequence(sim, 11, 1)
-    memory.open_sequence(seq, branch, reserve=None)
-    memory.evict(branch)
-    assert (branch.table, seq.table, branch.complete) == ([], [0, 1, 2], False)
+    memory.open_sequence(seq, node_span, reserve=None)
+    memory.evict(node_span)
+    assert (node_span.table, seq.table, node_span.complete) == ([], [0, 1, 2], False)
     check(memory, seq)
     memory.close(seq)
     assert memory.pool.num_used == 0
@@ -214,29 +214,29 @@ def adopt(memory, sim, prompts):
 
 
 def resident(memory, end):
-    branch = opened(memory, 0, end)
-    memory.retire(branch)
-    return branch
+    node_span = opened(memory, 0, end)
+    memory.retire(node_span)
+    return node_span
 
 
 def test_a_later_window_takes_over_a_node_exact_to_the_token(memory):
-    """Full pages are shared, the page that is used in part is copied."""
+    """Full blocks are shared, the block that is used in part is copied."""
     kept = resident(memory, 11)
     later = adopt(memory, sim, [[*range(9), 50, 51], [*range(9), 60]])
-    branch = memory.open_branch(later, 0, 0)
-    assert (branch.end, branch.computed, branch.complete) == (9, 9, True)
-    assert (kept.table, branch.table) == ([0, 1, 2], [0, 1, 3])
+    node_span = memory.open_node(later, 0, 0)
+    assert (node_span.end, node_span.computed, node_span.complete) == (9, 9, True)
+    assert (kept.table, node_span.table) == ([0, 1, 2], [0, 1, 3])
     assert copies(memory) == ((2, 3),)
-    check(memory, branch)
+    check(memory, node_span)
 
 
 def test_a_node_that_is_longer_than_what_is_resident_goes_on_from_there(memory):
     resident(memory, 6)
     later = adopt(memory, sim, [[*range(9), 50], [*range(9), 60]])
-    branch = memory.open_branch(later, 0, 0)
-    assert (branch.start, branch.computed, branch.end) == (0, 6, 9)
-    assert branch.table[0] == 0
-    assert copies(memory) == ((1, branch.table[1]),)
+    node_span = memory.open_node(later, 0, 0)
+    assert (node_span.start, node_span.computed, node_span.end) == (0, 6, 9)
+    assert node_span.table[0] == 0
+    assert copies(memory) == ((1, node_span.table[1]),)
 
 
 def test_a_request_alone_takes_over_all_but_its_last_token(memory):
@@ -250,8 +250,8 @@ def test_a_request_alone_takes_over_all_but_its_last_token(memory):
 def test_the_last_token_of_a_node_is_run_again_where_a_prompt_ends(memory):
     resident(memory, 8)
     later = adopt(memory, sim, [range(8), range(8)])
-    branch = memory.open_branch(later, 0, 0)
-    assert (branch.computed, branch.end) == (7, 8)
+    node_span = memory.open_node(later, 0, 0)
+    assert (node_span.computed, node_span.end) == (7, 8)
 
 
 def test_the_longest_match_is_taken_over(memory):
@@ -259,95 +259,95 @@ def test_the_longest_match_is_taken_over(memory):
     table = list(resident(memory, 16).table)
     resident(memory, 8)
     later = adopt(memory, sim, [[*range(16), 1], [*range(16), 2]])
-    branch = memory.open_branch(later, 0, 0)
-    assert (branch.computed, branch.table) == (16, table)
+    node_span = memory.open_node(later, 0, 0)
+    assert (node_span.computed, node_span.table) == (16, table)
 
 
 def test_other_tokens_are_not_taken_over(memory):
     resident(memory, 8)
     later = adopt(memory, sim, [[90, *range(1, 8), 1], [90, *range(1, 8), 2]])
-    branch = memory.open_branch(later, 0, 0)
-    assert (branch.computed, copies(memory)) == (0, ())
+    node_span = memory.open_node(later, 0, 0)
+    assert (node_span.computed, copies(memory)) == (0, ())
 
 
 def test_a_node_is_not_given_up_to_make_room_for_what_takes_it_over():
-    memory = Memory(PagePool(5), page_size=4)
+    memory = BlockManager(BlockPool(5), block_size=4)
     kept, other = resident(memory, 11), resident(memory, 8)
     later = adopt(memory, sim, [[*range(10), 50], [*range(10), 60]])
-    memory.idle[other] = memory.idle.pop(other)  # the node to take over is now the first to go
-    branch = memory.open_branch(later, 0, 0)
-    assert (branch.computed, kept.evicted, other.evicted) == (10, False, True)
-    check(memory, branch)
+    memory.cached[other] = memory.cached.pop(other)  # the node to take over is now the first to go
+    node_span = memory.open_node(later, 0, 0)
+    assert (node_span.computed, kept.evicted, other.evicted) == (10, False, True)
+    check(memory, node_span)
 
 
 def test_a_match_that_was_evicted_meanwhile_is_computed_anew(memory):
     kept = resident(memory, 10)
     later = adopt(memory, sim, [[*range(10), 50], [*range(10), 60]])
     memory.evict(kept)
-    branch = memory.open_branch(later, 0, 0)
-    assert (branch.computed, copies(memory)) == (0, ())
+    node_span = memory.open_node(later, 0, 0)
+    assert (node_span.computed, copies(memory)) == (0, ())
 
 
 def test_matched_nodes_count_as_used(memory):
     used, unused = resident(memory, 10), opened(memory, 0, 3)
     unused.prompt = np.array([70, 71, 72], dtype=np.int32)
     memory.retire(unused)
-    assert list(memory.idle) == [used, unused]
+    assert list(memory.cached) == [used, unused]
     adopt(memory, sim, [[*range(10), 50], [*range(10), 60]])
-    assert list(memory.idle) == [unused, used]
+    assert list(memory.cached) == [unused, used]
 
 
-def test_evicting_all_gives_every_page_back(memory):
+def test_evicting_all_gives_every_block_back(memory):
     parent = opened(memory, 0, 6)
     child = opened(memory, 6, 7, parent)
     memory.retire(resident := opened(memory, 0, 9))
     memory.evict_all()
     assert memory.pool.num_used == 0
-    assert not memory.idle
-    assert all(isinstance(b, Branch) and b.evicted for b in (parent, child, resident))
+    assert not memory.cached
+    assert all(isinstance(b, PrefixNodeSpan) and b.evicted for b in (parent, child, resident))
 
 
-@pytest.mark.parametrize(("end", "pages"), [(4, 2), (5, 3)])
-def test_a_prefix_of_every_window_is_held_once(end, pages):
+@pytest.mark.parametrize(("end", "blocks"), [(4, 2), (5, 3)])
+def test_a_prefix_of_every_window_is_held_once(end, blocks):
     """Else a job of many windows would hold, and match, a node more with each."""
-    s = sim.Simulation(page_size=2)
+    s = sim.Simulation(block_size=2)
     for _ in range(5):
         s.load([[*range(end), 50], [*range(end), 60]], [1, 1])
         s.finish()
     assert s.prefilled == end + 5 * 2
-    assert len(s.memory.idle) == 1
-    assert s.memory.pool.num_used == pages
+    assert len(s.block_manager.cached) == 1
+    assert s.block_manager.pool.num_used == blocks
 
 
 def test_nested_prefixes_of_every_window_are_held_once():
-    s = sim.Simulation(page_size=2)
+    s = sim.Simulation(block_size=2)
     for _ in range(5):
         s.load([[*range(9), 50], [*range(9), 60], [*range(5), 50], [*range(5), 60]], [1] * 4)
         s.finish()
     assert s.prefilled == 9 + 5 * 4
-    assert sorted(b.end for b in s.memory.idle) == [5, 9]
+    assert sorted(b.end for b in s.block_manager.cached) == [5, 9]
 
 
 def test_a_prompt_of_every_window_is_held_once():
-    s = sim.Simulation(page_size=2)
+    s = sim.Simulation(block_size=2)
     for _ in range(5):
         s.load([range(5), range(5), [*range(5), 60]], [1, 1, 1])
         s.finish()
     assert s.prefilled == 5 + 1 + 4 * (1 + 1)  # its last token is run again for its logits
-    assert (len(s.memory.idle), s.memory.pool.num_used) == (1, 3)
+    assert (len(s.block_manager.cached), s.block_manager.pool.num_used) == (1, 3)
 
 
 def test_a_longer_node_is_kept_beside_a_shorter_one_that_takes_part_of_it_over(memory):
     kept = resident(memory, 11)
     later = adopt(memory, sim, [[*range(9), 50], [*range(9), 60]])
-    branch = memory.open_branch(later, 0, 0)
-    memory.retire(branch)
-    assert list(memory.idle) == [kept, branch]
+    node_span = memory.open_node(later, 0, 0)
+    memory.retire(node_span)
+    assert list(memory.cached) == [kept, node_span]
 
 
 def test_windows_that_wait_together_take_over_the_node_of_an_earlier_one():
     """The first of them replaces the node that all were matched with."""
-    s = sim.Simulation(page_size=2)
+    s = sim.Simulation(block_size=2)
     s.load([[*range(5), 50], [*range(5), 60]], [1, 1])
     s.finish()
     for i in range(4):
@@ -359,20 +359,20 @@ def test_windows_that_wait_together_take_over_the_node_of_an_earlier_one():
 def test_a_successor_that_is_still_computed_is_taken_over_as_far_as_it_is(memory):
     resident(memory, 8)
     first, second = (adopt(memory, sim, [range(8), range(8)]) for _ in range(2))
-    replacing = memory.open_branch(first, 0, 0)
-    assert (replacing.computed, len(memory.idle)) == (7, 0)
+    replacing = memory.open_node(first, 0, 0)
+    assert (replacing.computed, len(memory.cached)) == (7, 0)
     replacing.computed = 6
-    assert memory.open_branch(second, 0, 0).computed == 6
+    assert memory.open_node(second, 0, 0).computed == 6
 
 
 def test_only_so_many_idle_nodes_are_kept(monkeypatch):
     """Else a long file would fill the pool with nodes that nobody asks for again."""
-    monkeypatch.setattr(module, "IDLE_NODES", 3)
-    s = sim.Simulation(page_size=2)
+    monkeypatch.setattr(module, "MAX_CACHED_NODES", 3)
+    s = sim.Simulation(block_size=2)
     for first in range(0, 100, 10):
         s.load([[first, *range(5), 50], [first, *range(5), 60]], [1, 1])
         s.finish()
-    assert len(s.memory.idle) == 3
+    assert len(s.block_manager.cached) == 3
     s.load([[90, *range(5), 70]], [1])
     s.finish()
     assert s.prefilled == 10 * (6 + 2) + 1
@@ -381,9 +381,9 @@ def test_only_so_many_idle_nodes_are_kept(monkeypatch):
 # -- host memory
 
 
-def three_windows(sim, host_pages):
+def three_windows(sim, host_blocks):
     """The third has the first one's prefix; the pool holds one of them at a time."""
-    s = sim.Simulation(pages=14, page_size=2, host_pages=host_pages)
+    s = sim.Simulation(blocks=14, block_size=2, host_blocks=host_blocks)
     for root in (range(20), range(50, 70), range(20)):
         s.load([[*root, 1, 2], [*root, 3]], [3, 3])
         s.finish()
@@ -394,17 +394,19 @@ def test_a_node_that_had_to_go_comes_back_from_host_memory():
     assert three_windows(sim, 0).prefilled == 3 * (20 + 3)
     s = three_windows(sim, 10)
     assert s.prefilled == 2 * 20 + 3 * 3
-    assert [b.tokens(0, 1).tolist() for b in s.memory.parked] == [[50]]  # the other replaced what it was made from
+    assert [b.tokens(0, 1).tolist() for b in s.block_manager.swapped] == [
+        [50]
+    ]  # the other replaced what it was made from
 
 
 def test_host_memory_holds_no_more_than_it_was_given():
-    s = three_windows(sim, 9)  # a node has 10 pages
+    s = three_windows(sim, 9)  # a node has 10 blocks
     assert s.prefilled == 3 * (20 + 3)
-    assert not s.memory.parked
+    assert not s.block_manager.swapped
 
 
 def test_of_a_node_in_host_memory_a_part_can_come_back():
-    s = sim.Simulation(pages=14, page_size=2, host_pages=10)
+    s = sim.Simulation(blocks=14, block_size=2, host_blocks=10)
     s.load([[*range(20), 1, 2], [*range(20), 3]], [3, 3])
     s.finish()
     s.load([[*range(50, 70), 1, 2], [*range(50, 70), 3]], [3, 3])
@@ -417,12 +419,12 @@ def test_of_a_node_in_host_memory_a_part_can_come_back():
 
 def test_a_window_that_is_done_keeps_neither_its_leaves_nor_the_window_before():
     """Nodes that stay for later windows keep their window, and so a long file would keep all of them."""
-    s = sim.Simulation(page_size=2)
+    s = sim.Simulation(block_size=2)
     windows = []
     for _ in range(3):
         s.load([[*range(9), 50], [*range(9), 60]], [1, 1])
         windows.append(s.window)
         assert bool(s.window.sources) == (len(windows) > 1)
         s.finish()
-    assert s.memory.idle
+    assert s.block_manager.cached
     assert [(w.leaves, w.sources) for w in windows] == [([], {})] * 3

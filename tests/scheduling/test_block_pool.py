@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.scheduling.block_pool import PagePool
+from batchgen.scheduling.block_pool import BlockPool
 
 
-def test_runs_come_from_the_low_end_and_single_pages_from_the_high_end():
-    pool = PagePool(8)
+def test_runs_come_from_the_low_end_and_single_blocks_from_the_high_end():
+    pool = BlockPool(8)
     assert pool.allocate_run(3) == [0, 1, 2]
     assert pool.allocate(2) == [7, 6]
     assert pool.allocate_run(1) == [3]
@@ -15,7 +15,7 @@ def test_runs_come_from_the_low_end_and_single_pages_from_the_high_end():
 
 
 def test_a_run_is_taken_where_it_fits_whole_and_is_pieced_together_where_it_does_not():
-    pool = PagePool(7)
+    pool = BlockPool(7)
     pool.allocate_run(7)
     pool.release([0, 2, 3, 5])
     assert pool.allocate_run(2) == [2, 3]
@@ -23,81 +23,81 @@ def test_a_run_is_taken_where_it_fits_whole_and_is_pieced_together_where_it_does
     assert pool.allocate_run(3) == [0, 3, 5]
 
 
-def test_single_pages_fill_gaps_from_the_top():
-    pool = PagePool(5)
+def test_single_blocks_fill_gaps_from_the_top():
+    pool = BlockPool(5)
     pool.allocate(5)
     pool.release([1, 3])
     assert pool.allocate(2) == [3, 1]
 
 
 def test_nothing_asked_is_nothing_given():
-    pool = PagePool(1)
+    pool = BlockPool(1)
     pool.allocate(1)
     assert pool.allocate(0) == pool.allocate_run(0) == []
 
 
-def test_a_page_is_free_when_its_last_holder_releases_it():
-    pool = PagePool(2)
-    (page,) = pool.allocate(1)
-    pool.share([page, page])
-    pool.release([page, page])
+def test_a_block_is_free_when_its_last_holder_releases_it():
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.share([block, block])
+    pool.release([block, block])
     assert pool.num_free == 1
-    pool.release([page])
+    pool.release([block])
     assert pool.num_free == 2
-    assert pool.allocate(1) == [page]
+    assert pool.allocate(1) == [block]
 
 
 @pytest.mark.parametrize("take", ["allocate", "allocate_run"])
-def test_more_pages_than_are_free_are_refused_and_nothing_is_taken(take):
-    pool = PagePool(3)
+def test_more_blocks_than_are_free_are_refused_and_nothing_is_taken(take):
+    pool = BlockPool(3)
     pool.allocate(1)
-    with pytest.raises(ValueError, match=r"^3 pages wanted, 2 free$"):
+    with pytest.raises(ValueError, match=r"^3 blocks wanted, 2 free$"):
         getattr(pool, take)(3)
     assert pool.num_free == 2
 
 
-def test_a_free_page_can_be_neither_shared_nor_released():
-    pool = PagePool(3)
-    with pytest.raises(ValueError, match=r"^page 2 is free and cannot be shared$"):
+def test_a_free_block_can_be_neither_shared_nor_released():
+    pool = BlockPool(3)
+    with pytest.raises(ValueError, match=r"^block 2 is free and cannot be shared$"):
         pool.share([2])
-    with pytest.raises(ValueError, match=r"^page 1 is free already$"):
+    with pytest.raises(ValueError, match=r"^block 1 is free already$"):
         pool.release([1])
 
 
-def test_the_peak_is_the_most_pages_used_at_once():
-    pool = PagePool(6)
-    pages = pool.allocate(2) + pool.allocate_run(2)
-    pool.release(pages)
+def test_the_peak_is_the_most_blocks_used_at_once():
+    pool = BlockPool(6)
+    blocks = pool.allocate(2) + pool.allocate_run(2)
+    pool.release(blocks)
     pool.allocate(1)
     assert (pool.num_used, pool.peak_used) == (1, 4)
 
 
 def test_check_wants_exactly_the_references_of_the_tables():
-    pool = PagePool(4)
+    pool = BlockPool(4)
     a, b = pool.allocate(1), pool.allocate(1)
     pool.share(a)
     pool.check([a, [*a, *b]])
     for wrong in ([a, b], [a, a, b, b], [a, a, b, [0]], []):
-        with pytest.raises(AssertionError, match="page references do not match the block tables"):
+        with pytest.raises(AssertionError, match="block references do not match the block tables"):
             pool.check(wrong)
 
 
 def test_check_finds_a_free_count_that_drifted():
-    pool = PagePool(2)
+    pool = BlockPool(2)
     pool.num_free = 1
-    with pytest.raises(AssertionError, match="free pages do not add up"):
+    with pytest.raises(AssertionError, match="free blocks do not add up"):
         pool.check([])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["run", "single", "share", "release"]), st.integers(0, 9)), max_size=40))
 def test_the_accounts_add_up_whatever_is_done(steps):
-    pool, tables = PagePool(12), []
+    pool, tables = BlockPool(12), []
     for what, number in steps:
         if what in ("run", "single") and number <= pool.num_free:
-            pages = pool.allocate_run(number) if what == "run" else pool.allocate(number)
-            assert len(set(pages)) == number
-            assert not any(page in table for table in tables for page in pages)
-            tables.append(pages)
+            blocks = pool.allocate_run(number) if what == "run" else pool.allocate(number)
+            assert len(set(blocks)) == number
+            assert not any(block in table for table in tables for block in blocks)
+            tables.append(blocks)
         elif what == "share" and tables:
             table = tables[number % len(tables)]
             pool.share(table)

@@ -7,7 +7,7 @@ from support import simulation as sim
 
 
 def rows(step):
-    return [w.span.request.row for w in step.works if hasattr(w.span, "request")]
+    return [w.span.request.row for w in step.spans if hasattr(w.span, "request")]
 
 
 def test_fifo_starts_rows_as_they_came_and_prefix_depth_first():
@@ -23,13 +23,13 @@ def test_fifo_starts_rows_as_they_came_and_prefix_depth_first():
     assert order == {"prefix": [2, 1, 3, 0], "fifo": [0, 1, 2, 3]}
 
 
-def test_fifo_keeps_a_margin_of_free_pages():
+def test_fifo_keeps_a_margin_of_free_blocks():
     least = {}
     for policy in ("prefix", "fifo"):
-        s = sim.Simulation(pages=20, page_size=2, policy=policy)
-        s.load([[n] * 3 for n in range(12)], [2] * 12)  # two pages each, to the end
+        s = sim.Simulation(blocks=20, block_size=2, policy=policy)
+        s.load([[n] * 3 for n in range(12)], [2] * 12)  # two blocks each, to the end
         s.step()
-        least[policy] = s.memory.pool.num_free
+        least[policy] = s.block_manager.pool.num_free
     assert POLICIES["fifo"].margin == 0.2
     assert least["fifo"] >= 0.2 * 20 > least["prefix"]
 
@@ -56,12 +56,12 @@ def test_a_step_reads_no_more_kv_than_its_budget():
 
 
 def test_where_not_all_can_decode_they_take_turns():
-    s = sim.Simulation(kv_read=7, page_size=2)
+    s = sim.Simulation(kv_read=7, block_size=2)
     s.load([[n, n] for n in range(3)], [6] * 3)
     decoded = []
     while s.scheduler.unfinished:
         step = s.step()
-        decoded.append([w.span.request.row for w in step.works if w.start >= 2])
+        decoded.append([w.span.request.row for w in step.spans if w.start >= 2])
     counts = [sum(row in step for step in decoded[:9]) for row in range(3)]
     assert max(counts) - min(counts) <= 1
     assert s.rows == [0, 1, 2]
@@ -83,7 +83,7 @@ def test_lower_priorities_start_first_and_their_prefix_is_still_run_once():
 
 
 def test_the_least_urgent_is_preempted_first():
-    s = sim.Simulation(pages=5, page_size=2)
+    s = sim.Simulation(blocks=5, block_size=2)
     s.load([[1, 1], [2, 2]], [5, 5], priorities=[1, 0])
     preempted = []
     while s.scheduler.unfinished:

@@ -1,6 +1,6 @@
 """Random trees, lengths, budgets, policies, forks, texts to score, priorities, windows and cancellations: every step checked.
 
-`Simulation` checks pages, tables, reads and budgets after each step, that no leaf ends twice, and that nothing is left behind.
+`Simulation` checks blocks, tables, reads and budgets after each step, that no leaf ends twice, and that nothing is left behind.
 """
 
 import random
@@ -65,14 +65,14 @@ def check(sim, seed, spare, policy, sliding, scored, cancels, ends=(), slots=Non
 
 def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, slots, ahead):
     rng = random.Random(seed)
-    page_size = rng.choice([1, 2, 3, 4])
+    block_size = rng.choice([1, 2, 3, 4])
     tokens = rng.choice([1, 2, 5, 16, 100])
     windows = [random_window(rng, scored) for _ in range(rng.randint(1, 3))]
-    least = max(-(-most_tokens(w) // page_size) for w in windows)
+    least = max(-(-most_tokens(w) // block_size) for w in windows)
     s = sim.Simulation(
-        pages=least + spare, page_size=page_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
+        blocks=least + spare, block_size=block_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
         prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]), kv_read=rng.choice([None, None, 1, 10, 40]),
-        sliding=sliding, policy=policy, host_pages=rng.choice([0, 0, 4, 100]) if slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
+        sliding=sliding, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
         ahead=ahead, ends=ends, slots=slots,
     )  # fmt: skip
     results = []
@@ -98,9 +98,9 @@ def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, slots, 
             if slots in (None, 1000):
                 assert prefilled == prompt_trie(w) if number == 0 else prefilled <= prompt_trie(w)
     assert not s.late or (ahead and (ends or cancels))
-    s.memory.evict_all()
-    assert s.memory.pool.num_used == 0
-    assert s.memory.slots is None or s.memory.slots.num_used == 0
+    s.block_manager.evict_all()
+    assert s.block_manager.pool.num_used == 0
+    assert s.block_manager.slots is None or s.block_manager.slots.num_used == 0
     return results
 
 
@@ -141,7 +141,7 @@ def test_windows_that_run_together_are_right(policy, ahead, slots):
     for seed in range(20):
         rng = random.Random(seed)
         s = sim.Simulation(
-            pages=40, page_size=2, tokens=9, batch_size=4, policy=policy, ahead=ahead, ends=ENDS, slots=slots
+            blocks=40, block_size=2, tokens=9, batch_size=4, policy=policy, ahead=ahead, ends=ENDS, slots=slots
         )
         count = 0
         for _ in range(4):
@@ -157,6 +157,6 @@ def test_windows_that_run_together_are_right(policy, ahead, slots):
         assert len(s.done) == count or not count
 
 
-def test_what_could_be_loaded_is_run_again_where_that_takes_fewer_pages() -> None:
-    """A leaf whose KV is in host memory, in a pool of which its parent has the one page too many: found by chance, it stood still."""
+def test_what_could_be_loaded_is_run_again_where_that_takes_fewer_blocks() -> None:
+    """A leaf whose KV is in host memory, in a pool of which its parent has the one block too many: found by chance, it stood still."""
     check(sim, 123577, 0, "fifo", 1, 1.0, False)

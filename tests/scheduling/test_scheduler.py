@@ -6,7 +6,7 @@ import pytest
 from batchgen.prefix import plan_prefixes
 from batchgen.scheduling import scheduler
 from batchgen.scheduling import waiting as waiting_module
-from batchgen.scheduling.sequence import LEGAL, Branch, State
+from batchgen.scheduling.sequence import LEGAL, PrefixNodeSpan, State
 from support import simulation as sim
 
 ROOT = list(range(10, 15))
@@ -15,8 +15,8 @@ ROOT = list(range(10, 15))
 def names(step):
     """Works as (what, start, stop): n0 for node 0, r1 for row 1."""
     return [
-        (f"n{w.span.node.index}" if isinstance(w.span, Branch) else f"r{w.span.request.row}", w.start, w.stop)
-        for w in step.works
+        (f"n{w.span.node.index}" if isinstance(w.span, PrefixNodeSpan) else f"r{w.span.request.row}", w.start, w.stop)
+        for w in step.spans
     ]
 
 
@@ -63,16 +63,16 @@ def test_a_long_node_is_prefilled_in_slices_while_others_decode():
 def test_only_the_end_of_a_prompt_is_sampled():
     s = sim.Simulation(tokens=3, batch_size=3)
     s.load([[9, 9, 9, 9, 1], [9, 9, 9, 9, 2]], [2, 2])
-    assert [(w.logits < w.stop) for w in s.step().works] == [False]
-    assert [(w.logits < w.stop) for w in s.step().works] == [False]
-    assert [(w.logits < w.stop) for w in s.step().works] == [True, True]
+    assert [(w.logits < w.stop) for w in s.step().spans] == [False]
+    assert [(w.logits < w.stop) for w in s.step().spans] == [False]
+    assert [(w.logits < w.stop) for w in s.step().spans] == [True, True]
 
 
 def test_prompts_that_end_at_a_node_draw_from_its_logits_without_a_forward():
     s = sim.Simulation()
     s.load([ROOT, ROOT, [*ROOT, 7]], [2, 1, 1])
     first = s.step()
-    assert (names(first), [(w.logits < w.stop) for w in first.works]) == ([("n0", 0, 5)], [True])
+    assert (names(first), [(w.logits < w.stop) for w in first.spans]) == ([("n0", 0, 5)], [True])
     second = s.step()
     assert names(second) == [("r2", 5, 6)]
     assert [q.request.row for q in second.ready] == [0, 1]
@@ -85,19 +85,19 @@ def test_a_prompt_that_ends_at_a_node_needs_no_budget():
     s.load([[1, 2], [1, 2]], [1, 1])
     assert [names(s.step()), names(s.step())] == [[("n0", 0, 1)], [("n0", 1, 2)]]
     step = s.step()
-    assert (step.works, len(step.ready)) == ((), 1)
+    assert (step.spans, len(step.ready)) == ((), 1)
     s.finish()
     assert s.prefilled == 2
 
 
-def test_nothing_is_given_pages_before_the_step_that_can_run_it():
-    s = sim.Simulation(tokens=4, prefill=2, batch_size=4, page_size=1)
+def test_nothing_is_given_blocks_before_the_step_that_can_run_it():
+    s = sim.Simulation(tokens=4, prefill=2, batch_size=4, block_size=1)
     prompts = [[n] * 12 + [last] for n in range(1, 5) for last in (90, 91)]
     s.load(prompts, [1] * 8)
     for _ in range(3):  # node 0 takes six steps
         s.step()
     assert [b.node.index for b in s.scheduler.prefilling] == [0]
-    assert s.memory.pool.num_used == 12
+    assert s.block_manager.pool.num_used == 12
 
 
 def test_a_step_prefills_no_more_than_its_budget_and_decodes_everyone():
@@ -107,7 +107,7 @@ def test_a_step_prefills_no_more_than_its_budget_and_decodes_everyone():
     while s.scheduler.unfinished:
         step = s.step()
         sizes.append(
-            (len([w for w in step.works if w.start >= 3]), sum(w.stop - w.start for w in step.works if w.start < 3))
+            (len([w for w in step.spans if w.start >= 3]), sum(w.stop - w.start for w in step.spans if w.start < 3))
         )
     assert max(prefill for _, prefill in sizes) == 5
     assert max(decode for decode, _ in sizes) >= 3
@@ -115,8 +115,8 @@ def test_a_step_prefills_no_more_than_its_budget_and_decodes_everyone():
 
 
 def test_the_newest_is_preempted_and_comes_back_with_its_tokens():
-    s = sim.Simulation(pages=5, page_size=2)
-    s.load([[1, 1], [2, 2]], [5, 5])  # 3 pages each in the end
+    s = sim.Simulation(blocks=5, block_size=2)
+    s.load([[1, 1], [2, 2]], [5, 5])  # 3 blocks each in the end
     preempted = []
     while s.scheduler.unfinished:
         step = s.step()
@@ -124,29 +124,29 @@ def test_the_newest_is_preempted_and_comes_back_with_its_tokens():
     assert preempted == [(1, [1007, 1008, 1009], State.PREEMPTED)]
     assert s.done == {(0, 0): [1000, 1001, 1002, 1003, 1004], (1, 0): [1007, 1008, 1009, 1010, 1000]}
     assert (s.scheduler.preemptions, s.prefilled, s.recomputed) == (1, 6, 2)
-    assert s.memory.pool.num_used == 0
+    assert s.block_manager.pool.num_used == 0
 
 
 def test_no_request_starves_where_each_fits_alone_and_evicted_nodes_start_again():
-    """A node that copies its parent's tail takes a page more than its path needs: that must not block the last page."""
-    s = sim.Simulation(pages=4, page_size=2)
+    """A node that copies its parent's tail takes a block more than its path needs: that must not block the last block."""
+    s = sim.Simulation(blocks=4, block_size=2)
     node = [5, 5, 5]
     inner = [*node, 6, 6]
     plan = s.load([[*inner, 1, 1], [*inner, 2, 2], [*node, 9], [*node, 8]], [2, 2, 1, 1])
-    s.finish(most_steps=200)
+    s.finish(max_steps=200)
     assert s.rows == [0, 1, 2, 3]
     assert s.prefilled > plan.prefill_tokens_min  # nodes had to go, and were started again
 
 
 def test_a_node_started_again_does_not_push_ahead_of_those_who_wait_longer():
     """Row 5 wants the root again while rows 3 and 4 wait for a node that leaves no room for it: they come first."""
-    s = sim.Simulation(pages=8, page_size=3, batch_size=2, tokens=3, prefill=2)
+    s = sim.Simulation(blocks=8, block_size=3, batch_size=2, tokens=3, prefill=2)
     path = list(range(100, 119))
     prompts = [
         [*path[:1], 1, 1, 1, 1], path[:4], [*path[:8], 3, 3], [*path, 4], [*path, 5], [*path[:6], *[200] * 10],
     ]  # fmt: skip
     s.load(prompts, [2, 5, 4, 4, 4, 5])
-    s.finish(most_steps=500)
+    s.finish(max_steps=500)
     assert s.rows == [0, 1, 2, 3, 4, 5]
 
 
@@ -158,18 +158,18 @@ def test_draining_admits_nothing_and_finishes_what_runs():
         s.step(admit=False)
     assert s.rows == [0, 1]
     assert s.scheduler.unfinished == 1
-    assert s.step(admit=False).works == ()
+    assert s.step(admit=False).spans == ()
 
 
 def test_abandoning_leaves_complete_nodes_resident_and_nothing_else():
-    s = sim.Simulation(page_size=1, tokens=8, batch_size=4)
+    s = sim.Simulation(block_size=1, tokens=8, batch_size=4)
     s.load([[*ROOT, 1], [*ROOT, 2], [20] * 12 + [1], [20] * 12 + [2]], [9] * 4)
     s.step()
     s.step()
     s.scheduler.abandon()
     s.check()
-    assert [b.tokens(0, b.end).tolist() for b in s.memory.idle] == [ROOT]
-    assert s.memory.pool.num_used == 5
+    assert [b.tokens(0, b.end).tolist() for b in s.block_manager.cached] == [ROOT]
+    assert s.block_manager.pool.num_used == 5
     assert s.scheduler.unfinished == 0
     s.load([[*ROOT, 3]], [1])
     s.finish()
@@ -180,10 +180,10 @@ def test_nodes_that_stay_keep_no_logits(abandoned):
     s = sim.Simulation(batch_size=1)
     s.load([ROOT, ROOT, [*ROOT, 1]], [3, 3, 3])
     s.step()
-    (node,) = s.memory.live
+    (node,) = s.block_manager.live
     assert node.logits is not None
     s.scheduler.abandon() if abandoned else s.finish()
-    assert list(s.memory.idle) == [node]
+    assert list(s.block_manager.cached) == [node]
     assert node.logits is None
 
 
@@ -228,7 +228,7 @@ def test_a_node_under_which_nothing_fits_is_not_computed():
 
 
 def test_nodes_stay_for_the_next_window():
-    s = sim.Simulation(page_size=2)
+    s = sim.Simulation(block_size=2)
     s.load([[*ROOT, 1], [*ROOT, 2]], [1, 1])
     s.finish()
     assert s.prefilled == 7
@@ -241,7 +241,7 @@ def heap_calls(monkeypatch, sim, waiting, steps):
     calls = []
     real = {name: getattr(heapq, name) for name in ("heappush", "heappop")}
     fake = SimpleNamespace(**{n: lambda *a, n=n: (calls.append(n), real[n](*a))[1] for n in real})
-    s = sim.Simulation(batch_size=8, page_size=2)
+    s = sim.Simulation(batch_size=8, block_size=2)
     leaves = sim.make_leaves([[50, n] for n in range(waiting)], [2] * waiting)
     plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
     s.scheduler.load([leaves[i] for i in plan.order], plan)
@@ -250,7 +250,7 @@ def heap_calls(monkeypatch, sim, waiting, steps):
         patch.setattr(waiting_module, "heapq", fake)
         for _ in range(steps):
             s.step()
-    return len(calls), len(s.scheduler._under.queue)
+    return len(calls), len(s.scheduler._running.queue)
 
 
 def test_a_step_costs_the_same_however_many_wait(monkeypatch):

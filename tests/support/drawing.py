@@ -6,10 +6,10 @@ from typing import Any
 
 from batchgen.kernels.transfer import Readback
 from batchgen.sampling import sampler
-from batchgen.sampling.logprobs import Sampled
+from batchgen.sampling.logprobs import SampledTokens
 
 
 class Sampler(sampler.Sampler):
-    def sample(self, *args: Any, **kwargs: Any) -> Sampled:  # type: ignore[override]
+    def sample(self, *args: Any, **kwargs: Any) -> SampledTokens:  # type: ignore[override]
         drawn = super().sample(*args, **kwargs)
         return drawn.read(Readback(drawn.tensors, drawn.tokens.device).lists())

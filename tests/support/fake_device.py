@@ -26,7 +26,7 @@ class FakeAttention:
         _attentions[self._number] = self
 
     def plan(self, works, tokens=None):
-        plan = plan_attention(works, self.cache.page_size)
+        plan = plan_attention(works, self.cache.block_size)
         self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
         self.cascade, self.slots = Cascade(plan, torch.device("cpu")), torch.from_numpy(plan.slots)
         self.positions.zero_()

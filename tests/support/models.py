@@ -106,12 +106,14 @@ def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **con
     return engine
 
 
-def memory_for(engine: Engine, pages: int) -> str:
-    """The `kv_memory` that holds so many pages, and beside them as many state slots as take no more memory than they do."""
+def memory_for(engine: Engine, blocks: int) -> str:
+    """The `kv_memory` that holds so many blocks, and beside them as many state slots as take no more memory than they do."""
     sizes = engine.sizes
-    page = sizes.page_size * sizes.bytes_per_token
-    slots = min(sizes.num_slots, max(2, pages * page // sizes.bytes_per_slot if page else 4)) if sizes.num_slots else 0
-    return f"{pages * page + slots * sizes.bytes_per_slot}B"
+    block = sizes.block_size * sizes.bytes_per_token
+    slots = (
+        min(sizes.num_slots, max(2, blocks * block // sizes.bytes_per_slot if block else 4)) if sizes.num_slots else 0
+    )
+    return f"{blocks * block + slots * sizes.bytes_per_slot}B"
 
 
 def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Result]:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch
 
 from batchgen.attention.base import LayerOptions
-from batchgen.scheduling.batch import Work
+from batchgen.scheduling.batch import ScheduledSpan
 
 
 class Reference:
     """Attention of a step straight from its works, no plan involved."""
 
-    def __init__(self, works: tuple[Work, ...], page_size: int) -> None:
-        self.works = works
-        self.page_size = page_size
+    def __init__(self, spans: tuple[ScheduledSpan, ...], block_size: int) -> None:
+        self.spans = spans
+        self.block_size = block_size
 
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
         """See `Backend`."""
         rows: list[torch.Tensor] = []
-        for work in self.works:
-            table = torch.tensor(work.span.table, device=keys.device)
-            for position in range(work.start, work.stop):
+        for scheduled in self.spans:
+            table = torch.tensor(scheduled.span.table, device=keys.device)
+            for position in range(scheduled.start, scheduled.stop):
                 first = 0 if options.window is None else max(0, position - options.window + 1)
                 at = torch.arange(first, position + 1, device=keys.device)
-                slots = table[at // self.page_size] * self.page_size + at % self.page_size
+                slots = table[at // self.block_size] * self.block_size + at % self.block_size
                 q = q_KTGD[:, len(rows)].float()
                 scores = q @ keys[:, slots].float().transpose(1, 2) * options.scale  # [K, G, S]
                 if options.softcap is not None:

@@ -250,7 +250,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
-    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two pages."""
+    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two blocks."""
     rng = random.Random(3)
 
     def text(count: int) -> list[int]:

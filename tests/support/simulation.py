@@ -13,11 +13,11 @@ from batchgen.attention.plan import AttentionPlan, plan_attention
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import Copy, Limits, Save, Step, count_step, drawn_of, tokens_of
-from batchgen.scheduling.block_manager import Memory
-from batchgen.scheduling.block_pool import PagePool
+from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch, SwapOut, count_step, pending_of, tokens_of
+from batchgen.scheduling.block_manager import BlockManager
+from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler
-from batchgen.scheduling.sequence import Branch, GenerationSequence, Span, State, TokenScore
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, TokenScore
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.stats import EngineStats
 
@@ -63,8 +63,8 @@ def make_leaves(
     )
 
 
-def slot(span: Span, position: int, page_size: int) -> int:
-    return span.table[position // page_size] * page_size + position % page_size
+def slot(span: Span, position: int, block_size: int) -> int:
+    return span.table[position // block_size] * block_size + position % block_size
 
 
 def score(path: tuple[int, ...], token: int) -> TokenScore:
@@ -89,19 +89,23 @@ class Simulation:
     """
 
     def __init__(
-        self, pages: int = 1000, page_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
+        self, blocks: int = 1000, block_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
         scored: int = 1000, kv_read: int | None = None, sliding: int | None = None, policy: str = "prefix",
-        host_pages: int = 0,
+        host_blocks: int = 0,
         slots: int | None = None,
-        shared_reads: int = 4, every_step: Callable[[Step, AttentionPlan | None], None] | None = None,
+        shared_reads: int = 4, every_step: Callable[[ScheduledBatch, AttentionPlan | None], None] | None = None,
         ahead: bool = False, ends: Container[int] = (),
     ) -> None:  # fmt: skip
-        self.memory = Memory(PagePool(pages), page_size, sliding, host_pages, PagePool(slots) if slots else None)
+        self.block_manager = BlockManager(
+            BlockPool(blocks), block_size, sliding, host_blocks, BlockPool(slots) if slots else None
+        )
         self.states: dict[int, tuple[int, ...]] = {}
         """By state slot, the tokens that its state stands for."""
         self.limits = Limits(batch_size, tokens, prefill, scored, kv_read)
-        self.scheduler = Scheduler(self.memory, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy])
-        self.page_size = page_size
+        self.scheduler = Scheduler(
+            self.block_manager, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy]
+        )
+        self.block_size = block_size
         self.shared_reads = shared_reads
         self.sliding = sliding
         self.every_step = every_step
@@ -142,19 +146,19 @@ class Simulation:
         self.window = self.scheduler.load([leaves[i] for i in plan.order], plan)
         return plan
 
-    def finish(self, most_steps: int = 10_000) -> None:
+    def finish(self, max_steps: int = 10_000) -> None:
         """Steps until every leaf is done."""
         before = self.steps
         while self.scheduler.unfinished:
             self.step()
-            assert self.steps - before < most_steps, "no end in sight"
+            assert self.steps - before < max_steps, "no end in sight"
         self._land()
         assert not self.scheduler.running
         assert not self.scheduler.prefilling
-        assert not self.memory.live
-        assert self.memory._promised == 0
+        assert not self.block_manager.live
+        assert self.block_manager._reserved_blocks == 0
 
-    def step(self, admit: bool = True) -> Step:
+    def step(self, admit: bool = True) -> ScheduledBatch:
         step = self.scheduler.schedule(admit)
         if step is None:
             assert self.ahead, "all is known, and no step can be made"
@@ -163,11 +167,11 @@ class Simulation:
         self.steps += 1
         self._check_budgets(step)
         self._move(step)
-        plan = plan_attention(step.works, self.page_size, self.shared_reads) if step.works else None
+        plan = plan_attention(step.spans, self.block_size, self.shared_reads) if step.spans else None
         if plan is not None:
             self._check_tokens(step)
             self._write(step, plan)
-            if self.memory.slots is not None:
+            if self.block_manager.slots is not None:
                 self._write_states(step)
             self._check_reads(step, plan)
         if self.every_step is not None:
@@ -180,7 +184,7 @@ class Simulation:
         self.recomputed += self.stats.recomputed_tokens - before[1]
         flight.scored += [*step.scored, *self.scheduler.ran(step)]
         for seq in drawing:
-            token = 1000 + (7 * seq.request.row + seq.drawn + 3 * seq.leaf.choice) % 11
+            token = 1000 + (7 * seq.request.row + seq.num_sampled + 3 * seq.leaf.choice) % 11
             self.drawn.setdefault(seq, []).append(token)
             self.last[seq.slot] = token
             flight.drawn.append((seq, token))
@@ -218,17 +222,17 @@ class Simulation:
         self.check()
 
     def check(self) -> None:
-        spans = [*self.scheduler.running, *self.memory.live, *self.memory.idle]
-        self.memory.pool.check(span.table[span.dropped :] for span in spans)
-        if self.memory.slots is not None:
-            self.memory.slots.check(self.memory.slots_of(span) for span in spans)
+        spans = [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]
+        self.block_manager.pool.check(span.table[span.dropped :] for span in spans)
+        if self.block_manager.slots is not None:
+            self.block_manager.slots.check(self.block_manager.slots_of(span) for span in spans)
             for span in spans:
                 if span.read_slot >= 0:
                     assert self.states[span.read_slot] == self._prefix(span, span.computed), "the state of other tokens"
-        assert self.scheduler._under.held_tokens == sum(seq.end for seq in self.scheduler.running)
+        assert self.scheduler._running.held_tokens == sum(seq.end for seq in self.scheduler.running)
         for span in spans:
-            for position in range(span.dropped * self.page_size, span.computed):
-                assert self.held[slot(span, position, self.page_size)] == self._prefix(span, position + 1)
+            for position in range(span.dropped * self.block_size, span.computed):
+                assert self.held[slot(span, position, self.block_size)] == self._prefix(span, position + 1)
 
     def _prefix(self, span: Span, count: int) -> tuple[int, ...]:
         """The first `count` tokens of the span's path: what the KV of the last of them depends on."""
@@ -236,45 +240,48 @@ class Simulation:
             return (*span.leaf.tokens.tolist(), *self.drawn.get(span, ()))[:count]
         return tuple(span.tokens(0, count).tolist())
 
-    def _move(self, step: Step) -> None:
+    def _move(self, step: ScheduledBatch) -> None:
         for move in step.moves:
-            if isinstance(move, Copy):
-                self._fill(move.to, self._page(move.source))
-            elif isinstance(move, Save):
-                move.to.kv = [self._page(page) for page in move.pages]
+            if isinstance(move, CopyBlock):
+                self._fill(move.to, self._block(move.source))
+            elif isinstance(move, SwapOut):
+                move.to.kv = [self._block(block) for block in move.blocks]
             else:
-                for page, slots in zip(move.pages, move.source.kv[move.first :], strict=False):
-                    self._fill(page, slots)
+                for block, slots in zip(move.blocks, move.source.kv[move.first :], strict=False):
+                    self._fill(block, slots)
 
-    def _check_tokens(self, step: Step) -> None:
-        tokens = tokens_of(step.works)
-        places, slots = drawn_of(step.works)
-        assert all(w.span.unseen == 0 for w in step.works if isinstance(w.span, GenerationSequence)) or self.ahead
+    def _check_tokens(self, step: ScheduledBatch) -> None:
+        tokens = tokens_of(step.spans)
+        places, slots = pending_of(step.spans)
+        assert (
+            all(w.span.num_pending_tokens == 0 for w in step.spans if isinstance(w.span, GenerationSequence))
+            or self.ahead
+        )
         tokens[places] = [self.last[slot] for slot in slots.tolist()]
-        want = [self._prefix(w.span, w.stop)[w.start :] for w in step.works]
+        want = [self._prefix(w.span, w.stop)[w.start :] for w in step.spans]
         assert tokens.tolist() == [token for some in want for token in some], "other tokens are run than were drawn"
 
-    def _page(self, page: int) -> list[tuple[int, ...]]:
-        return [self.held.get(page * self.page_size + offset, ()) for offset in range(self.page_size)]
+    def _block(self, block: int) -> list[tuple[int, ...]]:
+        return [self.held.get(block * self.block_size + offset, ()) for offset in range(self.block_size)]
 
-    def _fill(self, page: int, slots: list[tuple[int, ...]]) -> None:
+    def _fill(self, block: int, slots: list[tuple[int, ...]]) -> None:
         for offset, what in enumerate(slots):
-            self.held[page * self.page_size + offset] = what
+            self.held[block * self.block_size + offset] = what
 
-    def _draws(self, step: Step, flight: Flight) -> list[GenerationSequence]:
+    def _draws(self, step: ScheduledBatch, flight: Flight) -> list[GenerationSequence]:
         drawing = []
-        for work in step.works:
-            span = work.span
-            for position in range(work.logits, work.stop):
+        for scheduled in step.spans:
+            span = scheduled.span
+            for position in range(scheduled.logits, scheduled.stop):
                 if isinstance(span, GenerationSequence) and not span.scoring:
                     drawing.append(span)
                 elif span.scoring:
                     for token in span.next_tokens(position):
                         entry = span.scores[position, token] = TokenScore()
                         flight.scores.append((entry, score(self._prefix(span, position + 1), token)))
-            if isinstance(span, Branch) and work.stop == span.end and span.window.draws_at[span.item]:
-                assert work.logits < work.stop
-                span.logits = self._prefix(span, work.stop)
+            if isinstance(span, PrefixNodeSpan) and scheduled.stop == span.end and span.window.sampled_at[span.item]:
+                assert scheduled.logits < scheduled.stop
+                span.logits = self._prefix(span, scheduled.stop)
         for seq in step.ready:
             assert seq.path[-1].logits == tuple(seq.request.tokens.tolist()), "logits of another prompt"
         return [*drawing, *step.ready]
@@ -284,53 +291,57 @@ class Simulation:
         assert at not in self.done
         self.done[at] = what
 
-    def _check_budgets(self, step: Step) -> None:
+    def _check_budgets(self, step: ScheduledBatch) -> None:
         limits = self.scheduler.limits
         assert len(self.scheduler.running) <= limits.batch_size
         assert step.num_tokens <= limits.max_batch_tokens
-        decoding = [w for w in step.works if isinstance(w.span, GenerationSequence) and w.span.state is State.DECODING]
+        decoding = [w for w in step.spans if isinstance(w.span, GenerationSequence) and w.span.state is State.DECODING]
         assert all(w.stop - w.start == 1 for w in decoding)
         assert step.num_tokens - len(decoding) <= limits.max_prefill_tokens
-        scoring = [w for w in step.works if w.span.scoring]
+        scoring = [w for w in step.spans if w.span.scoring]
         assert sum(w.stop - w.logits for w in scoring) <= limits.max_scored_tokens
-        if limits.max_kv_read is not None and len(step.works) > 1:
-            nodes = {b for w in step.works for b in w.span.path}
-            own = sum(w.stop - w.span.start for w in step.works)
+        if limits.max_kv_read is not None and len(step.spans) > 1:
+            nodes = {b for w in step.spans for b in w.span.path}
+            own = sum(w.stop - w.span.start for w in step.spans)
             assert own + sum(b.end - b.start for b in nodes) <= limits.max_kv_read
-        places = [w.span.place for w in step.works]
+        places = [w.span.place for w in step.spans]
         assert places == sorted(places)
         slots = [s.slot for s in self.scheduler.running]
         assert len(set(slots)) == len(slots)
         assert all(0 <= s < limits.batch_size for s in slots)
 
-    def _write_states(self, step: Step) -> None:
-        written = [work.span.state_slot for work in step.works]
+    def _write_states(self, step: ScheduledBatch) -> None:
+        written = [scheduled.span.state_slot for scheduled in step.spans]
         assert len(set(written)) == len(written), "two states written to one slot"
-        for work in step.works:
-            before = self.states[work.read] if work.read >= 0 else ()
-            assert before == self._prefix(work.span, work.start), "a state of other tokens is read"
-            assert work.read == work.span.state_slot or work.read not in written, "a state is read and written"
-        for work in step.works:
-            self.states[work.span.state_slot] = self._prefix(work.span, work.stop)
+        for scheduled in step.spans:
+            before = self.states[scheduled.read] if scheduled.read >= 0 else ()
+            assert before == self._prefix(scheduled.span, scheduled.start), "a state of other tokens is read"
+            assert scheduled.read == scheduled.span.state_slot or scheduled.read not in written, (
+                "a state is read and written"
+            )
+        for scheduled in step.spans:
+            self.states[scheduled.span.state_slot] = self._prefix(scheduled.span, scheduled.stop)
 
-    def _write(self, step: Step, plan: AttentionPlan) -> None:
+    def _write(self, step: ScheduledBatch, plan: AttentionPlan) -> None:
         at = 0
         assert len(set(plan.slots.tolist())) == plan.num_tokens == step.num_tokens, "two tokens written to one slot"
-        for work in step.works:
-            for position in range(work.start, work.stop):
+        for scheduled in step.spans:
+            for position in range(scheduled.start, scheduled.stop):
                 assert plan.positions[at] == position
-                self.held[int(plan.slots[at])] = self._prefix(work.span, position + 1)
+                self.held[int(plan.slots[at])] = self._prefix(scheduled.span, position + 1)
                 at += 1
 
-    def _check_reads(self, step: Step, plan: AttentionPlan) -> None:
+    def _check_reads(self, step: ScheduledBatch, plan: AttentionPlan) -> None:
         reads = reads_of(plan)
         at = 0
-        for work in step.works:
-            for position in range(work.span.dropped * self.page_size, work.stop):
-                assert self.held[slot(work.span, position, self.page_size)] == self._prefix(work.span, position + 1)
-            for position in range(work.start, work.stop):
+        for scheduled in step.spans:
+            for position in range(scheduled.span.dropped * self.block_size, scheduled.stop):
+                assert self.held[slot(scheduled.span, position, self.block_size)] == self._prefix(
+                    scheduled.span, position + 1
+                )
+            for position in range(scheduled.start, scheduled.stop):
                 first = 0 if self.sliding is None else max(0, position + 1 - self.sliding)
-                want = [(p, slot(work.span, p, self.page_size)) for p in range(first, position + 1)]
+                want = [(p, slot(scheduled.span, p, self.block_size)) for p in range(first, position + 1)]
                 seen = sorted(read for read in reads[at] if read[0] >= first)  # the others are masked
                 assert seen == want, "a query does not read each of its keys once"
                 at += 1
@@ -338,16 +349,16 @@ class Simulation:
 
 def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
     """By query: the (position, slot) of each key that it attends to, in all parts."""
-    size = plan.page_size
+    size = plan.block_size
     reads: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_tokens)]
     for part in plan.shared:
-        keys = [(part.position + k, part.page * size + k) for k in range(part.num_pages * size)]
+        keys = [(part.position + k, part.block * size + k) for k in range(part.num_blocks * size)]
         for q in range(part.q_start, part.q_end):
             reads[q] += keys
     if plan.paged is not None:
         p = plan.paged
-        for page, owner, length, position in zip(p.pages, p.owners, p.lengths, p.positions, strict=True):
-            reads[int(p.queries[owner])] += [(int(position) + k, int(page) * size + k) for k in range(length)]
+        for block, owner, length, position in zip(p.blocks, p.owners, p.lengths, p.positions, strict=True):
+            reads[int(p.queries[owner])] += [(int(position) + k, int(block) * size + k) for k in range(length)]
     for causal in plan.causal:
         for b, row in enumerate(causal.queries.tolist()):
             keys = list(zip(causal.k_positions[b].tolist(), causal.keys[b].tolist(), strict=True))

@@ -13,7 +13,7 @@ from batchgen.request import Request, leaves_of, row_digest, row_key
 from batchgen.sampling_params import SamplingParams
 
 VOCAB = 97
-PAGE = 32
+BLOCK = 32
 TOKEN = 256  # bytes of KV
 AHEAD = (
     None  # whether engines launch a step before the tokens of the one before it are known; None: as the device has it
@@ -47,11 +47,11 @@ def build(poison=None, layers=2):
     return prepare_model(module)
 
 
-def engine_of(model, eos=(), pages=None, **config):
+def engine_of(model, eos=(), blocks=None, **config):
     text = LoadedTokenizer(
         tokenizer=Numbers(), hf_config=None, context_length=2048, eos_token_ids=eos, vocab_size=VOCAB
     )
-    options = {"kv_memory": f"{pages * PAGE * TOKEN}B" if pages else "64MiB", "debug": True} | config
+    options = {"kv_memory": f"{blocks * BLOCK * TOKEN}B" if blocks else "64MiB", "debug": True} | config
     engine = Engine(model, text, EngineConfig(**options))
     if AHEAD is not None:
         engine.ahead = AHEAD
