@@ -1,5 +1,6 @@
 ## make demo    the sample job, whole, with the accuracy of its answers
 ## make test    the test suite (make test-slow, make test-nightly: what takes longer)
+## make docs    the documentation as a site, in build/site
 ## make lint    ruff, mypy, import-linter
 ## make clean   away with .venv and everything made here
 PYTHON ?= python3
@@ -17,7 +18,7 @@ for line in itertools.islice(open(sys.argv[1], encoding="utf-8"), 6):
 endef
 export SHOW_ROWS
 
-.PHONY: help install dev demo test test-slow test-nightly lint format dist clean
+.PHONY: help install dev demo test test-slow test-nightly docs lint format dist clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -31,6 +32,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 
 install: $(VENV)/.installed
@@ -50,6 +55,9 @@ test-slow: $(VENV)/.installed-dev
 
 test-nightly: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "(slow or nightly) and not gpu" $(PYTEST_ARGS)
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

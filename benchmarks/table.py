@@ -1,8 +1,8 @@
-"""A result file of `compare.py`, or of `gpu.sh`, as markdown tables; kept between two markers of README.md, so that it can be made again and checked.
+"""A result file of `compare.py`, or of `gpu.sh`, as markdown tables; kept between two markers of docs/benchmarks.md, so that it can be made again and checked.
 
     python -m benchmarks.table benchmarks/results/cpu.json                        prints them
-    python -m benchmarks.table benchmarks/results/cpu.json --write README.md      puts them between the markers
-    python -m benchmarks.table benchmarks/results/cpu.json --check README.md      fails if they are not what is there
+    python -m benchmarks.table benchmarks/results/cpu.json --write docs/benchmarks.md      puts them between the markers
+    python -m benchmarks.table benchmarks/results/cpu.json --check docs/benchmarks.md      fails if they are not what is there
 
 The markers are `<!-- benchmarks:NAME:begin -->` and `<!-- benchmarks:NAME:end -->`, with the name of the result.
 """

@@ -1,4 +1,4 @@
-"""The documents name tests and files that are there."""
+"""The documents name files that exist, and the site shows every page."""
 
 import re
 from pathlib import Path
@@ -6,10 +6,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "features.md").read_text("utf-8"))))
+PAGES = sorted(p.relative_to(ROOT) for p in [*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"])
+DECISIONS = ROOT / "docs" / "decisions"
 
 
-@pytest.mark.parametrize(("file", "test"), NAMED)
-def test_every_test_that_the_features_name_is_there(file: str, test: str) -> None:
-    source = (ROOT / file).read_text("utf-8")
-    assert not test or f"def {test}(" in source
+def named_files(text: str) -> set[str]:
+    """Paths in backticks that begin with a folder of the repository or of the package."""
+    folders = {p.name for p in [*ROOT.iterdir(), *(ROOT / "batchgen").iterdir()] if p.is_dir()}
+    found = re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|md|cpp|sh|json|jsonl|parquet|txt))(?:::\w+)?`", text)
+    return {path for path in found if path.split("/")[0] in folders}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if DECISIONS not in (ROOT / p).parents], ids=str)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    named = named_files((ROOT / page).read_text("utf-8"))
+    assert {path for path in named if not ((ROOT / path).exists() or (ROOT / "batchgen" / path).exists())} == set()
+
+
+def test_the_site_shows_every_page() -> None:
+    shown = re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(str(p.relative_to("docs")) for p in PAGES if p.parts[0] == "docs")
