@@ -98,6 +98,7 @@ class ClosedPipe(BatchgenError):
 # The types that `error.type` of an output row can have (README, "Errors of a row").
 ROW_ERROR_TYPES = (
     "invalid_row",  # not JSON, not an object, a column missing or of the wrong type
+    "unsupported_content",  # a message holds an image or sound; only text can be sent
     "template_error",  # the template or chat template failed on this row
     "prompt_too_long",  # the prompt leaves no room in the model's context
     "empty_prompt",  # the prompt has no tokens

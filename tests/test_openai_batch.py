@@ -135,7 +135,7 @@ def test_what_the_examples_have_and_is_not_served_fails_by_row(tiny_chat_model_d
     for record, request in zip(answers, [*EXAMPLES, *VLLM], strict=True):
         check_form(record, request)
     assert [record["error"] and record["error"]["code"] for record in answers] == [
-        None, "invalid_row", None, None, "invalid_row", "invalid_row"
+        None, "unsupported_content", None, None, "invalid_row", "invalid_row"
     ]  # fmt: skip
     served = "/v1/completions and /v1/chat/completions can be served"
     assert [record["error"]["message"] for record in answers if record["error"]] == [

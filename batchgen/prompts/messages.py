@@ -12,6 +12,7 @@ from batchgen.prompts.limits import Limited, LimitError
 from batchgen.prompts.sandbox import compile_guarded
 
 Message = dict[str, Any]
+_MARK = "batchgen-trial"
 
 # Set by us, or not the template's to see: apply_chat_template takes them for arguments of its own.
 _RESERVED = frozenset({
@@ -124,7 +125,8 @@ def _joined(parts: Any, where: str) -> str:
         if not isinstance(part, Mapping):
             raise RowError("invalid_row", f"{where}[{i}] must be an object with type and text, not {kind(part)}")
         if part.get("type") != "text":
-            raise RowError("invalid_row", f"{where}[{i}] has type {part.get('type')!r}; only text can be sent")
+            asked = f"{where}[{i}] has type {part.get('type')!r}; only text can be sent"
+            raise RowError("unsupported_content" if isinstance(part.get("type"), str) else "invalid_row", asked)
         if not isinstance(part.get("text"), str):
             raise RowError("invalid_row", f"{where}[{i}].text must be text, not {kind(part.get('text'))}")
         texts.append(part["text"])
@@ -145,6 +147,11 @@ def with_system(messages: Sequence[Message], system: str) -> list[Message]:
     return [*messages] if own else [{"role": "system", "content": system}, *messages]
 
 
+def _parts(text: str) -> list[dict[str, str]]:
+    """A content of one part."""
+    return [{"type": "text", "text": text}]
+
+
 class ChatTemplate:
     """The model's chat template, or the user's in its place."""
 
@@ -158,7 +165,11 @@ class ChatTemplate:
         self._variables = variables
         self._limited = Limited("chat template")
         self._text = str(tokenizer.get_chat_template(source))
+        self._roles_in_parts: frozenset[str] = frozenset()
         self._check_syntax()
+        for role in ("user", "system", "assistant"):
+            if not self._shows(role, _MARK) and self._shows(role, _parts(_MARK)):
+                self._roles_in_parts |= {role}
 
     @staticmethod
     def exists(tokenizer: Any) -> bool:
@@ -200,11 +211,31 @@ class ChatTemplate:
             raise RowError("unsupported_parameter", f"{where}.{reserved[0]} is not the template's to set")
         return variables
 
+    def _shows(self, role: str, content: Any) -> bool:
+        """Whether a message's text is in the prompt when its content is given like this. Templates of multimodal models may
+        look for a list of parts, and leave out what is plain text without a word.
+        """
+        user = {"role": "user", "content": "x"}
+        message = {"role": role, "content": content}
+        turns = {"user": [message], "system": [message, user], "assistant": [user, message, user]}
+        try:
+            return _MARK in self._apply(turns[role], False, self._variables)
+        except BatchgenError:
+            raise
+        except Exception:  # noqa: BLE001 - the template refuses this conversation
+            return False
+
     def _apply(self, messages: Sequence[Message], continued: bool, variables: Mapping[str, Any]) -> str:
+        given = [
+            {**m, "content": _parts(m["content"])}
+            if m["role"] in self._roles_in_parts and isinstance(m["content"], str)
+            else m
+            for m in messages
+        ]
         return self._limited(
             lambda: str(
                 self._tokenizer.apply_chat_template(
-                    list(messages),
+                    given,
                     chat_template=self._source,
                     tokenize=False,
                     add_generation_prompt=not continued,

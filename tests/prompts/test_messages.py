@@ -93,7 +93,7 @@ def test_messages_may_be_json_text_as_in_a_csv_file(tools):
         ([{"role": "user"}], "messages[0].content must be text or a list of text parts, not null"),
         ([{"role": "user", "content": 1.5}], "messages[0].content must be text or a list of text parts, not a number"),
         ([{"role": "user", "content": ["a"]}], "messages[0].content[0] must be an object with type and text, not text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0] has type 'image_url'; only text can be sent"),
+        ([{"role": "user", "content": [{"type": 5}]}], "messages[0].content[0] has type 5; only text can be sent"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be text, not null"),
     ],
 )  # fmt: skip
@@ -102,6 +102,42 @@ def test_anything_else_is_an_invalid_row_that_names_the_place(tools, messages, m
     bad, good = b.build(tools.rows({"messages": messages}, {"messages": [USER]}))
     assert tools.error_of(bad) == ("invalid_row", message)
     assert tools.text_of(good).startswith("<|im_start|>user\na")
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video", "file"])
+def test_a_row_with_an_image_or_sound_fails_alone(tools, kind):
+    b = tools.builder(chat_template=tools.CHATML)
+    content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "a.png"}}]
+    bad, good = b.build(tools.rows({"messages": [{"role": "user", "content": content}]}, {"messages": [USER]}))
+    assert tools.error_of(bad) == (
+        "unsupported_content",
+        f"messages[0].content[1] has type {kind!r}; only text can be sent",
+    )
+    assert tools.text_of(good).startswith("<|im_start|>user\na")
+
+
+# As in Qwen2.5-VL and SmolVLM, where plain text would be left out without a word.
+PARTS_ONLY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As in Gemma 3: the system's text is the first part's, everything else is taken either way.
+SYSTEM_IN_PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content[0].text if m.role == 'system' else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", ["CHATML", PARTS_ONLY, SYSTEM_IN_PARTS], ids=["text", "parts", "system"])
+def test_a_template_that_wants_a_content_in_parts_gets_it_so(tools, template):
+    b = tools.builder(chat_template=getattr(tools, template, template), system="S")
+    row = {"messages": [USER, {"role": "assistant", "content": "b"}]}
+    (draft,) = b.build(tools.rows(row))
+    assert tools.text_of(draft) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+    )
 
 
 def test_what_the_chat_template_refuses_is_said_in_its_words(tools):
