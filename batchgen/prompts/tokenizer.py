@@ -30,7 +30,7 @@ _SANE_CONTEXT = 100_000_000
 class LoadedTokenizer:
     """What is known of a model without its weights."""
 
-    tokenizer: Any
+    hf_tokenizer: Any
     """The transformers tokenizer."""
     hf_config: Any
     """The transformers configuration of the whole model (a nested one has `text_config`)."""
@@ -67,7 +67,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise load_failure(config, "tokenizer", ValueError("its vocabulary is empty"))
     return LoadedTokenizer(
-        tokenizer=tokenizer,
+        hf_tokenizer=tokenizer,
         hf_config=hf_config,
         context_length=_context_length(config, hf_config, tokenizer),
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts import Draft, LoadedTokenizer
+from batchgen.prompts import LoadedTokenizer
+from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
 
@@ -278,8 +279,8 @@ def one_line(message: str) -> str:
 class GrammarCheck:
     """Checks grammars against a model's tokenizer; costs nothing where there are none."""
 
-    def __init__(self, text: LoadedTokenizer) -> None:
-        self._vocabulary = Vocabulary(text.tokenizer, text.vocab_size)
+    def __init__(self, tokenizer: LoadedTokenizer) -> None:
+        self._vocabulary = Vocabulary(tokenizer.hf_tokenizer, tokenizer.vocab_size)
 
     def of_command(self, params: SamplingParams) -> None:
         """Raises `UsageError` for a grammar that cannot be used, or where there can be none."""
@@ -288,9 +289,9 @@ class GrammarCheck:
             name, _, rest = fault.partition(" ")
             raise UsageError(f"--{name.replace('_', '-')} {rest}")
 
-    def of_row(self, draft: Draft) -> Draft | Result:
-        """The draft, or the result of a row whose grammar cannot be used."""
-        fault = self._vocabulary.grammar(draft.params).fault if draft.params.constrained else ""
+    def of_row(self, request: Request) -> Request | Result:
+        """The request, or the result of a row whose grammar cannot be used."""
+        fault = self._vocabulary.grammar(request.params).fault if request.params.constrained else ""
         if fault:
-            return Result.failed(draft.row, RowError("constraint_error", fault), len(draft.tokens))
-        return draft
+            return Result.failed(request.row, RowError("constraint_error", fault), len(request.tokens))
+        return request
