@@ -14,7 +14,8 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.prompts.hub import check_folder, load_failure
+from batchgen.model_files import check_model_files
+from batchgen.prompts.hub import load_failure
 
 # Where configurations say how many positions a model has, the usual name first.
 _CONTEXT_NAMES = (
@@ -48,7 +49,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     Raises `ModelError`, in one line, where there is none or it cannot be read. transformers imports torch where
     that is installed; nothing here does.
     """
-    check_folder(config)
+    check_model_files(config)
     # Here and not above, because transformers takes seconds to import. Before quiet(): its import sets its log level.
     from transformers import AutoConfig, AutoTokenizer
 
