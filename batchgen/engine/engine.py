@@ -188,8 +188,8 @@ def _keep_logits(step: ScheduledBatch, logits: torch.Tensor) -> None:
 class Engine:
     """A model with its block pool. Windows of requests run one after the other or together; nodes stay resident between them."""
 
-    def __init__(self, model: LoadedModel, text: LoadedTokenizer, config: EngineConfig) -> None:
-        self.text = text
+    def __init__(self, model: LoadedModel, tokenizer: LoadedTokenizer, config: EngineConfig) -> None:
+        self.tokenizer = tokenizer
         self.config = config
         self.stats = EngineStats()
         self.notes: list[str] = list(model.notes)
@@ -197,7 +197,7 @@ class Engine:
         if model.device.type == "cpu":
             keep_freed_memory()
         model = with_blocks(model, block_size_of(config.chunk_size))
-        self.sizes: Sizes = size_engine(model, config, text.context_length)
+        self.sizes: Sizes = size_engine(model, config, tokenizer.context_length)
         pool = BlockPool(self.sizes.num_blocks)
         cache = KVCache(model.layers, pool.num_blocks, self.sizes.block_size, model.dtype)
         slots = BlockPool(self.sizes.num_slots) if model.states else None
@@ -208,14 +208,14 @@ class Engine:
         self.scheduler = Scheduler(self.block_manager, self.sizes.limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
-        self.constraints = Constraints(text.tokenizer, model.vocab_size, text.eos_token_ids)
+        self.constraints = Constraints(tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids)
         self._launcher = Launcher(self.scheduler, self.runner, self.sampler, self.constraints, self.stats)
         self._flights: deque[Flight] = deque()
         # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
         self.ahead = model.device.type == "cuda" and not model.spread
         """Whether a step is launched before the tokens of the one before it are known."""
-        self._eos = frozenset(text.eos_token_ids)
-        self._detokenizer = Detokenizer(text.tokenizer)
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        self._detokenizer = Detokenizer(tokenizer.hf_tokenizer)
         self.results = ResultAssembler(self.scheduler, self._unseat, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 

@@ -101,8 +101,8 @@ def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]
 
 
 def small_engine(model: LoadedModel, **config: Any) -> Engine:
-    text = LoadedTokenizer(Numbers(), None, 512, (), model.vocab_size)
-    return Engine(model, text, EngineConfig(**({"kv_memory": "64MiB", "debug": True} | config)))
+    tokenizer = LoadedTokenizer(Numbers(), None, 512, (), model.vocab_size)
+    return Engine(model, tokenizer, EngineConfig(**({"kv_memory": "64MiB", "debug": True} | config)))
 
 
 class Seen:

@@ -112,6 +112,10 @@ def _completion(declared: Option) -> Callable[[str], list[str]] | None:
 class Command(typer.core.TyperCommand):
     """A command whose help lists its options in groups, with one example, whole at every width."""
 
+    short: ClassVar[str] = ""
+    """What it does, in one line."""
+    text: ClassVar[str] = ""
+    """What it does, in paragraphs."""
     example: ClassVar[str] = ""
     brief: ClassVar[bool] = False
     """Whether the help leaves out the options of `batchgen run`, except --model."""
@@ -245,7 +249,7 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
         raise UsageError(f"{flag_of(SamplingParams, name)} {rest}") from None
 
 
-def similar(word: str, known: list[str], count: int = 3) -> list[str]:
+def similar(word: str, known: list[str], count: int = 3, cutoff: float = 0.85) -> list[str]:
     """The known words that one may have meant: those that begin with it, else those that look like it."""
     begin = [k for k in known if k.startswith(word)] if len(word.strip("-")) > 1 else []
-    return begin[:count] or get_close_matches(word, known, count, cutoff=0.85)
+    return begin[:count] or get_close_matches(word, known, count, cutoff)

@@ -42,10 +42,10 @@ class PlanCommand(Command):
 
 
 def _plan(given: dict[str, Any]) -> int:
-    from batchgen.planning import plan_job
-
     display = build(Display, given)
     config = job_config(given)
+    from batchgen.planning import plan_job  # after the options are known to be good: it takes half a second
+
     showing = progress_for(None, quiet=display.quiet, as_json=display.log_format == "json")
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = plan_job(config, shown)

@@ -27,12 +27,12 @@ class RunCommand(Command):
 
 
 def _run(given: dict[str, Any]) -> int:
-    from batchgen.job import run_job
-    from batchgen_cli.report import show_report
-
     display = build(Display, given)
     as_json = display.log_format == "json"
     config = job_config(given)
+    from batchgen.job import run_job
+    from batchgen_cli.report import show_report  # after the options are known to be good: it takes half a second
+
     showing = progress_for(display.progress, quiet=display.quiet, as_json=as_json)
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = run_job(config, shown)

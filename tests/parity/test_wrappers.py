@@ -38,7 +38,7 @@ def _params() -> list[object]:
 
 def tokenizer_of(config: object) -> LoadedTokenizer:
     return LoadedTokenizer(
-        tokenizer=text().tokenizer, hf_config=config, context_length=512, eos_token_ids=(), vocab_size=VOCAB
+        hf_tokenizer=text().tokenizer, hf_config=config, context_length=512, eos_token_ids=(), vocab_size=VOCAB
     )
 
 
