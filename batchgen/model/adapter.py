@@ -130,8 +130,9 @@ class _QueryScale:
 
 def _pass_on_to_attention(module: torch.nn.Module) -> None:
     """Hands a step's attention from the layers of Nemotron to their attention, to which they pass named arguments only."""
-    for part in module.modules():
-        if type(part).__name__ == "NemotronDecoderLayer":
+    layer: Any
+    for layer in module.modules():
+        if type(layer).__name__ == "NemotronDecoderLayer":
             step: list[Any] = []
 
             def note(_: Any, args: Any, kwargs: dict[str, Any], step: list[Any] = step) -> None:
@@ -140,8 +141,8 @@ def _pass_on_to_attention(module: torch.nn.Module) -> None:
             def give(_: Any, args: Any, kwargs: dict[str, Any], step: list[Any] = step) -> tuple[Any, dict[str, Any]]:
                 return args, kwargs | {"step_attention": step.pop()}
 
-            part.register_forward_pre_hook(note, with_kwargs=True)
-            part.self_attn.register_forward_pre_hook(give, with_kwargs=True)
+            layer.register_forward_pre_hook(note, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def _keep_chosen(module: Any) -> None:

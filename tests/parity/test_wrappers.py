@@ -13,7 +13,7 @@ from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, is_
 from batchgen.model.loader import load_model
 from batchgen.model.multimodal import Absent
 from batchgen.prompts import LoadedTokenizer
-from support.models import engine_for, expect, make_requests, memory_for, run, text, watched
+from support.models import engine_for, expect, make_requests, memory_for, run, tiny_tokenizer, watched
 from support.shapes import SHAPES, VOCAB, prompts_and_lengths
 from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
@@ -38,7 +38,11 @@ def _params() -> list[object]:
 
 def tokenizer_of(config: object) -> LoadedTokenizer:
     return LoadedTokenizer(
-        hf_tokenizer=text().tokenizer, hf_config=config, context_length=512, eos_token_ids=(), vocab_size=VOCAB
+        hf_tokenizer=tiny_tokenizer().tokenizer,
+        hf_config=config,
+        context_length=512,
+        eos_token_ids=(),
+        vocab_size=VOCAB,
     )
 
 
