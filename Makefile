@@ -7,6 +7,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := build/demo
+# Test processes: one for each core that this process may use, and no more than eight (each imports torch).
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))')
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 define SHOW_ROWS
@@ -48,13 +51,13 @@ demo: $(VENV)/.installed
 	$(BIN)/python sample_data/check_answers.py $(DEMO)/completions.jsonl
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
 
 test-nightly: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "(slow or nightly) and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "(slow or nightly) and not gpu" $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

@@ -77,6 +77,7 @@ def test_notes_go_to_standard_error(cli: Cli, write_jsonl: Callable[..., Path], 
     assert json.loads(outcome.out)["rows"] == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_plan_quietly(
     command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
 ) -> None:
