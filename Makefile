@@ -1,6 +1,7 @@
 ## make demo    the sample job, whole, with the accuracy of its answers
 ## make test    the test suite (make test-slow, make test-nightly: what takes longer)
 ## make docs    the documentation as a site, in build/site
+## make reference  docs/reference/commands.md and the man page, made again from the options
 ## make lint    ruff, mypy, import-linter
 ## make clean   away with .venv and everything made here
 PYTHON ?= python3
@@ -21,7 +22,7 @@ for line in itertools.islice(open(sys.argv[1], encoding="utf-8"), 6):
 endef
 export SHOW_ROWS
 
-.PHONY: help install dev demo test test-slow test-nightly docs lint format dist clean
+.PHONY: help install dev demo test test-slow test-nightly docs reference lint format dist clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -58,6 +59,10 @@ test-slow: $(VENV)/.installed-dev
 
 test-nightly: $(VENV)/.installed-dev
 	$(PYTEST) -m "(slow or nightly) and not gpu" $(PYTEST_ARGS)
+
+reference: $(VENV)/.installed
+	$(BIN)/python -m batchgen_cli.reference markdown > docs/reference/commands.md
+	$(BIN)/python -m batchgen_cli.reference man > cli/man/batchgen.1
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
