@@ -10,6 +10,7 @@ from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyError
 from batchgen.generation import Generation
 from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import job_settings
+from batchgen.preflight import check_job
 from batchgen.progress import Progress, Silent, Told
 from batchgen.prompts import PromptBuilder, load_tokenizer
 from batchgen.records import (
@@ -58,6 +59,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             check_stats_file(config.stats)
             source = open_input(config.inputs, format=config.input_format, output=config.output)
             output = config.output or default_output(config.inputs, source.is_stdin, config.input_format) or "-"
+            check_job(config, source, output)
             progress.phase("loading tokenizer")
             with run.timed("load"):
                 tokenizer = load_tokenizer(config.model)

@@ -14,7 +14,6 @@ from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.kept import KeptPrefixes
 from batchgen.model.architectures import check_architecture
-from batchgen.model_files import check_weight_files
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -25,6 +24,7 @@ from batchgen.prefix import (
     plan_figures,
     plan_prefixes,
 )
+from batchgen.preflight import check_job
 from batchgen.progress import Progress, Silent
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet, text_config
@@ -101,8 +101,8 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
     progress = progress or Silent()
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config.inputs, format=config.input_format, output=None)
+        check_job(config, source, None)
         progress.phase("loading tokenizer")
-        check_weight_files(config.model, needed=False)
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)

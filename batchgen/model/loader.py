@@ -20,7 +20,6 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
-from batchgen.kernels.isa import instruction_set
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, is_verified
 from batchgen.model.multimodal import is_multimodal, left_out, model_class
@@ -244,8 +243,8 @@ class Kernels:
         """Raises `ModelError` where they are asked for and not for this device."""
         self._asked = config.compile == "on"
         self._made: Future[ctypes.CDLL] | None = None
-        if config.compile == "off" or (not self._asked and instruction_set() == "avx2"):
-            return  # without AVX-512 plain torch is faster
+        if config.compile == "off":
+            return
         if device.type == "cpu" and config.device_map is None:
             pool = ThreadPoolExecutor(1)
             self._made = pool.submit(library)

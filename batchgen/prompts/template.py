@@ -83,7 +83,10 @@ class RowTemplate:
             self._template = environment.from_string(source)
             named = meta.find_undeclared_variables(parsed)
         except TemplateSyntaxError as e:
-            raise UsageError(f"--template is not valid Jinja (line {e.lineno}): {e.message}", "correct it") from None
+            raise UsageError(
+                f"--template is not valid Jinja (line {e.lineno}): {(e.message or '').rstrip('.')}",
+                "correct the template",
+            ) from None
         except (RecursionError, MemoryError, OverflowError):
             raise UsageError("--template is nested too deeply, or too long", "make it simpler") from None
         self.columns = frozenset(named - environment.globals.keys() - {_WHOLE_ROW})

@@ -56,7 +56,7 @@ class Grammar:
 class Vocabulary:
     """The tokens of a model as llguidance has them, and the grammars compiled for them. Any thread may call its methods.
 
-    `tokenizer` is transformers'. Of its tokens those below `size` count, the width of the logits. Behind them comes `end`,
+    `tokenizer` is transformers'; None stands for one whose tokens are the 256 bytes. Of its tokens those below `size` count, the width of the logits. Behind them comes `end`,
     which llguidance allows where a text is whole.
     """
 
@@ -131,7 +131,9 @@ class Vocabulary:
                 raise UsageError(
                     "a regex or JSON schema needs the package llguidance", "pip install 'batchgen[structured]'"
                 ) from None
-            tokens = _Tokens([*token_bytes(self._tokenizer, self.end), b""], self.end)
+            of_bytes = self._tokenizer is None
+            texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)
+            tokens = _Tokens([*texts, b""], self.end)
             self._loaded = LLTokenizer(TokenizerWrapper(tokens)), LLExecutor()
         return self._loaded
 
@@ -276,6 +278,18 @@ def one_line(message: str) -> str:
     return line
 
 
+def check_grammar(params: SamplingParams) -> None:
+    """Raises `UsageError` for a grammar that no tokenizer can be kept to, or where llguidance is missing. Needs no tokenizer."""
+    _check(Vocabulary(None, 256), params)
+
+
+def _check(vocabulary: Vocabulary, params: SamplingParams) -> None:
+    fault = vocabulary.grammar(params).fault if params.constrained else ""
+    if fault:
+        name, _, rest = fault.partition(" ")
+        raise UsageError(f"--{name.replace('_', '-')} {rest}")
+
+
 class GrammarCheck:
     """Checks grammars against a model's tokenizer; costs nothing where there are none."""
 
@@ -284,10 +298,7 @@ class GrammarCheck:
 
     def of_command(self, params: SamplingParams) -> None:
         """Raises `UsageError` for a grammar that cannot be used, or where there can be none."""
-        fault = self._vocabulary.grammar(params).fault if params.constrained else ""
-        if fault:
-            name, _, rest = fault.partition(" ")
-            raise UsageError(f"--{name.replace('_', '-')} {rest}")
+        _check(self._vocabulary, params)
 
     def of_row(self, request: Request) -> Request | Result:
         """The request, or the result of a row whose grammar cannot be used."""
