@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from batchgen_cli.models import ModelsCommand, ModelsOptions
 from batchgen_cli.options import Command, Group, similar
 from batchgen_cli.plan import PlanCommand, PlanOptions
 from batchgen_cli.run import RunCommand, RunOptions
@@ -28,6 +29,7 @@ COMMANDS: dict[str, tuple[type[Command], type]] = {
     "run": (RunCommand, RunOptions),
     "plan": (PlanCommand, PlanOptions),
     "status": (StatusCommand, StatusOptions),
+    "models": (ModelsCommand, ModelsOptions),
 }
 for name, (command, options) in COMMANDS.items():
     app.command(name, cls=command, help=command.text, short_help=command.short)(options)

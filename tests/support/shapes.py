@@ -269,3 +269,10 @@ def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
     lengths = [rng.randint(2, 9) for _ in prompts]
     lengths[1] = lengths[4] = lengths[-1] = 36
     return prompts, lengths
+
+
+CORE = {
+    "deepseek_v3", "gemma2", "gemma3n_text", "gpt2", "gpt_oss", "granite_swa", "llama", "llama/mqa", "mimo_v2_flash",
+    "mixtral", "qwen2/window", "starcoder2",
+}  # fmt: skip
+"""Shapes that together have every kind of layer. They run in `make test`; the others are slow tests."""
