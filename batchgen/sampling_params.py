@@ -119,6 +119,12 @@ class SamplingParams:
         rules=[between(0, MAX_LOGPROBS)],
     )
     """As the model gives them, before penalties and temperature. 0: the sampled token's alone."""
+    reasoning: str = option(
+        "auto",
+        "auto separates the thoughts of models that mark them from the text, as the field reasoning; off leaves them in the text.",
+        group="Sampling",
+        values=["auto", "off"],
+    )
     choices: tuple[str, ...] | Any = option(
         (),
         "Labels, separated by commas or as a JSON list. Nothing is generated: each is scored, and the text is the most likely one.",

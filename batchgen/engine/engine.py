@@ -215,7 +215,7 @@ class Engine:
         self.ahead = model.device.type == "cuda" and not model.spread
         """Whether a step is launched before the tokens of the one before it are known."""
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._detokenizer = Detokenizer(tokenizer.hf_tokenizer)
+        self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking)
         self.results = ResultAssembler(self.scheduler, self._unseat, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 
