@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -38,6 +39,9 @@ class NoKernels(BatchgenError):
     """The kernels cannot be compiled or loaded on this machine."""
 
 
+_logger = logging.getLogger("batchgen")
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The compiled kernels; compiled now where that has not been done. Raises `NoKernels` with the reason."""
@@ -54,6 +58,7 @@ def library() -> ctypes.CDLL:
         # Made in a folder of its own and renamed, so that of several processes each finds a whole one.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="unfinished-") as folder:
             made = Path(folder) / target.name
+            _logger.info("compiling kernels for this processor, once on this machine: up to a minute")
             _compile(made)
             made.replace(target)
     except OSError as e:
