@@ -46,7 +46,8 @@ def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
         return
     dtype = dtype_of(config, hf_config)
     as_stored = quant_method(hf_config) is not None and not is_dequantized(hf_config)
-    needed = weight_bytes(files, None if as_stored else dtype, left_out(hf_config))
+    without = left_out(hf_config)
+    needed = weight_bytes(files, None if as_stored else dtype, without, dequantized=is_dequantized(hf_config))
     if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
         free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
         check_fits(needed, dtype, device.index or 0, free)
@@ -95,7 +96,8 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
         return own
     files = weight_files(config)
     if files is not None:
-        needed: int | None = weight_bytes(files, torch.float32, left_out(hf_config))
+        unpacked = is_dequantized(hf_config)
+        needed: int | None = weight_bytes(files, torch.float32, left_out(hf_config), dequantized=unpacked)
     else:
         needed = None if is_dequantized(hf_config) else _bytes_on_the_hub(config)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -125,8 +127,14 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     return None if None in paths else [path for path in paths if path is not None]
 
 
-def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None, without: frozenset[str] = frozenset()) -> int:
-    """Bytes of the tensors in the files without those of the modules named: as they are, or floating-point and quantized ones as `dtype`."""
+def weight_bytes(
+    files: Sequence[Path],
+    dtype: torch.dtype | None,
+    without: frozenset[str] = frozenset(),
+    *,
+    dequantized: bool = False,
+) -> int:
+    """Bytes of the tensors in the files without those of the modules named: floating-point ones, and quantized ones that are `dequantized`, as `dtype` (None: as they are)."""
     total = 0
     for path in files:
         with path.open("rb") as f:
@@ -135,7 +143,7 @@ def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None, without: froz
             if name == "__metadata__" or not without.isdisjoint(name.split(".")):
                 continue
             start, end = tensor["data_offsets"]
-            quantized = num_weights(name, tensor["dtype"], tensor["shape"])
+            quantized = num_weights(name, tensor["dtype"], tensor["shape"]) if dequantized else 0
             if dtype is not None and (quantized or tensor["dtype"] in _FLOATS):
                 total += (quantized or math.prod(tensor["shape"])) * dtype.itemsize
             else:

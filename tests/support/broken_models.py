@@ -304,9 +304,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "M/tokenizer.json is not JSON: TAIL; copy the file from the model again",
     ),
     # architectures that cannot be exact
-    "llama 4": (
-        settings(model_type="llama4_text", architectures=["Llama4ForCausalLM"]),
-        "models of type 'llama4_text' are not supported: they scale queries by their place in the batch",
+    "sparse attention": (
+        settings(model_type="deepseek_v32", architectures=["DeepseekV32ForCausalLM"]),
+        "models of type 'deepseek_v32' are not supported: an indexer of theirs chooses which keys a query sees",
     ),
     "no length": (
         settings(max_position_embeddings=-1),
