@@ -208,7 +208,9 @@ class Engine:
         self.scheduler = Scheduler(self.block_manager, self.sizes.limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
-        self.constraints = Constraints(tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids)
+        self.constraints = Constraints(
+            tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
+        )
         self._launcher = Launcher(self.scheduler, self.runner, self.sampler, self.constraints, self.stats)
         self._flights: deque[Flight] = deque()
         # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
@@ -345,8 +347,8 @@ class Engine:
             self.results.begun(request)
             if not request.texts:
                 self.sampler.add(seq.slot, request.params, request.key, request.tokens, seq.generated, seq.leaf.choice)
-                if request.params.constrained:
-                    self.constraints.add(seq, request.params, seq.generated)
+                if request.params.guided:
+                    self.constraints.add(seq, request.params, seq.generated, request.tokens)
 
     def _unseat(self, seq: GenerationSequence) -> None:
         if seq.slot >= 0 and not seq.scoring:  # else it has left the sampler already
@@ -384,7 +386,7 @@ class Engine:
         if logprobs is not None:
             seq.logprobs.append(logprobs)
         whole = False
-        if seq.request.params.constrained:
+        if seq.request.params.guided:
             try:
                 whole = self.constraints.accept(seq, token)
             except RowError as e:

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "activation.h"
+#include "pool.h"
 #include "vec.h"
 
 namespace {
@@ -55,11 +56,10 @@ void convolve_part(const Convolution& c, int64_t span, int64_t first, int64_t la
 template <class T>
 void convolve(const Convolution& c) {
     const int64_t parts = (c.channels + CHANNELS - 1) / CHANNELS, tasks = c.spans * parts;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(int(c.threads)) if (c.threads > 1 && tasks > 8)
-    for (int64_t task = 0; task < tasks; task++) {
+    for_each(tasks, tasks > 8 ? c.threads : 1, [&](int64_t task) {
         const int64_t first = task % parts * CHANNELS;
         convolve_part<T>(c, task / parts, first, std::min(first + CHANNELS, c.channels));
-    }
+    });
 }
 
 struct Step {  // `_Step` in recurrent.py is the same
@@ -136,8 +136,8 @@ void mamba2_head(const Step& s, int64_t sequence, int64_t head) {
 template <void (*head_of)(const Step&, int64_t, int64_t)>
 void run(const Step& s) {
     const int64_t tasks = s.sequences * s.heads;
-#pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1 && tasks * s.rows * s.columns > 16384)
-    for (int64_t task = 0; task < tasks; task++) head_of(s, task / s.heads, task % s.heads);
+    const int64_t threads = tasks * s.rows * s.columns > 16384 ? s.threads : 1;
+    for_each(tasks, threads, [&](int64_t task) { head_of(s, task / s.heads, task % s.heads); });
 }
 
 }  // namespace

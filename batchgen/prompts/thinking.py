@@ -36,6 +36,10 @@ class ThinkingFormat:
             return self.answer.search(prompt[prompt.rfind("<|start|>") + 1 :]) is None
         return prompt.rfind(self.open) > prompt.rfind(self.close)
 
+    def ending(self, *, begun: bool) -> str:
+        """What ends the thoughts of a completion that has begun, or not."""
+        return "<|end|><|start|>assistant" + self.close if self.always and begun else self.close
+
 
 _HARMONY_ANSWER = r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
 HARMONY = ThinkingFormat("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", always=True)
@@ -81,12 +85,13 @@ class ThoughtStream:
         """Tokens before the answer, once it has begun."""
         self.begins = ""
         """Characters of the answer that the last of those tokens has behind the mark."""
-        self._tokens = 0
+        self.count = 0
+        """Tokens so far."""
         self._tail = prompt[-format.longest :] if format.always and self.thinking else ""
 
     def append(self, token: int) -> bool:
         """Takes the next token; returns whether the answer begins now. Not to be called after that."""
-        self._tokens += 1
+        self.count += 1
         self._tail += self._piece(token)
         if not self.thinking:
             begun = self._tail.lstrip()
@@ -99,7 +104,7 @@ class ThoughtStream:
             mark = self._format.answer.search(self._tail)
             if mark:
                 self.begins = self._tail[mark.end() :]
-                self.answer_start, self.ended = self._tokens, True
+                self.answer_start, self.ended = self.count, True
                 return True
             self._tail = self._tail[-self._format.longest :]
         return False

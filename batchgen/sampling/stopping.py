@@ -24,7 +24,7 @@ from batchgen.prompts.thinking import ThinkingFormat, ThoughtStream, thoughts_of
 from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
 
-_PROMPT_END = 32  # prompt tokens that are looked at for open thoughts
+PROMPT_END = 32  # prompt tokens that are looked at for open thoughts
 _CONTEXT = 8  # prompt tokens decoded before a completion: more than a character cut by their beginning
 _OPEN = 4  # tokens whose text is looked at again with every next token; settling them costs a decode
 _MOST_OPEN = 64  # of those, where a run of bytes goes on; twice as many are no character but invalid bytes
@@ -128,7 +128,7 @@ class Stopper:
         self._growing: _GrowingText | None = None
         self._thoughts: ThoughtStream | None = None
         if detokenizer.thinking is not None and params.reasoning == "auto":
-            end = "".join(map(detokenizer.piece, prompt[-_PROMPT_END:].tolist()))
+            end = "".join(map(detokenizer.piece, prompt[-PROMPT_END:].tolist()))
             self._thoughts = ThoughtStream(detokenizer.thinking, end, detokenizer.piece)
         else:
             self._follow(0)

@@ -57,7 +57,7 @@ OPTIONS = {
     "windows": ("--window", "7"),
     "in their own order": ("--policy", "fifo"),
 }
-SLOW = ("labels", "windows", "in their own order")
+SLOW = ("sampled", "labels", "windows", "in their own order")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OPTIONS])
