@@ -1,12 +1,16 @@
 ## make demo    the sample job, whole, with the accuracy of its answers
 ## make test    the test suite (make test-slow, make test-nightly: what takes longer)
 ## make docs    the documentation as a site, in build/site
+## make reference  docs/reference/commands.md and the man page, made again from the options
 ## make lint    ruff, mypy, import-linter
 ## make clean   away with .venv and everything made here
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := build/demo
+# Test processes: one for each core that this process may use, and no more than eight (each imports torch).
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))')
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 define SHOW_ROWS
@@ -18,7 +22,7 @@ for line in itertools.islice(open(sys.argv[1], encoding="utf-8"), 6):
 endef
 export SHOW_ROWS
 
-.PHONY: help install dev demo test test-slow test-nightly docs lint format dist clean
+.PHONY: help install dev demo test test-slow test-nightly docs reference lint format dist clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -48,13 +52,17 @@ demo: $(VENV)/.installed
 	$(BIN)/python sample_data/check_answers.py $(DEMO)/completions.jsonl
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
 
 test-nightly: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "(slow or nightly) and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "(slow or nightly) and not gpu" $(PYTEST_ARGS)
+
+reference: $(VENV)/.installed
+	$(BIN)/python -m batchgen_cli.reference markdown > docs/reference/commands.md
+	$(BIN)/python -m batchgen_cli.reference man > cli/man/batchgen.1
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

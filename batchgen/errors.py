@@ -1,18 +1,18 @@
-"""The tree of errors. Each says what happened, where, and the way out; the command turns it into one line and an exit code.
+"""The tree of errors. Each says what happened, where, and how to fix it; the command turns it into one line and an exit code.
 
 BatchgenError            exit 1: the job failed; what was finished is kept
-├── UsageError           exit 2: wrong use; nothing was touched
-├── InputCorrupt         exit 1: an input file breaks off or cannot be decoded where it is read
-├── ModelError           exit 1: the model or its tokenizer cannot be loaded or is not supported
+├── UsageError           exit 2: the command cannot run as it was given; nothing was touched
+├── InputCorrupt         exit 1: an input file breaks off or cannot be decoded
+├── ModelError           exit 1: the model or its tokenizer cannot be loaded, or is not supported
 ├── OutputError          exit 1: the output or its job folder cannot be written (disk full, read-only)
 ├── TooManyErrors        exit 1: more rows failed than --max-errors allows
-├── OutOfMemory          exit 1: not even one row fits
-├── DevicesLost          exit 1: of several devices, the process of the last one has ended
+├── OutOfMemory          exit 1: there is not enough memory for a single row
+├── DevicesLost          exit 1: the process of the last device has ended
 ├── OutputLocked         exit 75: another run holds this output
-├── Interrupted          exit 128 + signal: stopped by a signal; resumable
+├── Interrupted          exit 128 + signal: stopped by a signal; the same command continues
 └── ClosedPipe           exit 141: standard output was closed by its reader
 
-RowError                 not a job's end: one row fails, the others go on
+RowError                 ends no job: one row fails, the others continue
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BatchgenError(Exception):
 
 
 class UsageError(BatchgenError):
-    """A wrong option, a missing file or column, an output of other settings. Nothing was touched."""
+    """An option, file, column or output that the command cannot run with. Nothing was touched."""
 
     exit_code = 2
 
@@ -60,11 +60,11 @@ class TooManyErrors(BatchgenError):
 
 
 class OutOfMemory(BatchgenError):
-    """The device has not enough memory for a single row."""
+    """There is not enough memory for a single row."""
 
 
 class DevicesLost(BatchgenError):
-    """The process of a device has ended before its time, and no other is left."""
+    """The process of the last device has ended unexpectedly."""
 
     def __init__(self, message: str, hint: str = "run the same command again to go on") -> None:
         super().__init__(message, hint)
@@ -77,7 +77,7 @@ class OutputLocked(BatchgenError):
 
 
 class Interrupted(BatchgenError):
-    """Stopped by a signal; what was finished is kept and the same command goes on from there."""
+    """Stopped by a signal; what was finished is kept, and the same command continues from there."""
 
     def __init__(self, signum: int, message: str = "", hint: str = "") -> None:
         name = _signal.Signals(signum).name

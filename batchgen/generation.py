@@ -15,9 +15,9 @@ from batchgen.jobs.identity import dtype_name
 from batchgen.kept import KeptPrefixes
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.progress import Progress
-from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder
+from batchgen.prompts import LoadedTokenizer, PromptBuilder
 from batchgen.records import JobFolder, Row, StdoutJob
-from batchgen.request import Leaf, Request, leaves_of, row_key
+from batchgen.request import Leaf, Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.signals import Signals
@@ -44,7 +44,7 @@ class Generation:
     def __init__(
         self,
         config: JobConfig,
-        text: LoadedTokenizer,
+        tokenizer: LoadedTokenizer,
         prompts: PromptBuilder,
         grammars: GrammarCheck,
         job: JobFolder | StdoutJob,
@@ -52,7 +52,7 @@ class Generation:
         signals: Signals,
         progress: Progress,
     ) -> None:
-        self.config, self.text, self.prompts, self.grammars, self.job = config, text, prompts, grammars, job
+        self.config, self.tokenizer, self.prompts, self.grammars, self.job = config, tokenizer, prompts, grammars, job
         self.run, self.signals, self.progress = run, signals, progress
         self.total: int | None = None
         """Rows of the input, where that is known."""
@@ -74,26 +74,26 @@ class Generation:
         """The rows at hand are dealt with."""
         self.results, self.keys, self.sources = {}, {}, {}
 
-    def built(self, rows: Sequence[Row]) -> list[Draft | Result]:
-        """Each row as a draft of a request, or the result of one that failed. May be done ahead, in another thread."""
-        return [self.grammars.of_row(b) if isinstance(b, Draft) else b for b in self.prompts.build(rows)]
+    def built(self, rows: Sequence[Row]) -> list[Request | Result]:
+        """Each row as a request, or the result of one that failed. May be done ahead, in another thread."""
+        return [self.grammars.of_row(b) if isinstance(b, Request) else b for b in self.prompts.build(rows)]
 
-    def requests(self, rows: Sequence[Row], built: Sequence[Draft | Result]) -> list[Request]:
+    def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> list[Request]:
         """The rows that are to be generated; the others' results are put into `results`."""
         self.sources.update((row.number, row.source) for row in rows)
-        drafts = []
+        found = []
         for row in built:
-            if isinstance(row, Draft):
-                drafts.append(row)
+            if isinstance(row, Request):
+                found.append(row)
             else:
                 self.done(row)
         for note in self.prompts.notes[self.notes_told :]:
             self.progress.note(note)
         self.notes_told = len(self.prompts.notes)
-        occurrences = self.job.occurrences([draft.digest for draft in drafts])
-        keys = [row_key(draft.digest, n) for draft, n in zip(drafts, occurrences, strict=True)]
-        self.keys.update((draft.row, key) for draft, key in zip(drafts, keys, strict=True))
-        lacking = self.lacking([request_of(draft, key) for draft, key in zip(drafts, keys, strict=True)])
+        occurrences = self.job.occurrences([request.key for request in found])
+        requests = [request.repeated(n) for request, n in zip(found, occurrences, strict=True)]
+        self.keys.update((request.row, request.key) for request in requests)
+        lacking = self.lacking(requests)
         if lacking:
             self.expect_model()
         return lacking
@@ -160,7 +160,7 @@ class Generation:
             self._loading = Ahead(self._load)
 
     def _load(self) -> AnyEngine:
-        return open_engine(self.config.model, self.text, self.config.engine)
+        return open_engine(self.config.model, self.tokenizer, self.config.engine)
 
     def _engine(self) -> AnyEngine:
         """The model is loaded when the first row needs it: a job that has nothing left to generate never does."""
@@ -229,21 +229,8 @@ class Generation:
         engine = self.engine
         setting = Setting(
             model=self.config.model.model,
-            dtype=engine.dtype if engine else dtype_name(self.config.model, self.text.hf_config),
+            dtype=engine.dtype if engine else dtype_name(self.config.model, self.tokenizer.hf_config),
             device=engine.device if engine else "",
             attention=engine.attention if engine else "",
         )
         return figures(self.run, engine.stats if engine else EngineStats(), setting, earlier=self.job.previous)
-
-
-def request_of(draft: Draft, key: bytes) -> Request:
-    return Request(
-        row=draft.row,
-        tokens=draft.tokens,
-        params=draft.params,
-        max_tokens=draft.max_tokens,
-        key=key,
-        truncated=draft.truncated,
-        texts=draft.texts,
-        priority=draft.priority,
-    )

@@ -10,6 +10,7 @@ from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyError
 from batchgen.generation import Generation
 from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import job_settings
+from batchgen.preflight import check_job
 from batchgen.progress import Progress, Silent, Told
 from batchgen.prompts import PromptBuilder, load_tokenizer
 from batchgen.records import (
@@ -58,18 +59,19 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             check_stats_file(config.stats)
             source = open_input(config.inputs, format=config.input_format, output=config.output)
             output = config.output or default_output(config.inputs, source.is_stdin, config.input_format) or "-"
+            check_job(config, source, output)
             progress.phase("loading tokenizer")
             with run.timed("load"):
-                text = load_tokenizer(config.model)
-            prompts = PromptBuilder(text, config.prompts, config.sampling)
-            grammars = GrammarCheck(text)
+                tokenizer = load_tokenizer(config.model)
+            prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
+            grammars = GrammarCheck(tokenizer)
             grammars.of_command(config.sampling)
             progress.phase("reading")
             size = window_rows(config, source, output)
             waiting = None if size is None else source.windows(size, config.limit)
             rows = source.first_rows(config.limit) if waiting is None else next(waiting, [])
             prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
-            settings = job_settings(config, text.hf_config, chat=prompts.chat)
+            settings = job_settings(config, tokenizer.hf_config, chat=prompts.chat)
         with open_job(
             output,
             settings=settings,
@@ -90,7 +92,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
                 return _already_finished(job.finished, output, config, chat=prompts.chat)
             if isinstance(job, JobFolder):
                 progress = Told(progress, ProgressFile(job_path(output, config.work_dir)).tell)
-            work = Generation(config, text, prompts, grammars, job, run, signals, progress)
+            work = Generation(config, tokenizer, prompts, grammars, job, run, signals, progress)
             way: Windowed | Whole
             if waiting is not None and size is not None:
                 way = Windowed(work, rows, waiting, size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -13,12 +13,11 @@ from typing import Any, Self
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.errors import RowError
-from batchgen.generation import request_of
 from batchgen.prefix import plan_prefixes
-from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
 from batchgen.records import Row
-from batchgen.request import Request, leaves_of, row_key
+from batchgen.request import Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.sampling_params import SamplingParams
@@ -80,10 +79,10 @@ class LLM:
         if engine is not None and not isinstance(engine, EngineConfig):
             raise TypeError(f"engine must be an EngineConfig, not {engine!r}")
         self.config = engine or EngineConfig()
-        self.text: LoadedTokenizer = load_tokenizer(config)
-        self._engine: AnyEngine | None = open_engine(config, self.text, self.config)
+        self.tokenizer: LoadedTokenizer = load_tokenizer(config)
+        self._engine: AnyEngine | None = open_engine(config, self.tokenizer, self.config)
         self._stats: EngineStats | None = None
-        self._grammars = GrammarCheck(self.text)
+        self._grammars = GrammarCheck(self.tokenizer)
         self._numbers = count()
         self._arriving: deque[_Arrival] = deque()
         self._requests: dict[int, Request] = {}
@@ -221,7 +220,9 @@ class LLM:
     ) -> list[int]:
         self.engine  # noqa: B018 - a closed model takes no prompts
         own = params if isinstance(params, list) else None
-        builder = PromptBuilder(self.text, options, params if isinstance(params, SamplingParams) else SamplingParams())
+        builder = PromptBuilder(
+            self.tokenizer, options, params if isinstance(params, SamplingParams) else SamplingParams()
+        )
         numbers = [next(self._numbers) for _ in columns]
         rows = [
             Row(number=number, columns=of, error=None, source=f"prompt {place}")
@@ -229,15 +230,14 @@ class LLM:
         ]
         requests: list[Request] = []
         failed: list[Result] = []
-        seen: dict[bytes, int] = {}
+        seen: Counter[bytes] = Counter()
         for built in builder.build(rows, own):
-            draft = self._grammars.of_row(built) if isinstance(built, Draft) else built
-            if isinstance(draft, Draft):
-                occurrence = seen.get(draft.digest, 0)
-                seen[draft.digest] = occurrence + 1
-                requests.append(request_of(draft, row_key(draft.digest, occurrence)))
+            row = self._grammars.of_row(built) if isinstance(built, Request) else built
+            if isinstance(row, Request):
+                requests.append(row.repeated(seen[row.key]))
+                seen[row.key] += 1
             else:
-                failed.append(draft)
+                failed.append(row)
         self._requests.update((request.row, request) for request in requests)
         self._arriving.append(_Arrival(requests, failed, on_result, on_token))
         return numbers

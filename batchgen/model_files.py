@@ -16,6 +16,7 @@ from batchgen.errors import ModelError
 _LFS = b"version https://git-lfs"
 _PULL = "run `git lfs pull` in the folder it was cloned to, or download it with `hf download`"
 _AGAIN = "the download was not finished: download it again"
+LOCAL = "give a local folder with config.json and the tokenizer's files"
 _HEADS = {
     "ForSequenceClassification": "a classifier or reward model",
     "ForTokenClassification": "a token classifier",
@@ -43,7 +44,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
 def check_model_files(config: ModelConfig) -> None:
-    """Raises `ModelError` if the model is a folder, or a file, that cannot be loaded and its files say why. Says nothing of hub names.
+    """Raises `ModelError` if the model is a folder, or a file, that cannot be loaded and its files say why. A name on the hub is not looked up.
 
     Weights are not looked for: see `check_weight_files`.
     """
@@ -51,9 +52,18 @@ def check_model_files(config: ModelConfig) -> None:
     if folder.is_file():
         _refuse_file(folder)
     if not folder.is_dir():
+        if not config.model.strip() or _is_path(config.model):
+            raise ModelError(
+                f"model folder {config.model!r} does not exist", f"{LOCAL}, or a hub name such as org/model"
+            )
         return
     if not (folder / "config.json").is_file():
         _refuse_without_config(folder)
+    if config.revision is not None:
+        raise ModelError(
+            f"--revision {config.revision!r} names a revision on the hub, and {config.model!r} is a local folder",
+            "leave --revision out",
+        )
     settings = read_json(folder / "config.json")
     _check_task(folder, settings)
     _check_quantization(folder, settings)
@@ -76,6 +86,11 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True) -> None:
         tensors |= _safetensors_header(shard)
     _check_head(folder, settings, tensors)
     _check_vocabulary(folder, settings, tensors)
+
+
+def _is_path(model: str) -> bool:
+    """Whether it can only be a path: a hub name is `name` or `org/name`."""
+    return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or "\\" in model
 
 
 def has_chat_template(config: ModelConfig) -> bool | None:

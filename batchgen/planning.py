@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config import JobConfig
-from batchgen.generation import request_of
 from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.kept import KeptPrefixes
 from batchgen.model.architectures import check_architecture
-from batchgen.model_files import check_weight_files
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -26,8 +24,9 @@ from batchgen.prefix import (
     plan_figures,
     plan_prefixes,
 )
+from batchgen.preflight import check_job
 from batchgen.progress import Progress, Silent
-from batchgen.prompts import Draft, LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.records import open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
@@ -102,12 +101,12 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
     progress = progress or Silent()
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config.inputs, format=config.input_format, output=None)
+        check_job(config, source, None)
         progress.phase("loading tokenizer")
-        check_weight_files(config.model, needed=False)
-        text = load_tokenizer(config.model)
-        check_architecture(text.hf_config)
-        prompts = PromptBuilder(text, config.prompts, config.sampling)
-        planner = Planner(config, text)
+        tokenizer = load_tokenizer(config.model)
+        check_architecture(tokenizer.hf_config)
+        prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
+        planner = Planner(config, tokenizer)
         progress.phase("planning")
         size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
@@ -136,7 +135,7 @@ class Planner:
     """Plans a job window by window and keeps the figures."""
 
     config: JobConfig
-    text: LoadedTokenizer
+    tokenizer: LoadedTokenizer
     block_size: int = field(init=False)
     bytes_per_token: int = field(init=False)
     rows: int = 0
@@ -155,14 +154,14 @@ class Planner:
 
         self.block_size = block_size_of(self.config.engine.chunk_size)
         self.bytes_per_token = kv_bytes_per_token(
-            self.text.hf_config, dtype_name(self.config.model, self.text.hf_config)
+            self.tokenizer.hf_config, dtype_name(self.config.model, self.tokenizer.hf_config)
         )
 
-    def requests(self, built: Sequence[Draft | Result]) -> list[Request]:
+    def requests(self, built: Sequence[Request | Result]) -> list[Request]:
         """Those of some more rows."""
         self.rows += len(built)
         self.failed += sum(1 for result in built if isinstance(result, Result) and result.error_type is not None)
-        return [request_of(draft, draft.digest) for draft in built if isinstance(draft, Draft)]
+        return [row for row in built if isinstance(row, Request)]
 
     def window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
         """One more window. `follow_on`: windows come in depth-first order."""
@@ -219,7 +218,7 @@ class Planner:
         )
 
     def _line(self, line: NodeLine) -> TreeLine:
-        text = self.text.tokenizer.decode(line.tokens[:EXCERPT_TOKENS].tolist())
+        text = self.tokenizer.hf_tokenizer.decode(line.tokens[:EXCERPT_TOKENS].tolist())
         return TreeLine(line.level, len(line.tokens), line.rows, line.saved_tokens, text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,10 @@ class Request:
     max_tokens: int
     """`params.max_tokens`, or less where the model's context leaves less room."""
     key: bytes
-    """The row key (16 bytes): `row_key` of tokens, parameters and occurrence. Seeds the row's random numbers."""
+    """The row key (16 bytes): `row_key` of tokens, parameters and occurrence. Seeds the row's random numbers.
+
+    Prompts are built with the key of the first occurrence, which is their digest; `repeated` gives the others.
+    """
     truncated: bool = False
     """Whether the prompt was cut to fit the context."""
     texts: tuple[TokenArray, ...] = ()
@@ -34,6 +37,10 @@ class Request:
     completion. Nothing is generated then."""
     priority: float = 0.0
     """Lower ones are started first."""
+
+    def repeated(self, occurrence: int) -> Request:
+        """The request of a row that equals `occurrence` earlier ones: the same with a key of its own."""
+        return replace(self, key=row_key(self.key, occurrence)) if occurrence else self
 
     @property
     def leaves(self) -> int:

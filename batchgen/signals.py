@@ -1,4 +1,4 @@
-"""Signals of a running job, turned into an answer to the engine's question "stop?". Knows nothing of rows."""
+"""Handles the signals of a running job: the engine asks before every step whether to stop. Knows nothing about rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from batchgen.errors import Interrupted
 
 
 class Signals:
-    """While entered, SIGINT asks to stop at the next step, SIGTERM and SIGHUP to drain for `grace` seconds; a second signal stops at once.
+    """A context manager. Inside it, SIGINT asks to stop at the next step; SIGTERM and SIGHUP let running rows finish for `grace` seconds; a
+    second signal stops at once.
 
-    A signal that was ignored from the start stays so (SIGHUP under nohup, SIGINT of a shell's background job).
-    Outside the main thread, where Python allows no handlers, nothing is installed.
+    A signal that was ignored from the start stays ignored (SIGHUP under nohup, SIGINT of a background job). Outside the main thread,
+    where Python allows no handlers, none are installed.
     """
 
     def __init__(self, grace: float) -> None:
@@ -30,7 +31,7 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                # None: a handler that is not Python's, which could not be put back
+                # None is a handler that is not Python's; it could not be restored
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     self._before[signum] = signal.signal(signum, self._handle)
         return self
@@ -51,7 +52,7 @@ class Signals:
             raise Interrupted(self._first or signum)
 
     def stop(self) -> str | None:
-        """What the engine is to do now: None to go on, "drain" to admit nothing new, "now" to stop at this step."""
+        """Returns what the engine must do: None to go on, "drain" to start nothing new, "now" to stop at this step."""
         if self._first is None:
             return None
         if self._first == signal.SIGINT or time.monotonic() >= self._drain_until:
@@ -59,19 +60,19 @@ class Signals:
         return "drain"
 
     def check(self) -> None:
-        """Raises `Interrupted` if a signal has come."""
+        """Raises `Interrupted` if a signal has arrived."""
         if self._first is not None:
             raise Interrupted(self._first)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """For what has nothing to lose (loading, reading, planning): the first signal ends it at once, even a read that waits."""
+        """A context in which the first signal raises `Interrupted` at once, even in a blocking read. For work with nothing to lose: loading, reading, planning."""
         self.check()
         self._at_once = True
         try:
             yield
         except BaseException:
-            self.check()  # whatever a library on the way made of the exception that the handler raised
+            self.check()  # a library may have turned the handler's exception into another one
             raise
         finally:
             self._at_once = False

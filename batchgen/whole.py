@@ -14,12 +14,12 @@ from batchgen.ahead import Ahead
 from batchgen.errors import InputCorrupt, OutputError
 from batchgen.generation import Generation, Planned
 from batchgen.jobs.sorted_requests import SortedRequests
-from batchgen.prompts import Draft
 from batchgen.records import Input, JobFolder, Row
 from batchgen.records.inputs import READ_ROWS
 from batchgen.records.listing import Listing
 from batchgen.records.passes import Pass
 from batchgen.records.take_back import NO_KEY
+from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.stats import versions
 
@@ -99,7 +99,7 @@ class Whole:
                 count += len(rows)
                 work.progress.passed(count)
 
-    def _read(self, blocks: Iterator[list[Row]]) -> tuple[list[Row], list[Draft | Result]]:
+    def _read(self, blocks: Iterator[list[Row]]) -> tuple[list[Row], list[Request | Result]]:
         """The next rows, and what they are; none at the end, or where the input breaks off."""
         try:
             rows = next(blocks, [])

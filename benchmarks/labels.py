@@ -58,8 +58,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write the figures there, as JSON")
     args = parser.parse_args()
     config = ModelConfig(model=str(model_folder(args.work, "30m", args.dtype)), device="cpu")
-    text = load_tokenizer(config)
-    model = load_model(config, text)
+    tokenizer = load_tokenizer(config)
+    model = load_model(config, tokenizer)
     ways = {
         "labels": SamplingParams(choices=tuple(LABELS)),
         "four tokens": SamplingParams(max_tokens=GENERATED, ignore_eos=True),
@@ -67,7 +67,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(args.repeats):
         for name, params in ways.items():
-            engine = Engine(model, text, EngineConfig(kv_memory="2GiB"))
+            engine = Engine(model, tokenizer, EngineConfig(kv_memory="2GiB"))
             began = time.perf_counter()
             leaves = leaves_of(requests(args.rows, params))
             engine.generate(leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16), on_result=lambda result: None)

@@ -36,10 +36,10 @@ FIRST = 8
 
 
 def measure(
-    model: LoadedModel, text: LoadedTokenizer, waiting: int, steps: int, params: dict[str, Any]
+    model: LoadedModel, tokenizer: LoadedTokenizer, waiting: int, steps: int, params: dict[str, Any]
 ) -> dict[str, Any]:
     """Milliseconds of a decode step in all, and outside of the model."""
-    engine = Engine(model, text, EngineConfig(batch_size=SEQUENCES, kv_memory="2GiB"))
+    engine = Engine(model, tokenizer, EngineConfig(batch_size=SEQUENCES, kv_memory="2GiB"))
     rnd = random.Random(waiting)
     prefix = [rnd.randrange(256, 8000) for _ in range(PREFIX)]
     sampling = SamplingParams(max_tokens=FIRST + steps + 8, ignore_eos=True, **params)
@@ -101,12 +101,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write the figures there, as JSON")
     args = parser.parse_args()
     config = ModelConfig(model=str(model_folder(args.work, "30m", "bfloat16")), device="cpu")
-    text = load_tokenizer(config)
-    model = load_model(config, text)
+    tokenizer = load_tokenizer(config)
+    model = load_model(config, tokenizer)
     found = []
     for name, params in (("greedy", {}), ("sampled", {"temperature": 0.8, "top_p": 0.9, "top_k": 50})):
         for waiting in args.waiting:
-            figures = {"sampling": name} | measure(model, text, waiting, args.steps, params)
+            figures = {"sampling": name} | measure(model, tokenizer, waiting, args.steps, params)
             print(json.dumps(figures), flush=True)
             found.append(figures)
     if args.out:

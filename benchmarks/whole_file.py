@@ -77,10 +77,10 @@ class Phases(Silent):
 
 def tokenizing(model: str, path: Path) -> dict[str, float]:
     """Seconds for the texts of the file: by the library alone, by transformers' own call, and with reading and rendering the rows."""
-    text = load_tokenizer(ModelConfig(model=model))
+    tokenizer = load_tokenizer(ModelConfig(model=model))
     with path.open() as file:
         texts = [json.loads(line)["prompt"] for line in file]
-    backend = text.tokenizer.backend_tokenizer
+    backend = tokenizer.hf_tokenizer.backend_tokenizer
     seconds = {}
     began = time.perf_counter()
     for i in range(0, len(texts), BLOCK):
@@ -88,10 +88,10 @@ def tokenizing(model: str, path: Path) -> dict[str, float]:
     seconds["tokenizers"] = time.perf_counter() - began
     began = time.perf_counter()
     for i in range(0, len(texts), BLOCK):
-        text.tokenizer(texts[i : i + BLOCK])
+        tokenizer.hf_tokenizer(texts[i : i + BLOCK])
     seconds["transformers"] = time.perf_counter() - began
     del texts
-    builder = PromptBuilder(text, PromptConfig(chat=False), SamplingParams(max_tokens=1))
+    builder = PromptBuilder(tokenizer, PromptConfig(chat=False), SamplingParams(max_tokens=1))
     began = time.perf_counter()
     for rows in windows(open_input([str(path)], format=None, output=None).rows(), BLOCK):
         builder.build(rows)

@@ -14,7 +14,10 @@ TEXT = """# Models
 
 {verified} architectures of transformers are verified: for random models of each, with every kind of layer the architecture has, the greedy tokens are those of `generate` one prompt at a time, and every logit agrees to float32 noise; with all
 prompts side by side, and with prefill in slices, little memory and preemption. Shown on transformers {versions} (`tests/parity/test_every_architecture.py`).
-Of the {decoders} decoder-only text architectures of transformers {newest} that declare support for attention backends, {exact} are among them. {refused} are refused by name, with the reason, before any weights are loaded. What is in neither table is tried in small when it is loaded, and refused if a single logit differs.
+Of the {decoders} decoder-only text architectures of transformers {newest} that declare support for attention backends, {exact} are among them. {refused} are refused by name, with the reason, before any weights are loaded. What is in no table is tried in small when it is loaded, and refused if a single logit differs.
+
+Most checkpoints of this year are multimodal classes. Of the {wrappers} of transformers {newest} that have a language model with a configuration of its own (`text_config`), {wrapped} are verified for text, and {others} more that are built otherwise: against
+the `generate` of the whole wrapper, with the vision and audio settings that transformers has by default (`tests/parity/test_wrappers.py`). Only the language model is loaded. The others are in the table of refusals. [will-my-model-run.md](will-my-model-run.md) has the families by their names.
 
 Models with recurrent layers (gated delta rule, Mamba2, short convolutions) share prefixes as all others do: [recurrent.md](recurrent.md).
 
@@ -31,6 +34,14 @@ This page is written by `docs/make_models_table.py`; a test compares the two.
 | --- | --- |
 {verified_rows}
 
+## Multimodal checkpoints, verified for text: {multimodal}
+
+| `model_type` | language model tested inside |
+| --- | --- |
+{wrapper_rows}
+
+A verified wrapper around another verified language model (`llava` around `qwen2`, say) counts as verified too.
+
 ## Refused: {refused}
 
 | `model_type` | because |
@@ -42,8 +53,9 @@ This page is written by `docs/make_models_table.py`; a test compares the two.
 def page() -> str:
     """The whole of docs/models.md."""
     sys.path.insert(0, str(HERE.parent / "tests"))
-    from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON
+    from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, WRAPPERS
     from support.features import candidates, features_of_all
+    from support.wrappers import TEXTS, with_text_config
 
     features = features_of_all()
     decoders = {name for name in candidates() if "encoders" not in REFUSED.get(name, "")}
@@ -52,6 +64,13 @@ def page() -> str:
         refused=len(REFUSED),
         decoders=len(decoders),
         exact=len(decoders & VERIFIED),
+        wrappers=len(with_text_config()),
+        wrapped=len(with_text_config() & WRAPPERS),
+        others=len(WRAPPERS - with_text_config()),
+        multimodal=len(WRAPPERS),
+        wrapper_rows="\n".join(
+            f"| `{name}` | {f'`{TEXTS[name][0]}`' if TEXTS[name][0] else 'its own'} |" for name in sorted(WRAPPERS)
+        ),
         newest=VERIFIED_ON[-1],
         versions=" and ".join(VERIFIED_ON),
         verified_rows="\n".join(

@@ -188,6 +188,7 @@ def test_options_of_prompts_are_text(tiny_model_dir: Path) -> None:
         LLM(5)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_program_sees_no_bar_of_a_library(tiny_model_dir: Path) -> None:
     program = (
         f"from batchgen import LLM\nLLM({str(tiny_model_dir)!r}, compile='off').generate('a', {{'max_tokens': 2}})\n"

@@ -80,6 +80,7 @@ def test_a_folder_of_parquet_in_a_store_becomes_parquet_there_with_the_file_of_e
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.slow
 def test_a_job_killed_while_it_uploads_is_finished_by_the_next_run_without_the_model(
     store, run, when, tiny_model_dir, command_environment, tmp_path
 ):

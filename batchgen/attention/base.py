@@ -128,6 +128,9 @@ def attention_forward(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelError(f"{type(module).__name__} has no layer index")
+    query_scale = getattr(module, "query_scale", None)
+    if query_scale is not None:
+        query = query_scale(query)
     out = step_attention(layer, query[0], key[0], value[0], options)
     return out.unsqueeze(0).contiguous(), None  # some models ask for a view of it
 

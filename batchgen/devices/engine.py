@@ -81,22 +81,22 @@ class AnyEngine(Protocol):
         ...
 
 
-def open_engine(model: ModelConfig, text: LoadedTokenizer, config: EngineConfig) -> AnyEngine:
+def open_engine(model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig) -> AnyEngine:
     """Loads the model on its devices. Raises `BatchgenError`."""
     if len(model.devices) == 1:
-        return engine_here(model, text, config)
+        return engine_here(model, tokenizer, config)
     from batchgen.devices.transport import start_process
 
     return Workers(model, config, start_process)
 
 
-def engine_here(model: ModelConfig, text: LoadedTokenizer, config: EngineConfig) -> Engine:
+def engine_here(model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig) -> Engine:
     """The engine of one device, in this process."""
     with quiet():  # torchao, where it is installed, has much to say
         from batchgen.engine.engine import Engine  # imports torch
         from batchgen.model.loader import load_model
 
-    return Engine(load_model(model, text, config.processes), text, config)
+    return Engine(load_model(model, tokenizer, config.processes), tokenizer, config)
 
 
 LISTEN_SECONDS = 0.05

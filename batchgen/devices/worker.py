@@ -68,9 +68,9 @@ def _end_with_parent(parent: int) -> None:
 
 def load(setup: Setup) -> Engine:
     """The engine of this process. Raises `BatchgenError`."""
-    text = load_tokenizer(setup.model)
+    tokenizer = load_tokenizer(setup.model)
     take_share(setup.model.device, setup.place, setup.processes)
-    return engine_here(setup.model, text, setup.engine)
+    return engine_here(setup.model, tokenizer, setup.engine)
 
 
 def serve(connection: Connection[Any, Any], load: Callable[[Setup], Engine], gone: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig
@@ -21,7 +21,6 @@ from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
 from batchgen.model.runner import Runner
 from batchgen.prefix import PrefixPlan
-from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Leaf, Request
 from batchgen.result import Result
 from batchgen.sampling.constraints import Constraints
@@ -103,11 +102,22 @@ class StepLoop(Generic[Step]):
             yield from self.land()
 
 
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer: it makes text of token ids, for stop strings and results."""
+
+    @property
+    def hf_tokenizer(self) -> Any: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
 class Engine:
     """A model with its block pool. Windows of requests run one after the other or together; nodes stay resident between them."""
 
-    def __init__(self, model: LoadedModel, text: LoadedTokenizer, config: EngineConfig) -> None:
-        self.text = text
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        self.tokenizer = tokenizer
         self.config = config
         self.stats = EngineStats()
         self.notes: list[str] = list(model.notes)
@@ -115,7 +125,7 @@ class Engine:
         if model.device.type == "cpu":
             keep_freed_memory()
         model = with_blocks(model, block_size_of(config.chunk_size))
-        self.sizes: Sizes = size_engine(model, config, text.context_length)
+        self.sizes: Sizes = size_engine(model, config, tokenizer.context_length)
         pool = BlockPool(self.sizes.num_blocks)
         cache = KVCache(model.layers, pool.num_blocks, self.sizes.block_size, model.dtype)
         slots = BlockPool(self.sizes.num_slots) if model.states else None
@@ -126,12 +136,12 @@ class Engine:
         self.scheduler = Scheduler(self.block_manager, self.sizes.limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
-        self.constraints = Constraints(text.tokenizer, model.vocab_size, text.eos_token_ids)
+        self.constraints = Constraints(tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids)
         self.executor = StepExecutor(self.runner, self.sampler, self.constraints)
         # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
         self.loop = StepLoop(self.scheduler, self.executor, int(model.device.type == "cuda" and not model.spread))
-        self._eos = frozenset(text.eos_token_ids)
-        self._detokenizer = Detokenizer(text.tokenizer)
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        self._detokenizer = Detokenizer(tokenizer.hf_tokenizer)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 

@@ -15,10 +15,10 @@
 
 namespace {
 
-constexpr int GROUP = 32;  // vectors of 16 keys whose scores a row has in hand at a time: fewer cost more in largest scores and sums
+constexpr int GROUP = 32;  // times 16 keys, whose scores a row has in hand at a time: fewer cost more in largest scores and sums
 constexpr double LOG2E = 1.44269504088896340736;
 constexpr int FETCHED = 4;  // pages of the next block that are asked for ahead
-constexpr int ROWS = 6, VECTORS = 4;  // of the block of sums that a product keeps in registers
+constexpr int PIECES = 16 / LANES;  // vectors to 16 keys
 
 struct Plan {  // a step; `_Plan` in packed.py is the same
     int64_t num_tokens, page_size, num_shared, num_blocks, tile;
@@ -43,17 +43,6 @@ struct Layer {  // `_Layer` in packed.py is the same
 INLINE int64_t words_of(int64_t n, int64_t per_word) { return (n + per_word - 1) / per_word; }
 INLINE int64_t width_of(int64_t v_size) { return (v_size + 15) / 16 * 16; }
 
-// sums[r][n] += A row r times the vectors at b + 16 n, over `count` words; B's next word is `step` words on.
-template <class E, int R, int N>
-INLINE void product(f16v (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const* b, int64_t at, int64_t step, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        u16v words[N];
-        for (int n = 0; n < N; n++) words[n] = load<u16v>(b[n] + at + i * step);
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) sums[r][n] = E::dot(sums[r][n], words[n], a[r * a_row + i]);
-    }
-}
-
 struct Keys {  // 16 keys of a page
     const uint32_t *keys, *values;
     int64_t position;  // of the first
@@ -66,8 +55,8 @@ class Tile {
         : plan_(plan), layer_(layer), group_(layer.heads / layer.kv_heads), words_(words_of(layer.size, E::per_word)),
           width_(width_of(layer.v_size)) {
         int64_t rows = plan.tile * group_;
-        q_.assign(rows * words_, 0);
-        scores_.resize(rows * GROUP * 16);
+        q_.assign(rows * words_ * E::a_words, 0);
+        scores_.resize(ROWS * GROUP * 16);
         sums_.resize(rows * width_);
         top_.resize(rows);
         total_.resize(rows);
@@ -106,11 +95,17 @@ class Tile {
         for (int64_t t = begin_; t < end_; t++)
             for (int64_t g = 0; g < group_; g++) {
                 const T* from = static_cast<const T*>(layer_.q) + (head_ * group_ + g) * layer_.q_head + t * layer_.q_token;
-                std::memcpy(&q_[row(t, g) * words_], from, layer_.size * sizeof(T));
+                put_query(reinterpret_cast<typename E::a_type*>(&q_[row(t, g) * words_ * E::a_words]), from);
             }
         std::fill(sums_.begin(), sums_.end(), 0.0f);
         std::fill(top_.begin(), top_.end(), -INFINITY);
         std::fill(total_.begin(), total_.end(), 0.0f);
+    }
+
+    template <class T>
+    void put_query(T* to, const T* from) { std::memcpy(to, from, layer_.size * sizeof(T)); }
+    void put_query(float* to, const bf16* from) {
+        for (int64_t i = 0; i < layer_.size; i++) to[i] = to_float(from[i]);
     }
 
     int64_t row(int64_t token, int64_t g) const { return (token - begin_) * group_ + g; }
@@ -152,113 +147,118 @@ class Tile {
 
     void meet(int64_t from, int64_t to, const Keys* keys, int n) {
         const int64_t first = row(from, 0), end = row(to, 0);
-        int64_t r = first;
-        for (; r + ROWS <= end; r += ROWS) score<ROWS>(r, keys, n);
-        switch (end - r) {
-            case 5: score<5>(r, keys, n); break;
-            case 4: score<4>(r, keys, n); break;
-            case 3: score<3>(r, keys, n); break;
-            case 2: score<2>(r, keys, n); break;
-            case 1: score<1>(r, keys, n); break;
-        }
-        for (r = first; r < end; r++) n == GROUP ? weigh<GROUP>(r, keys, n) : weigh<0>(r, keys, n);
-        for (r = first; r + ROWS <= end; r += ROWS) add<ROWS>(r, keys, n);
-        switch (end - r) {
-            case 5: add<5>(r, keys, n); break;
-            case 4: add<4>(r, keys, n); break;
-            case 3: add<3>(r, keys, n); break;
-            case 2: add<2>(r, keys, n); break;
-            case 1: add<1>(r, keys, n); break;
-        }
+        in_blocks(first, end, [&](auto rows, int64_t r) {
+            score<rows()>(r, keys, n);
+            for (int i = 0; i < rows(); i++) weigh(r + i, &scores_[i * GROUP * 16], keys, n);
+            add<rows()>(r, keys, n);
+        });
     }
 
-    // Scores of rows r to r + R against n vectors of keys.
+    // Vectors of sums that R rows have in registers: with few rows more, so that enough sums are under way at once.
+    static constexpr int vectors_of(int rows) { return rows >= 4 ? VECTORS : 4; }
+
+    // Calls do_rows(R, r) for blocks of R rows, as large as they can be.
+    template <class F>
+    INLINE void in_blocks(int64_t r, int64_t end, F do_rows) {
+        for (; r + ROWS <= end; r += ROWS) do_rows(std::integral_constant<int, ROWS>(), r);
+        if (r + 4 <= end) do_rows(std::integral_constant<int, 4>(), r), r += 4;
+        if (r + 2 <= end) do_rows(std::integral_constant<int, 2>(), r), r += 2;
+        if (r < end) do_rows(std::integral_constant<int, 1>(), r);
+    }
+
+    // Scores of rows r to r + R against 16 n keys.
     template <int R>
-    INLINE void score(int64_t r, const Keys* keys, int n) {
+    void score(int64_t r, const Keys* keys, int n) {
+        constexpr int N = vectors_of(R);
         int v = 0;
-        for (; v + VECTORS <= n; v += VECTORS) score<R, VECTORS>(r, keys, v);
-        for (; v < n; v++) score<R, 1>(r, keys, v);
+        for (; v + N <= n * PIECES; v += N) score<R, N>(r, keys, v);
+        for (; v < n * PIECES; v++) score<R, 1>(r, keys, v);
     }
 
     template <int R, int N>
     INLINE void score(int64_t r, const Keys* keys, int v) {
-        f16v sums[R][N] = {};
+        floats sums[R][N] = {};
         const uint32_t* b[N];
-        for (int i = 0; i < N; i++) b[i] = keys[v + i].keys;
-        product<E, R, N>(sums, &q_[r * words_], words_, b, 0, plan_.page_size, words_);
+        for (int i = 0; i < N; i++) b[i] = keys[(v + i) / PIECES].keys + (v + i) % PIECES * LANES;
+        const int64_t a_row = words_ * E::a_words;
+        product<E, R, N>(sums, &q_[r * a_row], a_row, b, plan_.page_size, words_);
         for (int i = 0; i < R; i++)
-            for (int j = 0; j < N; j++) store(&scores_[((r + i) * GROUP + v + j) * 16], sums[i][j]);
+            for (int j = 0; j < N; j++) store(&scores_[i * GROUP * 16 + (v + j) * LANES], sums[i][j]);
     }
 
     // A row's scores become its weights, in place, as words; what it had is scaled to the new largest score. Scores are in powers
-    // of 2. COUNT 0: n is less than GROUP.
-    template <int COUNT>
-    INLINE void weigh(int64_t r, const Keys* keys, int n) {
-        if (COUNT) n = COUNT;
-        float* row = &scores_[r * GROUP * 16];
+    // of 2.
+    void weigh(int64_t r, float* row, const Keys* keys, int n) {
         const int64_t position = plan_.positions[begin_ + r / group_];
+        const int vectors = n * PIECES;
         float factor = float(layer_.scale * LOG2E);
-        f16v s[GROUP], most = splat(-INFINITY);
-        for (int v = 0; v < n; v++) s[v] = load<f16v>(row + 16 * v);
         if (layer_.softcap != 0) {
-            for (int v = 0; v < n; v++) s[v] = capped(s[v] * float(layer_.scale)) * float(LOG2E);
+            for (int v = 0; v < vectors; v++) store(row + v * LANES, capped(load<floats>(row + v * LANES) * float(layer_.scale)) * float(LOG2E));
             factor = 1;
         }
-        for (int v = 0; v < n; v++) {
-            if (keys[v].position + 15 > position || (layer_.window && keys[v].position <= position - layer_.window))
-                s[v] = select(seen(keys[v].position, position), s[v], splat(-INFINITY));
-            most = max(most, s[v]);
+        for (int g = 0; g < n; g++)
+            if (keys[g].position + 15 > position || (layer_.window && keys[g].position <= position - layer_.window))
+                for (int v = g * PIECES; v < (g + 1) * PIECES; v++) {
+                    const ints where = seen(keys[g].position + v % PIECES * LANES, position);
+                    store(row + v * LANES, select(where, load<floats>(row + v * LANES), splat(-INFINITY)));
+                }
+        floats most[2] = {splat(-INFINITY), splat(-INFINITY)};
+        for (int v = 0; v < vectors; v += 2) {
+            most[0] = max(most[0], load<floats>(row + v * LANES));
+            if (v + 1 < vectors) most[1] = max(most[1], load<floats>(row + (v + 1) * LANES));
         }
-        const float top = std::max(top_[r], largest(most) * factor);
+        const float top = std::max(top_[r], largest(max(most[0], most[1])) * factor);
         const float shift = top == -INFINITY ? 0 : top;  // all masked so far: the weights are 0
-        f16v total = {};
-        for (int v = 0; v < n; v++) {
-            f16v weight = exp2_of_negative(s[v] * factor - shift);
+        floats total = {};
+        for (int v = 0; v < vectors; v++) {
+            const floats weight = exp2_of_negative(load<floats>(row + v * LANES) * factor - shift);
             total += weight;
-            store_floats(reinterpret_cast<typename E::type*>(row) + 16 * v, weight);
+            store_floats(reinterpret_cast<typename E::a_type*>(row) + v * LANES, weight);
         }
         if (top != top_[r]) {
             const float scale = top_[r] == -INFINITY ? 0.0f : std::exp2(top_[r] - top);
             total_[r] *= scale;
-            for (int64_t c = 0; c < width_; c += 16) store(&sums_[r * width_ + c], load<f16v>(&sums_[r * width_ + c]) * scale);
+            for (int64_t c = 0; c < width_; c += LANES) store(&sums_[r * width_ + c], load<floats>(&sums_[r * width_ + c]) * scale);
             top_[r] = top;
         }
         total_[r] += sum(total);
     }
 
-    INLINE f16v capped(f16v s) const {  // cap tanh(s / cap)
+    INLINE floats capped(floats s) const {  // cap tanh(s / cap)
         const float cap = float(layer_.softcap);
         return cap - 2.0f * cap / (exp(s * (2.0f / cap)) + 1.0f);
     }
 
-    INLINE i16v seen(int64_t key, int64_t query) const {
-        const i16v at = i16v{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + int32_t(key);
-        i16v yes = at <= i16v{} + int32_t(query);
-        return layer_.window ? yes & (at > i16v{} + int32_t(query - layer_.window)) : yes;
+    INLINE ints seen(int64_t key, int64_t query) const {
+        static const int32_t first[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const ints at = load<ints>(first) + int32_t(key);
+        const ints yes = at <= ints{} + int32_t(query);
+        return layer_.window ? yes & (at > ints{} + int32_t(query - layer_.window)) : yes;
     }
 
     // Weights times values of rows r to r + R.
     template <int R>
-    INLINE void add(int64_t r, const Keys* keys, int n) {
+    void add(int64_t r, const Keys* keys, int n) {
+        constexpr int N = vectors_of(R);
         int64_t c = 0;
-        for (; c + 16 * VECTORS <= width_; c += 16 * VECTORS) add<R, VECTORS>(r, keys, n, c);
-        for (; c < width_; c += 16) add<R, 1>(r, keys, n, c);
+        for (; c + N * LANES <= width_; c += N * LANES) add<R, N>(r, keys, n, c);
+        for (; c < width_; c += LANES) add<R, 1>(r, keys, n, c);
     }
 
     template <int R, int N>
     INLINE void add(int64_t r, const Keys* keys, int n, int64_t c) {
-        f16v sums[R][N];
+        floats sums[R][N];
         for (int i = 0; i < R; i++)
-            for (int j = 0; j < N; j++) sums[i][j] = load<f16v>(&sums_[(r + i) * width_ + c + 16 * j]);
-        const uint32_t* weights = reinterpret_cast<const uint32_t*>(&scores_[r * GROUP * 16]);
-        constexpr int words = 16 / E::per_word;
-        for (int v = 0; v < n; v++) {
+            for (int j = 0; j < N; j++) sums[i][j] = load<floats>(&sums_[(r + i) * width_ + c + LANES * j]);
+        const uint32_t* weights = reinterpret_cast<const uint32_t*>(scores_.data());
+        constexpr int count = 16 / E::per_word;
+        for (int g = 0; g < n; g++) {
             const uint32_t* b[N];
-            for (int j = 0; j < N; j++) b[j] = keys[v].values + c + 16 * j;
-            product<E, R, N>(sums, weights + v * words, GROUP * 16, b, 0, width_, words);
+            for (int j = 0; j < N; j++) b[j] = keys[g].values + c + LANES * j;
+            product<E, R, N>(sums, weights + g * count * E::a_words, GROUP * 16, b, width_, count);
         }
         for (int i = 0; i < R; i++)
-            for (int j = 0; j < N; j++) store(&sums_[(r + i) * width_ + c + 16 * j], sums[i][j]);
+            for (int j = 0; j < N; j++) store(&sums_[(r + i) * width_ + c + LANES * j], sums[i][j]);
     }
 
     void give() {
@@ -270,10 +270,10 @@ class Tile {
                 if (layer_.sinks) total += std::exp2(layer_.sinks[head] * float(LOG2E) - top_[r]);
                 T* to = static_cast<T*>(layer_.out) + (t * layer_.heads + head) * layer_.v_size;
                 const float* from = &sums_[r * width_];
-                for (int64_t c = 0; c < layer_.v_size; c += 16) {
-                    T some[16];
-                    store_floats(some, load<f16v>(from + c) / total);
-                    std::memcpy(to + c, some, std::min<int64_t>(16, layer_.v_size - c) * sizeof(T));
+                for (int64_t c = 0; c < layer_.v_size; c += LANES) {
+                    T some[LANES];
+                    store_floats(some, load<floats>(from + c) / total);
+                    std::memcpy(to + c, some, std::min<int64_t>(LANES, layer_.v_size - c) * sizeof(T));
                 }
             }
     }
@@ -282,7 +282,7 @@ class Tile {
     const Layer& layer_;
     const int64_t group_, words_, width_;
     std::vector<uint32_t> q_;    // [rows][words of D]
-    std::vector<float> scores_;  // [rows][GROUP * 16], then weights in their place
+    std::vector<float> scores_;  // [ROWS][GROUP * 16], then weights in their place
     std::vector<float> sums_;    // [rows][V], unnormalised
     std::vector<float> top_;     // [rows] largest score yet, as a power of 2
     std::vector<float> total_;   // [rows] sum of the weights relative to it
@@ -304,9 +304,9 @@ void attend(const Plan& plan, const Layer& layer, int threads) {
 // Whether all are finite.
 template <class T>
 INLINE bool finite(const T* v, int64_t count) {
-    f16v zeros = {};
+    floats zeros = {};
     int64_t c = 0;
-    for (; c + 16 <= count; c += 16) zeros += load_floats(v + c) * 0.0f;
+    for (; c + LANES <= count; c += LANES) zeros += load_floats(v + c) * 0.0f;
     float rest = sum(zeros);
     for (; c < count; c++) rest += to_float(v[c]) * 0.0f;
     return rest == 0;

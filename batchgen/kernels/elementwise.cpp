@@ -14,12 +14,12 @@ INLINE int threads_for(int64_t elements, int64_t threads) {
 }
 
 template <class T>
-INLINE f16v load_at(const T* p, int64_t i, int64_t size) {
-    return i + 16 <= size ? load_floats(p + i) : load_some(p + i, size - i);
+INLINE floats load_at(const T* p, int64_t i, int64_t size) {
+    return i + LANES <= size ? load_floats(p + i) : load_some(p + i, size - i);
 }
 template <class T>
-INLINE void store_at(T* p, int64_t i, int64_t size, f16v v) {
-    if (i + 16 <= size)
+INLINE void store_at(T* p, int64_t i, int64_t size, floats v) {
+    if (i + LANES <= size)
         store_floats(p + i, v);
     else
         store_some(p + i, v, size - i);
@@ -38,21 +38,21 @@ struct Norm {  // `_Norm` in elementwise.py is the same
 
 template <class T>
 void norm_row(const Norm& n, const T* x, T* y) {
-    f16v squares[4] = {};
+    floats squares[4] = {};
     int64_t i = 0;
-    for (; i + 64 <= n.size; i += 64)
+    for (; i + 4 * LANES <= n.size; i += 4 * LANES)
         for (int j = 0; j < 4; j++) {
-            const f16v v = load_floats(x + i + j * 16);
+            const floats v = load_floats(x + i + j * LANES);
             squares[j] += v * v;
         }
-    for (; i < n.size; i += 16) {
-        const f16v v = load_at(x, i, n.size);
+    for (; i < n.size; i += LANES) {
+        const floats v = load_at(x, i, n.size);
         squares[0] += v * v;
     }
     const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / float(n.size);
     const float scale = 1.0f / std::sqrt(mean + float(n.eps));
-    for (i = 0; i < n.size; i += 16) {
-        f16v v = load_at(x, i, n.size) * scale;
+    for (i = 0; i < n.size; i += LANES) {
+        floats v = load_at(x, i, n.size) * scale;
         if (n.rounds_first) v = rounded<T>(v);
         store_at(y, i, n.size, v * load_at(n.weight, i, n.size));
     }
@@ -78,10 +78,10 @@ struct Rotary {  // `_Rotary` in elementwise.py is the same
 template <class T, class C>
 INLINE void turn(const T* x, const C* cos, const C* sin, T* y, int64_t size, int64_t turned) {
     const int64_t half = turned / 2;
-    for (int64_t i = 0; i < half; i += 16) {
-        const f16v a = load_at(x, i, half), b = load_at(x + half, i, half);
-        const f16v ac = rounded<C>(a * load_at(cos, i, half)), bs = rounded<C>(b * load_at(sin, i, half));
-        const f16v bc = rounded<C>(b * load_at(cos + half, i, half)), as = rounded<C>(a * load_at(sin + half, i, half));
+    for (int64_t i = 0; i < half; i += LANES) {
+        const floats a = load_at(x, i, half), b = load_at(x + half, i, half);
+        const floats ac = rounded<C>(a * load_at(cos, i, half)), bs = rounded<C>(b * load_at(sin, i, half));
+        const floats bc = rounded<C>(b * load_at(cos + half, i, half)), as = rounded<C>(a * load_at(sin + half, i, half));
         store_at(y, i, half, ac - bs);
         store_at(y + half, i, half, bc + as);
     }

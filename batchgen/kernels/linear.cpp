@@ -1,9 +1,8 @@
 // Linear layers with weights packed once: y = x W^T + bias, or y = act(x G^T) * (x U^T) for a gated one.
 //
-// W is [panels][words of the inner dimension][64], so that what a product reads is 64 words that lie side by side; a panel of a
-// gated layer holds 32 rows of G and the same 32 of U. A block of 6 rows by 64 columns is summed in registers (the shape of
-// Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008), in float32; results are rounded where the
-// modules of transformers round. linear.py packs the weights.
+// W is [panels][words of the inner dimension][WIDTH], so that what a product reads is WIDTH words that lie side by side; a panel of a
+// gated layer holds half as many rows of G and the same ones of U. A block of ROWS rows by WIDTH columns is summed in registers, in
+// float32; results are rounded where the modules of transformers round. linear.py packs the weights.
 #include <algorithm>
 #include <vector>
 
@@ -12,85 +11,95 @@
 
 namespace {
 
-constexpr int WIDTH = 64;   // columns of a panel
-constexpr int ROWS = 6;     // of a block
-constexpr int DEPTH = 512;  // words of the inner dimension that are summed at a time: 128 KiB of a panel, in the second cache
+constexpr int WIDTH = VECTORS * LANES;  // columns of a panel, summed at a time
+constexpr int DEPTH = 512;  // words of the inner dimension that are summed at a time: their part of a panel stays in the cache
 constexpr int MOST_ROWS = 288;  // of a task
+constexpr int WIDENED_ROWS = 2 * ROWS;  // from which on weights are made float32 once for all rows, and not in each block
 constexpr int64_t LEAST = 1500;  // words of panels times blocks of rows, 12 cycles or so each, that are worth a thread
-#if defined(__AVX512F__)
-constexpr int VECTORS = 4;  // of 16 columns, summed at a time: 24 registers of sums
-#else
-constexpr int VECTORS = 1;
-#endif
 
 struct Product {  // `_Product` in linear.py is the same
     int64_t rows, columns, words;  // columns of y; words of the inner dimension
-    int64_t x_row, y_row;          // elements from one row to the next
+    int64_t x_row, y_row;          // words of x, elements of y, from one row to the next
     int64_t activation;            // none for a plain layer; else the layer is gated
     int64_t threads;
-    const void* x;
+    const uint32_t* x;
     const uint32_t* weights;
-    const float* bias;  // [panels][64], or null
+    const float* bias;  // [panels][WIDTH], or null
     void* y;
+    int64_t inner;  // elements of the inner dimension
 };
 
-// Sums [R][64] of R rows of x with a panel, over `words` words; onto what is there where `more`.
+// Sums [R][WIDTH] of R rows of x with a panel, over `words` words; onto what is there where `more`.
 template <class E, int R>
-void block(const typename E::type* x, int64_t x_row, const uint32_t* panel, int64_t words, float* sums, bool more) {
-    for (int first = 0; first < WIDTH; first += 16 * VECTORS) {
-        f16v acc[R][VECTORS];
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < VECTORS; v++) acc[r][v] = more ? load<f16v>(sums + r * WIDTH + first + v * 16) : f16v{};
-        for (int64_t k = 0; k < words; k++) {
-            u16v b[VECTORS];
-            for (int v = 0; v < VECTORS; v++) b[v] = load<u16v>(panel + k * WIDTH + first + v * 16);
-            for (int r = 0; r < R; r++) {
-                uint32_t word;
-                std::memcpy(&word, x + r * x_row + k * E::per_word, 4);
-                for (int v = 0; v < VECTORS; v++) acc[r][v] = E::dot(acc[r][v], b[v], word);
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + first + v * 16, acc[r][v]);
-    }
+void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t words, float* sums, bool more) {
+    floats acc[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = more ? load<floats>(sums + r * WIDTH + v * LANES) : floats{};
+    const uint32_t* b[VECTORS];
+    for (int v = 0; v < VECTORS; v++) b[v] = panel + v * LANES;
+    product<E, R, VECTORS>(acc, x, x_row, b, WIDTH, words);
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
+// As many rows as a block takes of those that are left; returns how many.
 template <class E>
-void block(int64_t rows, const typename E::type* x, int64_t x_row, const uint32_t* panel, int64_t words, float* sums, bool more) {
-    switch (rows) {
-        case 1: return block<E, 1>(x, x_row, panel, words, sums, more);
-        case 2: return block<E, 2>(x, x_row, panel, words, sums, more);
-        case 3: return block<E, 3>(x, x_row, panel, words, sums, more);
-        case 4: return block<E, 4>(x, x_row, panel, words, sums, more);
-        case 5: return block<E, 5>(x, x_row, panel, words, sums, more);
-        default: return block<E, ROWS>(x, x_row, panel, words, sums, more);
-    }
+int64_t some_rows(int64_t left, const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t words, float* sums, bool more) {
+    if (left >= ROWS) return block<E, ROWS>(x, x_row, panel, words, sums, more), ROWS;
+    if (left >= 4) return block<E, 4>(x, x_row, panel, words, sums, more), 4;
+    if (left >= 2) return block<E, 2>(x, x_row, panel, words, sums, more), 2;
+    return block<E, 1>(x, x_row, panel, words, sums, more), 1;
 }
 
 // The sums of one row and panel, finished, to y.
 template <class T>
 void finish(const Product& p, float* sums, int64_t panel, T* y_row) {
     if (p.bias)
-        for (int i = 0; i < WIDTH; i += 16) store(sums + i, load<f16v>(sums + i) + load<f16v>(p.bias + panel * WIDTH + i));
+        for (int i = 0; i < WIDTH; i += LANES) store(sums + i, load<floats>(sums + i) + load<floats>(p.bias + panel * WIDTH + i));
     const int width = p.activation == NONE ? WIDTH : WIDTH / 2;
     const int64_t left = p.columns - panel * width;
     T* y = y_row + panel * width;
-    for (int i = 0; i < width && i < left; i += 16) {
-        f16v value = load<f16v>(sums + i);
+    for (int i = 0; i < width && i < left; i += LANES) {
+        floats value = load<floats>(sums + i);
         if (p.activation != NONE) {
-            const f16v up = rounded<T>(load<f16v>(sums + width + i));
+            const floats up = rounded<T>(load<floats>(sums + width + i));
             value = rounded<T>(activate(p.activation, rounded<T>(value))) * up;
         }
-        if (left - i >= 16)
+        if (left - i >= LANES)
             store_floats(y + i, value);
         else
             store_some(y + i, value, left - i);
     }
 }
 
-template <class E>
-void run(const Product& p) {
-    typedef typename E::type T;
+// Rows [begin, end) of x times `words` words of a panel, from word k on; finished where these are the last.
+template <class E, class T>
+INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, float* sums) {
+    const bool last = (k + words) * E::per_word == p.inner;
+    for (int64_t row = begin; row < end;) {
+        const uint32_t* x = p.x + row * p.x_row + k * E::a_words;
+        float* here = sums + (row - begin) * WIDTH;
+        const int64_t rows = some_rows<E>(end - row, x, p.x_row, weights, words, here, k > 0);
+        if (last)
+            for (int64_t r = 0; r < rows; r++) finish<T>(p, here + r * WIDTH, panel, (T*)p.y + (row + r) * p.y_row);
+        row += rows;
+    }
+}
+
+// Words of two bfloat16 as two rows of floats.
+INLINE void widen(const uint32_t* weights, int64_t words, uint32_t* to) {
+    for (int64_t i = 0; i < words * WIDTH; i += WIDTH)
+        for (int v = 0; v < WIDTH; v += LANES) {
+            const uints pair = load<uints>(weights + i + v);
+            store(to + 2 * i + v, pair << 16);
+            store(to + 2 * i + WIDTH + v, pair & 0xffff0000u);
+        }
+}
+
+// E says what x and the weights are, T is the type of y.
+template <class E, class T>
+void run(Product p) {
+    p.inner = p.words * E::per_word;
     const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
     if (p.rows == 0) return;
     const int64_t work = panels * p.words * ((p.rows + ROWS - 1) / ROWS);
@@ -103,18 +112,20 @@ void run(const Product& p) {
 #pragma omp parallel num_threads(int(threads)) if (threads > 1)
     {
         float sums[MOST_ROWS * WIDTH];
+        uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
-            for (int64_t k = 0; k < p.words; k += DEPTH) {
-                const int64_t words = std::min<int64_t>(DEPTH, p.words - k);
-                for (int64_t row = begin; row < end; row += ROWS) {
-                    const int64_t rows = std::min<int64_t>(ROWS, end - row);
-                    const T* x = (const T*)p.x + row * p.x_row + k * E::per_word;
-                    float* here = sums + (row - begin) * WIDTH;
-                    block<E>(rows, x, p.x_row, p.weights + (panel * p.words + k) * WIDTH, words, here, k > 0);
-                    if (k + words == p.words)
-                        for (int64_t r = 0; r < rows; r++) finish<T>(p, here + r * WIDTH, panel, (T*)p.y + (row + r) * p.y_row);
+            const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
+            const int64_t depth = widens ? DEPTH / 2 : DEPTH;
+            for (int64_t k = 0; k < p.words; k += depth) {
+                const int64_t words = std::min(depth, p.words - k);
+                const uint32_t* weights = p.weights + (panel * p.words + k) * WIDTH;
+                if (widens) {
+                    widen(weights, words, wide);
+                    slice<Float, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums);
+                } else {
+                    slice<E, T>(p, panel, begin, end, weights, k, words, sums);
                 }
             }
         }
@@ -123,5 +134,9 @@ void run(const Product& p) {
 
 }  // namespace
 
-EXPORT void batchgen_linear_float32(const Product* p) { run<Float>(*p); }
-EXPORT void batchgen_linear_bfloat16(const Product* p) { run<Bfloat>(*p); }
+EXPORT int64_t batchgen_linear_panel() { return WIDTH; }
+EXPORT void batchgen_linear_float32(const Product* p) { run<Float, float>(*p); }
+EXPORT void batchgen_linear_float32_by_bfloat16(const Product* p) { run<Widened, float>(*p); }
+// x is float32 where no instruction multiplies bfloat16.
+EXPORT void batchgen_linear_bfloat16(const Product* p) { run<Bfloat, bf16>(*p); }
+EXPORT int64_t batchgen_linear_widens() { return Bfloat::a_words == 2; }

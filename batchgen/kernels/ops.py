@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from batchgen.kernels.build import DTYPES, kernel
+from batchgen.kernels.build import DTYPES, kernel, library
 from batchgen.kernels.isa import instruction_set
 
 
@@ -101,10 +101,6 @@ def _is_two_deep(x: torch.Tensor) -> bool:
     return all(before[0] == after[0] * after[1] for before, after in pairwise(steps))
 
 
-PANEL = 64
-"""Columns that lie side by side."""
-
-
 class Activation(IntEnum):
     """What a gated layer does to its gate."""
 
@@ -119,14 +115,15 @@ class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "columns", "words", "x_row", "y_row", "activation", "threads")),
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
+        ("inner", ctypes.c_int64),
     )
 
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether packed layers of this type, float32 or bfloat16, are faster here than torch's own."""
-    if dtype == torch.bfloat16:  # matrix units (AMX) are not used here
-        return instruction_set() == "avx512_bf16"
-    return instruction_set() in ("avx512", "avx512_bf16", "amx")
+    if dtype == torch.bfloat16:  # torch uses matrix units (AMX), which are not used here
+        return instruction_set() in ("avx2", "avx512", "avx512_bf16")
+    return instruction_set() in ("avx2", "avx512", "avx512_bf16", "amx")
 
 
 def fits(weight: torch.Tensor) -> bool:
@@ -140,18 +137,30 @@ class PackedLinear(torch.nn.Module):
     def __init__(
         self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], activation: Activation = Activation.NONE
     ) -> None:
-        """`weights` are one [N, K], or gate and up of the same shape. They are copied."""
+        """`weights` are one [N, K], or gate and up of the same shape. They are copied.
+
+        Weights in float32 that are all numbers of bfloat16, as those of a bfloat16 checkpoint are, are kept in 16 bits: the
+        products and sums are those of float32.
+        """
         super().__init__()
         self.out_features, self.in_features = weights[0].shape
         self.dtype = weights[0].dtype
         self.activation = activation
+        self._kind = ""
+        self._x_dtype = self.dtype
+        if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
+            weights = [weight.detach().bfloat16() for weight in weights]
+            self._kind = "_by_bfloat16"
+        elif self.dtype == torch.bfloat16 and library().batchgen_linear_widens():
+            self._x_dtype = torch.float32
+        self._weight_dtype = weights[0].dtype
         words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
         # Plain tensors: torch takes microseconds to find parameters and buffers.
         self.weights = _panels(words).transpose(1, 2).contiguous()
-        """[panels, words of K, 64]"""
+        """[panels, words of K, columns of a panel]"""
         self.bias = biases[0] if len(biases) == 1 else None
         self.biases: torch.Tensor | None = None
-        """[panels, 64] in float32"""
+        """[panels, columns of a panel] in float32"""
         if any(bias is not None for bias in biases):
             columns = [torch.zeros(self.out_features) if b is None else b.detach().float() for b in biases]
             self.biases = _panels(columns)
@@ -159,32 +168,37 @@ class PackedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
-        rows = x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
+        rows = x.reshape(-1, self.in_features).to(self._x_dtype)
+        if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4:
             rows = rows.contiguous()
         weights, biases = self.weights, self.biases
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
         product = _Product(
-            rows.shape[0], self.out_features, weights.shape[1], rows.stride(0), self.out_features, self.activation,
+            rows.shape[0], self.out_features, weights.shape[1], rows.stride(0) * rows.itemsize // 4, self.out_features, self.activation,
             torch.get_num_threads(), rows.data_ptr(), weights.data_ptr(), None if biases is None else biases.data_ptr(),
             y.data_ptr(),
         )  # fmt: skip
-        kernel("linear", self.dtype)(ctypes.byref(product))
+        kernel("linear", self.dtype, self._kind)(ctypes.byref(product))
         return y
 
     @property
     def weight(self) -> torch.Tensor:
         """[N, K] of a plain layer, unpacked anew each time: for models that look at it."""
         rows = self.weights.transpose(1, 2).reshape(-1, self.weights.shape[1])[: self.out_features]
-        return rows.contiguous().view(self.dtype)
+        return rows.contiguous().view(self._weight_dtype).to(self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.dtype}, {self.activation.name.lower()}"
 
 
+def _is_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether bfloat16 has all of a float32 weight's numbers, and they come in pairs."""
+    return weight.shape[1] % 2 == 0 and not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
+
+
 def _panels(parts: list[torch.Tensor]) -> torch.Tensor:
-    """[panels, 64, ...] of one [N, ...], or of two whose rows share each panel; filled up with zeros."""
-    width = PANEL // len(parts)
+    """[panels, columns of a panel, ...] of one [N, ...], or of two whose rows share each panel; filled up with zeros."""
+    width = library().batchgen_linear_panel() // len(parts)
     size = parts[0].shape[0]
     if size % width:
         fill = parts[0].new_zeros((-size % width, *parts[0].shape[1:]))

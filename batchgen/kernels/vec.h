@@ -1,19 +1,35 @@
-// What all kernels share: vectors of 16 floats in the compiler's own notation (one AVX-512 register, two of AVX2, four of
-// NEON), bfloat16 in pairs, and exp. Everything is exact in the same way on every processor but for the order of sums.
+// What all kernels share: vectors as wide as the processor's registers in the compiler's own notation, bfloat16 in pairs, and exp.
+// Everything is exact in the same way on every processor but for the order of sums.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define INLINE inline __attribute__((always_inline))
 
-typedef float f16v __attribute__((vector_size(64)));     // 16 floats
-typedef int32_t i16v __attribute__((vector_size(64)));   // 16 integers
-typedef uint32_t u16v __attribute__((vector_size(64)));  // 16 words: floats, or pairs of bfloat16
-typedef uint16_t h16v __attribute__((vector_size(32)));  // 16 bfloat16
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+// A product keeps a block of ROWS x VECTORS sums in registers, beside VECTORS operands and a broadcast one: 24 of 32 registers, or 12
+// of AVX2's 16 (Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
+constexpr int ROWS = 6;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int VECTORS = 2;
+#else
+constexpr int VECTORS = 4;
+#endif
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uints __attribute__((vector_size(4 * LANES)));   // floats, or pairs of bfloat16
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));  // bfloat16
 typedef uint16_t bf16;
 
 template <class V, class P>
@@ -25,7 +41,7 @@ INLINE V load(const P* p) {  // from any address
 template <class V, class P>
 INLINE void store(P* p, V v) { std::memcpy(p, &v, sizeof v); }
 
-INLINE f16v splat(float x) { return f16v{} + x; }
+INLINE floats splat(float x) { return x - floats{}; }
 
 INLINE float to_float(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -35,32 +51,47 @@ INLINE float to_float(bf16 x) {
 }
 INLINE float to_float(float x) { return x; }
 
-INLINE f16v load_floats(const float* p) { return load<f16v>(p); }
-INLINE f16v load_floats(const bf16* p) { return (f16v)(__builtin_convertvector(load<h16v>(p), u16v) << 16); }
-
-// To nearest, ties to even, as torch rounds; NaN stays NaN.
-INLINE h16v to_bf16(f16v x) {
-#if defined(__AVX512BF16__)
-    // vcvtneps2bf16 flushes denormals to zero; torch does not, but such values are below 1e-38.
-    __m256bh r = _mm512_cvtneps_pbh((__m512)x);
-    h16v h;
-    std::memcpy(&h, &r, 32);
-    return h;
+INLINE floats load_floats(const float* p) { return load<floats>(p); }
+INLINE floats load_floats(const bf16* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16);
 #else
-    u16v bits = (u16v)x;
-    u16v nan = (u16v)((bits & 0x7fffffffu) > 0x7f800000u);
-    u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), h16v);
+    return (floats)(__builtin_convertvector(load<halves>(p), uints) << 16);
 #endif
 }
 
-INLINE void store_floats(float* p, f16v v) { store(p, v); }
-INLINE void store_floats(bf16* p, f16v v) { store(p, to_bf16(v)); }
+INLINE floats select(ints where, floats yes, floats no) { return (floats)((where & (ints)yes) | (~where & (ints)no)); }
 
-INLINE f16v select(i16v where, f16v yes, f16v no) { return (f16v)((where & (i16v)yes) | (~where & (i16v)no)); }
-INLINE f16v max(f16v a, f16v b) {
+// To nearest, ties to even, as torch rounds; NaN stays NaN.
+INLINE halves to_bf16(floats x) {
+#if defined(__AVX512BF16__)
+    // vcvtneps2bf16 flushes denormals to zero; torch does not, but such values are below 1e-38.
+    __m256bh r = _mm512_cvtneps_pbh((__m512)x);
+    halves h;
+    std::memcpy(&h, &r, sizeof h);
+    return h;
+#else
+    const uints bits = (uints)x;
+    const uints nan = (uints)((bits & 0x7fffffffu) > 0x7f800000u);
+    const uints rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const uints all = (nan & ((bits >> 16) | 0x40u)) | (~nan & rounded);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)all, (__m256i)all), 0x08);
+    return (halves)_mm256_castsi256_si128(packed);
+#else
+    return __builtin_convertvector(all, halves);
+#endif
+#endif
+}
+
+INLINE void store_floats(float* p, floats v) { store(p, v); }
+INLINE void store_floats(bf16* p, floats v) { store(p, to_bf16(v)); }
+
+INLINE floats max(floats a, floats b) {  // b where one is NaN
 #if defined(__AVX512F__)
-    return (f16v)_mm512_max_ps((__m512)a, (__m512)b);
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return select(a > b, a, b);
 #endif
@@ -68,97 +99,120 @@ INLINE f16v max(f16v a, f16v b) {
 
 // Natural exponential to about 1 unit in the last place; 0 below -87.3, infinite above 88.7, NaN of NaN.
 // 2^n * 2^r by a minimax polynomial of degree 6 for |r| <= 1/2 (Muller, Elementary Functions, ch. 3, for the method).
-INLINE f16v exp(f16v x) {
-    const f16v low = splat(-87.3f), high = splat(88.73f);
-    f16v inside = select(x < low, low, select(x > high, high, x));
-    f16v n = inside * 1.44269504088896341f + 12582912.0f;  // rounds to an integer in the low bits
-    i16v whole = (i16v)n - 0x4b400000;
+INLINE floats exp(floats x) {
+    const floats low = splat(-87.3f), high = splat(88.73f);
+    floats inside = select(x < low, low, select(x > high, high, x));
+    floats n = inside * 1.44269504088896341f + 12582912.0f;  // rounds to an integer in the low bits
+    ints whole = (ints)n - 0x4b400000;
     n -= 12582912.0f;
-    f16v r = inside - n * 0.693359375f;  // ln 2 in two parts (Cody and Waite)
+    floats r = inside - n * 0.693359375f;  // ln 2 in two parts (Cody and Waite)
     r -= n * -2.12194440e-4f;
-    f16v p = splat(1.9875691500e-4f);
+    floats p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    f16v y = p * (f16v)((whole + 127) << 23);
-    y = select(x < low, f16v{}, y);
+    floats y = p * (floats)((whole + 127) << 23);
+    y = select(x < low, floats{}, y);
     return select(x > high, splat(__builtin_inff()), select(x != x, x, y));
 }
 
-// 2 to the power of x <= 0, to about 1 unit in the last place; 0 below -126, NaN of NaN. Cephes' exp2f.
-INLINE f16v exp2_of_negative(f16v x) {
-#if defined(__AVX512F__)
-    const f16v t = (f16v)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // the second where one is NaN
-    const f16v n = (f16v)_mm512_roundscale_ps((__m512)t, 0);
-#else
-    const f16v t = select(x < splat(-126.0f), splat(-126.0f), x);
-    f16v n = t + 12582912.0f;  // rounds to an integer in the low bits
-    const i16v whole = (i16v)n - 0x4b400000;
-    n -= 12582912.0f;
-#endif
-    const f16v r = t - n;
-    f16v p = splat(1.535336188319500e-4f);
-    p = p * r + 1.339887440266574e-3f;
-    p = p * r + 9.618437357674640e-3f;
-    p = p * r + 5.550332471162809e-2f;
-    p = p * r + 2.402264791363012e-1f;
-    p = p * r + 6.931472028550421e-1f;
+// 2 to the power of x <= 0, to about 2 units in the last place; 0 below -127, NaN of NaN. A minimax polynomial of degree 5 for |r| <= 1/2.
+INLINE floats exp2_of_negative(floats x) {
+    const floats t = max(splat(-127.0f), x);
+    const floats shifted = t + (12582912.0f + 127.0f);  // rounds to an integer in the low bits
+    const floats r = t - (shifted - (12582912.0f + 127.0f));
+    floats p = splat(1.326472731e-3f);
+    p = p * r + 9.671512991e-3f;
+    p = p * r + 5.550733581e-2f;
+    p = p * r + 2.402224243e-1f;
+    p = p * r + 6.931470037e-1f;
     p = p * r + 1.0f;
-#if defined(__AVX512F__)
-    return (f16v)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-    return select(x < splat(-126.0f), f16v{}, select(x != x, x, p * (f16v)((whole + 127) << 23)));
-#endif
+    return p * (floats)((ints)shifted << 23);
 }
 
-INLINE float sum(f16v v) {
+INLINE float sum(floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
 #else
-    float s[16];
+    float s[LANES];
     store(s, v);
-    float a = 0, b = 0;
-    for (int i = 0; i < 8; i++) a += s[i], b += s[i + 8];
-    return a + b;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) s[i] += s[i + half];
+    return s[0];
 #endif
 }
-INLINE float largest(f16v v) {
+INLINE float largest(floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
 #else
-    float s[16];
+    float s[LANES];
     store(s, v);
-    float m = s[0];
-    for (int i = 1; i < 16; i++) m = s[i] > m ? s[i] : m;
-    return m;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) s[i] = s[i] > s[i + half] ? s[i] : s[i + half];
+    return s[0];
 #endif
 }
 
-// Dot products of words: acc[i] += b[i] . a, a word of A against 16 words of B. A word is one float, or two bfloat16 that
-// follow one another along the summed dimension.
+// Products of a block: sums[r][n] += a word of B at a time, 32 bits of one column, with what stands beside it in row r of A. A word
+// of B is one float or two bfloat16 (`type`) that follow one another along the summed dimension; to each A has `a_words` words of
+// 32 bits, of `a_type`.
 struct Float {
-    typedef float type;
-    static constexpr int per_word = 1;
-    static INLINE f16v dot(f16v acc, u16v b, uint32_t a) {
-        float x;
-        std::memcpy(&x, &a, 4);
-        return acc + (f16v)b * x;
+    typedef float type, a_type;
+    static constexpr int per_word = 1, a_words = 1;
+    template <int R, int N>
+    static INLINE void multiply(floats (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
+        for (int r = 0; r < R; r++) {
+            const float x = load<float>(a + r * a_row);
+            for (int n = 0; n < N; n++) sums[r][n] += (floats)b[n] * x;
+        }
     }
 };
-struct Bfloat {
+struct Widened {  // B in bfloat16, A in float32: exact products
     typedef bf16 type;
-    static constexpr int per_word = 2;
-    static INLINE f16v dot(f16v acc, u16v b, uint32_t a) {
-#if defined(__AVX512BF16__)
-        __m512i x = _mm512_set1_epi32(int(a)), y = (__m512i)b;
-        return (f16v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)y, (__m512bh)x);
-#else
-        u16v x = u16v{} + a;
-        acc += (f16v)(b << 16) * (f16v)(x << 16);
-        return acc + (f16v)(b & 0xffff0000u) * (f16v)(x & 0xffff0000u);
-#endif
+    typedef float a_type;
+    static constexpr int per_word = 2, a_words = 2;
+    template <int R, int N>
+    static INLINE void multiply(floats (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
+        floats some[N];
+        for (int n = 0; n < N; n++) some[n] = (floats)(b[n] << 16);
+        for (int r = 0; r < R; r++) {
+            const float x = load<float>(a + r * a_row);
+            for (int n = 0; n < N; n++) sums[r][n] += some[n] * x;
+        }
+        for (int n = 0; n < N; n++) some[n] = (floats)(b[n] & 0xffff0000u);
+        for (int r = 0; r < R; r++) {
+            const float x = load<float>(a + r * a_row + 1);
+            for (int n = 0; n < N; n++) sums[r][n] += some[n] * x;
+        }
     }
 };
+#if defined(__AVX512BF16__)
+struct Bfloat {
+    typedef bf16 type, a_type;
+    static constexpr int per_word = 2, a_words = 1;
+    template <int R, int N>
+    static INLINE void multiply(floats (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
+        for (int r = 0; r < R; r++) {
+            const __m512i x = _mm512_set1_epi32(int(a[r * a_row]));
+            for (int n = 0; n < N; n++)
+                sums[r][n] = (floats)_mm512_dpbf16_ps((__m512)sums[r][n], (__m512bh)(__m512i)b[n], (__m512bh)x);
+        }
+    }
+};
+#else
+typedef Widened Bfloat;
+#endif
+
+// sums[r][n] += A row r times the vectors at b[n], over `count` words; B's next word is `step` words on.
+template <class E, int R, int N>
+INLINE void product(floats (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t step, int64_t count) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count; i++) {
+        uints some[N];
+        for (int n = 0; n < N; n++) some[n] = load<uints>(b[n] + i * step);
+        E::template multiply<R, N>(sums, some, a + i * E::a_words, a_row);
+    }
+}

@@ -72,6 +72,8 @@ def prepare(
     _number_shared_attention(module)
     if kernels is not None:
         fuse(module)
+    _scale_by_position(module)
+    _pass_on_to_attention(module)
     recurrent = install(module)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
@@ -94,6 +96,53 @@ def prepare(
         compile=compile,
         notes=notes,
     )
+
+
+def _scale_by_position(module: torch.nn.Module) -> None:
+    """Has queries scaled by their position in the text (`attention_forward`) where a layer would count from the start of the batch: Llama 4."""
+    for part in module.modules():
+        attention: Any = getattr(part, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", False) and hasattr(attention, "floor_scale"):
+            attention.attn_temperature_tuning = False
+            if not attention.use_rope:
+                attention.query_scale = _QueryScale(attention.floor_scale, attention.attn_scale)
+                part.register_forward_pre_hook(attention.query_scale.note, with_kwargs=True)
+
+
+class _QueryScale:
+    """The factors of the queries of a layer without rotary embeddings (https://arxiv.org/abs/2501.19399)."""
+
+    def __init__(self, floor: float, scale: float) -> None:
+        self._floor = floor
+        self._scale = scale
+        self._positions = torch.empty(0)
+
+    def note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before the layer is run: the positions of its tokens."""
+        self._positions = kwargs["position_ids"]
+
+    def __call__(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries [1, H, T, D], scaled in float32."""
+        positions = self._positions.to(query.device).float()
+        factors = torch.log1p(torch.floor((positions + 1.0) / self._floor)) * self._scale + 1.0
+        return (query * factors[:, None, :, None]).to(query.dtype)
+
+
+def _pass_on_to_attention(module: torch.nn.Module) -> None:
+    """Hands a step's attention from the layers of Nemotron to their attention, to which they pass named arguments only."""
+    layer: Any
+    for layer in module.modules():
+        if type(layer).__name__ == "NemotronDecoderLayer":
+            step: list[Any] = []
+
+            def note(_: Any, args: Any, kwargs: dict[str, Any], step: list[Any] = step) -> None:
+                step[:] = [kwargs.get("step_attention")]
+
+            def give(_: Any, args: Any, kwargs: dict[str, Any], step: list[Any] = step) -> tuple[Any, dict[str, Any]]:
+                return args, kwargs | {"step_attention": step.pop()}
+
+            layer.register_forward_pre_hook(note, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def _keep_chosen(module: Any) -> None:

@@ -26,8 +26,8 @@ VERIFIED = frozenset({
     "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
     "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2",
-    "jetmoe", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
-    "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "olmo", "olmo2", "olmo3",
+    "jetmoe", "kolibri1", "laguna", "llama", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
+    "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
 }) | RECURRENT  # fmt: skip
@@ -39,7 +39,7 @@ WRAPPERS = frozenset({
     "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "glmga",
     "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
     "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl",
-    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
+    "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
     "minicpmv4_7", "mistral3", "mistral4", "mllama", "molmo2", "moss_transcribe_diarize", "muse_glimmer",
     "muse_spark", "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "perception_lm", "phi4_multimodal",
     "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
@@ -62,39 +62,60 @@ _INDEXER = "an indexer of theirs chooses which keys a query sees"
 _TWICE = "they run attention more than once in a layer"
 _DRAFTS = "they draft for another model, whose keys and values they read"
 _ENCODER = "they are encoders, whose tokens see those after them"
+_IMAGE = "they run on an image or on sound only"
+_BOTH = "they have an encoder and a decoder"
+_BIAS = "they add a bias of their own to the scores of attention"
 REFUSED = {
     "axk2": _INDEXER,
     "bailing_hybrid": _RECURRENT,
     "bert": _ENCODER,
     "bert-generation": _ENCODER,
+    "blip": _IMAGE,
+    "blip-2": _IMAGE,
     "camembert": _ENCODER,
     "data2vec-text": _ENCODER,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": "they read keys and values that stand for stretches of the text",
     "diffllama": _TWICE,
+    "diffusion_gemma": "they write blocks of text by diffusion",
     "doge": "a mask of theirs depends on what the keys hold",
+    "dots3_note": _INDEXER,
     "dots3_note_text": _INDEXER,
     "electra": _ENCODER,
     "ernie": _ENCODER,
     "falcon_mamba": _RECURRENT,
+    "florence2": _BOTH,
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
+    "glm5_next": _INDEXER,
     "glm_moe_dsa": _INDEXER,
     "hrm_text": _TWICE,
     "hy_v4": _INDEXER,
+    "inkling2": _BIAS,
+    "inkling_mm_model": _BIAS,
+    "instructblip": _IMAGE,
+    "instructblipvideo": _IMAGE,
     "jamba": _RECURRENT,
     "kimi_linear": _RECURRENT,
-    "llama4_text": "they scale queries by their place in the batch",
+    "kosmos-2": _IMAGE,
+    "kosmos-2.5": "they count positions from the tokens of a batch",
     "mamba": _RECURRENT,
     "minimax": _RECURRENT,
+    "minimax_m3_vl": _INDEXER,
     "minimax_m3_vl_text": _INDEXER,
-    "nemotron": "their layers do not pass keyword arguments on to attention",
+    "mistral_large4": _INDEXER,
+    "paligemma": "the tokens of their prompts see those after them",
+    "pix2struct": _BOTH,
+    "pp_formulanet": _BOTH,
+    "qwen4_exp": _INDEXER,
     "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": _RECURRENT,
     "roberta": _ENCODER,
     "roberta-prelayernorm": _ENCODER,
     "roc_bert": _ENCODER,
     "rwkv": _RECURRENT,
+    "unlimited_ocr": "layers of theirs see the first tokens and a window",
+    "voxtral_realtime": _IMAGE,
     "xlm-roberta": _ENCODER,
     "xlm-roberta-xl": _ENCODER,
     "xlstm": _RECURRENT,
@@ -140,6 +161,8 @@ def _refusal(config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return _ENCODER
     layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if _model_type(config) == "llama4_text":  # as full attention up to the chunk's length, where the context ends
+        layers -= {"chunked_attention"}
     if _model_type(config) in RECURRENT:
         layers -= _RECURRENT_LAYERS
     if layers:

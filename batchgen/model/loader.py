@@ -20,7 +20,6 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
-from batchgen.kernels.isa import instruction_set
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, is_verified
 from batchgen.model.multimodal import is_multimodal, left_out, model_class
@@ -146,17 +145,17 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -> LoadedModel:
+def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int = 1) -> LoadedModel:
     """Loads the weights; so do `processes` of this machine, each its own. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
     check_weight_files(config)
-    notes = _check(config, text.hf_config)
+    notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
     kernels = Kernels(config, device)
     if on_cuda:
-        check_room(config, text.hf_config, device)
+        check_room(config, tokenizer.hf_config, device)
     use_exact_float32()
     # A tensor at a time from the file to the device, and cast there. Without accelerate the files are mapped, so that the host holds a copy
     # of the model only where it is cast, and it is moved then.
@@ -166,14 +165,14 @@ def load_model(config: ModelConfig, text: LoadedTokenizer, processes: int = 1) -
     if (
         device.type == "cpu"
         and config.device_map is None
-        and cpu_dtype(config, text.hf_config, processes) == torch.float32
+        and cpu_dtype(config, tokenizer.hf_config, processes) == torch.float32
     ):
         dtype = torch.float32
-    multimodal = is_multimodal(text.hf_config)
-    wrapped = {"config": language_config(text.hf_config)} if multimodal else {}
+    multimodal = is_multimodal(tokenizer.hf_config)
+    wrapped = {"config": language_config(tokenizer.hf_config)} if multimodal else {}
     try:
         with quiet():
-            module, found = model_class(text.hf_config).from_pretrained(
+            module, found = model_class(tokenizer.hf_config).from_pretrained(
                 config.model,
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
@@ -244,8 +243,8 @@ class Kernels:
         """Raises `ModelError` where they are asked for and not for this device."""
         self._asked = config.compile == "on"
         self._made: Future[ctypes.CDLL] | None = None
-        if config.compile == "off" or (not self._asked and instruction_set() == "avx2"):
-            return  # without AVX-512 plain torch is faster
+        if config.compile == "off":
+            return
         if device.type == "cpu" and config.device_map is None:
             pool = ThreadPoolExecutor(1)
             self._made = pool.submit(library)

@@ -117,7 +117,9 @@ class Runner:
         """The works' states for the model's recurrent layers."""
         if self.model.recurrent is None or self.states is None:
             return nullcontext()
-        return self.model.recurrent.running(StateStep([_state_span(scheduled) for scheduled in spans], self.states))
+        return self.model.recurrent.running(
+            StateStep([_state_span(scheduled) for scheduled in spans], self.states, self.model.kernels is not None)
+        )
 
     def _attention(self, spans: Sequence[ScheduledSpan]) -> PackedAttention | StepAttention:
         if self.model.kernels is not None:

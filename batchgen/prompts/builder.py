@@ -1,48 +1,24 @@
-"""From rows to drafts of requests: rendered, tokenized, checked for length. The one place that knows the whole way."""
+"""From rows to requests: rendered, tokenized, checked for length. The one place that knows the whole way."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts.encoding import Encoder
+from batchgen.prompts.columns import not_for_scores
+from batchgen.prompts.encoding import Encoder, TextEncoder, Texts
 from batchgen.prompts.params import CHOICES_NAMES, RowParams
 from batchgen.prompts.rendering import Rendered, Renderer, Text
-from batchgen.prompts.scores import not_for_scores
-from batchgen.prompts.texts import TextEncoder, Texts
 from batchgen.prompts.tokenizer import LoadedTokenizer
 from batchgen.records.rows import Row
-from batchgen.request import TokenArray, row_digest
+from batchgen.request import Request, TokenArray, row_digest
 from batchgen.result import Result, Score
 from batchgen.sampling_params import SamplingParams
 
 _ANSWER_SHARE = 4  # a shortened prompt leaves at most this part of the context (a quarter) for its completion
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draft:
-    """A row rendered and tokenized: a request but for its key, which needs to know how often it occurred before."""
-
-    row: int
-    """The row's number in the input, from 0."""
-    tokens: TokenArray
-    """int32 [prompt length], at least one, and fewer than the context."""
-    params: SamplingParams
-    """The command's parameters with the row's own on top."""
-    max_tokens: int
-    """`params.max_tokens`, or less where the context leaves less room, at least 1; 0 where texts are scored."""
-    truncated: bool
-    """Whether the prompt was cut to fit."""
-    digest: bytes
-    """`row_digest` of tokens and parameters, and of the completion to score."""
-    texts: tuple[TokenArray, ...] = ()
-    """Texts to score after the prompt (`Request.texts`): those of the row's choices, or its one completion."""
-    priority: float = 0.0
-    """Lower ones are started first."""
 
 
 class PromptBuilder:
@@ -53,25 +29,25 @@ class PromptBuilder:
     notes: list[str]
     """What the user should hear, each said once; grows while windows are built."""
 
-    def __init__(self, text: LoadedTokenizer, prompts: PromptConfig, sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer, prompts: PromptConfig, sampling: SamplingParams) -> None:
         """Raises `UsageError` for options that cannot be met: a system message without a chat template, invalid Jinja."""
-        self._text = text
+        self._tokenizer = tokenizer
         self._prompts = prompts
         self._params = RowParams(prompts.row_params, sampling)
-        self._renderer = Renderer(text, prompts, self._params)
+        self._renderer = Renderer(tokenizer, prompts, self._params)
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
-        self._encoder = Encoder(text.tokenizer, self._renderer.note)
-        self._texts = TextEncoder(text, self._encoder)
+        self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
+        self._texts = TextEncoder(tokenizer, self._encoder)
         self._check_sampling(sampling)
         if (
-            getattr(text.tokenizer, "fix_mistral_regex", None) is False
+            getattr(tokenizer.hf_tokenizer, "fix_mistral_regex", None) is False
         ):  # transformers' mark, and its advice is not shown
             self._renderer.note(
-                f"the tokenizer of {text.tokenizer.name_or_path!r} splits text by a pattern known to be wrong; "
+                f"the tokenizer of {tokenizer.hf_tokenizer.name_or_path!r} splits text by a pattern known to be wrong; "
                 'put "fix_mistral_regex": true into its tokenizer_config.json to mend it'
             )
         # Only a tokenizer that knows more tokens than the model can make one that the model has not.
-        self._check_ids = len(text.tokenizer) > text.vocab_size
+        self._check_ids = len(tokenizer.hf_tokenizer) > tokenizer.vocab_size
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         other = not_for_scores(sampling) if self._prompts.score else None
@@ -86,8 +62,8 @@ class PromptBuilder:
             raise UsageError(f"--stop-token-id {unknown}", "give ids of the model's vocabulary")
 
     def _unknown_stop_token(self, params: SamplingParams) -> str | None:
-        over = [token for token in params.stop_token_ids if token >= self._text.vocab_size]
-        return f"{over[0]} is beyond the model's {self._text.vocab_size} tokens" if over else None
+        over = [token for token in params.stop_token_ids if token >= self._tokenizer.vocab_size]
+        return f"{over[0]} is beyond the model's {self._tokenizer.vocab_size} tokens" if over else None
 
     def optional_results(self, types: Mapping[str, Any]) -> frozenset[str]:
         """Which parts of a result, of those that only some have, rows may have, by the command and the types of a table's columns."""
@@ -108,8 +84,8 @@ class PromptBuilder:
         """
         self._renderer.columns.check(first, more)
 
-    def build(self, rows: Sequence[Row], params: Sequence[SamplingParams] | None = None) -> list[Draft | Result]:
-        """One per row, in order: a draft, or the result of a row that failed, or whose completion has nothing to score.
+    def build(self, rows: Sequence[Row], params: Sequence[SamplingParams] | None = None) -> list[Request | Result]:
+        """One per row, in order: a request, or the result of a row that failed, or whose completion has nothing to score.
 
         `params`: the rows' default parameters, one for each; None for the command's.
         """
@@ -153,7 +129,7 @@ class PromptBuilder:
 
     def _built(
         self, row: Row, rendered: Rendered | RowError, tokens: TokenArray | RowError, texts: Texts | RowError
-    ) -> Draft | Result:
+    ) -> Request | Result:
         if isinstance(rendered, RowError):
             return Result.failed(row.number, rendered)
         if isinstance(tokens, RowError):
@@ -162,12 +138,12 @@ class PromptBuilder:
             return Result.failed(row.number, texts, len(tokens))
         if len(tokens) == 0:
             return Result.failed(row.number, RowError("empty_prompt", "the prompt has no tokens"))
-        if self._check_ids and int(tokens.max()) >= self._text.vocab_size:
-            error = f"the prompt has token {int(tokens.max())}, and the model knows {self._text.vocab_size} tokens"
+        if self._check_ids and int(tokens.max()) >= self._tokenizer.vocab_size:
+            error = f"the prompt has token {int(tokens.max())}, and the model knows {self._tokenizer.vocab_size} tokens"
             return Result.failed(row.number, RowError("invalid_row", error))
-        return self._draft(row, rendered, tokens, texts)
+        return self._request(row, rendered, tokens, texts)
 
-    def _draft(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> Draft | Result:
+    def _request(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> Request | Result:
         params, scored = rendered.params, rendered.completion is not None
         unknown = self._unknown_stop_token(params)
         if unknown is not None:
@@ -192,13 +168,13 @@ class PromptBuilder:
                 truncated=truncated,
                 score=Score(0.0, 0, greedy=True),
             )
-        return Draft(
+        return Request(
             row=row.number,
             tokens=fitted,
             params=params,
-            max_tokens=0 if texts else min(params.max_tokens, self._text.context_length - len(fitted)),
+            max_tokens=0 if texts else min(params.max_tokens, self._tokenizer.context_length - len(fitted)),
             truncated=truncated,
-            digest=row_digest(fitted, params, texts if scored else ()),
+            key=row_digest(fitted, params, texts if scored else ()),
             texts=texts,
             priority=rendered.priority,
         )
@@ -209,7 +185,7 @@ class PromptBuilder:
         After the prompt comes the longest of `texts`, or a completion. A shortened prompt leaves room for a completion of `max_tokens`,
         but of at most a quarter of the context. Raises `RowError("prompt_too_long")`.
         """
-        context, truncate = self._text.context_length, self._prompts.on_long_prompt != "error"
+        context, truncate = self._tokenizer.context_length, self._prompts.on_long_prompt != "error"
         if texts:
             room = max(map(len, texts))
             what = "longest choice" if rendered.completion is None else "text to score"

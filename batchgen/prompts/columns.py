@@ -1,19 +1,23 @@
-"""Which column of a row is its prompt, and whether an input has one at all. Renders nothing."""
+"""What the columns of a row are: its prompt, the completion to score, its priority. Renders nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from enum import Enum
 from typing import Any, NoReturn
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
+from batchgen.prompts.messages import kind
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.records.openai_batch import is_batch_row
 from batchgen.records.rows import Row
 from batchgen.records.tables import header_hint
+from batchgen.sampling_params import SamplingParams
 
 _DEFAULT = PromptConfig()
 _MOST_NAMES = 20
@@ -161,3 +165,41 @@ def _renders(template: RowTemplate, columns: Mapping[str, Any]) -> bool:
     except RowError:
         return False
     return True
+
+
+def not_for_scores(params: SamplingParams) -> str | None:
+    """The name of a parameter that asks for something else than a score."""
+    if params.n > 1:
+        return "n"
+    if params.logprobs is not None:
+        return "logprobs"
+    return next((name for name in ("choices", "regex", "json_schema") if getattr(params, name)), None)
+
+
+def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: SamplingParams) -> str:
+    """The text to score, maybe empty. Raises `RowError` for a row that has none, or asks for something else."""
+    other = not_for_scores(params)
+    if other is not None:
+        raise RowError("unsupported_parameter", f"{other} cannot be combined with --score")
+    name = prompts.completion_column
+    if name not in columns:
+        raise RowError("invalid_row", f"column {name!r} is missing")
+    value = columns[name]
+    if not isinstance(value, str):
+        raise RowError("invalid_row", f"column {name!r} must be text, not {kind(value)}")
+    return value
+
+
+def priority_of(columns: Mapping[str, Any], name: str | None) -> float:
+    """The row's priority; 0 where it has none. Text, as of a CSV file, may stand for a number. Raises `RowError`."""
+    value = None if name is None else columns.get(name)
+    if value is None or value == "":
+        return 0.0
+    if isinstance(value, int | float | Decimal | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise RowError("invalid_row", f"column {name!r} must be a number")

@@ -8,28 +8,7 @@ from pathlib import Path
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.model_files import check_model_files, read_json
-
-_LOCAL = "give a local folder with config.json and the tokenizer's files"
-
-
-def check_folder(config: ModelConfig) -> None:
-    """Raises `ModelError` where the model is meant to be a folder and cannot be loaded from it, so that nothing asks the hub for it."""
-    path = Path(config.model)
-    check_model_files(config)
-    if path.is_dir():
-        if config.revision is not None:
-            raise ModelError(
-                f"--revision {config.revision!r} names a revision on the hub, and {config.model!r} is a local folder",
-                "leave --revision out",
-            )
-    elif not config.model.strip() or _is_path(config.model):
-        raise ModelError(f"model folder {config.model!r} does not exist", f"{_LOCAL}, or a hub name such as org/model")
-
-
-def _is_path(model: str) -> bool:
-    """Whether it can only be a path: a hub name is `name` or `org/name`."""
-    return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or "\\" in model
+from batchgen.model_files import LOCAL, read_json
 
 
 def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelError:
@@ -91,7 +70,7 @@ def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None
     model = config.model
     if caused_by(hub.HFValidationError):
         return ModelError(
-            f"model {model!r} is neither a folder nor a hub name", f"{_LOCAL}, or a hub name such as org/model"
+            f"model {model!r} is neither a folder nor a hub name", f"{LOCAL}, or a hub name such as org/model"
         )
     if caused_by(hub.RevisionNotFoundError):
         return ModelError(
@@ -101,18 +80,18 @@ def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None
     if caused_by(hub.GatedRepoError):
         return ModelError(
             f"model {model!r} is gated, and you have no access to it",
-            f"ask for access on its page and log in with `hf auth login`, or {_LOCAL}",
+            f"ask for access on its page and log in with `hf auth login`, or {LOCAL}",
         )
     if caused_by(hub.RepositoryNotFoundError):
         return ModelError(
             f"model {model!r} is neither a folder here nor a model on the hub",
-            f"check the name (a private model needs `hf auth login`), or {_LOCAL}",
+            f"check the name (a private model needs `hf auth login`), or {LOCAL}",
         )
     if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
         at = "" if config.revision is None else f" at revision {config.revision!r}"
         return ModelError(
             f"model {model!r}{at} is neither a folder here nor in the local cache, and the hub cannot be reached",
-            f"check the connection and HF_HUB_OFFLINE, or {_LOCAL}",
+            f"check the connection and HF_HUB_OFFLINE, or {LOCAL}",
         )
     return None
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from batchgen.config import PromptConfig
 from batchgen.errors import BatchgenError, RowError, UsageError
-from batchgen.prompts.limits import Limited, LimitError
-from batchgen.prompts.sandbox import compile_guarded
 
 Message = dict[str, Any]
 _MARK = "batchgen-trial"
@@ -163,8 +161,6 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._source = source
         self._variables = variables
-        self._limited = Limited("chat template")
-        self._text = str(tokenizer.get_chat_template(source))
         self._roles_in_parts: frozenset[str] = frozenset()
         self._check_syntax()
         for role in ("user", "system", "assistant"):
@@ -232,16 +228,14 @@ class ChatTemplate:
             else m
             for m in messages
         ]
-        return self._limited(
-            lambda: str(
-                self._tokenizer.apply_chat_template(
-                    given,
-                    chat_template=self._source,
-                    tokenize=False,
-                    add_generation_prompt=not continued,
-                    continue_final_message=continued,
-                    **variables,
-                )
+        return str(
+            self._tokenizer.apply_chat_template(
+                given,
+                chat_template=self._source,
+                tokenize=False,
+                add_generation_prompt=not continued,
+                continue_final_message=continued,
+                **variables,
             )
         )
 
@@ -251,22 +245,17 @@ class ChatTemplate:
 
         which = "the model's chat template" if self._source is None else "--chat-template"
         try:
-            self._limited(self._compile)
             self._apply([{"role": "user", "content": "x"}], False, self._variables)
         except TemplateSyntaxError as e:
             raise UsageError(
-                f"{which} is not valid Jinja (line {e.lineno}): {e.message}", "mend it, or give another"
+                f"{which} is not valid Jinja (line {e.lineno}): {e.message}", "correct it, or give another"
             ) from None
-        except LimitError as e:
-            raise UsageError(f"{which} does not work for a short message: {e}", "mend it, or give another") from None
+        except RecursionError as e:
+            raise UsageError(f"{which} does not work for a short message: {e}", "correct it, or give another") from None
         except BatchgenError:
             raise
         except Exception:  # noqa: BLE001 - a template may well refuse this conversation; rows are told one by one
             pass
-
-    def _compile(self) -> str:
-        compile_guarded(self._text)
-        return ""
 
 
 def chosen_template(tokenizer: Any, prompts: PromptConfig) -> ChatTemplate | None:

@@ -10,11 +10,10 @@ import numpy as np
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError
-from batchgen.prompts.columns import Columns, Source, quoted
+from batchgen.prompts.columns import Columns, Source, completion_of, priority_of, quoted
 from batchgen.prompts.messages import Message, chosen_template, conversation, kind, objects, with_prefix, with_system
 from batchgen.prompts.openai import Body, read_body
 from batchgen.prompts.params import RowParams
-from batchgen.prompts.scores import completion_of, priority_of
 from batchgen.prompts.template import RowTemplate
 from batchgen.prompts.tokenizer import LoadedTokenizer
 from batchgen.records.rows import Row
@@ -80,13 +79,13 @@ class Renderer:
     notes: list[str]
     """What the user should hear, each said once; grows while rows are rendered."""
 
-    def __init__(self, text: LoadedTokenizer, prompts: PromptConfig, params: RowParams) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer, prompts: PromptConfig, params: RowParams) -> None:
         """Raises `UsageError` for options that cannot be met: a system message without a chat template, invalid Jinja."""
         self.notes = []
-        self._text = text
+        self._tokenizer = tokenizer
         self._prompts = prompts
         self._params = params
-        self._chat = chosen_template(text.tokenizer, prompts)
+        self._chat = chosen_template(tokenizer.hf_tokenizer, prompts)
         self.chat = self._chat is not None
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
         self.columns = Columns(prompts, self._template, params, chat=self.chat)
@@ -153,9 +152,10 @@ class Renderer:
         return self._chat_text(conversation(columns[name], where, name), where, self._for_chat(columns, cut), cut)
 
     def _from_body(self, body: Body, cut: Cut) -> Text | TokenArray:
-        if body.model is not None and not _same_model(body.model, str(self._text.tokenizer.name_or_path)):
+        if body.model is not None and not _same_model(body.model, str(self._tokenizer.hf_tokenizer.name_or_path)):
             self.note(
-                f"rows ask for model {body.model!r}; all rows are run on {self._text.tokenizer.name_or_path!r}", "model"
+                f"rows ask for model {body.model!r}; all rows are run on {self._tokenizer.hf_tokenizer.name_or_path!r}",
+                "model",
             )
         if body.chat:
             if self._chat is None:
@@ -225,9 +225,9 @@ class Renderer:
         if self._prompts.prefix:
             raise RowError("invalid_row", f"{where} is a list of token ids, which --prefix cannot be put before")
         for i in ids:
-            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self._text.vocab_size:
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self._tokenizer.vocab_size:
                 shown = i if isinstance(i, int) and not isinstance(i, bool) else kind(i)
-                size = self._text.vocab_size
+                size = self._tokenizer.vocab_size
                 raise RowError("invalid_row", f"{where} must be token ids from 0 to {size - 1}; one is {shown}")
         return np.array(ids, dtype=np.int32)
 

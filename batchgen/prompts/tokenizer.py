@@ -14,7 +14,8 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.prompts.hub import check_folder, load_failure
+from batchgen.model_files import check_model_files
+from batchgen.prompts.hub import load_failure
 
 # Where configurations say how many positions a model has, the usual name first.
 _CONTEXT_NAMES = (
@@ -30,7 +31,7 @@ _SANE_CONTEXT = 100_000_000
 class LoadedTokenizer:
     """What is known of a model without its weights."""
 
-    tokenizer: Any
+    hf_tokenizer: Any
     """The transformers tokenizer."""
     hf_config: Any
     """The transformers configuration of the whole model (a nested one has `text_config`)."""
@@ -48,7 +49,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     Raises `ModelError`, in one line, where there is none or it cannot be read. transformers imports torch where
     that is installed; nothing here does.
     """
-    check_folder(config)
+    check_model_files(config)
     # Here and not above, because transformers takes seconds to import. Before quiet(): its import sets its log level.
     from transformers import AutoConfig, AutoTokenizer
 
@@ -67,7 +68,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise load_failure(config, "tokenizer", ValueError("its vocabulary is empty"))
     return LoadedTokenizer(
-        tokenizer=tokenizer,
+        hf_tokenizer=tokenizer,
         hf_config=hf_config,
         context_length=_context_length(config, hf_config, tokenizer),
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
@@ -165,7 +166,7 @@ def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
             length = _positive(getattr(part, name, None))
             if length is not None:
                 longest = max(length, _yarn_length(part))
-                return min(longest, _longrope_length(part) or longest)
+                return min(longest, _longrope_length(part) or longest, _chunk(part) or longest)
     length = _positive(tokenizer.model_max_length)
     if length is not None and length <= _SANE_CONTEXT:
         return length
@@ -173,6 +174,12 @@ def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
         f"the configuration of model {config.model!r} does not say how long its context is",
         "add max_position_embeddings to its config.json",
     )
+
+
+def _chunk(part: Any) -> int:
+    """Where layers begin to see a part of the text only, by chunks of this length (Llama 4); 0 where none do."""
+    chunked = "chunked_attention" in (getattr(part, "layer_types", None) or ())
+    return (_positive(getattr(part, "attention_chunk_size", None)) or 0) if chunked else 0
 
 
 def _yarn_length(part: Any) -> int:

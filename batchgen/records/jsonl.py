@@ -18,7 +18,6 @@ import math
 from collections.abc import Generator, Mapping
 from typing import Any, BinaryIO
 
-_PIECE = 1 << 20
 MAX_DEPTH = 100
 """Levels of lists and objects in a row. Every later stage can recurse over more."""
 MAX_LINE = 1 << 28
@@ -30,16 +29,21 @@ Record = tuple[str, dict[str, Any] | str, int]
 """A row's place in its file, its columns or the reason why it has none, and its approximate size in bytes."""
 
 
-def read_jsonl(stream: BinaryIO) -> Generator[Record, None, None]:
-    """Yields (`:17`, columns or reason, bytes) of every line that is not blank."""
-    readline, max_read = stream.readline, MAX_LINE + 1  # the end of the line does not count
+def read_jsonl(
+    stream: BinaryIO, *, max_line: int = MAX_LINE, skip_bytes: int = 1 << 20
+) -> Generator[Record, None, None]:
+    """Yields (`:17`, columns or reason, bytes) of every line that is not blank.
+
+    The rest of a line longer than `max_line` bytes is skipped, `skip_bytes` at a time.
+    """
+    readline, max_read = stream.readline, max_line + 1  # the end of the line does not count
     number = 0
     while line := readline(max_read):
         number += 1
         if len(line) == max_read and not line.endswith(b"\n"):
-            yield f":{number}", too_long(MAX_LINE), 0
+            yield f":{number}", too_long(max_line), 0
             while line and not line.endswith(b"\n"):
-                line = readline(_PIECE)
+                line = readline(skip_bytes)
             continue
         text = line.removeprefix(BOM).strip()
         if text:

@@ -75,6 +75,22 @@ class Lock:
             self._fd = -1
 
 
+def check_free(path: Path, output: str) -> None:
+    """Raises `OutputLocked` if a run on this machine holds the lock. Takes nothing, changes nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _locked(output, _holder(fd)) from None
+    except OSError:
+        return  # a file system without locks: whoever takes it finds out
+    finally:
+        os.close(fd)
+
+
 def holder_of(path: Path) -> dict[str, Any]:
     """Who holds a lock, or held it when it died (`pid`, `host`, `started`); empty where nobody does. Takes nothing, changes nothing."""
     try:

@@ -24,30 +24,30 @@ _MAX_NAME = 100  # characters that the folder of a remote output's job takes fro
 RESULT_NAMES = frozenset(
     ("text", "finish_reason", "usage", "error", "truncated", "choices", "choice_probs", "score", "token_ids")
 )
-"""Names of a result. An input column of the same name is carried as `input_…`."""
+"""Names of result fields. An input column of such a name is carried as `input_…`."""
 INPUT_FILE = "input_file"
-"""Where rows come from several files: the column that says which. It is carried like a column of the input (`--keep`)."""
+"""If there are several input files, the column that names the row's file. `--keep` treats it like a column of the input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """How a result becomes an output row, and what that holds beside the result."""
+    """The form of output rows: what they have beside the result."""
 
     keep: tuple[str, ...] | None = None
-    """Input columns that are carried (those that a row lacks are left out); None: all."""
+    """Input columns that are carried, as far as a row has them; None for all."""
     id_column: str | None = None
     token_ids: bool = False
-    """Whether it has the completion's token ids."""
+    """Whether rows have the completion's token ids."""
     input_file: bool = False
-    """Whether it names the file of its input row."""
+    """Whether rows name the input file."""
     openai: OpenAIForm | None = None
-    """Rows are records of OpenAI's Batch output, which carry no columns; None: rows of our own."""
+    """Rows are records of OpenAI's Batch output, which carry no columns; None for batchgen's own rows."""
 
 
 def row_form(config: JobConfig, output: str, *, chat: bool) -> RowForm:
-    """The form of a job's rows. `chat`: whether its prompts go through a chat template.
+    """Returns the form of a job's rows. `chat` tells whether prompts go through a chat template.
 
-    Raises `UsageError` where `output` is of a kind that cannot hold them.
+    Raises `UsageError` if the format of `output` cannot hold such rows.
     """
     if config.output_format == "rows":
         return RowForm(keep=config.keep, id_column=config.id_column, token_ids=config.token_ids)
@@ -58,10 +58,10 @@ def row_form(config: JobConfig, output: str, *, chat: bool) -> RowForm:
 
 
 def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
-    """The output row of an input row: id, carried columns as they came, result; or its record of OpenAI's Batch output.
+    """Returns the output row of an input row: id, carried columns as they came, and result; or its record of OpenAI's Batch output.
 
-    `token_ids` is null where they are not known (a failed row, a row kept from an output that had none). `truncated` is there only
-    where true; `choices`, `choice_probs` and `score` where the result has them.
+    `token_ids` is null if they are not known (a failed row, or a result of an output that had none). `truncated` is present only if
+    true; `choices`, `choice_probs` and `score` only if the result has them.
     """
     if form.openai is not None:
         custom_id = id_text(_first(row, (form.id_column, "custom_id", "id")))
@@ -90,7 +90,7 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
 
 
 def row_id(row: Row, id_column: str | None) -> Any:
-    """The value of the id column, else of `id` or `custom_id`, else the row's number; null counts as missing."""
+    """Returns the value of the id column, else of `id` or `custom_id`, else the row's number. Null counts as missing."""
     return _first(row, (id_column, "id", "custom_id"))
 
 
@@ -102,9 +102,9 @@ def _first(row: Row, names: Sequence[str | None]) -> Any:
 
 
 def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dict[str, str]:
-    """The names in the output of the columns that are carried.
+    """Returns the output names of the carried columns.
 
-    `id` is the output's own `id`, unless another column was named for that: then it is carried as `input_id`, so that nothing is lost.
+    The column `id` becomes the output's `id`. If another column was chosen for that, it is carried as `input_id`, so that nothing is lost.
     """
     names: dict[str, str] = {}
     for column in columns:
@@ -124,9 +124,9 @@ def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dic
 
 
 def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = None) -> str:
-    """Where the output goes without `-o`: beside the one input file, `-` for standard input.
+    """Returns the output that is used without `-o`: beside the one input file, or `-` for standard input.
 
-    `format` is `--input-format`. Raises `UsageError` where the input is not one local file.
+    `format` is `--input-format`. Raises `UsageError` if the input is not one local file.
     """
     if is_stdin:
         return "-"
@@ -146,7 +146,7 @@ def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = N
 
 
 def output_format(output: str) -> tuple[str, str | None]:
-    """Format (jsonl or parquet) and compression of an output by its suffix. Raises `UsageError` for any other."""
+    """Returns format (jsonl or parquet) and compression of an output by its suffix. Raises `UsageError` for other suffixes."""
     _, kind, compression = split_name(output)
     if kind == "parquet" and compression:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""What lies in a store, by its fsspec URL: how it is reached, what the store says of it, and its bytes, read in ranges.
+"""Files in a store, by fsspec URL: access, versions, and their bytes, read in ranges.
 
-Knows nothing of formats. What a store's package raises, whatever it is, leaves here as one of our errors or as an `OSError`.
+Knows nothing about formats. Whatever a store's package raises leaves this module as one of our errors or as an `OSError`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from batchgen.errors import BatchgenError, UsageError
 
-_READ_AHEAD = 1 << 23  # of a sequential read; s3fs's own is 50 MiB, which for ten rows of a large file is a lot
-# What changes with a file's content, the best first: digests and versions, then times.
+_READ_AHEAD = 1 << 23  # of a sequential read; s3fs reads 50 MiB ahead, far too much for ten rows of a large file
+# Fields that change with a file's content, the best first: digests and versions, then times.
 _VERSIONS = (
     "ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha", "CRC",
     "LastModified", "last_modified", "Last-Modified", "updated", "modified", "mtime", "created",
@@ -21,7 +21,7 @@ _VERSIONS = (
 
 
 class StoreError(OSError):
-    """A store failed while something was read from it: the rest may be there another time."""
+    """A store failed while a file was read. Trying again may succeed."""
 
 
 def is_url(name: str) -> bool:
@@ -29,19 +29,19 @@ def is_url(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The path that a `file://` URL names; any other name as it is."""
+    """Returns the path that a `file://` URL names, and any other name unchanged."""
     scheme, separator, path = name.partition("://")
     return path if separator and scheme.lower() in ("file", "local") else name
 
 
 def address(url: str) -> str:
-    """One spelling of a URL: `S3:///bucket/x` is `s3://bucket/x`. Other slashes are the store's business: they are part of a key."""
+    """Returns the normal spelling of a URL: `s3://bucket/x` for `S3:///bucket/x`. Other slashes are part of the key and stay."""
     scheme, _, path = url.partition("://")
     return f"{scheme.lower()}://{path.lstrip('/')}"
 
 
 def remote(url: str, *, verb: str = "read") -> tuple[Any, str]:
-    """The fsspec file system of a URL and the path in it. Raises `UsageError` where what it needs is not installed."""
+    """Returns the fsspec file system of a URL and the path in it. Raises `UsageError` if a package that it needs is not installed."""
     with reaching(url, verb=verb):
         try:
             from fsspec.core import url_to_fs
@@ -66,7 +66,7 @@ def reaching(
     hint: str = "check the address, your access to it and the connection",
     error: type[BatchgenError] = UsageError,
 ) -> Iterator[None]:
-    """Turns whatever a store raises into one line. No two stores have the same errors: botocore's, aiohttp's, the Hub's."""
+    """Turns whatever a store raises into an error of one line. Every store has errors of its own: botocore's, aiohttp's, the Hub's."""
     try:
         yield
     except BatchgenError:
@@ -76,13 +76,13 @@ def reaching(
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Returns the first line of an error's message."""
     said = (error.strerror if isinstance(error, OSError) else None) or str(error).strip() or type(error).__name__
     return said.splitlines()[0]
 
 
 def version_of(info: Mapping[str, Any]) -> str | None:
-    """What the store says that changes when a file's content does; None where it says nothing of that kind."""
+    """Returns a field of the store's info that changes with the file's content; None if there is none."""
     for name in _VERSIONS:
         if info.get(name):
             return f"{name} {info[name]}"
@@ -90,7 +90,7 @@ def version_of(info: Mapping[str, Any]) -> str | None:
 
 
 def info_of(fs: Any, path: str) -> Mapping[str, Any] | None:
-    """What the store says of a file or folder; None where there is none."""
+    """Returns the store's info about a file or folder; None if it does not exist."""
     try:
         info: Mapping[str, Any] = fs.info(path)
     except FileNotFoundError:
@@ -99,15 +99,15 @@ def info_of(fs: Any, path: str) -> Mapping[str, Any] | None:
 
 
 def open_remote(url: str) -> io.BufferedReader:
-    """Its bytes; seekable where the store reads ranges. Raises `StoreError`, here and later."""
+    """Opens a file; the stream is seekable if the store can read ranges. Raises `StoreError`, also while it is read."""
     return io.BufferedReader(_Stream(url), 1 << 18)
 
 
 class _Stream(io.RawIOBase):
-    """A file of a store. Everything it raises is an `OSError`, which those who read a file know."""
+    """A file of a store. All its errors are `OSError`s, which code that reads files expects."""
 
     def __init__(self, url: str) -> None:
-        self._fs, path = remote(url)  # kept: a zip file closes with its file system
+        self._fs, path = remote(url)  # held, because a zip file closes with its file system
         self._file: Any = None
         with _as_os_error():
             self._file = self._fs.open(path, "rb", block_size=_READ_AHEAD)
@@ -145,7 +145,7 @@ class _Stream(io.RawIOBase):
 def _as_os_error() -> Iterator[None]:
     try:
         yield
-    except BatchgenError:  # a signal came while the store was waited for
+    except BatchgenError:  # a signal arrived while the store was busy
         raise
     except Exception as e:
         raise StoreError(reason(e)) from e

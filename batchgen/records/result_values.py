@@ -1,6 +1,6 @@
-"""The nested parts of a result (completions, log-probabilities, a score) as plain values and back: what output rows and the journal hold.
+"""The nested parts of a result (completions, log-probabilities, a score) as plain values, and back. Output rows and the journal hold them.
 
-The way back raises `ValueError`, `TypeError` or `KeyError` for values that are not whole, as where JSON has null for an infinity.
+The functions that convert back raise `ValueError`, `TypeError` or `KeyError` for incomplete values, such as JSON's null for an infinity.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from batchgen.result import Completion, Result, Score, TokenLogprob
 
 
 def choices_of(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
-    """All completions of a result, in order; `token_ids` are null where they are not known."""
+    """Returns all completions of a result, in order. `token_ids` are null if they are not known."""
     known = ids_known(result)
     choices = []
     for index, c in enumerate(result.completions):
@@ -25,7 +25,7 @@ def choices_of(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
 
 
 def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ...]:
-    """The completions that `choices_of` was made of; token ids where they are there, or the log-probabilities tell them."""
+    """Returns the completions that `choices_of` was given. Token ids come from `token_ids` or from the log-probabilities, if there are any."""
     completions = []
     for choice in choices:
         entries, ids = choice["logprobs"], choice.get("token_ids")
@@ -38,9 +38,9 @@ def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
 
 
 def ids_known(result: Result) -> bool:
-    """Whether a result has its token ids. One that was taken back from an output may have none."""
-    drawn = result.token_ids or any(c.token_ids for c in result.completions)
-    return result.text is not None and (bool(drawn) or not result.completion_tokens)
+    """Whether a result has its token ids. One that comes from a finished output may have none."""
+    sampled = result.token_ids or any(c.token_ids for c in result.completions)
+    return result.text is not None and (bool(sampled) or not result.completion_tokens)
 
 
 def plain_score(score: Score) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def score_of(value: Mapping[str, Any]) -> Score:
 
 
 def probs_of(value: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """The probabilities of choices; a map of Parquet comes as pairs."""
+    """Returns the probabilities of choices. A map of Parquet comes as pairs."""
     return {_text(choice): _number(p) for choice, p in dict(value).items()}
 
 

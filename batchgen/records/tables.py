@@ -27,9 +27,6 @@ from batchgen.records.jsonl import MAX_LINE, Record, too_long
 
 PARQUET_BATCH = 256
 """Number of rows that are made Python objects at a time. A row can be a long document."""
-PARQUET_BATCH_BYTES = 1 << 26
-"""There are fewer if the rows of their row group are so long that they would pass this size."""
-_PIECE = 1 << 20
 _ENDS = ("\n", "\r")
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
@@ -58,19 +55,25 @@ def _ignore(name: str, new_name: str) -> None:
 
 
 def read_csv(
-    stream: BinaryIO, *, delimiter: str = ",", on_rename: Callable[[str, str], None] = _ignore
+    stream: BinaryIO,
+    *,
+    delimiter: str = ",",
+    on_rename: Callable[[str, str], None] = _ignore,
+    max_line: int = MAX_LINE,
+    skip_chars: int = 1 << 20,
 ) -> Generator[Record, None, None]:
     """Yields (`:17`, columns or reason, bytes) of every record; 17 is the line that it begins on.
 
-    `on_rename` is called with the old and the new name of each column whose name is repeated.
+    `on_rename` is called with the old and the new name of each column whose name is repeated. The rest of a line longer than `max_line`
+    characters is skipped, `skip_chars` at a time.
     """
     csv.field_size_limit(
-        MAX_LINE
+        max_line
     )  # holds for the whole process, there is no other way; the default ends a job at 128 KiB
     # surrogateescape: a byte that is not UTF-8 makes its row malformed, not the file.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
-        yield from _csv_records(_Lines(text), delimiter, on_rename)
+        yield from _csv_records(_Lines(text, max_line, skip_chars), delimiter, on_rename)
     finally:
         text.detach()  # the caller closes the stream
 
@@ -78,8 +81,10 @@ def read_csv(
 class _Lines:
     """The lines of a text. A line that is too long raises `csv.Error` and is skipped; the next call returns the line after it."""
 
-    def __init__(self, text: io.TextIOWrapper) -> None:
+    def __init__(self, text: io.TextIOWrapper, max_line: int, skip_chars: int) -> None:
         self._readline = text.readline
+        self._max_line = max_line
+        self._skip_chars = skip_chars
         self.count = 0
         """Number of lines read."""
         self._cut = False  # between \r and \n
@@ -88,21 +93,21 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._readline(MAX_LINE + 1)
+        line = self._readline(self._max_line + 1)
         if self._cut and line == "\n":
-            line = self._readline(MAX_LINE + 1)
+            line = self._readline(self._max_line + 1)
         self._cut = False
         if not line:
             raise StopIteration
         self.count += 1
-        if len(line) <= MAX_LINE:
+        if len(line) <= self._max_line:
             return line
         long = not line.endswith(_ENDS)
         while line and not line.endswith(_ENDS):
-            line = self._readline(_PIECE)
+            line = self._readline(self._skip_chars)
         self._cut = line.endswith("\r")
         if long:
-            raise csv.Error(too_long(MAX_LINE))
+            raise csv.Error(too_long(self._max_line))
         return line
 
 
@@ -184,9 +189,16 @@ def parquet_schema(stream: BinaryIO) -> pa.Schema | None:
     return pa.schema([field.with_name(name).with_nullable(True) for field, name in fields])
 
 
-def read_parquet(stream: BinaryIO, *, on_rename: Callable[[str, str], None] = _ignore) -> Generator[Record, None, None]:
+def read_parquet(
+    stream: BinaryIO,
+    *,
+    on_rename: Callable[[str, str], None] = _ignore,
+    batch_rows: int = PARQUET_BATCH,
+    batch_bytes: int = 1 << 26,
+) -> Generator[Record, None, None]:
     """Yields (`:row 17`, columns or reason, bytes) of every row, from 0. Columns are `ArrowColumns`.
 
+    `batch_rows` rows are made Python objects at a time; fewer, if the rows of a row group are so long that they would pass `batch_bytes`.
     `on_rename` is called with the old and the new name of each column whose name is repeated. Raises one of `BROKEN_TABLE` if the file is
     damaged.
     """
@@ -199,7 +211,9 @@ def read_parquet(stream: BinaryIO, *, on_rename: Callable[[str, str], None] = _i
     for place in range(file.num_row_groups):
         group = file.metadata.row_group(place)
         end += group.num_rows
-        for read in file.iter_batches(_batch_rows(group), row_groups=[place], use_threads=False):
+        for read in file.iter_batches(
+            _batch_rows(group, batch_rows, batch_bytes), row_groups=[place], use_threads=False
+        ):
             batch = pa.RecordBatch.from_arrays(read.columns, names=names) if names else read
             for columns in _batch_columns(batch):
                 yield f":row {number}", columns, batch.nbytes // max(1, batch.num_rows)
@@ -217,9 +231,9 @@ def _batch_columns(batch: pa.RecordBatch) -> Generator[ArrowColumns | str, None,
         yield bad[0] if bad else ArrowColumns(dict(zip(names, values, strict=True)), batch, index)
 
 
-def _batch_rows(group: Any) -> int:
+def _batch_rows(group: Any, max_rows: int, max_bytes: int) -> int:
     row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
-    return int(max(1, min(PARQUET_BATCH, PARQUET_BATCH_BYTES // row_bytes)))
+    return int(max(1, min(max_rows, max_bytes // row_bytes)))
 
 
 def _values(column: pa.Array) -> list[Any]:

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts import Draft, LoadedTokenizer
+from batchgen.prompts import LoadedTokenizer
+from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
 
@@ -55,7 +56,7 @@ class Grammar:
 class Vocabulary:
     """The tokens of a model as llguidance has them, and the grammars compiled for them. Any thread may call its methods.
 
-    `tokenizer` is transformers'. Of its tokens those below `size` count, the width of the logits. Behind them comes `end`,
+    `tokenizer` is transformers'; None stands for one whose tokens are the 256 bytes. Of its tokens those below `size` count, the width of the logits. Behind them comes `end`,
     which llguidance allows where a text is whole.
     """
 
@@ -130,7 +131,9 @@ class Vocabulary:
                 raise UsageError(
                     "a regex or JSON schema needs the package llguidance", "pip install 'batchgen[structured]'"
                 ) from None
-            tokens = _Tokens([*token_bytes(self._tokenizer, self.end), b""], self.end)
+            of_bytes = self._tokenizer is None
+            texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)
+            tokens = _Tokens([*texts, b""], self.end)
             self._loaded = LLTokenizer(TokenizerWrapper(tokens)), LLExecutor()
         return self._loaded
 
@@ -275,22 +278,31 @@ def one_line(message: str) -> str:
     return line
 
 
+def check_grammar(params: SamplingParams) -> None:
+    """Raises `UsageError` for a grammar that no tokenizer can be kept to, or where llguidance is missing. Needs no tokenizer."""
+    _check(Vocabulary(None, 256), params)
+
+
+def _check(vocabulary: Vocabulary, params: SamplingParams) -> None:
+    fault = vocabulary.grammar(params).fault if params.constrained else ""
+    if fault:
+        name, _, rest = fault.partition(" ")
+        raise UsageError(f"--{name.replace('_', '-')} {rest}")
+
+
 class GrammarCheck:
     """Checks grammars against a model's tokenizer; costs nothing where there are none."""
 
-    def __init__(self, text: LoadedTokenizer) -> None:
-        self._vocabulary = Vocabulary(text.tokenizer, text.vocab_size)
+    def __init__(self, tokenizer: LoadedTokenizer) -> None:
+        self._vocabulary = Vocabulary(tokenizer.hf_tokenizer, tokenizer.vocab_size)
 
     def of_command(self, params: SamplingParams) -> None:
         """Raises `UsageError` for a grammar that cannot be used, or where there can be none."""
-        fault = self._vocabulary.grammar(params).fault if params.constrained else ""
-        if fault:
-            name, _, rest = fault.partition(" ")
-            raise UsageError(f"--{name.replace('_', '-')} {rest}")
+        _check(self._vocabulary, params)
 
-    def of_row(self, draft: Draft) -> Draft | Result:
-        """The draft, or the result of a row whose grammar cannot be used."""
-        fault = self._vocabulary.grammar(draft.params).fault if draft.params.constrained else ""
+    def of_row(self, request: Request) -> Request | Result:
+        """The request, or the result of a row whose grammar cannot be used."""
+        fault = self._vocabulary.grammar(request.params).fault if request.params.constrained else ""
         if fault:
-            return Result.failed(draft.row, RowError("constraint_error", fault), len(draft.tokens))
-        return draft
+            return Result.failed(request.row, RowError("constraint_error", fault), len(request.tokens))
+        return request

@@ -117,7 +117,7 @@ class BlockManager:
             writes_parent_tail=False, path=(*parent.path, parent) if parent else (), node=node,
             prompt=w.leaves[node.first].tokens,
         )  # fmt: skip
-        if not self._open(node_span, reserve + self._reserved_blocks // 2 if reserve else 0, slots=2 if reserve else 1):
+        if not self._open(node_span, reserve + self._reserved_blocks // 2 if reserve else 0):
             return None
         self.live[node_span] = None
         return node_span
@@ -197,6 +197,10 @@ class BlockManager:
         """Whether something can begin at the node's end: its state is there, or the model has none."""
         return self.slots is None or node_span.state_slot >= 0
 
+    def has_slots(self, count: int) -> bool:
+        """Whether so many slots are free, or are so when idle nodes are given up; true for a model without states."""
+        return self.slots is None or self.slots.num_free + len(self.cached) >= count
+
     def wrote_state(self, span: Span) -> None:
         """The span's first forward is launched: its state is in its own slot now."""
         if span.read_slot != span.state_slot:
@@ -208,13 +212,12 @@ class BlockManager:
         """The slots that the span holds."""
         return [slot for slot in dict.fromkeys((span.state_slot, span.read_slot)) if slot >= 0]
 
-    def _make_slots(self, count: int) -> bool:
-        """Whether so many slots are free, idle nodes given up for it where need be, then states of nodes that nothing begins at any more."""
-        if self.slots is None:
-            return True
-        while self.slots.num_free < count and self.cached:
+    def _make_slot(self) -> bool:
+        """Whether a slot is free: idle nodes are given up for it where need be, then the state of a node that nothing begins at any more."""
+        assert self.slots is not None
+        while not self.slots.num_free and self.cached:
             self.evict(next(iter(self.cached)))
-        if self.slots.num_free < count:
+        if not self.slots.num_free:
             for node_span in self.live:
                 slot, n = node_span.state_slot, node_span.node.index
                 if (
@@ -225,15 +228,14 @@ class BlockManager:
                 ):
                     self.slots.release([node_span.state_slot])
                     node_span.state_slot = node_span.read_slot = -1
-                    if self.slots.num_free >= count:
-                        break
-        return self.slots.num_free >= count
+                    break
+        return self.slots.num_free > 0
 
     # -- tables
 
-    def _open(self, span: Span, reserve: int, slots: int = 1) -> bool:
-        """Fills the span's table for positions [0, end), leaving `reserve` blocks free, and gives it a slot, when `slots` are free.
-        False when memory is short.
+    def _open(self, span: Span, reserve: int) -> bool:
+        """Fills the span's table for positions [0, end), leaving `reserve` blocks free, and gives it a state slot. False when
+        memory is short.
         """
         kept, known = span.window.sources.get(span.item, (None, 0))
         while kept is not None and kept.evicted and kept.swapped is None:  # since the window was matched
@@ -241,12 +243,12 @@ class BlockManager:
             known = min(known, kept.computed if kept else 0)
         gone = kept is None or (self.slots is not None and (kept.state_slot < 0 or known != kept.end))
         if kept is None or gone or known <= span.start or kept.dropped * self.block_size > self._needed_from(known):
-            return self._fill(span, span.parent, span.start, None, reserve, slots)
+            return self._fill(span, span.parent, span.start, None, reserve)
         # What it takes over must not be given up to make room for it.
         shelf = self.cached if kept in self.cached else self.swapped if kept in self.swapped else None
         if shelf is not None:
             del shelf[kept]
-        filled = self._fill(span, kept, known, kept.swapped, reserve, slots)
+        filled = self._fill(span, kept, known, kept.swapped, reserve)
         # Else every window would leave one more copy of a prefix that all of them have.
         replaced = filled and isinstance(span, PrefixNodeSpan) and _covers(span, kept, known)
         # With recurrent layers no other node can take over from the middle of the new one.
@@ -261,17 +263,11 @@ class BlockManager:
             kept.swapped = None
         if not filled and kept.swapped is not None:
             # What is loaded has blocks of its own. Run again, it can write on in its parent's last one: where memory is short, that is less.
-            filled = self._fill(span, span.parent, span.start, None, reserve, slots)
+            filled = self._fill(span, span.parent, span.start, None, reserve)
         return filled
 
     def _fill(
-        self,
-        span: Span,
-        source: PrefixNodeSpan | None,
-        known: int,
-        swapped: SwappedBlocks | None,
-        reserve: int,
-        slots: int,
+        self, span: Span, source: PrefixNodeSpan | None, known: int, swapped: SwappedBlocks | None, reserve: int
     ) -> bool:
         """`_open`, with the KV of positions before `known` taken over from `source`, or from host memory where it was `saved`."""
         if self.slots is None:
@@ -282,7 +278,7 @@ class BlockManager:
         whole = (
             isinstance(span, PrefixNodeSpan) and known == span.end
         )  # nothing is to be run: the state is the source's
-        if (whole or self._make_slots(slots)) and self._fill_table(span, source, known, swapped, reserve):
+        if (whole or self._make_slot()) and self._fill_table(span, source, known, swapped, reserve):
             span.state_slot = before if whole else self.slots.allocate(1)[0]
             span.read_slot = before
             return True

@@ -44,6 +44,16 @@ class RunningSet:
         """Whether no slot is free."""
         return not self._slots
 
+    @property
+    def free_seats(self) -> int:
+        """Sequences that may still start."""
+        return len(self._slots)
+
+    @property
+    def computes_a_node(self) -> bool:
+        """Whether a node is being computed."""
+        return any(isinstance(span, PrefixNodeSpan) for span in self.prefilling)
+
     def start(self, seq: GenerationSequence) -> None:
         """A sequence that has its blocks takes a slot."""
         seq.slot = heapq.heappop(self._slots)
@@ -233,6 +243,12 @@ class Admission:
                 node.end
             )
             reserve = max(2 * ahead, self._margin)
+            # Beside other nodes that are computed only while slots last: what follows each of them needs as many as the tree is deep.
+            if (
+                not self._block_manager.has_slots(1 + self._running.free_seats + w.depth)
+                and self._running.computes_a_node
+            ):
+                return None
         node_span = self._block_manager.open_node(w, n, reserve)
         if node_span is not None:
             w.node_spans[n] = node_span

@@ -111,6 +111,8 @@ class Window:
     """Leaves that are done."""
     left: int = 0
     """Leaves that are not done."""
+    depth: int = 0
+    """Most nodes on a path."""
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf], plan: PrefixPlan, policy: Policy, base: int) -> Window:
@@ -120,6 +122,7 @@ class Window:
         w.cursors = [Cursor(w, n, []) for n in range(count)] + [Cursor(w, -1, [])]
         w.unfinished = [node.last - node.first for node in plan.nodes]
         w.node_spans = [None] * count
+        w.depth = max((node.depth + 1 for node in plan.nodes), default=0)
         w.sampled_at = [False] * count
         w.prompt_end = [0] * count
         scored_from = [NEVER] * count  # the least of what texts below begin to be scored at

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchgen.kernels import recurrent
 from batchgen.state import delta_rule, mamba2
 from batchgen.state.cache import StateCache
 from batchgen.state.chunks import Chunks, chunks_of
@@ -37,8 +38,10 @@ class StateStep:
     by another in a step.
     """
 
-    def __init__(self, spans: Sequence[StateSpan], cache: StateCache) -> None:
+    def __init__(self, spans: Sequence[StateSpan], cache: StateCache, kernels: bool = False) -> None:
+        """`kernels`: those of the CPU do what they have, in float32 and bfloat16."""
         self._cache = cache
+        self._kernels = kernels
         lengths = np.array([s.length for s in spans], dtype=np.int64)
         starts = np.cumsum(lengths) - lengths
         read = np.array([s.read if s.read >= 0 else cache.num_slots for s in spans], dtype=np.int64)
@@ -59,6 +62,11 @@ class StateStep:
     ) -> torch.Tensor:
         """The causal convolution [T, C] of the packed tokens, each span's behind its own past."""
         at, states = self._layout(x_TC.device), self._cache.convolution[layer]
+        if self._kernels and recurrent.can_convolve(x_TC, weight_CK, bias_C, activation, states):
+            weight_KC = weight_CK.t().contiguous()
+            return recurrent.convolve(
+                x_TC, weight_KC, bias_C, activation, states, at.starts, at.lengths, at.read, at.write
+            )
         out, after = convolve(
             x_TC, weight_CK, bias_C, activation, states.index_select(0, at.read), at.starts, at.lengths, at.owners
         )
@@ -72,11 +80,13 @@ class StateStep:
         at, states = self._layout(v.device), self._cache.recurrent[layer]
         out = torch.empty_like(v)
         if at.single is not None:
-            ours = [x.index_select(0, at.single) for x in (q, k, v, g, beta)]
-            before = states.index_select(0, at.single_read)
-            y, after = delta_rule.step(ours[0], ours[1], ours[2], ours[3], ours[4], before)
+            q1, k1, v1, g1, beta1 = (x.index_select(0, at.single) for x in (q, k, v, g, beta))
+            if self._kernels:
+                y = recurrent.delta_rule(q1, k1, v1, g1.exp(), beta1, states, at.single_read, at.single_write)
+            else:
+                y, after = delta_rule.step(q1, k1, v1, g1, beta1, states.index_select(0, at.single_read))
+                states.index_copy_(0, at.single_write, after)
             out.index_copy_(0, at.single, y)
-            states.index_copy_(0, at.single_write, after)
         for chunks in at.chunks:
             ends = states.index_select(0, at.read.index_select(0, chunks.spans))
             chunks.put(out, delta_rule.run_chunks(chunks, q, k, v, g, beta, ends))
@@ -96,10 +106,14 @@ class StateStep:
             dt = torch.where(at.prompt[:, None], dt.clamp(*limit), dt)
         out = torch.empty_like(x)
         if at.single is not None:
-            ours = [of.index_select(0, at.single) for of in (x, dt, b, c)]
-            y, after = mamba2.step(ours[0], ours[1], a_H, ours[2], ours[3], states.index_select(0, at.single_read))
+            x1, dt1, b1, c1 = (of.index_select(0, at.single) for of in (x, dt, b, c))
+            if self._kernels:
+                decay = (dt1 * a_H).exp()
+                y = recurrent.mamba2(x1, dt1, decay, b1, c1, states, at.single_read, at.single_write)
+            else:
+                y, after = mamba2.step(x1, dt1, a_H, b1, c1, states.index_select(0, at.single_read))
+                states.index_copy_(0, at.single_write, after)
             out.index_copy_(0, at.single, y)
-            states.index_copy_(0, at.single_write, after)
         for chunks in at.chunks:
             ends = states.index_select(0, at.read.index_select(0, chunks.spans))
             chunks.put(out, mamba2.run_chunks(chunks, x, dt, a_H, b, c, ends))

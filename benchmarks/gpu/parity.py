@@ -101,8 +101,8 @@ def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]
 
 
 def small_engine(model: LoadedModel, **config: Any) -> Engine:
-    text = LoadedTokenizer(Numbers(), None, 512, (), model.vocab_size)
-    return Engine(model, text, EngineConfig(**({"kv_memory": "64MiB", "debug": True} | config)))
+    tokenizer = LoadedTokenizer(Numbers(), None, 512, (), model.vocab_size)
+    return Engine(model, tokenizer, EngineConfig(**({"kv_memory": "64MiB", "debug": True} | config)))
 
 
 class Seen:
@@ -115,7 +115,7 @@ class Seen:
         def run(step: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
             logits = inner(step, *args, **kwargs)
             at = 0
-            for scheduled in step.spans:
+            for work in step.spans:
                 for position in range(work.logits, work.stop):
                     if logits is not None and isinstance(work.span, GenerationSequence):
                         request = work.span.request

@@ -57,9 +57,9 @@ class Served:
         self.vocabulary = GPU_CONFIGS[self.name]["vocab_size"]
         module = random_model(self.name, str(bench.device), str(bench.dtype).removeprefix("torch."))
         context = GPU_CONFIGS[self.name]["max_position_embeddings"]
-        text = LoadedTokenizer(Numbers(), None, context, (), self.vocabulary)
+        tokenizer = LoadedTokenizer(Numbers(), None, context, (), self.vocabulary)
         self.engine = Engine(
-            prepare_model(module), text, EngineConfig(**(bench.size({}, {"kv_memory": "64MiB"}) | config))
+            prepare_model(module), tokenizer, EngineConfig(**(bench.size({}, {"kv_memory": "64MiB"}) | config))
         )
         self._random = random.Random(0)
 

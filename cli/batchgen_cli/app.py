@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from batchgen_cli.options import Group, similar
+from batchgen_cli.models import ModelsCommand, ModelsOptions
+from batchgen_cli.options import Command, Group, similar
 from batchgen_cli.plan import PlanCommand, PlanOptions
 from batchgen_cli.run import RunCommand, RunOptions
 from batchgen_cli.status import StatusCommand, StatusOptions
@@ -24,9 +25,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("run", cls=RunCommand, help=RunCommand.text, short_help=RunCommand.short)(RunOptions)
-app.command("plan", cls=PlanCommand, help=PlanCommand.text, short_help=PlanCommand.short)(PlanOptions)
-app.command("status", cls=StatusCommand, help=StatusCommand.text, short_help=StatusCommand.short)(StatusOptions)
+COMMANDS: dict[str, tuple[type[Command], type]] = {
+    "run": (RunCommand, RunOptions),
+    "plan": (PlanCommand, PlanOptions),
+    "status": (StatusCommand, StatusOptions),
+    "models": (ModelsCommand, ModelsOptions),
+}
+for name, (command, options) in COMMANDS.items():
+    app.command(name, cls=command, help=command.text, short_help=command.short)(options)
 
 
 def _version(wanted: bool) -> None:
@@ -59,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # Typer's own errors (an unknown option, a missing argument), whose classes differ between its versions.
             if not hasattr(e, "format_message"):
                 raise
-            say(_misuse(e), 2, as_json=as_json)
+            say(_misuse(e, arguments), 2, as_json=as_json)
             return 2
         return code if isinstance(code, int) else 0
 
@@ -68,17 +74,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _misuse(error: Any) -> str:
+def _misuse(error: Any, arguments: Sequence[str]) -> str:
     """What is wrong with the command line, what may have been meant, and where the help is."""
     ctx = getattr(error, "ctx", None)
     message, meant = error.format_message(), ""
-    if hasattr(error, "option_name"):
+    if type(error).__name__ == "NoSuchOption":
         message = f"no such option: {error.option_name}"
         known = [opt for p in ctx.command.get_params(ctx) for opt in (*p.opts, *p.secondary_opts)] if ctx else []
         meant = " or ".join(similar(error.option_name, [opt for opt in known if opt.startswith("--")]))
     elif unknown := re.match(r"No such command '(.*?)'", message):
         message, word = f"no such command: {unknown[1]}", unknown[1]
         meant = f"batchgen run {word}" if Path(word).suffix or Path(word).exists() else ""
-        meant = meant or " or ".join(similar(word, list(ctx.command.commands) if ctx else []))
+        meant = meant or " or ".join(similar(word, list(COMMANDS), cutoff=0.6))
     hint = f"; did you mean {meant}?" if meant else ""
-    return f"{message[:1].lower()}{message[1:].rstrip('.')}{hint}; see {ctx.command_path if ctx else 'batchgen'} --help"
+    named = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    path = ctx.command_path if ctx else f"batchgen {named}".rstrip()
+    return f"{message[:1].lower()}{message[1:].rstrip('.')}{hint}; see {path} --help"

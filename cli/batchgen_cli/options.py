@@ -59,6 +59,10 @@ def run_options() -> type:
         required = f.default is MISSING and f.default_factory is MISSING
         annotation = Annotated[_type(f), _typer_option(config, f)]  # type: ignore[valid-type]
         parameters.append((f.name, annotation) if required else (f.name, annotation, None))
+    dry_run = typer.Option(
+        "--dry-run", help="Generate nothing; show the plan, as batchgen plan does.", rich_help_panel="Job"
+    )
+    parameters.append(("dry_run", Annotated[bool, dry_run], False))
     return make_dataclass("RunOptions", parameters, kw_only=True)
 
 
@@ -112,6 +116,10 @@ def _completion(declared: Option) -> Callable[[str], list[str]] | None:
 class Command(typer.core.TyperCommand):
     """A command whose help lists its options in groups, with one example, whole at every width."""
 
+    short: ClassVar[str] = ""
+    """What it does, in one line."""
+    text: ClassVar[str] = ""
+    """What it does, in paragraphs."""
     example: ClassVar[str] = ""
     brief: ClassVar[bool] = False
     """Whether the help leaves out the options of `batchgen run`, except --model."""
@@ -129,7 +137,7 @@ class Group(typer.core.TyperGroup):
 
 def group_help(group: Any, ctx: Any, width: int) -> str:
     commands = [(name, command.get_short_help_str(200)) for name, command in group.commands.items()]
-    options = [(_names(p), p.help or "") for p in group.get_params(ctx)]
+    options = [(option_names(p), p.help or "") for p in group.get_params(ctx)]
     example = "batchgen run prompts.jsonl --model ./model    (writes prompts.out.jsonl)"
     return "\n".join(
         [
@@ -155,7 +163,7 @@ def help_text(command: Any, ctx: Any, width: int) -> str:
     lines += _section("Arguments", [(p.metavar, p.help) for p in arguments], width)
     for group in (*GROUPS, "Options"):
         rows = [
-            (_names(p), _help(p))
+            (option_names(p), _help(p))
             for p in params
             if p.param_type_name == "option"
             and (p.rich_help_panel or "Options") == group
@@ -165,16 +173,20 @@ def help_text(command: Any, ctx: Any, width: int) -> str:
     return "\n".join([*lines, *_section("Example", [(command.example, "")], width), ""])
 
 
-def _names(param: Any) -> str:
+def option_names(param: Any) -> str:
     """Its names and what stands for its value: `--model, -m MODEL`."""
     names = ", ".join([*sorted(param.opts, key=lambda opt: not opt.startswith("--")), *param.secondary_opts])
     return f"{names} {param.metavar}" if param.metavar and not param.is_flag else names
 
 
 def _help(param: Any) -> str:
-    default = param.show_default if isinstance(param.show_default, str) else ""
-    text = param.help or ""
+    default, text = default_text(param), param.help or ""
     return f"{text}  [default: {default}]" if default else text + ("  [required]" if param.required else "")
+
+
+def default_text(param: Any) -> str:
+    """The default as the help shows it; empty where there is nothing to show."""
+    return param.show_default if isinstance(param.show_default, str) else ""
 
 
 def _paragraph(text: str, width: int) -> list[str]:
@@ -245,7 +257,7 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
         raise UsageError(f"{flag_of(SamplingParams, name)} {rest}") from None
 
 
-def similar(word: str, known: list[str], count: int = 3) -> list[str]:
+def similar(word: str, known: list[str], count: int = 3, cutoff: float = 0.85) -> list[str]:
     """The known words that one may have meant: those that begin with it, else those that look like it."""
     begin = [k for k in known if k.startswith(word)] if len(word.strip("-")) > 1 else []
-    return begin[:count] or get_close_matches(word, known, count, cutoff=0.85)
+    return begin[:count] or get_close_matches(word, known, count, cutoff)

@@ -38,18 +38,19 @@ class PlanCommand(Command):
     def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
         given = ctx.params
         as_json = given["log_format"] == "json"
-        return exit_code_of(lambda: _plan(given), verbose=bool(given["verbose"]), as_json=as_json)
+        return exit_code_of(lambda: show_plan(given), verbose=bool(given["verbose"]), as_json=as_json)
 
 
-def _plan(given: dict[str, Any]) -> int:
-    from batchgen.planning import plan_job
-
+def show_plan(given: dict[str, Any]) -> int:
+    """Prints the plan of a run with these options; returns the exit code."""
     display = build(Display, given)
     config = job_config(given)
+    from batchgen.planning import plan_job  # after the options are known to be good: it takes half a second
+
     showing = progress_for(None, quiet=display.quiet, as_json=display.log_format == "json")
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = plan_job(config, shown)
-    if given["as_json"]:
+    if given.get("as_json"):
         typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
         for line in plan_lines(report):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING, Any, cast
+import io
+import re
+from typing import TYPE_CHECKING, Any
 
 from batchgen_cli.stderr import Stderr, event, printable, put
 
@@ -51,9 +53,12 @@ def _show_table(lines: list[tuple[str, str]]) -> None:
     for name, value in lines:
         table.add_row(name, Text(printable(value)))
     stream = Stderr()
-    file = cast("IO[str]", stream)  # it writes, flushes and knows whether it is a terminal
-    console = Console(file=file, highlight=False, width=None if stream.isatty() else LOG_WIDTH)
+    drawn = io.StringIO()
+    width = stream.width(80) if stream.isatty() else LOG_WIDTH
+    console = Console(file=drawn, force_terminal=stream.isatty(), highlight=False, width=width)
     console.print(table)
+    for line in drawn.getvalue().splitlines():
+        put(re.sub(r"\s+(\x1b\[0m)?$", r"\1", line), stream)
 
 
 def _plain(report: JobReport) -> dict[str, Any]:
@@ -88,7 +93,7 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
             "time",
             f"{seconds['total']:.1f} s: {parts} (in the model {seconds['forward']:.1f}), write {seconds['write']:.1f}",
         ),
-        ("memory", f"{size(s['memory_bytes_peak'])} at the most"),
+        ("memory", f"{size(s['memory_bytes_peak'])} at most"),
         ("model", _model(s)),
     ]
     return lines
@@ -106,11 +111,11 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
         whole = f"{s['total_tokens_per_s']:,.0f} with the prompts'"
         speed = f"{s['completion_tokens_per_s']:,.0f} completion tokens/s, {whole}, {rows}"
     if s["scored_tokens"]:
-        tokens.append(("scored tokens", f"{s['scored_tokens']:,} of choices or completions were run"))
+        tokens.append(("scored tokens", f"{s['scored_tokens']:,} of labels or completions"))
     return [
         (
             "prompt tokens",
-            f"{s['prompt_tokens']:,}, of which {s['prefill_tokens']:,} were run (the least possible: "
+            f"{s['prompt_tokens']:,}, of which {s['prefill_tokens']:,} were run (minimum: "
             f"{s['prefill_tokens_min']:,}): {s['shared_fraction']:.1%} shared",
         ),
         *tokens,
@@ -120,8 +125,8 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{s['steps']:,}, on average {sequences}{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
         ),
         ("prefix tree", f"{s['prefix_nodes']:,} nodes, {s['groups']:,} groups"),
-        ("KV memory", f"{size(s['kv_bytes_peak'])} at the most{unshared}"),
-        *([("state memory", f"{size(s['state_bytes_peak'])} at the most")] if s["state_bytes_peak"] else []),
+        ("KV memory", f"{size(s['kv_bytes_peak'])} at most{unshared}"),
+        *([("state memory", f"{size(s['state_bytes_peak'])} at most")] if s["state_bytes_peak"] else []),
     ]
 
 

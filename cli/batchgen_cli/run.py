@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import typer
 
 from batchgen_cli.options import Command, Display, build, job_config, run_options
 from batchgen_cli.progress import calm_libraries, progress_for
-from batchgen_cli.stderr import exit_code_of
+from batchgen_cli.stderr import exit_code_of, point_nowhere
 
 RunOptions = run_options()
 
@@ -27,15 +29,27 @@ class RunCommand(Command):
 
 
 def _run(given: dict[str, Any]) -> int:
-    from batchgen.job import run_job
-    from batchgen_cli.report import show_report
+    if given["dry_run"]:
+        from batchgen_cli.plan import show_plan
 
+        return show_plan(given)
     display = build(Display, given)
     as_json = display.log_format == "json"
-    config = job_config(given)
+    config = job_config(given | {"output": _output(given["output"])})
+    from batchgen.job import run_job
+    from batchgen_cli.report import show_report  # after the options are known to be good: it takes half a second
+
     showing = progress_for(display.progress, quiet=display.quiet, as_json=as_json)
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = run_job(config, shown)
     if not display.quiet:
         show_report(report, as_json=as_json)
     return report.exit_code
+
+
+def _output(name: str | None) -> str | None:
+    """The output, with the names of standard output for `-`. Rows for /dev/null are written nowhere."""
+    if name == os.devnull:
+        point_nowhere(sys.stdout)
+        return "-"
+    return "-" if name in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1") else name

@@ -51,7 +51,7 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
     lines = [("output", found["output"]), ("state", _state(found))]
     running = found["state"] == "running"
     if found["phase"]:
-        passed = "" if found["rows_passed"] is None else f", {found['rows_passed']:,} rows gone by"
+        passed = "" if found["rows_passed"] is None else f", {found['rows_passed']:,} rows read"
         lines.append(("phase", f"{'' if running else 'it was at '}{found['phase']}{passed}"))
     if found["rows_done"] is not None:
         lines.append(("rows", _rows(found)))
@@ -80,9 +80,9 @@ def _state(found: dict[str, Any]) -> str:
         case "running":
             return f"running: {named}"
         case "dead":
-            return f"dead: {named}, is gone; the same command again goes on from there"
+            return f"dead: {named}, is gone; the same command continues from there"
         case "stopped":
-            return "stopped; the same command again goes on from there"
+            return "stopped; the same command continues from there"
         case _:
             return "finished"
 

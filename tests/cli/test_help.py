@@ -29,7 +29,7 @@ CONTRACT = """
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --debug
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
-    --progress --no-progress --log-format --quiet -q --verbose -v --help -h
+    --dry-run --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """
 
 
@@ -133,6 +133,8 @@ def test_the_version_is_one_line(cli: Callable[..., Any]) -> None:
     assert (outcome.code, outcome.out, outcome.err) == (0, f"batchgen {version_of('batchgen')}\n", "")
 
 
-def test_python_m_batchgen_cli_is_the_command(command: list[str], command_environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("module", ["batchgen", "batchgen_cli"])
+def test_python_m_is_the_command(module: str, command_environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", module]
     done = subprocess.run([*command, "--version"], env=command_environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout[:9]) == (0, "batchgen ")

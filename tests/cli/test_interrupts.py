@@ -43,7 +43,13 @@ def wait_for_results(process: "subprocess.Popen[str]", journal: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
+    ("signum", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+    ids=["TERM", "INT", "HUP"],
 )
 def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
     signum: int, code: int, start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
@@ -68,6 +74,7 @@ def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
     assert len((tmp_path / "prompts.out.jsonl").read_text().splitlines()) == 40
 
 
+@pytest.mark.slow
 def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
     source = write_jsonl({"prompt": f"row {i}"} for i in range(30))
     process = start(source, *SLOWLY, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
@@ -95,6 +102,7 @@ def test_a_second_run_on_the_same_output_is_refused_at_once_and_the_first_goes_o
     assert process.returncode == 143
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(
     start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:

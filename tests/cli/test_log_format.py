@@ -122,6 +122,7 @@ def test_a_log_on_a_full_disk_ends_no_job(
     assert source.with_suffix(".out.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_log_whose_reader_has_gone_ends_no_job(
     command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
 ) -> None:

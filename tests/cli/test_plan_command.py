@@ -77,10 +77,11 @@ def test_notes_go_to_standard_error(cli: Cli, write_jsonl: Callable[..., Path], 
     assert json.loads(outcome.out)["rows"] == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_plan_quietly(
     command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
 ) -> None:
-    arguments = [*command, "plan", str(source), "-m", str(tiny_model_dir)]
+    arguments = [*command, "plan", str(source), "-m", str(tiny_model_dir), "--no-progress"]
     with subprocess.Popen(
         arguments, env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

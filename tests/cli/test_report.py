@@ -69,14 +69,14 @@ def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
         ("output", "out.jsonl"),
         ("rows", "2 done, 1 failed, 1 kept from an earlier run"),
         ("prompts", "through the chat template"),
-        ("prompt tokens", "40, of which 15 were run (the least possible: 15): 62.5% shared"),
+        ("prompt tokens", "40, of which 15 were run (minimum: 15): 62.5% shared"),
         ("completion tokens", "10"),
         ("speed", "5 completion tokens/s, 25 with the prompts', 1.5 rows/s"),
         ("steps", "5, on average 2.0 sequences and 1.0 parts of attention, 1 preemptions"),
         ("prefix tree", "1 nodes, 1 groups"),
-        ("KV memory", "2.0 KiB at the most (unshared: 4.0 KiB)"),
+        ("KV memory", "2.0 KiB at most (unshared: 4.0 KiB)"),
         ("time", "3.5 s: load 1.0, plan 0.0, generate 2.0 (in the model 1.5), write 0.0"),
-        ("memory", "1.0 GiB at the most"),
+        ("memory", "1.0 GiB at most"),
         ("model", "m, float32 on cpu, attention cascade"),
     ]
 
@@ -86,7 +86,7 @@ def test_a_run_of_labels_tells_rows_per_second_and_no_completions() -> None:
     report.stats.update(completion_tokens=0, completion_tokens_per_s=0.0, total_tokens_per_s=20.0, scored_tokens=1200)
     lines = dict(summary(report))
     assert "completion tokens" not in lines
-    assert lines["scored tokens"] == "1,200 of choices or completions were run"
+    assert lines["scored tokens"] == "1,200 of labels or completions"
     assert lines["speed"] == "1.0 rows/s, 20 prompt tokens/s"
 
 

@@ -56,7 +56,7 @@ def test_a_job_that_reads_its_input() -> None:
         "rows_kept": 0,
     }
     assert lines(found)[2:5] == [
-        "phase: planning, 70,000 rows gone by",
+        "phase: planning, 70,000 rows read",
         "rows: 0 done, 900 results at hand",
         "tokens: 23,400 of prompts, 12,345 of completions, 7,000 rows/s",
     ]
@@ -72,14 +72,14 @@ def test_a_job_on_another_host() -> None:
 def test_a_dead_job() -> None:
     found = RUNNING | {"state": "dead", "process": WHO | {"alive": False}, "eta_seconds": None}
     assert lines(found)[1:3] == [
-        "state: dead: process 12 on here, since 2026-03-04T05:00:00+00:00, is gone; the same command again goes on from there",
+        "state: dead: process 12 on here, since 2026-03-04T05:00:00+00:00, is gone; the same command continues from there",
         "phase: it was at generating",
     ]
 
 
 def test_a_stopped_job_of_which_little_is_known() -> None:
     found = NOTHING | {"output": "o\x1b[2J.jsonl", "state": "stopped", "rows_done": 7, "results": 7}
-    assert lines(found)[1:] == ["state: stopped; the same command again goes on from there", "rows: 7 done"]
+    assert lines(found)[1:] == ["state: stopped; the same command continues from there", "rows: 7 done"]
 
 
 def test_a_finished_job_is_told_in_lines_and_as_json(

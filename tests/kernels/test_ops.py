@@ -103,6 +103,16 @@ def test_rows_may_lie_apart_and_have_any_shape():
     assert layer(wide[:0, :, :32]).shape == (0, 5, 40)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 6, 17])
+def test_float32_weights_that_are_numbers_of_bfloat16_take_16_bits_and_give_the_same(rows):
+    weight, x = numbers(70, 66, dtype=BFLOAT16).float(), numbers(rows, 66, seed=1)
+    layer = PackedLinear([weight], [None])
+    near(layer(x), linear(x, weight))
+    assert torch.equal(layer.weight, weight)
+    other = PackedLinear([numbers(70, 66)], [None])
+    assert other.weights.numel() == 2 * layer.weights.numel()
+
+
 @dtypes
 def test_a_packed_weight_can_be_had_back(dtype):
     weight = numbers(70, 66, dtype=dtype)

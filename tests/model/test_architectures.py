@@ -32,8 +32,8 @@ def test_the_refusal_names_the_type_and_the_reason():
 
 
 def test_a_model_around_a_refused_text_model_is_refused():
-    config = SimpleNamespace(model_type="llama4", text_config=SimpleNamespace(model_type="llama4_text"))
-    assert refusal(config) == "they scale queries by their place in the batch"
+    config = SimpleNamespace(model_type="qwen4_exp", text_config=SimpleNamespace(model_type="qwen4_exp_text"))
+    assert refusal(config) == "an indexer of theirs chooses which keys a query sees"
 
 
 @pytest.mark.parametrize(

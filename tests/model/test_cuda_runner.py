@@ -317,6 +317,7 @@ def test_steps_on_a_gpu_wait_for_nothing(monkeypatch):
     assert len(run(engine, requests)) == 8
 
 
+@pytest.mark.slow
 def test_graphs_over_the_real_kernels_write_the_same(model, monkeypatch):
     """On Triton's interpreter: a graph captured for one step serves the plans of all steps of its shape."""
     kernels = pytest.importorskip("batchgen.attention.triton_kernels")

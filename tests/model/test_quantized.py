@@ -37,8 +37,8 @@ def quantized(tiny_model_dir, tmp_path_factory):
 
 def load(folder, **options):
     config = ModelConfig(model=str(folder), device="cpu", **options)
-    text = load_tokenizer(config)
-    return load_model(config, text), text
+    tokenizer = load_tokenizer(config)
+    return load_model(config, tokenizer), tokenizer
 
 
 def test_quantized_weights_are_loaded_as_they_are_and_the_kv_is_not_quantized(quantized):
@@ -67,7 +67,7 @@ def test_the_output_of_a_quantized_model_is_that_of_generate(quantized, tiny_mod
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     apart = 0.0
     for prompt, result in zip(PROMPTS, results, strict=True):
-        ids = torch.tensor([llm.text.tokenizer(prompt)["input_ids"]])
+        ids = torch.tensor([llm.tokenizer.hf_tokenizer(prompt)["input_ids"]])
         out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
         assert list(result.token_ids) == out[0, ids.shape[1] :].tolist()
         want, without = (m(out[:, :-1]).logits[0, ids.shape[1] - 1 :] for m in (reference, plain))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from support.models import (
     run,
     watched,
 )
-from support.shapes import SHAPES, prompts_and_lengths
+from support.shapes import CORE, SHAPES, prompts_and_lengths
 
 # transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -50,12 +50,22 @@ def expected_of(name: str) -> list[Expected]:
     return [expect(model, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
 
 
-def _params(shapes: list[str]) -> list[object]:
+def _params(shapes: list[str], quick: Collection[str] | None = None) -> list[object]:
+    """One parameter for each shape. Shapes that are not in `quick` are slow tests."""
     missing = pytest.mark.skip(f"transformers {INSTALLED} does not have it")
-    return [pytest.param(s, marks=[] if s.split("/")[0] in CONFIG_MAPPING else missing) for s in shapes]
+    return [
+        pytest.param(
+            s,
+            marks=[
+                *([] if s.split("/")[0] in CONFIG_MAPPING else [missing]),
+                *([] if quick is None or s in quick else [pytest.mark.slow]),
+            ],
+        )
+        for s in shapes
+    ]
 
 
-@pytest.mark.parametrize("name", _params(sorted(SHAPES)))
+@pytest.mark.parametrize("name", _params(sorted(SHAPES), CORE))
 def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)

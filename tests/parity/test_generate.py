@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.prefix import plan_prefixes
 from support.models import engine_for, generate, make_requests, packed_model, reference_model, run
-from support.shapes import SHAPES, VOCAB
+from support.shapes import CORE, SHAPES, VOCAB
 
 CHUNK = 16  # and a block of 32
 
@@ -51,11 +51,6 @@ ENGINES = {
     "prefill in slices of one block": {"max_prefill_tokens": 32, "batch_size": 7},
     "other blocks": {"chunk_size": 5, "batch_size": 9},
 }
-# Every engine for these; for the others test_every_architecture.py has the two that differ most, and the slow set the rest.
-CORE = {
-    "deepseek_v3", "gemma2", "gemma3n_text", "gpt2", "gpt_oss", "granite_swa", "llama", "llama/mqa", "mimo_v2_flash",
-    "mixtral", "qwen2/window", "starcoder2",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

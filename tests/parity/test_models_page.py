@@ -6,16 +6,17 @@ import transformers
 
 from batchgen.model.architectures import VERIFIED_ON
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "make_models_table.py"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.parametrize("name", ["make_models_table", "make_families_page"])
 @pytest.mark.skipif(
     not transformers.__version__.startswith(f"{VERIFIED_ON[-1]}."), reason="made with the newest version verified"
 )
-def test_the_block_about_models_is_what_its_script_writes() -> None:
-    spec = importlib.util.spec_from_file_location("make_models_table", SCRIPT)
+def test_a_page_about_models_is_what_its_script_writes(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.BLOCK.read_text(encoding="utf-8") == script.block(), "run python docs/make_models_table.py"
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), f"run python docs/{name}.py"

@@ -69,7 +69,7 @@ def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
     assert engine.block_manager.pool.num_used == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mistral/window"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mistral/window", "qwen3_5_text", "falcon_h1"])
 def test_every_fork_writes_what_the_prompt_alone_does(name):
     rng = random.Random(7)
     root = numbers(rng, 45)

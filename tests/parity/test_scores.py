@@ -61,7 +61,9 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral/window"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gemma2", "mistral/window", "qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
+)
 def test_a_score_is_that_of_a_forward_of_prompt_and_text(name):
     want = [teacher(reference_model(name), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]
     assert name != "llama" or want[0][1]

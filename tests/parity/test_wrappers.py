@@ -13,9 +13,9 @@ from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, is_
 from batchgen.model.loader import load_model
 from batchgen.model.multimodal import Absent
 from batchgen.prompts import LoadedTokenizer
-from support.models import engine_for, expect, make_requests, memory_for, run, text, watched
+from support.models import engine_for, expect, make_requests, memory_for, run, tiny_tokenizer, watched
 from support.shapes import SHAPES, VOCAB, prompts_and_lengths
-from support.wrappers import TEXTS, config_of, text_model, whole_model
+from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
 PROMPTS, LENGTHS = prompts_and_lengths()
 TOLERANCE = 5e-5
@@ -38,7 +38,11 @@ def _params() -> list[object]:
 
 def tokenizer_of(config: object) -> LoadedTokenizer:
     return LoadedTokenizer(
-        tokenizer=text().tokenizer, hf_config=config, context_length=512, eos_token_ids=(), vocab_size=VOCAB
+        hf_tokenizer=tiny_tokenizer().tokenizer,
+        hf_config=config,
+        context_length=512,
+        eos_token_ids=(),
+        vocab_size=VOCAB,
     )
 
 
@@ -80,7 +84,8 @@ SMALL = {"fast_vlm", "mistral4", "perception_lm"}
 
 def test_at_least_sixty_wrappers_are_verified_and_all_of_them_tested() -> None:
     assert set(TEXTS) == WRAPPERS
-    assert len(WRAPPERS) >= 60
+    assert len(WRAPPERS & with_text_config()) >= 60
+    assert with_text_config() <= WRAPPERS | set(REFUSED)
     assert not (WRAPPERS | INNER) & (set(REFUSED) | VERIFIED)
     assert {inner for inner, _ in TEXTS.values() if inner} - {shape.split("/")[0] for shape in SHAPES} == INNER
 

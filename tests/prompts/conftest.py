@@ -78,7 +78,7 @@ def metaspace_tokenizer() -> Any:
 
 def loaded(tokenizer: Any, *, context: int = 1000, vocab_size: int | None = None) -> LoadedTokenizer:
     return LoadedTokenizer(
-        tokenizer=tokenizer,
+        hf_tokenizer=tokenizer,
         hf_config=LlamaConfig(max_position_embeddings=context),
         context_length=context,
         eos_token_ids=(1,),
@@ -95,8 +95,8 @@ def builder(
     **prompts: Any,
 ) -> PromptBuilder:
     """Over the byte tokenizer; `chat_template` is the model's own, `prompts` are the user's options."""
-    text = loaded(byte_tokenizer(bos=bos, chat_template=chat_template), context=context)
-    return PromptBuilder(text, PromptConfig(**prompts), sampling or SamplingParams())
+    tokenizer = loaded(byte_tokenizer(bos=bos, chat_template=chat_template), context=context)
+    return PromptBuilder(tokenizer, PromptConfig(**prompts), sampling or SamplingParams())
 
 
 def rows(*columns: dict[str, Any]) -> list[Row]:

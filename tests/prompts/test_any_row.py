@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import ROW_ERROR_TYPES
-from batchgen.prompts import Draft
 from batchgen.prompts.params import NAMES
+from batchgen.request import Request
 
 TEXT = st.text(max_size=8) | st.sampled_from(
     ["", "a", "<s>", "\ud800", "POST", "[]", "{}", "1e999", "user", "assistant", "text"]
@@ -54,9 +54,9 @@ def test_any_row_becomes_a_draft_or_an_error_row(tools, options, columns):
     first, other, last = b.build(tools.rows(columns, {"prompt": "a"}, columns))
     assert repr(columns) == repr(before)
     assert tools.text_of(other).replace("<s>", "").replace("<|im_start|>user\n", "")
-    if isinstance(first, Draft):
+    if isinstance(first, Request):
         assert first.tokens.tolist() == last.tokens.tolist()
-        assert first.digest == last.digest
+        assert first.key == last.key
         assert 1 <= len(first.tokens) < 60
         assert 1 <= first.max_tokens <= 60 - len(first.tokens)
         return

@@ -30,10 +30,10 @@ def failure(model, **options):
 
 
 def test_tokenizer_and_configuration_are_loaded_without_weights(tools, tmp_path):
-    text = load(tools.save_model(tmp_path / "m"))
-    assert (text.context_length, text.eos_token_ids, text.vocab_size) == (64, (1,), 260)
-    assert text.hf_config.model_type == "llama"
-    assert [a.tolist() for a in Encoder(text.tokenizer).encode(["ab"], special=True)] == [[0, 101, 102]]
+    tokenizer = load(tools.save_model(tmp_path / "m"))
+    assert (tokenizer.context_length, tokenizer.eos_token_ids, tokenizer.vocab_size) == (64, (1,), 260)
+    assert tokenizer.hf_config.model_type == "llama"
+    assert [a.tolist() for a in Encoder(tokenizer.hf_tokenizer).encode(["ab"], special=True)] == [[0, 101, 102]]
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_the_libraries_advice_is_kept_off_standard_error(tools, tmp_path):
     code = (
         "import sys; from batchgen.config import *; from batchgen.sampling_params import SamplingParams\n"
         "from batchgen.prompts import *; from batchgen.records.rows import Row\n"
-        f"text = load_tokenizer(ModelConfig(model={folder!r}))\n"
-        "out = PromptBuilder(text, PromptConfig(), SamplingParams()).build([Row(0, {'prompt': 'abcdef'}, None, '')])\n"
+        f"tokenizer = load_tokenizer(ModelConfig(model={folder!r}))\n"
+        "out = PromptBuilder(tokenizer, PromptConfig(), SamplingParams()).build([Row(0, {'prompt': 'abcdef'}, None, '')])\n"
         "import transformers.utils.logging as l; print(len(out[0].tokens), l.get_verbosity())"
     )
     done = subprocess.run(
@@ -296,10 +296,10 @@ def test_a_pattern_that_transformers_knows_to_be_wrong_is_told(tools, tmp_path):
     from batchgen.prompts import PromptBuilder
     from batchgen.sampling_params import SamplingParams
 
-    text = load(tools.save_model(tmp_path))
-    assert PromptBuilder(text, PromptConfig(), SamplingParams()).notes == []
-    text.tokenizer.fix_mistral_regex = False
-    assert PromptBuilder(text, PromptConfig(), SamplingParams()).notes == [
+    tokenizer = load(tools.save_model(tmp_path))
+    assert PromptBuilder(tokenizer, PromptConfig(), SamplingParams()).notes == []
+    tokenizer.hf_tokenizer.fix_mistral_regex = False
+    assert PromptBuilder(tokenizer, PromptConfig(), SamplingParams()).notes == [
         f"the tokenizer of {str(tmp_path)!r} splits text by a pattern known to be wrong; "
         'put "fix_mistral_regex": true into its tokenizer_config.json to mend it'
     ]

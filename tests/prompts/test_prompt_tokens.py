@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts import Draft, PromptBuilder
+from batchgen.prompts import PromptBuilder
 from batchgen.records.rows import Row
-from batchgen.request import row_digest
+from batchgen.request import Request, row_digest
 from batchgen.sampling_params import SamplingParams
 
 
@@ -20,7 +20,7 @@ def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
     assert draft.tokens.tolist() == [0, 4 + 97, 4 + 98]
     assert draft.tokens.dtype == np.int32
     assert (draft.row, draft.max_tokens, draft.truncated, draft.params) == (0, 256, False, SamplingParams())
-    assert draft.digest == row_digest(draft.tokens, draft.params)
+    assert draft.key == row_digest(draft.tokens, draft.params)
 
 
 def test_a_raw_prompt_that_begins_with_the_bos_text_is_not_given_a_second_one(tools):
@@ -117,8 +117,8 @@ def test_of_several_templates_the_default_is_used(tools):
         ({"a": "x", "b": "y"}, {}, "the model has no default among its chat templates (a, b); give one with --chat-template FILE, or send prompts raw with --no-chat"),
         ("x", {"system": "S", "chat": False}, "--system has no place in a raw prompt, which --no-chat asks for; leave one of them out"),
         ("x", {"chat_template_kwargs": {"messages": []}}, "--chat-template-kwargs 'messages' is not the template's to set; leave it out"),
-        ("{% if %}", {}, "the model's chat template is not valid Jinja (line 1): Expected an expression, got 'end of statement block'; mend it, or give another"),
-        ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'.; mend it"),
+        ("{% if %}", {}, "the model's chat template is not valid Jinja (line 1): Expected an expression, got 'end of statement block'; correct it, or give another"),
+        ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'.; correct it"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_met_are_refused_in_words(tools, own, options, message):
@@ -222,7 +222,7 @@ def test_every_row_has_the_tokens_it_would_have_alone(tools, texts, chat):
         if "\ud800" in text:
             assert out[i].error_type == "invalid_row"
             continue
-        assert isinstance(out[i], Draft)
+        assert isinstance(out[i], Request)
         whole = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" if chat else text
         ids = tools.byte_ids(whole)
         assert out[i].tokens.tolist() == (ids if chat or ids[:1] == [0] else [0, *ids])

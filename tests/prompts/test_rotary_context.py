@@ -24,3 +24,15 @@ PHI3 = {"model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4, "pad_
 def test_the_context_ends_before_positions_depend_on_the_batch(tools, tmp_path, config, length):
     folder = tools.save_model(tmp_path, config=config)
     assert load_tokenizer(ModelConfig(model=str(folder))).context_length == length
+
+
+def test_the_context_of_layers_that_see_chunks_ends_with_the_first_chunk(tools, tmp_path):
+    config = {
+        "model_type": "llama4_text",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+        "num_hidden_layers": 4,
+    }
+    folder = tools.save_model(tmp_path, config=config | {"max_position_embeddings": 512, "attention_chunk_size": 48})
+    assert load_tokenizer(ModelConfig(model=str(folder))).context_length == 48

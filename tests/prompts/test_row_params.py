@@ -223,4 +223,4 @@ def test_equal_prompts_with_equal_parameters_have_equal_digests(tools):
             {"prompt": "a", "seed": 1}, {"prompt": "a", "sampling_params": {"seed": 1}}, {"prompt": "a", "seed": 2}
         )
     )
-    assert a.digest == b.digest != c.digest
+    assert a.key == b.key != c.key

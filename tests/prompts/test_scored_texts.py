@@ -32,7 +32,7 @@ def test_labels_have_the_tokens_of_their_text_alone(tools):
 def test_labels_one_of_which_begins_another_end_with_the_end_token(tools):
     b = tools.builder(sampling=SamplingParams(choices=("no", "yes", "nothing", "n")))
     (draft,) = b.build(tools.rows({"prompt": "a"}))
-    end = b._text.eos_token_ids[0]
+    end = b._tokenizer.eos_token_ids[0]
     want = [[*plain(tools, text), end] for text in ("no", "yes", "nothing", "n")]
     assert [t.tolist() for t in draft.texts] == want
 
@@ -46,7 +46,7 @@ def test_a_row_s_own_labels_replace_those_of_the_command(tools):
 
 def test_the_digest_of_a_labelled_row_is_that_of_its_tokens_and_parameters(tools):
     draft = one(tools, {"prompt": "a"}, sampling=SamplingParams(choices=("yes", "no")))
-    assert draft.digest == row_digest(draft.tokens, draft.params)
+    assert draft.key == row_digest(draft.tokens, draft.params)
 
 
 def test_a_completion_is_scored_as_its_text_alone(tools):
@@ -54,7 +54,7 @@ def test_a_completion_is_scored_as_its_text_alone(tools):
         tools.rows({"prompt": "a", "completion": " b c"}, {"prompt": "a", "completion": "d"})
     )
     assert [[t.tolist() for t in d.texts] for d in drafts] == [[plain(tools, " b c")], [plain(tools, "d")]]
-    assert drafts[0].digest == row_digest(drafts[0].tokens, drafts[0].params, drafts[0].texts) != drafts[1].digest
+    assert drafts[0].key == row_digest(drafts[0].tokens, drafts[0].params, drafts[0].texts) != drafts[1].key
 
 
 def test_an_empty_completion_is_certain(tools):
@@ -139,7 +139,7 @@ def test_a_prompt_that_leaves_no_room_for_the_longest_label_is_too_long_or_cut(t
 
 def test_a_prompt_is_cut_to_leave_room_for_the_text(tools):
     b = tools.builder(score=True, on_long_prompt="truncate-left")
-    context = b._text.context_length
+    context = b._tokenizer.context_length
     (draft,) = b.build(tools.rows({"prompt": "a" * 5 * context, "completion": "bcd"}))
     assert draft.truncated
     assert len(draft.tokens) + len(draft.texts[0]) == context
@@ -187,29 +187,29 @@ def test_labels_that_cannot_be_told_apart_or_tokenized_are_wrong_use_or_fail_the
 
 
 def test_labels_that_only_an_end_token_tells_apart_need_one(tools):
-    text = replace(tools.loaded(tools.byte_tokenizer()), eos_token_ids=())
+    tokenizer = replace(tools.loaded(tools.byte_tokenizer()), eos_token_ids=())
     sampling = SamplingParams(choices=("no", "none", "yes"))
     with pytest.raises(UsageError) as e:
-        PromptBuilder(text, PromptConfig(), sampling)
+        PromptBuilder(tokenizer, PromptConfig(), sampling)
     assert str(e.value) == (
         "--choices: the tokens of the choice 'no' begin those of 'none', and the model has no end token to tell them apart"
     )
-    assert len(PromptBuilder(text, PromptConfig(), SamplingParams(choices=("no", "yes"))).build([])) == 0
+    assert len(PromptBuilder(tokenizer, PromptConfig(), SamplingParams(choices=("no", "yes"))).build([])) == 0
 
 
 def test_the_end_token_of_labels_is_the_tokenizers_where_the_model_has_several(tools):
-    tokenizer = tools.byte_tokenizer()
+    plain = tools.byte_tokenizer()
     for ends, end in (((2, 1), 1), ((2, 3), 2)):
-        text = replace(tools.loaded(tokenizer), eos_token_ids=ends)
-        builder = PromptBuilder(text, PromptConfig(), SamplingParams(choices=("a", "ab")))
+        tokenizer = replace(tools.loaded(plain), eos_token_ids=ends)
+        builder = PromptBuilder(tokenizer, PromptConfig(), SamplingParams(choices=("a", "ab")))
         (draft,) = builder.build(tools.rows({"prompt": "p"}))
         assert [t.tolist() for t in draft.texts] == [[*tools.byte_ids("a"), end], [*tools.byte_ids("ab"), end]]
 
 
 def test_a_text_with_a_token_that_the_model_has_not_fails_its_row(tools):
-    text = tools.loaded(tools.byte_tokenizer(), vocab_size=100)
+    tokenizer = tools.loaded(tools.byte_tokenizer(), vocab_size=100)
     row = {"prompt": "P", "completion": "z"}
-    (failed,) = PromptBuilder(text, PromptConfig(score=True), SamplingParams()).build(tools.rows(row))
+    (failed,) = PromptBuilder(tokenizer, PromptConfig(score=True), SamplingParams()).build(tools.rows(row))
     assert tools.error_of(failed) == (
         "invalid_row", "column 'completion': it has token 126, and the model knows 100 tokens",
     )  # fmt: skip

@@ -30,14 +30,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import ROW_ERROR_TYPES, InputCorrupt, UsageError
-from batchgen.prompts import Draft, PromptBuilder
+from batchgen.prompts import PromptBuilder
 from batchgen.records import open_input
 from batchgen.records.rows import Row
+from batchgen.request import Request
 from batchgen.result import Result
 
 SECONDS = 10
 """No small file takes that long."""
-Built = Callable[[list[Row]], list[Draft | Result]]
+Built = Callable[[list[Row]], list[Request | Result]]
 
 
 # What is read, and whether it is right.

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from batchgen.records import jsonl, open_input, tables
+from batchgen.records import open_input
+from batchgen.records.files import InputFile
 from batchgen.records.jsonl import MAX_LINE, read_jsonl
 from batchgen.records.rows import MAX_WINDOW_BYTES, Row, windows
 from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
@@ -64,23 +65,22 @@ def test_long_rows_are_not_held_together(tmp_path):
     assert peak < 2 * 8_000_000 + 4_000_000
 
 
-def test_a_line_longer_than_the_limit_is_passed_over_and_the_next_is_read(monkeypatch):
-    monkeypatch.setattr(jsonl, "MAX_LINE", 20)
-    monkeypatch.setattr(jsonl, "_PIECE", 4)
+def test_a_line_longer_than_the_limit_is_passed_over_and_the_next_is_read():
     fits, long = b'{"a": "' + b"x" * 11 + b'"}', b'{"a": "' + b"x" * 12 + b'"}'
     assert (len(fits), len(long)) == (20, 21)
-    read = [columns for _, columns, _ in read_jsonl(io.BytesIO(fits + b"\n" + long + b'\n{"b": 1}\n' + long))]
+    stream = io.BytesIO(fits + b"\n" + long + b'\n{"b": 1}\n' + long)
+    read = [columns for _, columns, _ in read_jsonl(stream, max_line=20, skip_bytes=4)]
     assert read == [{"a": "x" * 11}, "longer than 20 bytes", {"b": 1}, "longer than 20 bytes"]
     assert MAX_LINE == 256 * 1024 * 1024
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("piece", [1, 2, 3, 4, 5, 100])
-def test_a_line_of_csv_longer_than_the_limit_is_passed_over_and_the_next_is_read(monkeypatch, end, piece):
-    monkeypatch.setattr(tables, "MAX_LINE", 20)
-    monkeypatch.setattr(tables, "_PIECE", piece)
+def test_a_line_of_csv_longer_than_the_limit_is_passed_over_and_the_next_is_read(end, piece):
     lines = [b"a,b", b"1,2", b"x" * 30 + b",1", b"3,4", b'"' + b"x" * 12, b"y" * 12 + b'",1', b"5,6", b"x" * 30]
-    read = [(place, columns) for place, columns, _ in read_csv(io.BytesIO(end.join(lines)))]
+    read = [
+        (place, columns) for place, columns, _ in read_csv(io.BytesIO(end.join(lines)), max_line=20, skip_chars=piece)
+    ]
     assert read == [
         (":2", {"a": "1", "b": "2"}),
         (":3", "not CSV: longer than 20 bytes"),
@@ -95,10 +95,9 @@ BOMBS = [("a.jsonl.gz", b""), ("a.csv.gz", b"prompt\n"), ("a.jsonl.zst", b"")]
 
 
 @pytest.mark.parametrize(("name", "first"), BOMBS)
-def test_a_bomb_of_a_compressed_file_costs_little_memory(tmp_path, monkeypatch, name, first):
+def test_a_bomb_of_a_compressed_file_costs_little_memory(tmp_path, name, first):
     """200 MB in one line of a file of 200 KB or less, where a line may have 1 MB."""
-    for module in (jsonl, tables):
-        monkeypatch.setattr(module, "MAX_LINE", 1_000_000)
+    reader = read_csv if ".csv" in name else read_jsonl
     with (zstandard if name.endswith("zst") else gzip).open(tmp_path / name, "wb") as f:
         f.write(first)
         for _ in range(200):
@@ -106,17 +105,17 @@ def test_a_bomb_of_a_compressed_file_costs_little_memory(tmp_path, monkeypatch, 
         f.write(b'\n{"prompt":"b"}\n')
     assert (tmp_path / name).stat().st_size < 300_000
     tracemalloc.start()
-    bomb, after = open_input([str(tmp_path / name)], format=None, output=None).rows()
+    with InputFile(str(tmp_path / name), "jsonl", "gzip" if name.endswith("gz") else "zstd").open() as stream:
+        (_, bomb, _), (_, after, _) = reader(stream, max_line=1_000_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert bomb.error is not None
-    assert bomb.error.message.endswith("longer than 1,000,000 bytes")
-    assert after.error is None
+    assert isinstance(bomb, str)
+    assert bomb.endswith("longer than 1,000,000 bytes")
+    assert isinstance(after, dict)
     assert peak < (12_000_000 if name.endswith("gz") else 80_000_000)  # what a block of zstandard holds comes at once
 
 
 def test_a_parquet_file_of_long_rows_is_read_a_few_at_a_time(monkeypatch):
-    monkeypatch.setattr(tables, "PARQUET_BATCH_BYTES", 100_000)
     stream = io.BytesIO()
     texts = [f"{i}" + "x" * 20_000 for i in range(40)]
     pq.write_table(pa.table({"prompt": texts}), stream, use_dictionary=False)
@@ -125,7 +124,7 @@ def test_a_parquet_file_of_long_rows_is_read_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(
         pq.ParquetFile, "iter_batches", lambda self, size, **how: batches.append(size) or whole(self, size, **how)
     )
-    assert [columns["prompt"] for _, columns, _ in read_parquet(stream)] == texts  # type: ignore[index]
+    assert [columns["prompt"] for _, columns, _ in read_parquet(stream, batch_bytes=100_000)] == texts  # type: ignore[index]
     assert batches == [4]
     stream = io.BytesIO()
     pq.write_table(pa.table({"prompt": ["a"] * 3000}), stream)

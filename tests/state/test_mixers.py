@@ -20,10 +20,20 @@ from batchgen.errors import ModelError
 from batchgen.state.cache import StateCache, StateShape, bytes_per_slot
 from batchgen.state.mixers import RecurrentLayers, install
 from batchgen.state.step import StateSpan, StateStep
+from support.models import kernels as compiled
 
-HEADS, GROUPS, WIDTH, DEPTH, CHANNELS, TAPS = 4, 2, 6, 10, 12, 3
+HEADS, GROUPS, WIDTH, DEPTH, CHANNELS, TAPS = 4, 2, 40, 10, 300, 3
 LAYER = 5
 LENGTHS = [1, 2, 3, 15, 16, 17, 40, 64, 65, 130]
+
+
+each_way = pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(False, id="torch"),
+        pytest.param(True, id="kernels", marks=pytest.mark.skipif(compiled() is None, reason="no compiler")),
+    ],
+)
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -47,29 +57,30 @@ def cuts(rng: random.Random, lengths: Sequence[int]) -> list[list[tuple[int, int
 
 
 def in_steps(
-    lengths: Sequence[int], seed: int, shape: StateShape, run: Callable[[StateStep, Callable[..., torch.Tensor]], Any]
+    kernels: bool,
+    lengths: Sequence[int],
+    seed: int,
+    shape: StateShape,
+    run: Callable[[StateStep, Callable[..., torch.Tensor]], Any],
 ) -> list[torch.Tensor]:
     """By sequence its outputs, run in steps of random spans. `run` gets a step and what packs a list of tensors, one a sequence."""
     rng = random.Random(seed)
     count = len(lengths)
     cache = StateCache({LAYER: shape}, 2 * count, torch.float32)
     slots = rng.sample(range(2 * count), 2 * count)
+    held = [-1] * count
     out: list[list[torch.Tensor]] = [[] for _ in lengths]
     for step in cuts(rng, lengths):
         spans = []
-        for (
-            i,
-            start,
-            stop,
-        ) in step:  # in turns from one of its two slots to the other: a state is read in one and written in another
-            at = len(out[i])
-            read, write = slots[2 * i + at % 2], slots[2 * i + (at + 1) % 2]
+        for i, start, stop in step:  # a state is changed in its slot, or read in one and written to the other
+            read = held[i]
+            write = held[i] = slots[2 * i + rng.randrange(2)]
             spans.append(StateSpan(stop - start, read if start else -1, write))
 
         def pack(whole: Sequence[torch.Tensor], step: Any = step) -> torch.Tensor:
             return torch.cat([whole[i][start:stop] for i, start, stop in step])
 
-        y = run(StateStep(spans, cache), pack)
+        y = run(StateStep(spans, cache, kernels), pack)
         for (i, _, _), part in zip(step, y.split([stop - start for _, start, stop in step]), strict=True):
             out[i].append(part)
     return [torch.cat(parts) for parts in out]
@@ -79,14 +90,15 @@ def agree(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5 * max(1.0, float(want.abs().max())))
 
 
+@each_way
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_convolution_is_that_of_transformers(lengths: list[int], seed: int) -> None:
+def test_the_convolution_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
     weight, bias = normal(1, CHANNELS, TAPS + 1), normal(2, CHANNELS)
     xs = [normal(10 + i, n, CHANNELS) for i, n in enumerate(lengths)]
     for activation in ("silu", None):
         got = in_steps(
-            lengths, seed, StateShape(TAPS, CHANNELS),
+            kernels, lengths, seed, StateShape(TAPS, CHANNELS),
             lambda s, pack, a=activation: s.convolve(LAYER, pack(xs), weight, bias, a),
         )  # fmt: skip
         for x, y in zip(xs, got, strict=True):
@@ -94,9 +106,10 @@ def test_the_convolution_is_that_of_transformers(lengths: list[int], seed: int) 
             agree(y, want[0].t())
 
 
+@each_way
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_delta_rule_is_that_of_transformers(lengths: list[int], seed: int) -> None:
+def test_the_delta_rule_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
     shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
     unit = torch.nn.functional.normalize
     qs, ks = ([unit(normal(10 * i + at, n, HEADS, DEPTH), dim=-1) for i, n in enumerate(lengths)] for at in (1, 2))
@@ -104,7 +117,7 @@ def test_the_delta_rule_is_that_of_transformers(lengths: list[int], seed: int) -
     gs = [-softplus(4 * normal(10 * i + 4, n, HEADS)) for i, n in enumerate(lengths)]
     betas = [2 * normal(10 * i + 5, n, HEADS).sigmoid() for i, n in enumerate(lengths)]  # up to 2: negative eigenvalues
     got = in_steps(
-        lengths, seed, shape, lambda s, pack: s.delta_rule(LAYER, *(pack(x) for x in (qs, ks, vs, gs, betas)))
+        kernels, lengths, seed, shape, lambda s, pack: s.delta_rule(LAYER, *(pack(x) for x in (qs, ks, vs, gs, betas)))
     )
     for i, y in enumerate(got):
         args = (qs[i][None], ks[i][None], vs[i][None], gs[i][None], betas[i][None])
@@ -115,16 +128,19 @@ def test_the_delta_rule_is_that_of_transformers(lengths: list[int], seed: int) -
             agree(y, own(*args)[0][0] * DEPTH**0.5)  # which scales the queries
 
 
+@each_way
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_recurrence_of_mamba2_is_that_of_transformers(lengths: list[int], seed: int) -> None:
+def test_the_recurrence_of_mamba2_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
     shape = StateShape(1, 1, (HEADS, WIDTH, DEPTH))
     a = -torch.tensor([0.1, 1.0, 4.0, 16.0])
     xs = [normal(10 * i + 1, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
     dts = [softplus(normal(10 * i + 2, n, HEADS)) for i, n in enumerate(lengths)]
     bs, cs = ([normal(10 * i + at, n, GROUPS, DEPTH) for i, n in enumerate(lengths)] for at in (3, 4))
     no_limit = (0.0, math.inf)
-    got = in_steps(lengths, seed, shape, lambda s, p: s.mamba2(LAYER, p(xs), p(dts), no_limit, a, p(bs), p(cs)))
+    got = in_steps(
+        kernels, lengths, seed, shape, lambda s, p: s.mamba2(LAYER, p(xs), p(dts), no_limit, a, p(bs), p(cs))
+    )
     for i, y in enumerate(got):
         want = modeling_bamba.mamba2_chunk_scan(xs[i][None], dts[i][None], a, bs[i][None], cs[i][None], chunk_size=16)
         agree(y, want[0])
@@ -183,3 +199,15 @@ def test_a_model_without_recurrent_layers_is_left_as_it_is() -> None:
 def test_a_recurrent_layer_does_not_run_without_states() -> None:
     with pytest.raises(ModelError, match="without a step's states"):
         RecurrentLayers().step  # noqa: B018
+
+
+@pytest.mark.skipif(compiled() is None, reason="no compiler")
+def test_in_bfloat16_the_convolution_rounds_where_transformers_does() -> None:
+    weight, bias = normal(1, CHANNELS, TAPS + 1).bfloat16(), normal(2, CHANNELS).bfloat16()
+    x = normal(3, 90, CHANNELS).bfloat16()
+    cache = StateCache({LAYER: StateShape(TAPS, CHANNELS)}, 1, torch.bfloat16)
+    for activation in ("silu", None):
+        got = StateStep([StateSpan(90, -1, 0)], cache, kernels=True).convolve(LAYER, x, weight, bias, activation)
+        want = inspect.unwrap(modeling_bamba.causal_conv1d_fn)(x.t()[None], weight, bias, activation)[0].t()
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)
+        assert torch.equal(cache.convolution[LAYER][0], x[-TAPS:])

@@ -144,9 +144,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "config is a pointer": (text("config.json", LFS), f"M/config.json is a Git LFS pointer, not the file itself; {PULL}"),
     "config is empty": (text("config.json", ""), f"M/config.json is empty; {AGAIN}"),
-    "config is a web block": (
+    "config is a web page": (
         text("config.json", "<!DOCTYPE html><html><body>Sign in</body></html>"),
-        "M/config.json is a web block, not the file itself; download it with `hf download`",
+        "M/config.json is a web page, not the file itself; download it with `hf download`",
     ),
     "config is cut": (
         text("config.json", '{"model_type": "llama", "hidden_'),
@@ -233,9 +233,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
         cut("model.safetensors", -1000), f"M/model.safetensors is cut: it has BYTES of BYTES bytes; {AGAIN}",
     ),
     "weights are cut in the header": (cut("model.safetensors", 600), f"M/model.safetensors is cut inside its header; {AGAIN}"),
-    "weights are a web block": (
+    "weights are a web page": (
         text("model.safetensors", "<html>404</html>"),
-        "M/model.safetensors is a web block, not the file itself; download it with `hf download`",
+        "M/model.safetensors is a web page, not the file itself; download it with `hf download`",
     ),
     "weights are noise": (
         text("model.safetensors", bytes(range(256)) * 40),

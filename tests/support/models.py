@@ -79,9 +79,9 @@ def packed_model(model_type: str, *, compiled: bool = True) -> Any:
     return prepare_model(copy.deepcopy(reference_model(model_type)), kernels=kernels() if compiled else None)
 
 
-def text(context_length: int = 512, eos: tuple[int, ...] = ()) -> LoadedTokenizer:
+def tiny_tokenizer(context_length: int = 512, eos: tuple[int, ...] = ()) -> LoadedTokenizer:
     return LoadedTokenizer(
-        tokenizer=Numbers(), hf_config=None, context_length=context_length, eos_token_ids=eos, vocab_size=VOCAB
+        hf_tokenizer=Numbers(), hf_config=None, context_length=context_length, eos_token_ids=eos, vocab_size=VOCAB
     )
 
 
@@ -101,7 +101,7 @@ def make_requests(prompts: list[list[int]], max_tokens: list[int], **params: Any
 def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **config: Any) -> Engine:
     """`ahead`: a step is launched before the tokens of the one before it are known, as on CUDA."""
     options = {"kv_memory": "64MiB", "debug": True} | config
-    engine = Engine(model, text(eos=eos), EngineConfig(**options))
+    engine = Engine(model, tiny_tokenizer(eos=eos), EngineConfig(**options))
     engine.loop.ahead = ahead
     return engine
 

@@ -183,6 +183,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama/mha": {"num_key_value_heads": 4},
     "llama/mqa": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "llama/yarn": _rope("yarn"),
+    "llama4_text": EXPERTS | FOUR | {
+        "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0], "floor_scale": 24,
+        "attn_scale": 0.5, "attention_chunk_size": 512, "rope_parameters": PLAIN_ROPE,
+    },
     "longcat_flash": MLA | {
         "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "moe_topk": 2, "n_routed_experts": 4,
         "zero_expert_num": 2, "expert_ffn_hidden_size": 32,
@@ -210,6 +214,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16, "conv_kernel": 4, "chunk_size": 16, "expand": 2, "moe_shared_expert_intermediate_size": 32,
         "num_hidden_layers": 5,
     },
+    "nemotron": {},
     "olmo": {"clip_qkv": 1.0},
     "olmo2": {},
     "olmo3": WINDOW,
@@ -264,3 +269,10 @@ def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
     lengths = [rng.randint(2, 9) for _ in prompts]
     lengths[1] = lengths[4] = lengths[-1] = 36
     return prompts, lengths
+
+
+CORE = {
+    "deepseek_v3", "gemma2", "gemma3n_text", "gpt2", "gpt_oss", "granite_swa", "llama", "llama/mqa", "mimo_v2_flash",
+    "mixtral", "qwen2/window", "starcoder2",
+}  # fmt: skip
+"""Shapes that together have every kind of layer. They run in `make test`; the others are slow tests."""

@@ -82,10 +82,15 @@ class Simulation:
         self, blocks: int = 1000, block_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
         scored: int = 1000, kv_read: int | None = None, sliding: int | None = None, policy: str = "prefix",
         host_blocks: int = 0,
+        slots: int | None = None,
         shared_reads: int = 4, every_step: Callable[[ScheduledBatch, AttentionPlan | None], None] | None = None,
         ahead: bool = False, ends: Container[int] = (),
     ) -> None:  # fmt: skip
-        self.block_manager = BlockManager(BlockPool(blocks), block_size, sliding, host_blocks)
+        self.block_manager = BlockManager(
+            BlockPool(blocks), block_size, sliding, host_blocks, BlockPool(slots) if slots else None
+        )
+        self.states: dict[int, tuple[int, ...]] = {}
+        """By state slot, the tokens that its state stands for."""
         self.limits = Limits(batch_size, tokens, prefill, scored, kv_read)
         self.scheduler = Scheduler(
             self.block_manager, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy]
@@ -190,6 +195,8 @@ class Simulation:
         if plan is not None:
             self._check_tokens(batch)
             self._write(batch, plan)
+            if self.block_manager.slots is not None:
+                self._write_states(batch)
             self._check_reads(batch, plan)
         if self.every_step is not None:
             self.every_step(batch, plan)
@@ -239,6 +246,11 @@ class Simulation:
     def check(self) -> None:
         spans = [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]
         self.block_manager.pool.check(span.table[span.dropped :] for span in spans)
+        if self.block_manager.slots is not None:
+            self.block_manager.slots.check(self.block_manager.slots_of(span) for span in spans)
+            for span in spans:
+                if span.read_slot >= 0:
+                    assert self.states[span.read_slot] == self._prefix(span, span.computed), "the state of other tokens"
         assert self.scheduler._running.held_tokens == sum(seq.end for seq in self.scheduler.running)
         for span in spans:
             for position in range(span.dropped * self.block_size, span.computed):
@@ -298,6 +310,18 @@ class Simulation:
         slots = [s.slot for s in self.scheduler.running]
         assert len(set(slots)) == len(slots)
         assert all(0 <= s < limits.batch_size for s in slots)
+
+    def _write_states(self, step: ScheduledBatch) -> None:
+        written = [scheduled.span.state_slot for scheduled in step.spans]
+        assert len(set(written)) == len(written), "two states written to one slot"
+        for scheduled in step.spans:
+            before = self.states[scheduled.read] if scheduled.read >= 0 else ()
+            assert before == self._prefix(scheduled.span, scheduled.start), "a state of other tokens is read"
+            assert scheduled.read == scheduled.span.state_slot or scheduled.read not in written, (
+                "a state is read and written"
+            )
+        for scheduled in step.spans:
+            self.states[scheduled.span.state_slot] = self._prefix(scheduled.span, scheduled.stop)
 
     def _write(self, step: ScheduledBatch, plan: AttentionPlan) -> None:
         at = 0

@@ -48,11 +48,11 @@ def build(poison=None, layers=2):
 
 
 def engine_of(model, eos=(), blocks=None, **config):
-    text = LoadedTokenizer(
-        tokenizer=Numbers(), hf_config=None, context_length=2048, eos_token_ids=eos, vocab_size=VOCAB
+    tokenizer = LoadedTokenizer(
+        hf_tokenizer=Numbers(), hf_config=None, context_length=2048, eos_token_ids=eos, vocab_size=VOCAB
     )
     options = {"kv_memory": f"{blocks * BLOCK * TOKEN}B" if blocks else "64MiB", "debug": True} | config
-    engine = Engine(model, text, EngineConfig(**options))
+    engine = Engine(model, tokenizer, EngineConfig(**options))
     if AHEAD is not None:
         engine.loop.ahead = AHEAD
     return engine

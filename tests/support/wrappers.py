@@ -9,8 +9,11 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from batchgen.model.multimodal import model_class, without_timm
 from batchgen.prompts.tokenizer import language_config
@@ -99,6 +102,7 @@ TEXTS: dict[str, Text] = {
     "lfm2_vl": ("lfm2", SHAPES["lfm2"]),
     "lfm3_vl": ("lfm3", SHAPES["lfm3"]),
     "lighton_ocr": QWEN3,
+    "llama4": ("llama4_text", SHAPES["llama4_text"]),
     "llava": ("mistral", SHAPES["mistral/window"]),
     "llava_next": LLAMA,
     "llava_next_video": LLAMA,
@@ -163,6 +167,12 @@ OWN: dict[str, dict[str, Any]] = {
 
 ASK_FOR_DEVICE = {"granite_docling", "idefics3"}
 """Their path of text asks where the first parameter lies, which is one of the vision part's."""
+
+
+def with_text_config() -> set[str]:
+    """The multimodal classes of the installed transformers that have a language model with a configuration of its own."""
+    names = (name for name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+    return {name for name in names if "text_config" in CONFIG_MAPPING[name].sub_configs}
 
 
 def config_of(name: str) -> Any:

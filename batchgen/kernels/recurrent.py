@@ -1,0 +1,103 @@
+"""Recurrent layers by the kernels of the CPU: what goes along the sequence, for the spans of a step. `recurrent.cpp` has the arithmetic."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from batchgen.kernels.build import DTYPES, kernel
+from batchgen.kernels.ops import Activation
+
+ACTIVATIONS = {None: Activation.NONE, "silu": Activation.SILU, "swish": Activation.SILU}
+"""By the names of transformers."""
+
+
+class _Convolution(ctypes.Structure):
+    """`Convolution` in recurrent.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("spans", "channels", "taps", "x_token", "activation", "threads")),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "states", "out")),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`Step` in recurrent.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "groups", "rows", "columns", "threads")),
+        *((name, ctypes.c_void_p) for name in ("read", "write", "decay", "strength", "q", "k", "v", "states", "out")),
+    )
+
+
+def can_convolve(
+    x_TC: torch.Tensor, weight_KC: torch.Tensor, bias_C: torch.Tensor | None, activation: str | None, states: torch.Tensor
+) -> bool:  # fmt: skip
+    """Whether the kernel has this convolution."""
+    parts = (x_TC, weight_KC, states) if bias_C is None else (x_TC, weight_KC, states, bias_C)
+    return (
+        all(part.dtype == x_TC.dtype and part.device.type == "cpu" for part in parts)
+        and x_TC.dtype in DTYPES
+        and activation in ACTIVATIONS
+    )
+
+
+def convolve(
+    x_TC: torch.Tensor,
+    weight_KC: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    activation: str | None,
+    states: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+) -> torch.Tensor:
+    """The causal convolution [T, C] of the spans at `starts` with `lengths`, and their last inputs into `states` [slots, K-1, C].
+
+    Those before a span are read from its slot `read`, its last ones written to `write`. `weight_KC` is contiguous.
+    """
+    x_TC = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
+    out = torch.empty(x_TC.shape, dtype=x_TC.dtype)
+    bias_C = None if bias_C is None else bias_C.contiguous()
+    what = _Convolution(
+        len(starts), x_TC.shape[1], weight_KC.shape[0] - 1, x_TC.stride(0), ACTIVATIONS[activation], torch.get_num_threads(),
+        starts.data_ptr(), lengths.data_ptr(), read.data_ptr(), write.data_ptr(), x_TC.data_ptr(), weight_KC.data_ptr(),
+        None if bias_C is None else bias_C.data_ptr(), states.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    kernel("convolve", x_TC.dtype)(ctypes.byref(what))
+    return out
+
+
+def delta_rule(
+    q_NHK: torch.Tensor, k_NHK: torch.Tensor, v_NHV: torch.Tensor, decay_NH: torch.Tensor, beta_NH: torch.Tensor,
+    states: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """One token of each of N sequences by the gated delta rule, [N, H, V] float32; `states` [slots, H, K, V] change in place."""
+    rows, columns = states.shape[2:]
+    return _step("delta_rule", v_NHV, q_NHK, k_NHK, decay_NH, beta_NH, states, read, write, 1, rows, columns)
+
+
+def mamba2(
+    x_NHP: torch.Tensor, dt_NH: torch.Tensor, decay_NH: torch.Tensor, b_NGS: torch.Tensor, c_NGS: torch.Tensor,
+    states: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """One token of each of N sequences by Mamba2, [N, H, P] float32; `states` [slots, H, P, S] change in place."""
+    rows, columns = states.shape[2:]
+    return _step("mamba2", x_NHP, c_NGS, b_NGS, decay_NH, dt_NH, states, read, write, b_NGS.shape[1], rows, columns)
+
+
+def _step(
+    name: str, v: torch.Tensor, q: torch.Tensor, k: torch.Tensor, decay: torch.Tensor, strength: torch.Tensor,
+    states: torch.Tensor, read: torch.Tensor, write: torch.Tensor, groups: int, rows: int, columns: int,
+) -> torch.Tensor:  # fmt: skip
+    parts = [x.contiguous() for x in (decay, strength, q, k, v)]
+    out = torch.empty(v.shape, dtype=torch.float32)
+    what = _Step(
+        len(read), states.shape[1], groups, rows, columns, torch.get_num_threads(), read.data_ptr(), write.data_ptr(),
+        *(x.data_ptr() for x in parts), states.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    kernel(name, torch.float32)(ctypes.byref(what))
+    return out

@@ -1,0 +1,65 @@
+"""What is known of a model before its weights are there: `batchgen models`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batchgen.config import ModelConfig
+from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, WRAPPERS, check_architecture, is_verified
+from batchgen.model_files import check_weight_files
+from batchgen.planning import kv_bytes_per_token
+from batchgen.prompts import load_tokenizer
+from batchgen.prompts.tokenizer import text_config
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """Whether a model would run, from its configuration and tokenizer alone."""
+
+    model: str
+    model_type: str
+    verified: bool
+    """Whether its architecture is on the verified list; another one is checked against transformers when it is loaded."""
+    context_length: int
+    dtype: str
+    layers: int
+    vocab_size: int
+    chat_template: bool
+    kv_bytes_per_token: int
+    """In the checkpoint's dtype; 0 if the configuration does not say."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def report_model(config: ModelConfig) -> ModelReport:
+    """Reads a model's configuration and tokenizer, never its weights. Raises `ModelError` if it would be refused."""
+    check_weight_files(config, needed=False)
+    tokenizer = load_tokenizer(config)
+    hf_config = tokenizer.hf_config
+    check_architecture(hf_config)
+    text = text_config(hf_config)
+    own = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None)
+    dtype = "float32" if own is None else str(own).removeprefix("torch.")
+    return ModelReport(
+        model=config.model,
+        model_type=str(getattr(hf_config, "model_type", "unknown")),
+        verified=is_verified(hf_config),
+        context_length=tokenizer.context_length,
+        dtype=dtype,
+        layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        vocab_size=tokenizer.vocab_size,
+        chat_template=tokenizer.hf_tokenizer.chat_template is not None,
+        kv_bytes_per_token=kv_bytes_per_token(hf_config, dtype),
+    )
+
+
+def known_models() -> dict[str, Any]:
+    """The model types that are verified, with the versions of transformers, and those that are refused, with the reason."""
+    return {
+        "verified": sorted(VERIFIED),
+        "multimodal": sorted(WRAPPERS),
+        "refused": dict(sorted(REFUSED.items())),
+        "transformers": list(VERIFIED_ON),
+    }

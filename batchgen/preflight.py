@@ -1,0 +1,49 @@
+"""What a job is refused for before its tokenizer is loaded: by the model's files, the output's place, the grammar and the first rows.
+
+Everything here is checked again where it is used; this is only sooner. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from batchgen.config import JobConfig
+from batchgen.model_files import check_weight_files, has_chat_template
+from batchgen.prompts.columns import Columns
+from batchgen.prompts.messages import chosen_template
+from batchgen.prompts.params import RowParams
+from batchgen.prompts.template import RowTemplate
+from batchgen.records import Input, job_path
+from batchgen.records.inputs import CHECKED_ROWS, window_rows
+from batchgen.records.lock import check_free
+from batchgen.records.place import check_place
+from batchgen.records.remote import is_url
+from batchgen.records.target import open_target
+from batchgen.sampling.grammars import check_grammar
+
+
+def check_job(config: JobConfig, source: Input, output: str | None) -> None:
+    """Raises what `run_job` would raise later, as far as it shows without a tokenizer. `output`: None for a plan, which writes none."""
+    check_weight_files(config.model, needed=output is not None)
+    if output is not None and output != "-" and not is_url(output):
+        folder = job_path(output, config.work_dir)
+        check_place(output, open_target(output), folder, config.overwrite)
+        check_free(folder / "lock", output)
+    window_rows(config, source, output)
+    check_grammar(config.sampling)
+    _check_prompts(config, source)
+
+
+def _check_prompts(config: JobConfig, source: Input) -> None:
+    """The options that make prompts, and the columns of the first rows: of files on this machine, which can be read twice."""
+    prompts = config.prompts
+    template = None if prompts.template is None else RowTemplate(prompts.template)
+    params = RowParams(prompts.row_params, config.sampling)
+    has_template = has_chat_template(config.model)
+    if prompts.chat is False or has_template is False:
+        chosen_template(SimpleNamespace(chat_template=None), prompts)
+    chat = prompts.chat_template is not None or has_template
+    if chat is None or not source.fingerprint() or any(is_url(file.name) for file in source.files):
+        return
+    columns = Columns(prompts, template, params, chat=bool(chat) and prompts.chat is not False)
+    columns.check(source.first_rows(config.limit)[:CHECKED_ROWS], config.named_columns)

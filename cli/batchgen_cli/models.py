@@ -1,0 +1,86 @@
+"""`batchgen models`: which models are verified, and whether one would run, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from batchgen_cli.options import Command
+from batchgen_cli.progress import calm_libraries, progress_for
+from batchgen_cli.report import size
+from batchgen_cli.stderr import exit_code_of, printable
+
+if TYPE_CHECKING:
+    from batchgen.model_report import ModelReport
+
+
+@dataclass(kw_only=True)
+class ModelsOptions:
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A folder, or a name on the hub.", show_default=False)
+    ] = None
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            "--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.", show_default="main"
+        ),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False
+
+
+class ModelsCommand(Command):
+    short = "Show which models are verified, and whether MODEL would run."
+    text = """Show which types of models are verified, or whether MODEL would run and what it is.
+
+    Reads the configuration and the tokenizer of MODEL, never its weights. The exit code is 1 for a model that is refused."""
+    example = "batchgen models Qwen/Qwen3-0.6B"
+
+    def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
+        given = ctx.params
+        return exit_code_of(lambda: _models(given["model"], given["revision"], as_json=given["as_json"]))
+
+
+def _models(model: str | None, revision: str | None, *, as_json: bool) -> int:
+    from batchgen.config import ModelConfig
+    from batchgen.model_report import known_models, report_model
+
+    if model is None:
+        known = known_models()
+        typer.echo(json.dumps(known) if as_json else "\n".join(_known_lines(known)))
+        return 0
+    with calm_libraries(verbose=False), progress_for(False, quiet=False):
+        report = report_model(ModelConfig(model=model, revision=revision))
+    typer.echo(json.dumps(report.as_dict()) if as_json else "\n".join(map(printable, _report_lines(report))))
+    return 0
+
+
+def _known_lines(known: dict[str, Any]) -> list[str]:
+    oldest, newest = known["transformers"]
+    lines = [f"Verified with transformers {oldest} to {newest}: the same tokens as generate().", ""]
+    lines += textwrap.wrap(", ".join(known["verified"]), 98, initial_indent="  ", subsequent_indent="  ")
+    lines += ["", "Verified with text rows, without their vision and audio parts:", ""]
+    lines += textwrap.wrap(", ".join(known["multimodal"]), 98, initial_indent="  ", subsequent_indent="  ")
+    lines += ["", "Refused, because a wrong answer is worse than none:", ""]
+    lines += [f"  {name:<28} {why}" for name, why in known["refused"].items()]
+    return [*lines, "", "Other decoder-only models are compared with transformers in small when they are loaded."]
+
+
+def _report_lines(report: ModelReport) -> list[str]:
+    runs = (
+        "would run: its type is verified"
+        if report.verified
+        else "may run: its type is not on the verified list, and a small model of the type is compared with transformers when it is loaded"
+    )
+    kv = f"{size(report.kv_bytes_per_token)} per token" if report.kv_bytes_per_token else "unknown"
+    return [
+        f"model     {report.model} ({report.model_type})",
+        f"          {runs}",
+        f"context   {report.context_length:,} tokens",
+        f"size      {report.layers:,} layers, {report.vocab_size:,} tokens in the vocabulary, {report.dtype}",
+        f"prompts   {'through its chat template' if report.chat_template else 'as raw text: it has no chat template'}",
+        f"KV        {kv}",
+    ]

@@ -1,0 +1,114 @@
+"""The reference page and the man page of the command, made from its options: `python -m batchgen_cli.reference markdown|man`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import typer
+import typer.main
+
+from batchgen.options import GROUPS
+from batchgen_cli.app import COMMANDS, app
+from batchgen_cli.options import default_text, option_names
+
+EXIT_CODES = {
+    "0": "Every row has a result.",
+    "1": "The job failed; what was finished is kept.",
+    "2": "The command cannot run as it was given; nothing was touched.",
+    "3": "Finished, and some rows failed.",
+    "75": "Another run holds the output.",
+    "129, 130, 143": "Interrupted by SIGHUP, SIGINT or SIGTERM; the same command continues.",
+    "141": "Standard output was closed.",
+}
+
+
+def markdown() -> str:
+    """The page docs/reference/commands.md."""
+    lines = [
+        "# Commands",
+        "",
+        "<!-- Made by `make reference` from the options; edit batchgen/config.py instead. -->",
+        "",
+        "`batchgen COMMAND --help` shows the same. `batchgen --install-completion` installs completion for bash, zsh or fish.",
+        "Exit codes and the errors of rows: [Results and errors](results.md#exit-codes).",
+    ]
+    for name, command, params in _commands():
+        lines += [
+            "",
+            f"## batchgen {name}",
+            "",
+            _paragraphs(command.text),
+            "",
+            "```console",
+            f"$ {command.example}",
+            "```",
+        ]
+        for group, rows in _groups(command, params):
+            lines += ["", f"### {group}" if group in GROUPS else f"### {group} of {name}", ""]
+            lines += ["| option | meaning | default |", "| --- | --- | --- |"]
+            lines += [f"| `{_cell(names)}` | {_cell(text)} | {_cell(default)} |" for names, text, default in rows]
+    return "\n".join([*lines, ""])
+
+
+def man() -> str:
+    """The page batchgen(1), in the man macros of roff."""
+    lines = [
+        '.TH BATCHGEN 1 "" "batchgen" "User Commands"',
+        ".SH NAME",
+        "batchgen \\- offline batch generation with language models",
+        ".SH SYNOPSIS",
+    ]
+    for name, _, params in _commands():
+        arguments = " ".join(p.metavar for p in params if p.param_type_name == "argument")
+        lines += [f".B batchgen {name}", f"[\\fIOPTIONS\\fR] {_roff(arguments)}", ".br"]
+    lines += [".SH DESCRIPTION", _roff(str(app.info.help))]
+    for name, command, params in _commands():
+        lines += [f".SH BATCHGEN {name.upper()}", _roff(_paragraphs(command.text)).replace("\n\n", "\n.PP\n")]
+        for group, rows in _groups(command, params):
+            lines += [f".SS {group}"]
+            for names, text, default in rows:
+                more = " Required." if default == "required" else f" Default: {default}." if default else ""
+                lines += [".TP", f".B {_roff(names)}", _roff(text + more)]
+        lines += [".SS Example", ".EX", _roff(command.example), ".EE"]
+    lines += [".SH EXIT STATUS"]
+    for code, meaning in EXIT_CODES.items():
+        lines += [".TP", f".B {code}", meaning]
+    return "\n".join([*lines, ""])
+
+
+def _commands() -> list[tuple[str, Any, list[Any]]]:
+    group: Any = typer.main.get_command(app)
+    return [(name, command, group.commands[name].params) for name, (command, _) in COMMANDS.items()]
+
+
+def _groups(command: Any, params: list[Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """The arguments and options of a command by group: names, meaning, default."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for group in ("Arguments", *GROUPS, "Options"):
+        for p in params:
+            is_argument = p.param_type_name == "argument"
+            own = "Arguments" if is_argument else p.rich_help_panel or "Options"
+            if own != group or (command.brief and own in GROUPS and p.name != "model"):
+                continue
+            default = "required" if p.required else default_text(p)
+            found.setdefault(group, []).append((p.metavar if is_argument else option_names(p), p.help or "", default))
+    return list(found.items())
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|<])", r"\\\1", text)
+
+
+def _roff(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("-", "\\-").replace("…", "...").replace("`", "")
+    return re.sub(r"(?m)^([.'])", r"\\&\1", escaped)
+
+
+if __name__ == "__main__":
+    sys.stdout.write({"markdown": markdown, "man": man}[sys.argv[1]]())

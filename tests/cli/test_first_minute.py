@@ -1,0 +1,72 @@
+"""What one tries first: device files as outputs, a dry run, no colours."""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+Write = Callable[..., Path]
+
+
+def test_a_dry_run_prints_what_plan_prints(cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows, output = write_jsonl([{"prompt": f"The same beginning {i}"} for i in range(3)]), tmp_path / "o.jsonl"
+    dry = cli("run", rows, "-m", tiny_model_dir, "-o", output, "--dry-run", "--max-tokens", "3")
+    planned = cli("plan", rows, "-m", tiny_model_dir, "--max-tokens", "3")
+    assert (dry.code, dry.out) == (0, planned.out)
+    assert list(tmp_path.glob("o.jsonl*")) == []
+
+
+@pytest.mark.parametrize(("output", "lines"), [("/dev/stdout", 2), ("/dev/null", 0)])
+def test_device_files_are_outputs(
+    output: str,
+    lines: int,
+    command: list[str],
+    command_environment: dict[str, str],
+    write_jsonl: Write,
+    tiny_model_dir: Path,
+) -> None:
+    rows = write_jsonl([{"prompt": "a"}, {"prompt": "b"}])
+    done = subprocess.run(
+        [*command, "run", str(rows), "-m", str(tiny_model_dir), "-o", output, "--max-tokens", "2", "-q"],
+        env=command_environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", lines)
+
+
+def test_the_summary_has_no_trailing_blanks_and_no_colours(
+    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    outcome = cli(
+        "run", write_jsonl([{"prompt": "a"}]), "-m", tiny_model_dir, "-o", tmp_path / "o.jsonl", "--max-tokens", "2"
+    )
+    assert outcome.code == 0
+    assert not re.search(r"[ \t]+$|\x1b", outcome.err, re.MULTILINE)
+
+
+def test_no_color_is_obeyed_on_a_terminal(
+    command: list[str], command_environment: dict[str, str], write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    import pty
+
+    rows = write_jsonl([{"prompt": "a"}])
+    main, terminal = pty.openpty()
+    arguments = ["run", str(rows), "-m", str(tiny_model_dir), "-o", str(tmp_path / "o.jsonl"), "--max-tokens", "2"]
+    done = subprocess.Popen(
+        [*command, *arguments], env=command_environment | {"NO_COLOR": "1", "TERM": "xterm-256color"}, stderr=terminal
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(main, 1 << 16):
+            shown += part
+    except OSError:  # the terminal's other end is closed
+        pass
+    os.close(main)
+    assert done.wait() == 0
+    assert b"rows" in shown
+    assert not re.search(rb"\x1b\[[0-9;]*3[0-7]", shown)

@@ -1,0 +1,57 @@
+"""Misuse is told in one line with its exit code, before a tokenizer is loaded."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.prompts.params import NAMES
+from support.misuse import MISUSES, make_files
+
+
+@pytest.mark.parametrize(("line", "code", "message"), MISUSES, ids=[line for line, _, _ in MISUSES])
+def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
+    line: str,
+    code: int,
+    message: str,
+    cli: Callable[..., Any],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load_tokenizer(config: object) -> None:
+        raise AssertionError("a tokenizer is being loaded")
+
+    monkeypatch.setattr("batchgen.job.load_tokenizer", load_tokenizer)
+    make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names = {"R": "rows.jsonl", "M": str(tiny_model_dir)}
+    outcome = cli(*(names.get(word, word) for word in line.split()))
+    assert (outcome.code, outcome.out) == (code, ""), outcome
+    said = outcome.err.removeprefix("batchgen: error: ")
+    expected = message.replace("MODEL", str(tiny_model_dir)).replace("NAMES", ", ".join(sorted(NAMES)))
+    assert said == f"{expected}\n" or (message == "ANY" and re.fullmatch(r"[^\n]+; [^\n]+\n", said)), said
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-o", "no/o.jsonl"], ["--regex", "a("], ["--prompt-column", "q"], ["-o", "mine.jsonl"]]
+)
+def test_misuse_imports_nothing_that_is_slow(
+    arguments: list[str], command_environment: dict[str, str], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    make_files(tmp_path)
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules))))\n"
+        "from batchgen_cli.app import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    words = ["run", "rows.jsonl", "-m", str(tiny_model_dir), *arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=command_environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "[]\n")

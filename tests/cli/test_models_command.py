@@ -1,0 +1,47 @@
+"""`batchgen models` as its users see it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.broken_models import settings
+
+Cli = Callable[..., Any]
+
+
+def test_a_model_that_would_run_is_told_from_its_configuration_alone(
+    cli: Cli, tiny_chat_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_chat_model_dir, tmp_path / "model"))
+    (folder / "model.safetensors").unlink()
+    outcome = cli("models", folder)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines() == [
+        f"model     {folder} (llama)",
+        "          would run: its type is verified",
+        "context   512 tokens",
+        "size      2 layers, 262 tokens in the vocabulary, float32",
+        "prompts   through its chat template",
+        "KV        512 B per token",
+    ]
+    assert json.loads(cli("models", folder, "--json").out)["verified"] is True
+
+
+def test_a_model_that_would_be_refused_is_refused(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    settings(architectures=["LlamaForSequenceClassification"])(folder)
+    outcome = cli("models", folder)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "is a classifier or reward model (LlamaForSequenceClassification)" in outcome.err
+
+
+def test_the_verified_and_the_refused_types_are_listed(cli: Cli) -> None:
+    outcome = cli("models")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "qwen3" in outcome.out.replace(",", " ").split()
+    assert max(map(len, outcome.out.splitlines())) <= 110
+    known = json.loads(cli("models", "--json").out)
+    assert "llama" in known["verified"]
+    assert not set(known["verified"]) & set(known["refused"])

@@ -1,0 +1,182 @@
+"""Models with recurrent layers: the tokens of `generate` whatever the tree, the batch and the memory, and states at branches only."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from batchgen.model.architectures import RECURRENT
+from batchgen.prefix import plan_prefixes
+from batchgen.request import leaves_of
+from batchgen.scheduling.waiting import POLICIES
+from support.models import (
+    VOCAB,
+    engine_for,
+    generate,
+    make_requests,
+    memory_for,
+    packed_model,
+    reference_model,
+    run,
+)
+
+# A family of each mixer with attention, and one without.
+MIXERS = ["qwen3_5_text", "falcon_h1", "lfm2", "mamba2"]
+
+
+def numbers(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def deep_tree(rng: random.Random, depth: int, path: tuple[int, ...] = ()) -> list[list[int]]:
+    """Prompts under a tree of nodes `depth` deep: two ways on from each, prompts that end at some, and equal ones."""
+    path = (*path, *numbers(rng, rng.choice([1, 2, 5, 17, 40])))
+    ends = [list(path)] * rng.choice([0, 0, 1, 2])
+    if depth == 0:
+        return [[*path, *numbers(rng, rng.randint(1, 20))] for _ in range(2)] + ends
+    return ends + deep_tree(rng, depth - 1, path) + deep_tree(rng, depth - 1, path)
+
+
+DEPTH = 5
+PROMPTS = [*deep_tree(random.Random(1), DEPTH - 1), [5], [5], [6], numbers(random.Random(2), 150)]
+_lengths = random.Random(3)
+LENGTHS = [_lengths.choice([1, 2, 6]) for _ in PROMPTS]
+TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+ENGINES = {
+    "all at once": {},
+    "prefill in slices": {"max_batch_tokens": 24, "batch_size": 6},
+    "in small slices": {"max_prefill_tokens": 5, "batch_size": 9},
+    "prompts first": {"policy": "prefill-first", "batch_size": 7},
+    "as they come": {"policy": "fifo", "batch_size": 7},
+    "a step ahead": {"batch_size": 7, "ahead": True},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(request: pytest.FixtureRequest) -> list[list[int]]:
+    model = reference_model(request.param)
+    return [generate(model, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+each_mixer = pytest.mark.parametrize("expected", MIXERS, indirect=True, ids=str)
+
+
+def name_of(request: pytest.FixtureRequest) -> str:
+    return str(request.node.callspec.params["expected"])
+
+
+@each_mixer
+def test_a_tree_five_deep_is_prefilled_once_however_it_is_run(
+    expected: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    for how, options in ENGINES.items():
+        engine = engine_for(packed_model(name_of(request)), **options)
+        results = run(engine, make_requests(PROMPTS, LENGTHS))
+        assert [list(r.token_ids) for r in results] == expected, how
+        assert engine.stats.prefill_tokens == TRIE, how
+        assert engine.stats.preemptions == 0, how
+
+
+@pytest.mark.parametrize("policy", [pytest.param(p, marks=[pytest.mark.slow] * (p != "prefix")) for p in POLICIES])
+@each_mixer
+def test_output_does_not_change_when_memory_is_short(
+    expected: list[list[int]], policy: str, request: pytest.FixtureRequest
+) -> None:
+    model = packed_model(name_of(request))
+    whole = engine_for(model, policy=policy)
+    run(whole, make_requests(PROMPTS, LENGTHS))
+    engine = engine_for(
+        model, policy=policy, kv_memory=memory_for(whole, max(8, whole.block_manager.pool.peak_used // 4))
+    )
+    results = run(engine, make_requests(PROMPTS, LENGTHS))
+    assert [list(r.token_ids) for r in results] == expected
+    assert engine.block_manager.slots.peak_used <= engine.sizes.num_slots
+    engine.block_manager.evict_all()
+    assert engine.block_manager.slots.num_used == engine.block_manager.pool.num_used == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+def test_sequences_that_are_preempted_go_on_from_the_nearest_state(name: str) -> None:
+    rng = random.Random(4)
+    root = numbers(rng, 50)
+    prompts = [root + numbers(rng, rng.randint(1, 20)) for _ in range(12)]
+    expected = [generate(reference_model(name), p, 70) for p in prompts]
+    model = packed_model(name)
+    whole = engine_for(model, batch_size=12)
+    blocks = 16
+    engine = engine_for(model, batch_size=12, kv_memory=memory_for(whole, blocks))
+    results = run(engine, make_requests(prompts, [70] * 12))
+    assert [list(r.token_ids) for r in results] == expected
+    assert engine.stats.preemptions > 0
+    assert engine.stats.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_states_are_never_more_than_the_tree_is_deep_and_sequences_run(batch_size: int) -> None:
+    """With just so many slots nothing is run twice."""
+    expected = [generate(reference_model("mamba2"), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    model = packed_model("mamba2")  # whose memory is for states alone
+    slots = DEPTH + batch_size
+    engine = engine_for(model, batch_size=batch_size, kv_memory=f"{slots * engine_for(model).sizes.bytes_per_slot}B")
+    assert engine.sizes.num_slots == slots
+    plan = plan_prefixes([leaf.tokens for leaf in leaves_of(make_requests(PROMPTS, LENGTHS))], 32)
+    assert max(node.depth for node in plan.nodes) + 1 == DEPTH
+    results = run(engine, make_requests(PROMPTS, LENGTHS))
+    assert [list(r.token_ids) for r in results] == expected
+    assert engine.stats.prefill_tokens == TRIE
+    assert engine.block_manager.slots.peak_used <= slots
+    assert engine.stats.state_bytes_peak == engine.block_manager.slots.peak_used * engine.sizes.bytes_per_slot
+
+
+@each_mixer
+def test_later_windows_go_on_from_states_that_are_kept(
+    expected: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    engine = engine_for(packed_model(name_of(request)))
+    order = sorted(range(len(PROMPTS)), key=PROMPTS.__getitem__)  # as a whole file is run
+    requests = make_requests(PROMPTS, LENGTHS)
+    tokens: dict[int, list[int]] = {}
+    for start in range(0, len(order), 20):
+        window = [requests[i] for i in order[start : start + 20]]
+        tokens |= {r.row: list(r.token_ids) for r in run(engine, window)}
+    assert [tokens[row] for row in range(len(PROMPTS))] == expected
+    paths = (len(order) // 20) * max(map(len, PROMPTS))
+    assert engine.stats.prefill_tokens <= TRIE + paths
+    assert engine.stats.prefill_tokens < 0.5 * sum(map(len, PROMPTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(RECURRENT - set(MIXERS)))
+def test_every_family_is_exact_on_a_tree_five_deep_however_it_is_run(name: str) -> None:
+    shape = "granitemoehybrid/recurrent" if name == "granitemoehybrid" else name
+    model = reference_model(shape)
+    expected = [generate(model, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    for how, options in ENGINES.items():
+        engine = engine_for(packed_model(shape), **options)
+        results = run(engine, make_requests(PROMPTS, LENGTHS))
+        assert [list(r.token_ids) for r in results] == expected, how
+        assert engine.stats.prefill_tokens == TRIE, how
+
+
+def test_a_result_that_is_not_a_number_stays_in_its_own_row() -> None:
+    """Slots and convolutions are used by one sequence after another."""
+    model = packed_model("qwen3_5_text", compiled=False)
+    embedding = model.module.get_input_embeddings().weight
+    rng = random.Random(5)
+    bad = VOCAB - 1
+    prompts = [[rng.randrange(bad) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    expected = [generate(reference_model("qwen3_5_text"), p, 5) for p in prompts]
+    prompts[3][len(prompts[3]) // 2] = bad
+    kept = embedding[bad].clone()
+    with np.errstate(all="ignore"):
+        embedding.data[bad] = float("nan")
+        try:
+            results = run(engine_for(model, batch_size=3), make_requests(prompts, [5] * 12))
+        finally:
+            embedding.data[bad] = kept
+    assert results[3].error_type == "numerical_error"
+    good = [row for row in range(12) if row != 3 and bad not in expected[row]]
+    assert [list(results[row].token_ids) for row in good] == [expected[row] for row in good]
+    assert len(good) >= 8

@@ -1,0 +1,129 @@
+"""Sixty ways to misuse the command, each with its exit code and message. All show before a tokenizer is loaded.
+
+In arguments and messages R is a file with one row, {"prompt": "x"}, M a good model without a chat template, D an empty folder to work in.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+RUN = "see batchgen run --help"
+KWARGS = """give an object such as '{"enable_thinking": false}'"""
+SIZE = "use auto, a size such as 8GiB, or a share such as 80%"
+
+
+def make_files(folder: Path) -> None:
+    """The files that the cases name."""
+    (folder / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    (folder / "others.jsonl").write_text('{"prompt": "y"}\n')
+    (folder / "mine.jsonl").write_text("mine\n")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "bad.j2").write_text("{{ prompt")
+    (folder / "other.j2").write_text("{{ question }}")
+    (folder / "schema.json").write_text('{"type": "strin"}')
+    (folder / "list.json").write_text("[1]")
+    (folder / "rows.dat").write_text("")
+    (folder / "array.json").write_text(json.dumps([{"prompt": "x"}]))
+    (folder / "packed.jsonl").write_bytes(gzip.compress(b'{"prompt": "x"}\n'))
+    (folder / "folder").mkdir()
+    (folder / "in-the-way.jsonl.job").mkdir()
+    (folder / "in-the-way.jsonl.job" / "notes.txt").write_text("mine")
+    (folder / "weights.gguf").write_text("GGUF")
+
+
+def unknown(option: str, *meant: str) -> str:
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    return f"no such option: {option}{hint}; {RUN}"
+
+
+MISUSES: list[tuple[str, int, str]] = [
+    # the command itself
+    ("", 2, "missing command; see batchgen --help"),
+    ("generate", 2, "no such command: generate; see batchgen --help"),
+    ("rn R -m M", 2, "no such command: rn; did you mean run?; see batchgen --help"),
+    ("rows.jsonl -m M", 2, "no such command: rows.jsonl; did you mean batchgen run rows.jsonl?; see batchgen --help"),
+    ("run -m M", 2, f"missing argument 'INPUT...'; {RUN}"),
+    ("run R", 2, f"missing option '--model' / '-m'; {RUN}"),
+    ("plan R", 2, "missing option '--model' / '-m'; see batchgen plan --help"),
+    ("status", 2, "missing argument 'OUTPUT'; see batchgen status --help"),
+    ("status R --follow", 2, "no such option: --follow; see batchgen status --help"),
+    ("run R -m M --xyzzy", 2, unknown("--xyzzy")),
+    ("run R -m M --temp 1", 2, unknown("--temp", "--template", "--temperature")),
+    ("run R -m M --temprature 1", 2, unknown("--temprature", "--temperature")),
+    ("run R -m M --max_tokens 5", 2, unknown("--max_tokens", "--max-tokens")),
+    ("run R -m M --out o.jsonl", 2, unknown("--out", "--output", "--output-format")),
+    ("run R -m M --max-tokens", 2, f"option '--max-tokens' requires an argument; {RUN}"),
+    # values
+    ("run R -m M --max-tokens many", 2, "--max-tokens must be a whole number, not 'many'"),
+    ("run R -m M --max-tokens 0", 2, "--max-tokens must be at least 1, not 0"),
+    ("run R -m M --temperature -1", 2, "--temperature must be at least 0, not -1.0"),
+    ("run R -m M --temperature nan", 2, "--temperature must be a number, not nan"),
+    ("run R -m M --temperature warm", 2, "--temperature must be a number, not 'warm'"),
+    ("run R -m M --top-p 0", 2, "--top-p must be above 0 and at most 1, not 0.0"),
+    ("run R -m M --min-p 2", 2, "--min-p must be between 0 and 1, not 2.0"),
+    ("run R -m M -n 0", 2, "--n must be between 1 and 1024, not 0"),
+    ("run R -m M --logprobs 1001", 2, "--logprobs must be between 0 and 1000, not 1001"),
+    ("run R -m M --stop-token-id -1", 2, "--stop-token-id must be token ids, not (-1,)"),
+    ("run R -m M --choices yes", 2, "--choices must be two or more different texts, not ('yes',)"),
+    ("run R -m M --choices a,b -n 2", 2, "--choices cannot be combined with --n"),
+    ("run R -m M --regex a --choices a,b", 2, "--choices cannot be combined with --regex"),
+    ("run R -m M --regex a(", 2, "--regex cannot be used: unclosed group"),
+    ("run R -m M --regex (?=a)b", 2, "--regex cannot be used: look-around, including look-ahead and look-behind, is not supported"),
+    ("run R -m M --json-schema nowhere.json", 2, "--json-schema nowhere.json cannot be read: No such file or directory; check the path"),
+    ("run R -m M --json-schema bad.j2", 2, "--json-schema bad.j2 is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct the file"),
+    ("run R -m M --json-schema list.json", 2, """--json-schema list.json must hold a JSON object; such as {"type": "object"}"""),
+    ("run R -m M --json-schema schema.json", 2, "--json-schema cannot be used: Invalid type: strin"),
+    ("run R -m M --dtype int8", 2, "--dtype must be auto, float32, bfloat16 or float16, not 'int8'"),
+    ("run R -m M --device tpu", 2, "--device 'tpu' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"),
+    ("run R -m M --device cuda:1,1", 2, "--device cuda:1,1 names cuda:1 twice; name each device once"),
+    ("run R -m M --device cpu --device-map auto", 2, "--device-map chooses the devices itself; leave --device out"),
+    ("run R -m M --policy lifo", 2, "--policy must be prefix, prefill-first or fifo, not 'lifo'"),
+    ("run R -m M --batch-size big", 2, "--batch-size must be a whole number or auto, not 'big'"),
+    ("run R -m M --kv-memory lots", 2, f"--kv-memory 'lots' is not a size; {SIZE}"),
+    ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
+    ("run R -m M --window all --order done", 2, "--window all cannot be combined with --order done; use --window ROWS"),
+    ("run R -m M --limit -1", 2, "--limit must be at least 0, not -1"),
+    ("run R -m M --max-errors x", 2, "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),
+    ("run R -m M --grace -1", 2, "--grace must be at least 0, not -1.0"),
+    ("run R -m M --log-format yaml", 2, "--log-format must be text or json, not 'yaml'"),
+    ("run R -m M --output-format csv", 2, "--output-format must be rows or openai, not 'csv'"),
+    ("run R -m M --output-format openai --score", 2, "--output-format openai has no place for scores; leave it out, or --score"),
+    # prompts
+    ("run R -m M --template nowhere.j2", 2, "--template nowhere.j2 cannot be read: No such file or directory; check the path"),
+    ("run R -m M --template latin.txt", 2, "--template latin.txt is not UTF-8 text; save it as UTF-8"),
+    ("run R -m M --template bad.j2", 2, "--template is not valid Jinja (line 1): unexpected end of template, expected 'end of print statement'; correct the template"),
+    ("run R -m M --template other.j2", 2, "no row has the column 'question' of --template; the input has 'prompt'"),
+    ("run R -m M --system @nowhere.txt", 2, "--system nowhere.txt cannot be read: No such file or directory; check the path"),
+    ("run R -m M --system Hello", 2, "--system needs one: the model has no chat template; give one with --chat-template FILE, or send prompts raw with --no-chat"),
+    ("run R -m M --system Hello --no-chat", 2, "--system has no place in a raw prompt, which --no-chat asks for; leave one of them out"),
+    ("run R -m M --chat-template-kwargs [1]", 2, f"--chat-template-kwargs must be a JSON object, not [1]; {KWARGS}"),
+    ("run R -m M --prompt-column q", 2, "no row has the column 'q' of --prompt-column; the input has 'prompt'"),
+    ("run R -m M --score", 2, "no row has the column 'completion' of --score; the input has 'prompt'"),
+    ("run R -m M --row-params heat", 2, "--row-params 'heat' is not a sampling parameter; use NAMES"),
+    ("run R -m M --id-column nr", 2, "no row has the column 'nr' of --id-column; the input has 'prompt'"),
+    ("run R -m M --keep nr", 2, "no row has the column 'nr' of --keep; the input has 'prompt'"),
+    # files
+    ("run 123456 -m M", 2, "no such file: 123456; check the path"),
+    ("run row.jsonl -m M", 2, "no such file: row.jsonl; did you mean rows.jsonl?"),
+    ("run *.tsv -m M", 2, "no file matches *.tsv; check the pattern and the folder it starts from"),
+    ("run folder -m M", 2, "ANY"),
+    ("run rows.dat -m M", 2, "ANY"),
+    ("run R others.jsonl -m M", 2, "several inputs need an output; name it with -o"),
+    ("run R - -m M", 2, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
+    ("run R -m M -o R", 2, "rows.jsonl is both an input and the output; name another output with -o (or quote a glob: outputs are left out then)"),
+    ("run R -m M -o mine.jsonl", 2, "mine.jsonl exists and has no job folder, so it is not known to be batchgen's; use --overwrite to replace it, or another -o"),
+    ("run R -m M -o out.xyz", 2, "ANY"),
+    ("run R -m M -o folder", 2, "ANY"),
+    ("run R -m M -o no/out.jsonl", 2, "there is no folder no to write to; make it with mkdir -p no"),
+    ("run R -m M -o in-the-way.jsonl", 2, "in-the-way.jsonl.job is in the way: it is not a job's folder; move it, or use another -o"),
+    ("run R -m M --work-dir no", 2, "ANY"),
+    ("run R -m M --stats no/s.json", 2, "--stats no/s.json cannot be written; name a file in a folder that exists"),
+    ("status nowhere.jsonl", 2, "ANY"),
+    # models
+    ("run R -m nowhere/", 1, "model folder 'nowhere/' does not exist; give a local folder with config.json and the tokenizer's files, or a hub name such as org/model"),
+    ("run R -m weights.gguf", 1, "model 'weights.gguf' is a GGUF file, which batchgen does not read; give the folder of the model it was made from, with config.json and safetensors files"),
+    ("run R -m M --revision v1", 1, "--revision 'v1' names a revision on the hub, and 'MODEL' is a local folder; leave --revision out"),
+]  # fmt: skip
+"""Command line, exit code, message."""
