@@ -78,7 +78,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             mentions=versions(),
             input=source,
             limit=config.limit,
-            form=row_form(config, output, chat=prompts.chat),
+            form=row_form(config, output, chat=prompts.chat, reasoning=prompts.reasoning),
             work_dir=config.work_dir,
             overwrite=config.overwrite,
             flush_every=config.flush_every,

@@ -13,7 +13,7 @@ from batchgen.guards import few_collections, memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.kept import KeptPrefixes
-from batchgen.model.architectures import check_architecture
+from batchgen.model.architectures import RECURRENT, check_architecture
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -33,6 +33,7 @@ from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
 from batchgen.signals import Signals
+from batchgen.state.sizes import attention_layers, state_bytes
 
 TREE_NODES = 20
 GROUPS = 10
@@ -66,6 +67,8 @@ class PlanReport:
     windows: int
     bytes_per_token: int
     """KV of one token in all layers; 0 where the configuration does not say."""
+    bytes_per_state: int
+    """State of one sequence, or node, in all recurrent layers; 0 for a model without such layers."""
     block_size: int
     tree: tuple[TreeLine, ...]
     groups: tuple[GroupLine, ...]
@@ -91,6 +94,7 @@ class PlanReport:
             "kv_bytes_shared": f.kv_bytes_shared,
             "kv_bytes_unshared": f.kv_bytes_unshared,
             "kv_bytes_least": f.kv_bytes_min,
+            "state_bytes_per_sequence": self.bytes_per_state,
             "tree": [asdict(line) for line in self.tree],
             "largest_groups": [asdict(line) for line in self.groups],
         }
@@ -138,6 +142,7 @@ class Planner:
     tokenizer: LoadedTokenizer
     block_size: int = field(init=False)
     bytes_per_token: int = field(init=False)
+    bytes_per_state: int = field(init=False)
     rows: int = 0
     failed: int = 0
     windows: int = 0
@@ -154,6 +159,9 @@ class Planner:
 
         self.block_size = block_size_of(self.config.engine.chunk_size)
         self.bytes_per_token = kv_bytes_per_token(
+            self.tokenizer.hf_config, dtype_name(self.config.model, self.tokenizer.hf_config)
+        )
+        self.bytes_per_state = state_bytes_per_sequence(
             self.tokenizer.hf_config, dtype_name(self.config.model, self.tokenizer.hf_config)
         )
 
@@ -210,6 +218,7 @@ class Planner:
             rows_failed=self.failed,
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
+            bytes_per_state=self.bytes_per_state,
             block_size=self.block_size,
             tree=tuple(self._line(line) for line in survey.largest_nodes()),
             groups=tuple(survey.largest_groups()),
@@ -226,9 +235,19 @@ def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
     """KV of one token in all layers, from the configuration alone; 0 where it does not say."""
     own = text_config(hf_config)
     layers, heads = getattr(own, "num_hidden_layers", None), getattr(own, "num_attention_heads", None)
+    if getattr(own, "model_type", None) in RECURRENT:
+        layers = attention_layers(own)
+        if not layers:
+            return 0
     hidden = getattr(own, "hidden_size", None)
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
         return 0
     kv_heads = getattr(own, "num_key_value_heads", None) or heads
     head_dim = getattr(own, "head_dim", None) or hidden // heads
     return layers * kv_heads * head_dim * 2 * DTYPE_BYTES.get(dtype, 2)
+
+
+def state_bytes_per_sequence(hf_config: Any, dtype: str) -> int:
+    """State of one sequence in all recurrent layers, from the configuration alone; 0 for a model without such layers."""
+    own = text_config(hf_config)
+    return state_bytes(own, DTYPE_BYTES.get(dtype, 2)) if getattr(own, "model_type", None) in RECURRENT else 0

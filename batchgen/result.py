@@ -24,9 +24,12 @@ class TokenLogprob:
 class Completion:
     """One of the completions of a prompt."""
 
-    text: str
+    text: str | None
+    """The answer alone, of a model that marks its thoughts; None where it was cut inside of them."""
     finish_reason: str
     """stop, length, timeout or cancelled"""
+    reasoning: str | None = None
+    """The thoughts before the answer; None where there are none."""
     token_ids: tuple[int, ...] = ()
     """As drawn, an end token included."""
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -50,12 +53,16 @@ class Result:
 
     row: int
     text: str | None
-    """The (first) completion, or the chosen label; None for a row that failed or was only scored."""
+    """The (first) completion, or the chosen label; None for a row that failed, was only scored, or was cut inside of its thoughts."""
     finish_reason: str | None
     """stop, length, timeout, cancelled or error; None for a row that was only scored"""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Of all its completions."""
+    reasoning: str | None = None
+    """The thoughts before the (first) answer; None where there are none."""
+    reasoning_tokens: int = 0
+    """Of the completion tokens, those of thoughts and their marks."""
     token_ids: tuple[int, ...] = ()
     """The (first) completion's tokens as drawn, an end token included."""
     truncated: bool = False

@@ -119,6 +119,20 @@ class SamplingParams:
         rules=[between(0, MAX_LOGPROBS)],
     )
     """As the model gives them, before penalties and temperature. 0: the sampled token's alone."""
+    reasoning: str = option(
+        "auto",
+        "auto separates the thoughts of models that mark them from the text, as the field reasoning; off leaves them in the text.",
+        group="Sampling",
+        values=["auto", "off"],
+    )
+    reasoning_budget: int | None = option(
+        None,
+        "Thoughts end after N tokens, and the answer begins.",
+        group="Sampling",
+        metavar="N",
+        rules=[at_least(0)],
+        shown="no limit",
+    )
     choices: tuple[str, ...] | Any = option(
         (),
         "Labels, separated by commas or as a JSON list. Nothing is generated: each is scored, and the text is the most likely one.",
@@ -177,6 +191,11 @@ class SamplingParams:
     def constrained(self) -> bool:
         """Whether a grammar says which tokens may follow."""
         return self.regex is not None or self.json_schema is not None
+
+    @property
+    def guided(self) -> bool:
+        """Whether it is limited which tokens may follow: by a grammar, or by an end of the thoughts."""
+        return self.constrained or self.reasoning_budget is not None
 
     def merged(self, row: Mapping[str, Any]) -> SamplingParams:
         """These parameters with a row's own on top; a null keeps the default.

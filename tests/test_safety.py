@@ -61,6 +61,7 @@ def there(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
+@pytest.mark.slow
 def test_a_job_writes_beside_its_output_and_nowhere_else(
     tmp_path: Path, tiny_chat_model_dir: Path, command: list[str], command_environment: dict[str, str]
 ) -> None:

@@ -21,6 +21,7 @@ from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
 from batchgen.model.runner import Runner
 from batchgen.prefix import PrefixPlan
+from batchgen.prompts.thinking import ThinkingFormat
 from batchgen.request import Leaf, Request
 from batchgen.result import Result
 from batchgen.sampling.constraints import Constraints
@@ -111,6 +112,8 @@ class Tokenizer(Protocol):
     def context_length(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def thinking(self) -> ThinkingFormat | None: ...
 
 
 class Engine:
@@ -136,12 +139,14 @@ class Engine:
         self.scheduler = Scheduler(self.block_manager, self.sizes.limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
-        self.constraints = Constraints(tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids)
+        self.constraints = Constraints(
+            tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
+        )
         self.executor = StepExecutor(self.runner, self.sampler, self.constraints)
         # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
         self.loop = StepLoop(self.scheduler, self.executor, int(model.device.type == "cuda" and not model.spread))
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._detokenizer = Detokenizer(tokenizer.hf_tokenizer)
+        self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 
@@ -272,7 +277,7 @@ class Engine:
 
     def _stopper(self, request: Request) -> Stops:
         stopper = Stopper(request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens)
-        return GrammarStops(self.constraints, stopper) if request.params.constrained else stopper
+        return GrammarStops(self.constraints, stopper) if request.params.guided else stopper
 
     # -- memory and figures
 

@@ -81,8 +81,8 @@ class StepExecutor:
             if not seq.scoring:
                 params = seq.request.params
                 self._sampler.add(seq.slot, params, seq.request.key, seq.request.tokens, seq.generated, seq.leaf.choice)
-                if params.constrained:
-                    self._constraints.add(_name(seq), params, seq.generated)
+                if params.guided:
+                    self._constraints.add(_name(seq), params, seq.generated, seq.request.tokens)
         with self._timed():
             if not len(batch.packed.pending_places):
                 self._constraints.start(_names(batch.samples))  # computed in another thread while the model runs

@@ -38,6 +38,8 @@ class RequestState:
     """By number of a leaf: its depth-first place in the window."""
     completions: dict[int, Completion] = field(default_factory=dict)
     """By number: those that have ended."""
+    reasoning_tokens: int = 0
+    """Of the completions that have ended."""
     scores: dict[int, list[TokenScore]] = field(default_factory=dict)
     """By number: `Sequence.text_scores` of the texts that have been scored."""
     began: bool = False
@@ -66,6 +68,8 @@ class RequestState:
             prompt_tokens=len(self.request.tokens),
             completion_tokens=sum(len(c.token_ids) for c in completions),
             token_ids=first.token_ids,
+            reasoning=first.reasoning,
+            reasoning_tokens=self.reasoning_tokens,
             truncated=self.request.truncated,
             completions=completions if params.n > 1 or params.logprobs is not None else (),
         )
@@ -138,7 +142,7 @@ class ResultAssembler:
             if row.on_token is not None:
                 row.on_token(row.request.row, choice, token)
             if reason is not None:
-                row.completions[choice] = self._completion(seq, reason)
+                row.completions[choice] = self._completion(row, seq, reason)
                 self._finish(row)
 
     def cancel(self, request: Request) -> None:
@@ -182,7 +186,7 @@ class ResultAssembler:
         for choice, place in row.places.items():
             if choice not in row.completions:
                 seq = self._cut(row, place)
-                ended = Completion(text="", finish_reason=reason) if seq is None else self._completion(seq, reason)
+                ended = Completion(text="", finish_reason=reason) if seq is None else self._completion(row, seq, reason)
                 row.completions[choice] = ended
         self._finish(row)
 
@@ -204,12 +208,21 @@ class ResultAssembler:
         """Ends a leaf where it stands; its sequence, if it had begun."""
         return self._scheduler.cancel(row.window, place)
 
-    def _completion(self, seq: GenerationSequence, reason: str) -> Completion:
+    def _completion(self, row: RequestState, seq: GenerationSequence, reason: str) -> Completion:
         logprobs = None
         if seq.request.params.logprobs is not None:
             logprobs = _token_logprobs(self._piece, seq.logprobs, seq.generated)
-        text = seq.stops.text if seq.stops else ""
-        return Completion(text=text, finish_reason=reason, token_ids=tuple(seq.generated), logprobs=logprobs)
+        stops = seq.stops
+        if stops is None:
+            return Completion(text="", finish_reason=reason, token_ids=tuple(seq.generated), logprobs=logprobs)
+        row.reasoning_tokens += stops.reasoning_tokens
+        return Completion(
+            text=stops.text,
+            finish_reason=reason,
+            reasoning=stops.reasoning,
+            token_ids=tuple(seq.generated),
+            logprobs=logprobs,
+        )
 
 
 def _normalised(logprobs: list[float], temperature: float = 1.0) -> list[float]:

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <vector>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace {
@@ -292,13 +293,11 @@ class Tile {
 template <class E>
 void attend(const Plan& plan, const Layer& layer, int threads) {
     const int64_t tiles = words_of(plan.num_tokens, plan.tile);
-#pragma omp parallel num_threads(threads)
-    {
+    in_parallel(tiles * layer.kv_heads, threads, [&](Tasks& tasks) {
         Tile<E> tile(plan, layer);
         // Head by head, so that a part's keys of one head stay in the cache for the tiles below it.
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < tiles * layer.kv_heads; i++) tile.run(i % tiles, i / tiles);
-    }
+        for (int64_t i; (i = tasks.take()) >= 0;) tile.run(i % tiles, i / tiles);
+    });
 }
 
 // Whether all are finite.
@@ -327,24 +326,30 @@ void write(const Plan& plan, const Layer& layer, int threads) {
     typedef typename E::type T;
     constexpr int64_t U = E::per_word;
     const int64_t size = plan.page_size, words = words_of(layer.size, U), width = width_of(layer.v_size);
-#pragma omp parallel num_threads(threads)
-    {
+    const int64_t pieces = std::min<int64_t>(plan.num_tokens, threads > 1 ? 4 * threads : 1);
+    // Neighbours that share words are of one piece.
+    const auto cut = [&](int64_t piece) {
+        int64_t t = plan.num_tokens * piece / pieces;
+        while (t > 0 && t < plan.num_tokens && plan.slots[t] % U && plan.slots[t - 1] + 1 == plan.slots[t]) t++;
+        return t;
+    };
+    in_parallel(pieces, threads, [&](Tasks& tasks) {
         std::vector<T> key(words * U), zeros(layer.v_size);
         const std::vector<T> nan(words * U, sizeof(T) == 2 ? T(0x7fc0) : T(NAN));
-#pragma omp for collapse(2) schedule(static)
-        for (int64_t head = 0; head < layer.kv_heads; head++)
-            for (int64_t t = 0; t < plan.num_tokens; t++) {
-                const int64_t page = plan.slots[t] / size, at = plan.slots[t] % size;
-                const T* v = static_cast<const T*>(layer.v) + head * layer.v_head + t * layer.v_token;
-                const bool numbers = finite(v, layer.v_size);
-                std::memcpy(key.data(), static_cast<const T*>(layer.k) + head * layer.k_head + t * layer.k_token, layer.size * sizeof(T));
-                const T* from = numbers ? key.data() : nan.data();
-                T* to = static_cast<T*>(layer.keys) + ((head * layer.num_pages + page) * words * size + at) * U;
-                for (int64_t w = 0; w < words; w++) std::memcpy(to + w * size * U, from + w * U, sizeof(uint32_t));
-                T* values = static_cast<T*>(layer.values) + ((head * layer.num_pages + page) * size + at / U * U) * width;
-                put_values(values, numbers ? v : zeros.data(), layer.v_size, at % U);
-            }
-    }
+        for (int64_t piece; (piece = tasks.take()) >= 0;)
+            for (int64_t head = 0; head < layer.kv_heads; head++)
+                for (int64_t t = cut(piece); t < cut(piece + 1); t++) {
+                    const int64_t page = plan.slots[t] / size, at = plan.slots[t] % size;
+                    const T* v = static_cast<const T*>(layer.v) + head * layer.v_head + t * layer.v_token;
+                    const bool numbers = finite(v, layer.v_size);
+                    std::memcpy(key.data(), static_cast<const T*>(layer.k) + head * layer.k_head + t * layer.k_token, layer.size * sizeof(T));
+                    const T* from = numbers ? key.data() : nan.data();
+                    T* to = static_cast<T*>(layer.keys) + ((head * layer.num_pages + page) * words * size + at) * U;
+                    for (int64_t w = 0; w < words; w++) std::memcpy(to + w * size * U, from + w * U, sizeof(uint32_t));
+                    T* values = static_cast<T*>(layer.values) + ((head * layer.num_pages + page) * size + at / U * U) * width;
+                    put_values(values, numbers ? v : zeros.data(), layer.v_size, at % U);
+                }
+    });
 }
 
 }  // namespace

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from batchgen.kernels.isa import NONE, flags, instruction_set
 
 SOURCES = Path(__file__).parent
 FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
+    "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What the kernels compute in, by the names that their functions have."""
@@ -38,27 +41,49 @@ class NoKernels(BatchgenError):
     """The kernels cannot be compiled or loaded on this machine."""
 
 
+_logger = logging.getLogger("batchgen")
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The compiled kernels; compiled now where that has not been done. Raises `NoKernels` with the reason."""
+    target = _compiled()
+    try:
+        return _load(target)
+    except NoKernels:  # cut off by a full disk or a power cut, say
+        target.unlink(missing_ok=True)
+        return _load(_compiled())
+
+
+def _compiled() -> Path:
+    """Compiles the kernels where that has not been done, once for all processes; returns the library's place. Raises `NoKernels`."""
     if instruction_set() == NONE:
         raise NoKernels(_why_none())
     target = _target()
     if target.exists():
-        try:
-            return _load(target)
-        except NoKernels:  # cut off by a full disk or a power cut, say
-            target.unlink(missing_ok=True)
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Made in a folder of its own and renamed, so that of several processes each finds a whole one.
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="unfinished-") as folder:
-            made = Path(folder) / target.name
-            _compile(made)
-            made.replace(target)
+        with _lock(target.parent):
+            if not target.exists():  # another process may have been first
+                # Made in a folder of its own and renamed, so that the library is whole or not there.
+                with tempfile.TemporaryDirectory(dir=target.parent, prefix="unfinished-") as folder:
+                    made = Path(folder) / target.name
+                    _compile(made)
+                    made.replace(target)
     except OSError as e:
         raise NoKernels(f"compiled kernels cannot be kept in {target.parent}: {e.strerror or e}") from e
-    return _load(target)
+    return target
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Held by one process at a time; a process that ends lets go of it."""
+    import fcntl  # not on every system; `_compiler` has refused the others
+
+    with (folder / "lock").open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
 
 
 @cache
@@ -70,18 +95,21 @@ def kernel(name: str, dtype: torch.dtype, more: str = "") -> Any:
 
 
 def _compile(to: Path) -> None:
-    compiler = _compiler()
-    objects = [to.parent / f"{source.stem}.o" for source in _sources()]
+    compiler, sources = _compiler(), _sources()
+    _logger.info("compiling kernels for this processor, once on this machine ...")
+    began = time.monotonic()
+    objects = [to.parent / f"{source.stem}.o" for source in sources]
     runs = [
         subprocess.Popen([compiler, *_flags(), "-c", str(source), "-o", str(made)], stderr=subprocess.PIPE, text=True)
-        for source, made in zip(_sources(), objects, strict=True)
+        for source, made in zip(sources, objects, strict=True)
     ]
-    for run in runs:
+    for done, run in enumerate(reversed(runs), 1):  # the first of them takes the longest
         _finish(run)
-    # Not linked with OpenMP: its functions are taken from the copy that torch has loaded, so that one pool of threads serves
-    # both. Two pools would wait for each other's idle threads, which spin.
-    link = [compiler, "-shared", *map(str, objects), "-o", str(to)]
+        if done < len(runs):
+            _logger.info("compiling kernels: %d of %d files done", done, len(runs))
+    link = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(to)]
     _finish(subprocess.Popen(link, stderr=subprocess.PIPE, text=True))
+    _logger.info("kernels compiled in %.0f s, kept in %s", time.monotonic() - began, to.parent.parent)
 
 
 def _finish(run: subprocess.Popen[str]) -> None:
@@ -96,10 +124,6 @@ def _finish(run: subprocess.Popen[str]) -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    torch_own = list((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    for openmp in torch_own or [Path("libgomp.so.1")]:
-        with suppress(OSError):
-            ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
     try:
         return ctypes.CDLL(str(path))
     except OSError as e:

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "activation.h"
+#include "pool.h"
 #include "vec.h"
 
 namespace {
@@ -61,9 +62,9 @@ void norm_row(const Norm& n, const T* x, T* y) {
 template <class T>
 void norm(const Norm& n) {
     const int64_t rows = n.outer * n.inner;
-#pragma omp parallel for num_threads(threads_for(rows * n.size, n.threads)) if (threads_for(rows * n.size, n.threads) > 1)
-    for (int64_t row = 0; row < rows; row++)
+    for_each(rows, threads_for(rows * n.size, n.threads), [&](int64_t row) {
         norm_row<T>(n, (const T*)n.x + row / n.inner * n.x_outer + row % n.inner * n.x_inner, (T*)n.y + row * n.size);
+    });
 }
 
 struct Rotary {  // `_Rotary` in elementwise.py is the same
@@ -91,8 +92,7 @@ INLINE void turn(const T* x, const C* cos, const C* sin, T* y, int64_t size, int
 template <class T, class C>
 void rotary(const Rotary& r) {
     const int64_t elements = r.tokens * (r.q_heads + r.k_heads) * r.size;
-#pragma omp parallel for num_threads(threads_for(elements, r.threads)) if (threads_for(elements, r.threads) > 1)
-    for (int64_t t = 0; t < r.tokens; t++) {
+    for_each(r.tokens, threads_for(elements, r.threads), [&](int64_t t) {
         const C *cos = (const C*)r.cos + t * r.cos_token, *sin = (const C*)r.sin + t * r.cos_token;
         for (int64_t h = 0; h < r.q_heads; h++) {
             T* out = (T*)r.q_out + (t * r.q_heads + h) * r.size;
@@ -102,7 +102,7 @@ void rotary(const Rotary& r) {
             T* out = (T*)r.k_out + (t * r.k_heads + h) * r.size;
             turn<T, C>((const T*)r.k + t * r.k_token + h * r.k_head, cos, sin, out, r.size, r.turned);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "pool.h"
 #include "vec.h"
 
 namespace {
@@ -109,12 +110,10 @@ void run(Product p) {
     const int64_t share = (p.rows + wanted - 1) / wanted;
     const int64_t task_rows = std::min<int64_t>((share + ROWS - 1) / ROWS * ROWS, MOST_ROWS);
     const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
-#pragma omp parallel num_threads(int(threads)) if (threads > 1)
-    {
+    in_parallel(tasks, threads, [&](Tasks& some) {
         float sums[MOST_ROWS * WIDTH];
         uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++) {
+        for (int64_t task; (task = some.take()) >= 0;) {
             const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
             const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
             const int64_t depth = widens ? DEPTH / 2 : DEPTH;
@@ -129,7 +128,7 @@ void run(Product p) {
                 }
             }
         }
-    }
+    });
 }
 
 }  // namespace

@@ -4,17 +4,18 @@
 #include <cmath>
 
 #include "activation.h"
+#include "pool.h"
 #include "vec.h"
 
 namespace {
 
 template <class T>
-INLINE f16v load_at(const T* p, int64_t i, int64_t size) {
-    return i + 16 <= size ? load_floats(p + i) : load_some(p + i, size - i);
+INLINE floats load_at(const T* p, int64_t i, int64_t size) {
+    return i + LANES <= size ? load_floats(p + i) : load_some(p + i, size - i);
 }
 template <class T>
-INLINE void store_at(T* p, int64_t i, int64_t size, f16v v) {
-    if (i + 16 <= size)
+INLINE void store_at(T* p, int64_t i, int64_t size, floats v) {
+    if (i + LANES <= size)
         store_floats(p + i, v);
     else
         store_some(p + i, v, size - i);
@@ -38,8 +39,8 @@ void convolve_part(const Convolution& c, int64_t span, int64_t first, int64_t la
     // Row t of the span's inputs; those before its first token are in the state.
     auto row = [&](int64_t t) { return t < 0 ? before + (t + taps) * n : x + (start + t) * c.x_token; };
     for (int64_t t = 0; t < length; t++)
-        for (int64_t i = first; i < last; i += 16) {
-            f16v sum = bias ? load_at(bias, i, n) : f16v{};
+        for (int64_t i = first; i < last; i += LANES) {
+            floats sum = bias ? load_at(bias, i, n) : floats{};
             for (int64_t tap = 0; tap <= taps; tap++)
                 sum += load_at(row(t - taps + tap), i, n) * load_at(weight + tap * n, i, n);
             sum = rounded<T>(sum);
@@ -55,11 +56,10 @@ void convolve_part(const Convolution& c, int64_t span, int64_t first, int64_t la
 template <class T>
 void convolve(const Convolution& c) {
     const int64_t parts = (c.channels + CHANNELS - 1) / CHANNELS, tasks = c.spans * parts;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(int(c.threads)) if (c.threads > 1 && tasks > 8)
-    for (int64_t task = 0; task < tasks; task++) {
+    for_each(tasks, tasks > 8 ? c.threads : 1, [&](int64_t task) {
         const int64_t first = task % parts * CHANNELS;
-        convolve_part<T>(c, task / parts, first, std::min(first + CHANNELS, (c.channels + 15) / 16 * 16));
-    }
+        convolve_part<T>(c, task / parts, first, std::min(first + CHANNELS, c.channels));
+    });
 }
 
 struct Step {  // `_Step` in recurrent.py is the same
@@ -69,6 +69,8 @@ struct Step {  // `_Step` in recurrent.py is the same
     const float *q, *k, *v;
     float *states, *out;  // [slots][heads][rows][columns]
 };
+
+constexpr int BLOCK = 4;  // vectors of columns
 
 // A state's rows are keys, its columns values: q, k [sequences][heads][rows], v, out [sequences][heads][columns].
 // S <- a S + k d with d = b (v - a k S); out = q S = a q S + (q k) d.
@@ -81,28 +83,30 @@ void delta_head(const Step& s, int64_t sequence, int64_t head) {
     float both = 0;
     for (int64_t r = 0; r < rows; r++) both += q[r] * k[r];
     int64_t i = 0;
-    for (; i + 32 <= n; i += 32) {  // 32 columns of all rows stay in the first cache from the first pass to the second
-        f16v known0{}, known1{}, seen0{}, seen1{};
-        for (int64_t r = 0; r < rows; r++) {
-            const f16v x = load_floats(before + r * n + i), y = load_floats(before + r * n + i + 16);
-            known0 += x * k[r], known1 += y * k[r];
-            seen0 += x * q[r], seen1 += y * q[r];
+    for (; i + BLOCK * LANES <= n; i += BLOCK * LANES) {  // of all rows they stay in the first cache from one pass to the next
+        floats known[BLOCK] = {}, seen[BLOCK] = {};
+        for (int64_t r = 0; r < rows; r++)
+            for (int j = 0; j < BLOCK; j++) {
+                const floats x = load_floats(before + r * n + i + j * LANES);
+                known[j] += x * k[r], seen[j] += x * q[r];
+            }
+        for (int j = 0; j < BLOCK; j++) {
+            known[j] = (load_floats(v + i + j * LANES) - known[j] * a) * b;
+            store_floats(out + i + j * LANES, seen[j] * a + known[j] * both);
         }
-        const f16v d0 = (load_floats(v + i) - known0 * a) * b, d1 = (load_floats(v + i + 16) - known1 * a) * b;
-        store_floats(out + i, seen0 * a + d0 * both);
-        store_floats(out + i + 16, seen1 * a + d1 * both);
-        for (int64_t r = 0; r < rows; r++) {
-            store_floats(after + r * n + i, load_floats(before + r * n + i) * a + d0 * k[r]);
-            store_floats(after + r * n + i + 16, load_floats(before + r * n + i + 16) * a + d1 * k[r]);
-        }
+        for (int64_t r = 0; r < rows; r++)
+            for (int j = 0; j < BLOCK; j++) {
+                const int64_t at_row = r * n + i + j * LANES;
+                store_floats(after + at_row, load_floats(before + at_row) * a + known[j] * k[r]);
+            }
     }
-    for (; i < n; i += 16) {
-        f16v known{}, seen{};
+    for (; i < n; i += LANES) {
+        floats known{}, seen{};
         for (int64_t r = 0; r < rows; r++) {
-            const f16v x = load_at(before + r * n, i, n);
+            const floats x = load_at(before + r * n, i, n);
             known += x * k[r], seen += x * q[r];
         }
-        const f16v d = (load_at(v, i, n) - known * a) * b;
+        const floats d = (load_at(v, i, n) - known * a) * b;
         store_at(out, i, n, seen * a + d * both);
         for (int64_t r = 0; r < rows; r++) store_at(after + r * n, i, n, load_at(before + r * n, i, n) * a + d * k[r]);
     }
@@ -119,9 +123,9 @@ void mamba2_head(const Step& s, int64_t sequence, int64_t head) {
     const float a = s.decay[at], b = s.strength[at];
     for (int64_t r = 0; r < s.rows; r++) {
         const float x = v[r] * b;
-        f16v seen{};
-        for (int64_t i = 0; i < n; i += 16) {
-            const f16v y = load_at(before + r * n, i, n) * a + load_at(k, i, n) * x;
+        floats seen{};
+        for (int64_t i = 0; i < n; i += LANES) {
+            const floats y = load_at(before + r * n, i, n) * a + load_at(k, i, n) * x;
             store_at(after + r * n, i, n, y);
             seen += y * load_at(q, i, n);
         }
@@ -132,8 +136,8 @@ void mamba2_head(const Step& s, int64_t sequence, int64_t head) {
 template <void (*head_of)(const Step&, int64_t, int64_t)>
 void run(const Step& s) {
     const int64_t tasks = s.sequences * s.heads;
-#pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1 && tasks * s.rows * s.columns > 16384)
-    for (int64_t task = 0; task < tasks; task++) head_of(s, task / s.heads, task % s.heads);
+    const int64_t threads = tasks * s.rows * s.columns > 16384 ? s.threads : 1;
+    for_each(tasks, threads, [&](int64_t task) { head_of(s, task / s.heads, task % s.heads); });
 }
 
 }  // namespace

@@ -38,6 +38,13 @@ class PromptBuilder:
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
         self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
         self._texts = TextEncoder(tokenizer, self._encoder)
+        self.reasoning = (
+            tokenizer.thinking is not None
+            and sampling.reasoning == "auto"
+            and not prompts.score
+            and not sampling.choices
+        )
+        """Whether completions have thoughts that are separated from their text."""
         self._check_sampling(sampling)
         if (
             getattr(tokenizer.hf_tokenizer, "fix_mistral_regex", None) is False
@@ -71,6 +78,8 @@ class PromptBuilder:
         if self._prompts.score:
             return frozenset(("score",))
         found = set()
+        if self.reasoning:
+            found.add("reasoning")
         if command.n > 1 or command.logprobs is not None or may_have(("n", "logprobs"), types):
             found.add("choices")
         if command.choices or may_have(CHOICES_NAMES, types):

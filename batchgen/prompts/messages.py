@@ -8,6 +8,7 @@ from typing import Any
 
 from batchgen.config import PromptConfig
 from batchgen.errors import BatchgenError, RowError, UsageError
+from batchgen.prompts.thinking import thinking_off
 
 Message = dict[str, Any]
 _MARK = "batchgen-trial"
@@ -190,6 +191,10 @@ class ChatTemplate:
             if continued and isinstance(e, ValueError) and "continue_final_message" in reason:
                 reason = "chat template: it changes the last assistant message, which so cannot be continued"
             raise RowError("template_error", reason) from None
+
+    def thinking_off(self) -> dict[str, bool]:
+        """The variables that switch thinking off; none where the template has no switch."""
+        return thinking_off(str(self._tokenizer.get_chat_template(self._source)))
 
     def uses(self, name: str) -> bool:
         """Whether the template mentions a name at all."""

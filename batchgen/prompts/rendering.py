@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,34 +41,35 @@ class Rendered:
     priority: float
 
 
-Cut = Callable[[Any], Any]
-"""Shortens a text, or a list of token ids."""
-
-
-def _whole(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """Keeps at most `limit` characters of a text or items of a list; `left`: the last ones, else the first."""
+class _How:
+    """How a row is rendered this time."""
 
-    limit: int
-    left: bool
+    limit: int | None = None
+    """Characters of a text, or items of a list of token ids, that are kept; None for all."""
+    left: bool = False
+    """Whether they are the last ones, else the first."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, under those of the command and the row."""
 
-    def __call__(self, value: Any) -> Any:
-        return value if len(value) <= self.limit else value[-self.limit :] if self.left else value[: self.limit]
+    def cut(self, value: Any) -> Any:
+        if self.limit is None or len(value) <= self.limit:
+            return value
+        return value[-self.limit :] if self.left else value[: self.limit]
 
 
-def _with_texts_cut(value: Any, cut: Cut) -> Any:
+def _with_texts_cut(value: Any, how: _How) -> Any:
     """A row's columns with every text in them cut, however deep it lies."""
-    if cut is _whole:
+    if how.limit is None:
         return value
     if isinstance(value, str):
-        return cut(value)
+        return how.cut(value)
     if isinstance(value, Mapping):
-        return {name: _with_texts_cut(item, cut) for name, item in value.items()}
-    return [_with_texts_cut(item, cut) for item in value] if isinstance(value, list) else value
+        return {name: _with_texts_cut(item, how) for name, item in value.items()}
+    return [_with_texts_cut(item, how) for item in value] if isinstance(value, list) else value
+
+
+_NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Renderer:
@@ -87,10 +88,13 @@ class Renderer:
         self._params = params
         self._chat = chosen_template(tokenizer.hf_tokenizer, prompts)
         self.chat = self._chat is not None
+        off = self._chat.thinking_off() if self._chat is not None else {}
+        self._thinking_off = {n: v for n, v in off.items() if n not in prompts.chat_template_kwargs}
+        """Variables of the chat template for rows whose answer is given: labels, and texts to score."""
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
         self.columns = Columns(prompts, self._template, params, chat=self.chat)
         self._said: set[str] = set()
-        self._render_from: Mapping[Source, Callable[[Mapping[str, Any], Cut], Text | TokenArray]] = {
+        self._render_from: Mapping[Source, Callable[[Mapping[str, Any], _How], Text | TokenArray]] = {
             Source.TEMPLATE: self._from_template,
             Source.MESSAGES: self._from_messages,
             Source.PROMPT: self._from_prompt,
@@ -105,53 +109,59 @@ class Renderer:
         """
         if row.error is not None:
             return row.error
-        cut = _whole if limit is None else _Cut(limit, left=self._prompts.on_long_prompt == "truncate-left")
         try:
             source = self.columns.source(row.columns)
-            if source is Source.BODY:
-                body = read_body(row.columns)
-                prompt, params = self._from_body(body, cut), self._params.of(row.columns, body.params, params)
+            body = read_body(row.columns) if source is Source.BODY else None
+            own = self._params.of(row.columns, body.params if body else None, params)
+            labelled = self._prompts.score or bool(own.choices)
+            how = _How(
+                limit,
+                self._prompts.on_long_prompt == "truncate-left",
+                self._thinking_off if labelled else _NO_VARIABLES,
+            )
+            if body is not None:
+                prompt = self._from_body(body, how)
             else:
                 both = self.columns.both_note(row.columns)
                 if both is not None:
                     self.note(both)
-                prompt, params = self._render_from[source](row.columns, cut), self._params.of(row.columns, None, params)
-            completion = completion_of(row.columns, self._prompts, params) if self._prompts.score else None
-            return Rendered(prompt, params, completion, priority_of(row.columns, self._prompts.priority_column))
+                prompt = self._render_from[source](row.columns, how)
+            completion = completion_of(row.columns, self._prompts, own) if self._prompts.score else None
+            return Rendered(prompt, own, completion, priority_of(row.columns, self._prompts.priority_column))
         except RowError as e:
             return e
         except RecursionError:  # JSON in a field of text, which no reader has measured
             return RowError("invalid_row", "the row has a value that is nested too deeply")
 
-    def _from_template(self, columns: Mapping[str, Any], cut: Cut) -> Text:
+    def _from_template(self, columns: Mapping[str, Any], how: _How) -> Text:
         assert self._template is not None
-        return self._prompt_text(self._template.render(_with_texts_cut(columns, cut)), self._for_chat(columns, cut))
+        return self._prompt_text(self._template.render(_with_texts_cut(columns, how)), self._for_chat(columns, how))
 
-    def _from_prompt(self, columns: Mapping[str, Any], cut: Cut) -> Text | TokenArray:
+    def _from_prompt(self, columns: Mapping[str, Any], how: _How) -> Text | TokenArray:
         name = self._prompts.prompt_column
         value = columns[name]
         if isinstance(value, str):
-            return self._prompt_text(cut(value), self._for_chat(columns, cut))
+            return self._prompt_text(how.cut(value), self._for_chat(columns, how))
         where = f"column {name!r}"
         if isinstance(value, list) and value and isinstance(value[0], int):
             if self._chat is not None:
                 self.note("prompts that are token ids are sent as they are, not through the chat template")
             if self._prompts.system is not None:
                 raise RowError("invalid_row", f"{where} is a list of token ids, which --system cannot be put before")
-            return self._token_ids(cut(value), where)
+            return self._token_ids(how.cut(value), where)
         hint = ""
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             hint = f" (--messages-column {name} takes a list of messages)"
         raise RowError("invalid_row", f"{where} must be text, not {kind(value)}{hint}")
 
-    def _from_messages(self, columns: Mapping[str, Any], cut: Cut) -> Text:
+    def _from_messages(self, columns: Mapping[str, Any], how: _How) -> Text:
         name = self._prompts.messages_column
         where = f"column {name!r}"
         if self._chat is None:
             raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
-        return self._chat_text(conversation(columns[name], where, name), where, self._for_chat(columns, cut), cut)
+        return self._chat_text(conversation(columns[name], where, name), where, self._for_chat(columns, how), how)
 
-    def _from_body(self, body: Body, cut: Cut) -> Text | TokenArray:
+    def _from_body(self, body: Body, how: _How) -> Text | TokenArray:
         if body.model is not None and not _same_model(body.model, str(self._tokenizer.hf_tokenizer.name_or_path)):
             self.note(
                 f"rows ask for model {body.model!r}; all rows are run on {self._tokenizer.hf_tokenizer.name_or_path!r}",
@@ -160,7 +170,8 @@ class Renderer:
         if body.chat:
             if self._chat is None:
                 raise RowError("invalid_row", f"/v1/chat/completions needs a chat template: {self.columns.why_raw}")
-            variables = dict(self._chat.check_variables(body.variables, "body.chat_template_kwargs"))
+            given = self._chat.check_variables(body.variables, "body.chat_template_kwargs")
+            variables = {**how.variables, **given}
             if body.tools:
                 tools = objects(body.tools)
                 if tools is None:
@@ -168,7 +179,7 @@ class Renderer:
                 variables["tools"] = tools
                 self._note_unused("tools")
             return self._chat_text(
-                conversation(body.prompt, "body.messages", "body.messages"), "body.messages", variables, cut
+                conversation(body.prompt, "body.messages", "body.messages"), "body.messages", variables, how
             )
         if self._prompts.system is not None:
             self.note("the prompts of /v1/completions are raw: --system is not put before them")
@@ -176,20 +187,20 @@ class Renderer:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]  # a list of prompts, which are one here
         if isinstance(prompt, str):
-            return Text((self._prompts.prefix or "") + cut(prompt), raw=True)
+            return Text((self._prompts.prefix or "") + how.cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             raise RowError("unsupported_parameter", f"body.prompt holds {len(prompt)} prompts; a row can have one")
         if isinstance(prompt, list):
-            return self._token_ids(cut(prompt), "body.prompt")
+            return self._token_ids(how.cut(prompt), "body.prompt")
         raise RowError("invalid_row", f"body.prompt must be text or token ids, not {kind(prompt)}")
 
-    def _for_chat(self, columns: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+    def _for_chat(self, columns: Mapping[str, Any], how: _How) -> dict[str, Any]:
         """The row's tools and documents, as variables of the chat template."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = dict(how.variables)
         for name in self.columns.for_chat(columns):
             value = None if self._chat is None else objects(columns[name])
             if value is not None:
-                found[name] = _with_texts_cut(value, cut) if name == "documents" else value
+                found[name] = _with_texts_cut(value, how) if name == "documents" else value
                 self._note_unused(name)
             else:
                 why = "prompts are raw" if self._chat is None else "it is not a list of objects"
@@ -211,9 +222,9 @@ class Renderer:
             messages.insert(0, {"role": "system", "content": self._prompts.system})
         return Text(self._chat.render(messages, variables), raw=False)
 
-    def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], cut: Cut) -> Text:
+    def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], how: _How) -> Text:
         assert self._chat is not None
-        messages = [{**message, "content": cut(message["content"])} for message in messages]
+        messages = [{**message, "content": how.cut(message["content"])} for message in messages]
         if self._prompts.prefix:
             messages = with_prefix(messages, self._prompts.prefix, where)
         if self._prompts.system is not None:

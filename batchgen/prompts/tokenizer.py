@@ -16,6 +16,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model_files import check_model_files
 from batchgen.prompts.hub import load_failure
+from batchgen.prompts.thinking import ThinkingFormat, thinking_format
 
 # Where configurations say how many positions a model has, the usual name first.
 _CONTEXT_NAMES = (
@@ -41,6 +42,8 @@ class LoadedTokenizer:
     """Tokens that end a completion; may be empty."""
     vocab_size: int
     """Token ids that the model knows: 0 up to this, exclusive."""
+    thinking: ThinkingFormat | None = None
+    """How the model marks its thoughts; None where it has no marks for them."""
 
 
 def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
@@ -72,6 +75,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         hf_config=hf_config,
         context_length=_context_length(config, hf_config, tokenizer),
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
+        thinking=thinking_format(tokenizer),
         vocab_size=_positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer),
     )
 

@@ -63,12 +63,11 @@ class InputFile:
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
         """Yields its bytes, decompressed and buffered; seekable if the format needs that (Parquet)."""
-        if self.name == "-":
-            yield sys.stdin.buffer
-            return
         with self._raw() as raw:
             stream = raw if self.compression is None else decompressed(raw, self.compression)
-            if self.format != "parquet" or (self.compression is None and raw.seekable()):
+            if self.name == "-":
+                stream = _unpacked(raw)
+            if self.format != "parquet" or (self.name != "-" and self.compression is None and raw.seekable()):
                 yield stream
                 return
             with tempfile.TemporaryFile() as whole:  # Parquet is read from its end
@@ -121,10 +120,28 @@ class InputFile:
             fs, path = remote(self.name)
             fs.invalidate_cache(path)
 
-    def _raw(self) -> BinaryIO:
+    @contextmanager
+    def _raw(self) -> Iterator[BinaryIO]:
+        if self.name == "-":
+            yield sys.stdin.buffer  # and leave it open
+            return
+        with self._opened() as raw:
+            yield raw
+
+    def _opened(self) -> BinaryIO:
         if is_url(self.name):
             return open_remote(self.name)
         return Path(self.name).open("rb")
+
+
+def _unpacked(raw: BinaryIO) -> BinaryIO:
+    """Standard input, decompressed if its first bytes are those of gzip or zstd."""
+    stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[type-var]
+    start = stream.peek(4)[:4]
+    for magic, _, suffix in _PACKED:
+        if start.startswith(magic):
+            return decompressed(stream, COMPRESSIONS[suffix])
+    return stream
 
 
 def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:

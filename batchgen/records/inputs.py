@@ -47,9 +47,7 @@ def open_input(inputs: Sequence[str], *, format: str | None, output: str | None)
             raise UsageError(
                 "- (standard input) cannot be read together with other inputs", "name files only, or - alone"
             )
-        if format not in (None, "jsonl"):
-            raise UsageError(f"standard input is read as JSONL, not {format}", "name a file instead")
-        return Input((InputFile("-", "jsonl"),), [])
+        return Input((InputFile("-", format or "jsonl"),), [])
     files: list[InputFile] = []
     notes: list[str] = []
     for name in inputs:
@@ -150,7 +148,7 @@ class Input:
             self.notes.append(note)
 
     def _read_schema(self) -> pa.Schema | None:
-        if any(f.format != "parquet" for f in self.files):
+        if self.is_stdin or any(f.format != "parquet" for f in self.files):
             return None
         schemas: list[pa.Schema] = []
         for file in self.files:

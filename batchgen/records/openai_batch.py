@@ -60,7 +60,7 @@ class OpenAIForm:
 def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, token_ids: bool) -> dict[str, Any]:
     """Returns the record of one row: a response with status 200, or a null response and an error.
 
-    It has more than the form only if the result does: `truncated` and `choice_probs` in the body, `stop_reason` and (with
+    It has more than the form only if the result does: `reasoning_content` in the message, `truncated` and `choice_probs` in the body, `stop_reason` and (with
     `token_ids`) `token_ids` in the choices.
     """
     record: dict[str, Any] = {"id": f"batch_req_{row.number}", "custom_id": custom_id, "response": None, "error": None}
@@ -92,6 +92,8 @@ def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dic
             "total_tokens": result.prompt_tokens + result.completion_tokens,
         },
     }
+    if result.reasoning_tokens:
+        body["usage"]["completion_tokens_details"] = {"reasoning_tokens": result.reasoning_tokens}
     if result.truncated:
         body["truncated"] = True
     if result.choice_probs is not None:
@@ -102,22 +104,30 @@ def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dic
 def _completions(result: Result) -> Sequence[Completion]:
     if result.completions:
         return result.completions
-    assert result.text is not None  # rows that are only scored do not fit this form: `--score` is refused
-    assert result.finish_reason is not None
-    return (Completion(text=result.text, finish_reason=result.finish_reason, token_ids=result.token_ids),)
+    assert result.finish_reason is not None  # rows that are only scored do not fit this form: `--score` is refused
+    return (
+        Completion(
+            text=result.text,
+            finish_reason=result.finish_reason,
+            reasoning=result.reasoning,
+            token_ids=result.token_ids,
+        ),
+    )
 
 
 def _choice(index: int, completion: Completion, *, chat: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index}
     if chat:
         choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if completion.reasoning is not None:
+            choice["message"]["reasoning_content"] = completion.reasoning
     else:
-        choice["text"] = completion.text
+        choice["text"] = completion.text or ""
     tokens = completion.logprobs
     if tokens is None:
         choice["logprobs"] = None
     else:
-        choice["logprobs"] = _chat_logprobs(tokens) if chat else _raw_logprobs(tokens, completion.text)
+        choice["logprobs"] = _chat_logprobs(tokens) if chat else _raw_logprobs(tokens, completion.text or "")
     known = completion.finish_reason in _REASONS
     choice["finish_reason"] = completion.finish_reason if known else "length"  # a time limit is a limit, too
     if not known:
@@ -186,6 +196,8 @@ def result_of(record: Mapping[str, Any]) -> Result | None:
         finish_reason=first.finish_reason,
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
+        reasoning=first.reasoning,
+        reasoning_tokens=usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0),
         token_ids=first.token_ids,
         truncated=bool(body.get("truncated")),
         completions=(first, *others) if others else (),
@@ -194,8 +206,10 @@ def result_of(record: Mapping[str, Any]) -> Result | None:
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    if not isinstance(text, str):
+    message = choice.get("message", {})
+    text, reasoning = message["content"] if message else choice["text"], message.get("reasoning_content")
+    if not isinstance(text, str) and not (text is None and isinstance(reasoning, str)):
         raise TypeError(f"not text: {text!r}")
     reason = choice.get("stop_reason", choice["finish_reason"])
-    return Completion(text=text, finish_reason=reason, token_ids=tuple(choice.get("token_ids") or ()))
+    ids = tuple(choice.get("token_ids") or ())
+    return Completion(text=text, finish_reason=reason, reasoning=reasoning, token_ids=ids)

@@ -40,17 +40,19 @@ class RowForm:
     """Whether rows have the completion's token ids."""
     input_file: bool = False
     """Whether rows name the input file."""
+    reasoning: bool = False
+    """Whether rows have the thoughts before their text, and how many tokens they took."""
     openai: OpenAIForm | None = None
     """Rows are records of OpenAI's Batch output, which carry no columns; None for batchgen's own rows."""
 
 
-def row_form(config: JobConfig, output: str, *, chat: bool) -> RowForm:
-    """Returns the form of a job's rows. `chat` tells whether prompts go through a chat template.
+def row_form(config: JobConfig, output: str, *, chat: bool, reasoning: bool = False) -> RowForm:
+    """Returns the form of a job's rows. `chat` tells whether prompts go through a chat template, `reasoning` whether texts have thoughts.
 
     Raises `UsageError` if the format of `output` cannot hold such rows.
     """
     if config.output_format == "rows":
-        return RowForm(keep=config.keep, id_column=config.id_column, token_ids=config.token_ids)
+        return RowForm(keep=config.keep, id_column=config.id_column, token_ids=config.token_ids, reasoning=reasoning)
     if output != "-" and output_format(output)[0] != "jsonl":
         raise UsageError(f"--output-format openai is JSON lines, and {output} is not", "name a .jsonl output with -o")
     openai = OpenAIForm(model=config.model.model, chat=chat)
@@ -73,7 +75,11 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     out.update((name, row.columns[column]) for column, name in names.items())
     out["text"] = result.text
     out["finish_reason"] = result.finish_reason
+    if form.reasoning:
+        out["reasoning"] = result.reasoning
     out["usage"] = {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.completion_tokens}
+    if form.reasoning:
+        out["usage"]["reasoning_tokens"] = result.reasoning_tokens
     if result.truncated:
         out["truncated"] = True
     if result.completions:
@@ -115,7 +121,11 @@ def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dic
             if form.id_column in (None, "id"):
                 continue
             name = "input_id"
-        elif column in RESULT_NAMES or (form.input_file and column == INPUT_FILE):
+        elif (
+            column in RESULT_NAMES
+            or (form.reasoning and column == "reasoning")
+            or (form.input_file and column == INPUT_FILE)
+        ):
             name = f"input_{column}"
         while name != column and name in columns:
             name = f"input_{name}"

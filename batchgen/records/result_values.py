@@ -17,6 +17,8 @@ def choices_of(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
     choices = []
     for index, c in enumerate(result.completions):
         choice: dict[str, Any] = {"index": index, "text": c.text, "finish_reason": c.finish_reason}
+        if c.reasoning is not None:
+            choice["reasoning"] = c.reasoning
         choice["logprobs"] = None if c.logprobs is None else [_entry(t) | {"top": _top(t)} for t in c.logprobs]
         if token_ids:
             choice["token_ids"] = list(c.token_ids) if known else None
@@ -32,15 +34,24 @@ def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
         logprobs = None if entries is None else tuple(_token(e, _tokens(e["top"])) for e in entries)
         if ids is None:
             ids = [t.token_id for t in logprobs or ()]
-        text, reason = _text(choice["text"]), _text(choice["finish_reason"])
-        completions.append(Completion(text=text, finish_reason=reason, token_ids=tuple(ids), logprobs=logprobs))
+        text, reasoning = choice["text"], choice.get("reasoning")
+        completions.append(
+            Completion(
+                text=None if text is None and reasoning is not None else _text(text),
+                finish_reason=_text(choice["finish_reason"]),
+                reasoning=None if reasoning is None else _text(reasoning),
+                token_ids=tuple(ids),
+                logprobs=logprobs,
+            )
+        )
     return tuple(completions)
 
 
 def ids_known(result: Result) -> bool:
     """Whether a result has its token ids. One that comes from a finished output may have none."""
     sampled = result.token_ids or any(c.token_ids for c in result.completions)
-    return result.text is not None and (bool(sampled) or not result.completion_tokens)
+    generated = result.error_type is None and result.score is None
+    return generated and (bool(sampled) or not result.completion_tokens)
 
 
 def plain_score(score: Score) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def _result(columns: dict[str, Any]) -> Result | None:
 def _of_row(columns: dict[str, Any]) -> Result | None:
     usage, error = columns["usage"], columns["error"]
     probs, score, token_ids = columns.get("choice_probs"), columns.get("score"), columns.get("token_ids")
-    if columns["text"] is None and not error and not score:
+    thought = usage.get("reasoning_tokens")  # else a column called reasoning is the input's
+    if columns["text"] is None and not error and not score and not thought:
         return None
     completions = completions_of(columns.get("choices") or ())
     if token_ids is None:
@@ -67,6 +68,8 @@ def _of_row(columns: dict[str, Any]) -> Result | None:
         finish_reason=columns["finish_reason"],
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
+        reasoning=columns.get("reasoning") if thought else None,
+        reasoning_tokens=thought or 0,
         token_ids=tuple(token_ids),
         truncated=bool(columns.get("truncated")),
         completions=completions,

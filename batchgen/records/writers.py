@@ -53,6 +53,7 @@ _CHOICE = [
 RESULT_FIELDS = {
     "text": pa.string(),
     "finish_reason": pa.string(),
+    "reasoning": pa.string(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
     "truncated": pa.bool_(),
     "choices": pa.list_(pa.struct([*_CHOICE, ("token_ids", pa.list_(pa.int32()))])),
@@ -61,7 +62,7 @@ RESULT_FIELDS = {
     "token_ids": pa.list_(pa.int32()),
     "error": pa.struct([("type", pa.string()), ("message", pa.string())]),
 }
-OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score"))
+OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score", "reasoning"))
 """Fields that only some results have."""
 
 
@@ -135,6 +136,11 @@ def open_writer(
     results = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or form.token_ids}
     if not form.token_ids:
         results["choices"] = pa.list_(pa.struct(_CHOICE))
+    if form.reasoning:
+        results["usage"] = pa.struct([*results["usage"], ("reasoning_tokens", pa.int64())])
+        results["choices"] = pa.list_(pa.struct([*results["choices"].value_type, ("reasoning", pa.string())]))
+    else:
+        del results["reasoning"]  # a column of the input may be called so
     if schema is None:
         return SpoolingWriter(file, spool, results, form, optional, limits)
     results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}

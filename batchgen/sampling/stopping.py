@@ -6,6 +6,8 @@ token, cut before the earliest stop string. Bytes that are no whole character ar
 where a completion ends inside a character. The prompt's last tokens are decoded with it and taken off again, so that
 prompt and text concatenate: a tokenizer of the sentencepiece family drops the space before the first word it decodes.
 
+Of a model that marks its thoughts the text is the answer alone: thoughts are split off, and stop strings are looked for behind them.
+
 Without stop strings a token costs a set lookup and a comparison, and the text is decoded once, when it is asked for.
 With them the text is followed as it grows, by the two offsets known from text-generation-inference: only a few tokens
 are decoded again each time, and only the end of the text is searched. What is found there is then looked up in the
@@ -18,9 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from batchgen.prompts.thinking import ThinkingFormat, ThoughtStream, thoughts_of
 from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
 
+PROMPT_END = 32  # prompt tokens that are looked at for open thoughts
 _CONTEXT = 8  # prompt tokens decoded before a completion: more than a character cut by their beginning
 _OPEN = 4  # tokens whose text is looked at again with every next token; settling them costs a decode
 _MOST_OPEN = 64  # of those, where a run of bytes goes on; twice as many are no character but invalid bytes
@@ -38,8 +42,10 @@ class Tokenizer(Protocol):
 class Detokenizer:
     """Tokens to text; made once for a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, thinking: ThinkingFormat | None = None) -> None:
         self._tokenizer = tokenizer
+        self.thinking = thinking
+        """How the model marks its thoughts."""
         self._decode = _rust(tokenizer) or _python(tokenizer)
         self._pieces: dict[int, str] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -119,40 +125,97 @@ class Stopper:
         self._stop = params.stop
         self._detokenizer = detokenizer
         self._context = detokenizer.context(prompt)
-        self._growing = _GrowingText(detokenizer, self._context, max(map(len, params.stop))) if params.stop else None
+        self._growing: _GrowingText | None = None
+        self._thoughts: ThoughtStream | None = None
+        if detokenizer.thinking is not None and params.reasoning == "auto":
+            end = "".join(map(detokenizer.piece, prompt[-PROMPT_END:].tolist()))
+            self._thoughts = ThoughtStream(detokenizer.thinking, end, detokenizer.piece)
+        else:
+            self._follow(0)
         self._text: str | None = None
 
     def append(self, token: int) -> str | None:
         """Takes the next token; returns `stop` or `length` when it ends the completion, else None."""
         self.tokens.append(token)
-        if token in self._ends or (self._growing and self._meets_stop_string(self._growing.append(token))):
+        if token in self._ends or self._stops_at(token):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self._max_tokens:
             # What was held back counts now.
-            self.finish_reason = "stop" if self._stop and self._cut(self._decoded()) is not None else "length"
+            answer = self._decoded() if self._stop else None
+            self.finish_reason = "stop" if answer is not None and self._cut(answer) is not None else "length"
         return self.finish_reason
 
     @property
-    def text(self) -> str:
-        """The completion's text; before it has ended, the text so far."""
+    def text(self) -> str | None:
+        """The answer's text, before it has ended the text so far; None where the completion has ended inside of its thoughts."""
         if self._text is not None:
             return self._text
         whole = self._decoded()
-        if self.finish_reason is None:
+        if whole is None or self.finish_reason is None:
             return whole
         cut = self._cut(whole)
         self._text = whole if cut is None else cut
         return self._text
 
-    def _decoded(self) -> str:
-        ended = bool(self.tokens) and self.tokens[-1] in self._ends
-        return self._detokenizer.text(self._context, self.tokens[:-1] if ended else self.tokens)
+    @property
+    def reasoning(self) -> str | None:
+        """The thoughts before the answer; None where there are none."""
+        thoughts, tokens = self._thoughts, self.tokens[: self.reasoning_tokens]
+        if thoughts is None or not tokens:
+            return None
+        if tokens[-1] in self._ends:
+            tokens = tokens[:-1]
+        assert self._detokenizer.thinking is not None
+        return thoughts_of(
+            self._detokenizer.thinking, tokens, self._detokenizer.piece, self._detokenizer.text, thoughts.begins
+        )
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the thoughts and the marks around them."""
+        thoughts = self._thoughts
+        if thoughts is None:
+            return 0
+        return thoughts.answer_start if thoughts.ended else len(self.tokens) if thoughts.thinking else 0
+
+    def _decoded(self) -> str | None:
+        """The answer so far; None where it has not begun."""
+        start, begins = 0, ""
+        if self._thoughts is not None:
+            if not self._thoughts.ended and self._thoughts.thinking and self.tokens:
+                return None
+            start, begins = self._thoughts.answer_start, self._thoughts.begins
+        tokens = self.tokens[start:]
+        if tokens and tokens[-1] in self._ends:
+            tokens = tokens[:-1]
+        text = begins + self._detokenizer.text(self._before(start), tokens)
+        return text.lstrip() if start else text  # what stands between the mark and the answer
+
+    def _before(self, start: int) -> list[int]:
+        """The tokens that those from `start` are decoded after."""
+        return self.tokens[max(0, start - _CONTEXT) : start] if start else self._context
+
+    def _stops_at(self, token: int) -> bool:
+        """Whether the answer has a stop string with this token."""
+        if self._thoughts is not None and not self._thoughts.ended:
+            if not self._thoughts.append(token):
+                return False
+            self._follow(self._thoughts.answer_start)
+            following = self.tokens[self._thoughts.answer_start :]
+        else:
+            following = [token]
+        return self._growing is not None and any(self._meets_stop_string(self._growing.append(t)) for t in following)
+
+    def _follow(self, start: int) -> None:
+        """The answer begins at a token: from there its text is searched for stop strings."""
+        if self._stop:
+            self._growing = _GrowingText(self._detokenizer, self._before(start), max(map(len, self._stop)))
 
     def _meets_stop_string(self, end: str) -> bool:
         """Whether the text has a stop string, `end` being the end of it that is new, with room for the longest one."""
         if not any(s in end for s in self._stop):
             return False
-        self._text = self._cut(self._decoded().rstrip(_REPLACEMENT))
+        self._text = self._cut((self._decoded() or "").rstrip(_REPLACEMENT))
         return self._text is not None
 
     def _cut(self, text: str) -> str | None:

@@ -48,7 +48,7 @@ def run_options() -> type:
     """
     inputs = typer.Argument(
         metavar="INPUT...",
-        help="JSONL, Parquet or CSV files (also .gz, .zst), a folder, a glob, a URL, or - for JSONL on standard input.",
+        help="JSONL, Parquet, CSV or TSV files (also .gz, .zst), a folder, a glob, a URL, or - for standard input (JSONL, or as --input-format says).",
         show_default=False,
     )
     configs = (ModelConfig, PromptConfig, SamplingParams, JobConfig, EngineConfig, Display)

@@ -75,6 +75,10 @@ def plan_lines(report: PlanReport) -> list[str]:
             f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}), prompts and whole completions",
             f"KV for the longest {size(f.kv_bytes_min)}; with less, that row cannot be run",
         ]
+    if report.bytes_per_state:
+        lines.append(
+            f"state of a sequence {size(report.bytes_per_state)} in the recurrent layers, whatever its length; each node above the running ones has one too"
+        )
     if report.windows > 1:
         tree = "" if report.whole else ", the tree below the first one's"
         lines.append(f"windows            {report.windows:,}; memory is the largest one's{tree}")

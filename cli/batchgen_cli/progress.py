@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import threading
@@ -247,6 +248,17 @@ def _last_frame(line: str) -> str:
     return next((frame for frame in reversed(line.split("\r")) if frame), "")
 
 
+class _Notes(logging.Handler):
+    """Shows what the package logs (that kernels are being compiled, say) as notes."""
+
+    def __init__(self, shown: Notes) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._shown.note(record.getMessage())
+
+
 @contextmanager
 def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> Iterator[Notes]:
     """The progress to show: `wanted` is --progress, --no-progress or neither. What libraries write meanwhile is shown with it."""
@@ -263,10 +275,15 @@ def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> 
     else:
         shown = Lines(stream)
     relay = Relay(shown.write, stream)
+    notes = _Notes(shown)
+    logger = logging.getLogger("batchgen")
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
     try:
         with redirect_stderr(relay):
             yield shown
     finally:
+        logger.removeHandler(notes)
         relay.end()
         shown.close()
 

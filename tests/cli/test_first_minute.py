@@ -1,5 +1,7 @@
 """What one tries first: device files as outputs, a dry run, no colours."""
 
+import gzip
+import io
 import os
 import re
 import subprocess
@@ -70,3 +72,28 @@ def test_no_color_is_obeyed_on_a_terminal(
     assert done.wait() == 0
     assert b"rows" in shown
     assert not re.search(rb"\x1b\[[0-9;]*3[0-7]", shown)
+
+
+@pytest.mark.parametrize("packed", ["", "gzip", "zstd"])
+@pytest.mark.parametrize("format", ["jsonl", "csv", "tsv", "parquet"])
+def test_standard_input_has_every_format_and_compression(
+    format: str, packed: str, cli: Cli, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import zstandard
+
+    table = io.BytesIO()
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), table)
+    texts = {
+        "jsonl": b'{"prompt": "a"}\n{"prompt": "b"}\n',
+        "csv": b"prompt\na\nb\n",
+        "tsv": b"prompt\tx\na\t1\nb\t2\n",
+    }
+    data = texts.get(format, table.getvalue())
+    data = {"gzip": gzip.compress, "zstd": zstandard.compress}.get(packed, bytes)(data)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    given = () if format == "jsonl" else ("--input-format", format)
+    outcome = cli("run", "-", "-m", tiny_model_dir, "--max-tokens", "2", "-q", *given)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert [row["prompt"] for row in outcome.rows] == ["a", "b"]

@@ -121,6 +121,7 @@ def test_a_killed_run_goes_on_where_it_was(
     assert json.loads(stats.read_text())["rows_resumed"] >= 1
 
 
+@pytest.mark.slow
 def test_standard_output_that_is_closed_ends_the_run_quietly(start: Start, slow_job: Path) -> None:
     with slow_job.open() as rows:
         process = start("-", "-o", "-", "--max-tokens", "20", "--window", "8", stdin=rows)

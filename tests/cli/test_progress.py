@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -331,3 +332,11 @@ def test_warnings_of_libraries_are_shown_only_with_verbose(verbose: bool, seen: 
         with calm_libraries(verbose=verbose):
             warnings.warn("x", UserWarning, stacklevel=1)
     assert len(caught) == seen
+
+
+def test_what_the_package_logs_is_a_note_and_quiet_with_q(capsys: pytest.CaptureFixture[str]) -> None:
+    for quiet in (False, True):
+        with progress_for(False, quiet=quiet):
+            logging.getLogger("batchgen").info("compiling kernels")
+    logging.getLogger("batchgen").info("not shown")
+    assert capsys.readouterr().err == "batchgen: compiling kernels\n"

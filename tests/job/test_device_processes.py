@@ -57,7 +57,7 @@ OPTIONS = {
     "windows": ("--window", "7"),
     "in their own order": ("--policy", "fifo"),
 }
-SLOW = ("labels", "windows", "in their own order")
+SLOW = ("sampled", "labels", "windows", "in their own order")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OPTIONS])
@@ -81,6 +81,7 @@ def test_when_a_devices_process_is_killed_the_other_does_its_rows(long_job: Job)
     assert gone(workers)
 
 
+@pytest.mark.slow
 def test_when_all_of_them_are_killed_the_job_fails_and_goes_on_later(long_job: Job) -> None:
     running, workers = in_the_middle(long_job)
     os.kill(running.pid, signal.SIGSTOP)  # so that it learns of both at once
@@ -99,6 +100,7 @@ def test_when_all_of_them_are_killed_the_job_fails_and_goes_on_later(long_job: J
     assert long_job.go_on().code == long_job.case.code
 
 
+@pytest.mark.slow
 def test_when_the_job_is_killed_no_process_stays_and_it_goes_on_later(long_job: Job) -> None:
     running, workers = in_the_middle(long_job)
     running.kill(signal.SIGKILL)

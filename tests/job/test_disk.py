@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.harness import Job, Running, journal_keys, read_output
+from support.params import slow_but
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="stops are seen in /proc")
 each = pytest.mark.parametrize("job", ["spooled", "windows"], indirect=True)
@@ -25,7 +26,7 @@ def stopped_at(job: Job, what: str, at: int = 3) -> Running:
     return running
 
 
-@pytest.mark.parametrize("size", [600, 3_000, 30_000, 60_000])
+@pytest.mark.parametrize("size", slow_but({600, 30_000}, [600, 3_000, 30_000, 60_000]))
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
 def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_keeps_what_was_finished(job: Job, size: int) -> None:
     """A limit of the system's on every file of the job: what write(2) really does, half of a block first."""

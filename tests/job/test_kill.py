@@ -8,6 +8,7 @@ import time
 import pytest
 
 from support.harness import CASES, Job, journal_keys
+from support.params import slow_but
 
 KILLS = 3
 """Of each case."""
@@ -43,12 +44,12 @@ def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
         job.go_on()
 
 
-@pytest.mark.parametrize("job", CASES, indirect=True)
+@pytest.mark.parametrize("job", slow_but({"spooled", "parquet, windows"}, CASES), indirect=True)
 def test_a_job_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
     check_random_kills(job, random.Random(str(job.case)), KILLS)
 
 
-@pytest.mark.parametrize("job", ["spooled", "parquet, windows"], indirect=True)
+@pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "parquet, windows"]), indirect=True)
 def test_a_finished_job_with_a_changed_input_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
     job.prepare_changed()
     check_random_kills(job, random.Random(1), KILLS)
@@ -75,7 +76,14 @@ def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, 
     return met
 
 
-@pytest.mark.parametrize(("how", "every", "least"), [("kill", 1, 30), ("torn", 1, 5), ("cut", 3, 8)])
+@pytest.mark.parametrize(
+    ("how", "every", "least"),
+    [
+        pytest.param("kill", 1, 30, marks=pytest.mark.slow),
+        ("torn", 1, 5),
+        pytest.param("cut", 3, 8, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
 def test_a_job_killed_before_or_in_any_step_of_assembly_and_rename_ends_as_if_not(
     job: Job, how: str, every: int, least: int

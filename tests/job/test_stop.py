@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from support.harness import CASES, Ended, Job, journal_keys
+from support.params import slow_but
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -39,8 +40,8 @@ def check_signals_at_calls(job: Job, rng: random.Random, every: int) -> int:
     return met
 
 
-@pytest.mark.parametrize("grace", [None, "0"])
-@pytest.mark.parametrize("job", ["spooled", "windows"], indirect=True)
+@pytest.mark.parametrize("grace", slow_but({None}, [None, "0"]))
+@pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "windows"]), indirect=True)
 def test_a_signal_at_any_call_ends_the_run_and_the_next_goes_on(job: Job, grace: str | None) -> None:
     if grace is not None:
         job.case = replace(job.case, options=(*job.case.options, "--grace", grace))

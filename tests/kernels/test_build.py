@@ -1,7 +1,9 @@
 """The kernels are compiled once, for this machine; without a compiler plain torch runs, and says so."""
 
 import ctypes
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,7 +15,7 @@ from batchgen.model.loader import load_model
 from batchgen.prompts.tokenizer import load_tokenizer
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
-SOURCE = '#include <omp.h>\nextern "C" __attribute__((visibility("default"))) int answer() { int n = 0;\n#pragma omp parallel\n{ n = 42; }\nreturn n; }\n'
+SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
 
 
 def forget():
@@ -37,7 +39,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def libraries(tmp_path):
-    return sorted((tmp_path / "cache" / "batchgen").glob("kernels-*/*"))
+    return sorted((tmp_path / "cache" / "batchgen").glob("kernels-*/*.so"))
 
 
 def without_compiler(monkeypatch, tmp_path):
@@ -49,9 +51,31 @@ def test_the_library_is_compiled_once_and_kept(folder, tmp_path, monkeypatch):
     assert build.library().answer() == 42
     (kept,) = libraries(tmp_path)
     build.library.cache_clear()
-    monkeypatch.setattr(build, "_compile", lambda to: pytest.fail("compiled again"))
+    monkeypatch.setattr(build, "_compile", lambda to, note: pytest.fail("compiled again"))
     assert isinstance(build.library(), ctypes.CDLL)
     assert libraries(tmp_path) == [kept]
+
+
+@needs_compiler
+def test_compiling_is_told_with_its_progress_and_only_where_it_is_done(folder, tmp_path, caplog):
+    (folder / "other.cpp").write_text("int other = 1;\n")
+    with caplog.at_level("INFO", "batchgen"):
+        build.library()
+        build.library.cache_clear()
+        build.library()
+    said, halfway, done = [record.getMessage() for record in caplog.records]
+    assert said == "compiling kernels for this processor, once on this machine ..."
+    assert halfway == "compiling kernels: 1 of 2 files done"
+    place = re.escape(str(tmp_path))
+    assert re.fullmatch(rf"kernels compiled in \d+ s, kept in {place}/cache/batchgen/kernels-\w+", done)
+
+
+@needs_compiler
+def test_of_several_processes_one_compiles_and_the_others_wait_for_it(folder, caplog):
+    with caplog.at_level("INFO", "batchgen"), ThreadPoolExecutor(4) as pool:
+        places = set(pool.map(lambda _: build._compiled(), range(4)))
+    assert places == {build._target()}
+    assert len(caplog.records) == 2
 
 
 @needs_compiler

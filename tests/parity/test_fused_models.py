@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from batchgen.kernels import fusion
 from batchgen.kernels.fusion import fuse
 from support.models import build, kernels
-from support.shapes import SHAPES, VOCAB
+from support.shapes import CORE, SHAPES, VOCAB
 
 # transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -24,7 +24,16 @@ FLOAT32 = 2e-5
 
 def _params() -> list[object]:
     missing = pytest.mark.skip(f"transformers {transformers.__version__} does not have it")
-    return [pytest.param(s, marks=[] if s.split("/")[0] in CONFIG_MAPPING else missing) for s in sorted(SHAPES)]
+    return [
+        pytest.param(
+            s,
+            marks=[
+                *([] if s.split("/")[0] in CONFIG_MAPPING else [missing]),
+                *([] if s in CORE else [pytest.mark.slow]),
+            ],
+        )
+        for s in sorted(SHAPES)
+    ]
 
 
 @cache

@@ -143,7 +143,6 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
         (["empty"], {}, "no JSONL, Parquet, CSV or TSV file in the folder empty; name the files, or a glob, with --input-format"),
         (["ours"], {}, "ours has no files but outputs of batchgen; name the files themselves to read those"),
         (["-", "prompts.jsonl"], {}, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
-        (["-"], {"format": "csv"}, "standard input is read as JSONL, not csv; name a file instead"),
         (["prompts.jsonl"], {"format": "xml"}, "--input-format 'xml' is unknown; use jsonl, parquet, csv or tsv"),
         (
             ["prompts.jsonl"],

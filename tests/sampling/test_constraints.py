@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
+from batchgen.prompts.thinking import thinking_format
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.grammars import Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams
@@ -464,3 +465,52 @@ def test_texts_of_any_schema_are_valid(byte_level: Any, several: list[Any], seed
     for value, (tokens, reason) in zip(several, outcomes, strict=True):
         if reason == "stop":
             assert is_valid(json.loads(text_of(byte_level, tokens)), value)
+
+
+def thinking_tokenizer() -> Any:
+    from tokenizers import AddedToken
+
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
+    return tokenizer
+
+
+def test_a_model_that_may_think_opens_its_thoughts_or_begins_the_answer() -> None:
+    tokenizer = thinking_tokenizer()
+    size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
+    a, b, prompt = id_in(tokenizer, "a"), id_in(tokenizer, "b"), np.array([id_in(tokenizer, "q")], dtype=np.int32)
+    constraints.add(0, regex("a"), (), prompt)
+    assert allowed(constraints, 0, size) == {a, opens}
+    assert not constraints.accept(0, opens)
+    free = set(range(size)) - {tokenizer.eos_token_id}
+    for token in (a, b, a):
+        assert allowed(constraints, 0, size) == free
+        assert not constraints.accept(0, token)
+    assert not constraints.accept(0, closes)
+    assert allowed(constraints, 0, size) == {a}
+    assert constraints.accept(0, a)
+    constraints.add(1, regex("a"), (), prompt)
+    assert constraints.accept(1, a)
+    constraints.add(2, regex("ab"), (opens, b, closes, a), prompt)  # after a preemption
+    assert allowed(constraints, 2, size) == {b}
+
+
+def test_thoughts_at_the_end_of_their_budget_can_only_be_closed() -> None:
+    tokenizer = thinking_tokenizer()
+    size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
+    a, prompt = id_in(tokenizer, "a"), np.array([opens], dtype=np.int32)
+    constraints.add(0, SamplingParams(reasoning_budget=2), (), prompt)
+    for _ in range(2):
+        assert allowed(constraints, 0, size) == set(range(size))
+        assert not constraints.accept(0, a)
+    assert allowed(constraints, 0, size) == {closes}
+    assert not constraints.accept(0, closes)
+    assert allowed(constraints, 0, size) == set(range(size))
+    constraints.add(1, SamplingParams(reasoning_budget=2, reasoning="off"), (), prompt)
+    assert constraints.mask([1]) is None
+
+
+def id_in(tokenizer: Any, token: str) -> int:
+    return int(tokenizer.convert_tokens_to_ids(token))

@@ -25,6 +25,8 @@ class Length:
     """Ends a completion at its length or with one of the tokens `ends`; its text is empty."""
 
     text = ""
+    reasoning = None
+    reasoning_tokens = 0
 
     def __init__(self, count: int, ends: Container[int] = ()) -> None:
         self.left = count

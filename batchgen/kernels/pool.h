@@ -1,0 +1,48 @@
+// Threads for the kernels. Work is cut into small tasks that whoever is free takes; a thread that the system has given no core to
+// takes none, and nobody waits for it: where something else runs on a core, the others do its share.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+class Tasks {
+   public:
+    explicit Tasks(int64_t count) : count_(count) {}
+    // The number of a task that nobody has taken, or -1.
+    int64_t take() {
+        const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+        return task < count_ ? task : -1;
+    }
+    bool left() const { return next_.load(std::memory_order_relaxed) < count_; }
+
+   private:
+    std::atomic<int64_t> next_{0};
+    const int64_t count_;
+};
+
+struct Job {
+    void (*run)(const void* body, Tasks& tasks);
+    const void* body;
+    Tasks* tasks;
+};
+// Runs the job here and in up to `threads` - 1 other threads; returns when all of its tasks are done.
+void run_job(const Job& job, int64_t threads);
+
+// Calls body(tasks) here and in other threads, each of which takes tasks until there are none.
+template <class Body>
+void in_parallel(int64_t count, int64_t threads, const Body& body) {
+    Tasks tasks(count);
+    threads = std::min(threads, count);
+    if (threads <= 1) return body(tasks);
+    run_job({[](const void* b, Tasks& t) { (*static_cast<const Body*>(b))(t); }, &body, &tasks}, threads);
+}
+
+// Calls body(i) for each i below `count`, a run of neighbours in a task; `threads` says how many threads that is worth.
+template <class Body>
+void for_each(int64_t count, int64_t threads, const Body& body) {
+    const int64_t pieces = threads <= 1 ? 1 : std::min(count, 4 * threads);
+    in_parallel(pieces, threads, [&](Tasks& tasks) {
+        for (int64_t piece; (piece = tasks.take()) >= 0;)
+            for (int64_t i = count * piece / pieces; i < count * (piece + 1) / pieces; i++) body(i);
+    });
+}

@@ -1,0 +1,54 @@
+"""How large the states of a model's recurrent layers are, from its configuration alone. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ATTENDS = frozenset({"full_attention", "sliding_attention", "attention", "hybrid"})
+"""Types of layers that have keys and values."""
+RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
+"""Types of layers that have a state."""
+
+
+def attention_layers(config: Any) -> int:
+    """How many layers have keys and values, of a configuration of a language model; 0 where it does not say how many layers there are."""
+    if config.model_type == "mamba2":
+        return 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or config.model_type == "falcon_h1":  # whose layers have both side by side
+        return int(getattr(config, "num_hidden_layers", 0))
+    return sum(kind in ATTENDS for kind in kinds)
+
+
+def state_bytes(config: Any, dtype_bytes: int) -> int:
+    """State of one sequence in all recurrent layers; `dtype_bytes` to a number of the convolutions' inputs.
+
+    `config` is a verified family's with recurrent layers (`model/architectures.py`).
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or config.model_type in ("mamba2", "falcon_h1"):
+        layers = config.num_hidden_layers
+    else:
+        layers = sum(kind in RECURS for kind in kinds)
+    return int(layers * _layer_bytes(config, dtype_bytes))
+
+
+def _layer_bytes(config: Any, dtype_bytes: int) -> int:
+    if hasattr(config, "conv_L_cache"):  # a short convolution alone
+        return int((config.conv_L_cache - 1) * config.hidden_size * dtype_bytes)
+    if hasattr(config, "linear_num_value_heads"):  # gated delta rule
+        key, value = config.linear_key_head_dim, config.linear_value_head_dim
+        heads = config.linear_num_value_heads
+        channels = 2 * config.linear_num_key_heads * key + heads * value
+        return int((config.linear_conv_kernel_dim - 1) * channels * dtype_bytes + 4 * heads * key * value)
+    heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    size = _first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    state = _first(config, "mamba_d_state", "ssm_state_size", "state_size")
+    groups = _first(config, "mamba_n_groups", "mamba_ngroups", "n_groups")
+    taps = _first(config, "mamba_d_conv", "conv_kernel") - 1
+    return taps * (heads * size + 2 * groups * state) * dtype_bytes + 4 * heads * size * state
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of these settings that the configuration has: families name them differently."""
+    return int(next(getattr(config, name) for name in names if hasattr(config, name)))

@@ -1,0 +1,69 @@
+"""The threads of the kernels: every task is done once, whoever calls, and in forked processes too."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from batchgen.kernels.build import NoKernels, library
+from batchgen.kernels.ops import PackedLinear
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """More of them than most machines have cores."""
+    try:
+        library()
+    except NoKernels as e:
+        pytest.skip(e.message)
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    yield
+    torch.set_num_threads(before)
+
+
+def layer_and_input():
+    numbers = torch.Generator().manual_seed(0)
+    return PackedLinear([torch.randn(300, 256, generator=numbers)], [None]), torch.randn(100, 256, generator=numbers)
+
+
+def alone(layer, x):
+    torch.set_num_threads(1)
+    y = layer(x)
+    torch.set_num_threads(6)
+    return y
+
+
+def test_many_threads_give_what_one_gives_every_time():
+    layer, x = layer_and_input()
+    want = alone(layer, x)
+    assert all(torch.equal(layer(x), want) for _ in range(300))
+
+
+def test_callers_in_several_threads_do_not_disturb_each_other():
+    layer, x = layer_and_input()
+    want = alone(layer, x)
+    wrong = []
+
+    def call():
+        wrong.extend(i for i in range(100) if not torch.equal(layer(x), want))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own():
+    layer, x = layer_and_input()
+    want = layer(x)
+    child = os.fork()
+    if child == 0:
+        same = all(torch.equal(layer(x), want) for _ in range(20))
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(layer(x), want)

@@ -1,0 +1,180 @@
+"""Thoughts are told from answers, for every format that is known, whatever tokens the marks are made of, wherever a completion is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from batchgen.prompts.thinking import FORMATS, HARMONY, thinking_format, thinking_off
+from batchgen.sampling.stopping import Detokenizer, Stopper
+from batchgen.sampling_params import SamplingParams
+
+EOS = "<eos>"
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|return|>", "<|call|>")
+
+
+def make(special: tuple[str, ...] = (), plain: tuple[str, ...] = (), template: str | None = None) -> Any:
+    """One token a byte; `special` and `plain` are tokens of their own, the first kind left out of texts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (EOS, *special)])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, chat_template=template)
+
+
+def run(
+    tokenizer: Any, prompt: str, completion: str, *, stop: tuple[str, ...] = (), most: int = 1000, **params: Any
+) -> Any:
+    """(text, reasoning, tokens of it, reason) of a completion that comes token by token."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, thinking_format(tokenizer))
+    eos = frozenset(
+        tokenizer.convert_tokens_to_ids(t) for t in (EOS, "<|return|>", "<|call|>") if t in tokenizer.get_vocab()
+    )
+    stopper = Stopper(
+        SamplingParams(max_tokens=most, stop=stop, **params), most, eos, detokenizer, np.array(ids, dtype=np.int32)
+    )
+    reason = None
+    for token in tokenizer.encode(completion, add_special_tokens=False):
+        reason = stopper.append(token)
+        if reason is not None:
+            break
+    return stopper.text, stopper.reasoning, stopper.reasoning_tokens, reason
+
+
+TAGS = [f for f in FORMATS if not f.always]
+KINDS = ["special", "plain", "none"]
+"""The marks are special tokens, tokens that show in texts, or spelled in bytes (which those of Kimi VL never are)."""
+
+
+def of_kind(format: Any, kind: str) -> Any:
+    """The marks as special tokens, as tokens that show in texts, or spelled by bytes and known from the template only."""
+    marks = (format.open.rstrip("\n"), format.close)
+    marks = tuple(m.removesuffix("thought\n").removesuffix("thought") for m in marks)
+    if kind == "none":
+        return make(template=f"x{format.open}y{format.close}")
+    return make(special=marks) if kind == "special" else make(plain=marks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", TAGS, ids=lambda f: f.close)
+@pytest.mark.parametrize("opened", [True, False])
+def test_thoughts_and_answer_are_split_whatever_tokens_the_marks_are(format: Any, kind: str, opened: bool) -> None:
+    if kind == "none" and not format.open.isascii():
+        return
+    tokenizer = of_kind(format, kind)
+    assert thinking_format(tokenizer) == format
+    prompt, begins = (f"user: 1+1?{format.open}", "\n") if opened else ("user: 1+1?", f"{format.open}\n")
+    whole = f"{begins}Two, é 🙂.\n{format.close}\n\nIt is 2 🙂."
+    text, reasoning, tokens, reason = run(tokenizer, prompt, whole + EOS)
+    assert (text, reasoning, reason) == ("It is 2 🙂.", "Two, é 🙂.", "stop")
+    marked = begins + f"Two, é 🙂.\n{format.close}"
+    assert tokens == len(tokenizer.encode(marked, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", TAGS, ids=lambda f: f.close)
+def test_every_cut_gives_null_inside_of_the_thoughts_and_the_answers_beginning_behind_them(
+    format: Any, kind: str
+) -> None:
+    if kind == "none" and not format.open.isascii():
+        return
+    tokenizer = of_kind(format, kind)
+    prompt, whole = f"q{format.open}", f"Hm é.{format.close}\n\nYes 🙂."
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    inside = len(tokenizer.encode(f"Hm é.{format.close}", add_special_tokens=False))
+    for most in range(1, len(ids) + 1):
+        text, reasoning, tokens, reason = run(tokenizer, prompt, whole, most=most)
+        assert reason == "length"
+        if most < inside:
+            assert (text, tokens) == (None, most)
+            assert "Hm é.".startswith(reasoning.rstrip("\ufffd")) or reasoning.startswith("Hm é.")
+        else:
+            assert (reasoning, tokens) == ("Hm é.", inside)
+            assert "Yes 🙂.".startswith(text.rstrip("\ufffd"))
+
+
+def test_a_completion_that_does_not_think_is_an_answer() -> None:
+    tokenizer = make(plain=("<think>", "</think>"))
+    assert run(tokenizer, "q", f"Yes.{EOS}") == ("Yes.", None, 0, "stop")
+    assert run(tokenizer, "q<think>\n\n</think>\n\n", f"Yes.{EOS}") == ("Yes.", None, 0, "stop")
+    assert run(tokenizer, "q", "<thin air>", most=6) == ("<thin ", None, 0, "length")
+
+
+def test_a_prompt_that_speaks_of_thoughts_further_up_does_not_open_them() -> None:
+    tokenizer = make(plain=("<think>", "</think>"))
+    assert run(tokenizer, "<think>a</think>b" + "x" * 40, f"Yes.{EOS}")[:2] == ("Yes.", None)
+
+
+def test_off_leaves_the_thoughts_in_the_text() -> None:
+    tokenizer = make(plain=("<think>", "</think>"))
+    assert run(tokenizer, "q<think>", f"a</think>b{EOS}", reasoning="off") == ("a</think>b", None, 0, "stop")
+
+
+def test_stop_strings_are_looked_for_in_the_answer_only() -> None:
+    for tokenizer in (make(plain=("<think>", "</think>")), make(template="<think></think>")):
+        found = run(tokenizer, "q<think>", f"one. two.</think>three. four.{EOS}", stop=(". ",))
+        assert found[:2] == ("three", "one. two.")
+        assert found[3] == "stop"
+        assert run(tokenizer, "q<think>", "a</think>b</s>c", stop=("</s>",), most=99)[:2] == ("b", "a")
+        assert run(tokenizer, "q", "no thoughts. here", stop=(". ",))[:2] == ("no thoughts", None)
+
+
+PROMPT = "<|start|>user<|message|>q<|end|><|start|>assistant"
+
+
+def test_harmonys_channels_are_thoughts_but_for_the_final_one() -> None:
+    tokenizer = make(special=HARMONY_TOKENS)
+    assert thinking_format(tokenizer) is HARMONY
+    whole = (
+        "<|channel|>analysis<|message|>Think é 🙂.<|end|><|start|>assistant<|channel|>commentary<|message|>I will look.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is 2.<|return|>"
+    )
+    text, reasoning, tokens, reason = run(tokenizer, PROMPT, whole)
+    assert (text, reasoning, reason) == ("It is 2.", "Think é 🙂.\nI will look.", "stop")
+    assert tokens == len(tokenizer.encode(whole.partition("It is")[0], add_special_tokens=False))
+    assert run(tokenizer, PROMPT, "<|channel|>final<|message|>Hi.<|return|>")[:2] == ("Hi.", "")
+    coded = '<|channel|>final <|constrain|>json<|message|>{"a":1}<|return|>'
+    assert run(tokenizer, PROMPT, coded)[0] == '{"a":1}'
+
+
+def test_harmony_that_is_cut_before_its_final_channel_has_no_text() -> None:
+    tokenizer = make(special=HARMONY_TOKENS)
+    whole = "<|channel|>analysis<|message|>Think 🙂.<|end|><|start|>assistant<|channel|>final<|message|>2."
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    for most in range(1, len(ids) + 1):
+        text, reasoning, tokens, _ = run(tokenizer, PROMPT, whole, most=most)
+        if most < len(ids) - 2:
+            assert (text, tokens) == (None, most)
+            assert "Think 🙂.".startswith(reasoning.rstrip("\ufffd"))
+        else:
+            assert (text, reasoning, tokens) == ("2."[: most - len(ids) + 2], "Think 🙂.", len(ids) - 2)
+
+
+def test_a_prompt_that_has_opened_the_final_channel_is_answered_at_once() -> None:
+    tokenizer = make(special=HARMONY_TOKENS)
+    assert run(tokenizer, PROMPT + "<|channel|>final<|message|>", "Hi.<|return|>")[:3] == ("Hi.", None, 0)
+
+
+def test_a_tokenizer_without_marks_has_no_format() -> None:
+    assert thinking_format(make(template="{{ messages }}")) is None
+    assert run(make(), "q<think>", f"a</think>b{EOS}") == ("a</think>b", None, 0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("template", "off"),
+    [
+        ("{% if enable_thinking is defined and enable_thinking is false %}x{% endif %}", {"enable_thinking": False}),
+        ("{% if thinking %}<think>{% endif %}", {"thinking": False}),
+        ("{{ message.thinking_text }}", {}),
+        ("{{ message.content }}", {}),
+    ],
+)
+def test_a_templates_switch_of_thinking_is_found(template: str, off: dict[str, bool]) -> None:
+    assert thinking_off(template) == off

@@ -1,0 +1,28 @@
+"""What `plan` says of memory, from the configuration alone, is what the model's layers take."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchgen.attention.kv_cache import bytes_per_token
+from batchgen.model.architectures import RECURRENT
+from batchgen.planning import kv_bytes_per_token, state_bytes_per_sequence
+from batchgen.state.cache import bytes_per_slot
+from support.models import packed_model
+from support.shapes import SHAPES
+
+# With attention alone, this family's states are nothing.
+HYBRID = sorted(s for s in SHAPES if s.split("/")[0] in RECURRENT and s != "granitemoehybrid")
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_the_plan_of_a_models_memory_is_exact(name: str) -> None:
+    model = packed_model(name, compiled=False)
+    config = model.module.config
+    assert state_bytes_per_sequence(config, "float32") == bytes_per_slot(model.states, model.dtype)
+    assert kv_bytes_per_token(config, "float32") == bytes_per_token(model.layers, model.dtype)
+
+
+def test_a_model_without_recurrent_layers_has_no_states() -> None:
+    assert state_bytes_per_sequence(packed_model("llama").module.config, "float32") == 0
+    assert state_bytes_per_sequence(packed_model("granitemoehybrid").module.config, "float32") == 0

@@ -1,0 +1,192 @@
+"""Thoughts in output rows: a job with a model that marks them, in every form of output, and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen import LLM, EngineConfig, JobConfig, SamplingParams, run_job
+from batchgen.config import ModelConfig
+from batchgen.prompts import load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% else %}<think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template that opens thoughts; its end mark is the byte `A`, which it writes soon enough."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("models") / "thinking"
+    shutil.copytree(tiny_model_dir, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_a_model_is_known_to_think_by_its_template(thinking_model: Path, tiny_chat_model_dir: Path) -> None:
+    thinking = load_tokenizer(ModelConfig(model=thinking_model)).thinking
+    assert thinking is not None
+    assert (thinking.open, thinking.close) == ("<think>", "</think>")
+    assert load_tokenizer(ModelConfig(model=tiny_chat_model_dir)).thinking is None
+
+
+def job(model: Path, rows: list[dict[str, Any]], output: Path, **options: Any) -> None:
+    source = output.parent / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampling = {"max_tokens": 4, "ignore_eos": True} | options.pop("sampling", {})
+    assert run_job(JobConfig(inputs=source, output=output, model=model, sampling=sampling, **options)).exit_code == 0
+
+
+ROWS = [{"prompt": "a"}, {"prompt": "b", "reasoning": "the input's own"}]
+
+
+def test_a_row_that_is_cut_inside_of_its_thoughts_has_no_text(thinking_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    job(thinking_model, ROWS, output)
+    first, second = map(json.loads, output.read_text().splitlines())
+    assert (first["text"], first["finish_reason"], first["error"]) == (None, "length", None)
+    assert isinstance(first["reasoning"], str)
+    assert first["usage"] == {
+        "prompt_tokens": first["usage"]["prompt_tokens"],
+        "completion_tokens": 4,
+        "reasoning_tokens": 4,
+    }
+    assert second["input_reasoning"] == "the input's own"
+    keys = list(first)
+    assert keys.index("reasoning") == keys.index("finish_reason") + 1
+
+
+def test_off_is_as_if_there_were_no_marks(thinking_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    job(thinking_model, ROWS, output, sampling={"reasoning": "off"})
+    first, second = map(json.loads, output.read_text().splitlines())
+    assert isinstance(first["text"], str)
+    assert "reasoning" not in first
+    assert "reasoning_tokens" not in first["usage"]
+    assert second["reasoning"] == "the input's own"
+
+
+def test_parquet_has_columns_for_them(thinking_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    job(thinking_model, ROWS[:1], output, sampling={"n": 2, "temperature": 1.0})
+    (row,) = pq.read_table(output).to_pylist()
+    assert (row["text"], row["usage"]["reasoning_tokens"]) == (None, 8)
+    assert [choice["text"] for choice in row["choices"]] == [None, None]
+    assert row["reasoning"] == row["choices"][0]["reasoning"]
+    assert isinstance(row["choices"][1]["reasoning"], str)
+
+
+def test_openais_form_has_them_in_the_message(thinking_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    job(thinking_model, ROWS[:1], output, output_format="openai")
+    body = json.loads(output.read_text())["response"]["body"]
+    message = body["choices"][0]["message"]
+    assert (message["content"], body["choices"][0]["finish_reason"]) == (None, "length")
+    assert isinstance(message["reasoning_content"], str)
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+@pytest.mark.parametrize("options", [{}, {"output_format": "openai"}])
+def test_rows_that_were_cut_inside_are_kept_when_the_input_grows(
+    thinking_model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    job(thinking_model, ROWS[:1], output, **options)
+    before = output.read_text()
+    job(thinking_model, [*ROWS[:1], {"prompt": "more"}], output, **options)
+    stats = json.loads((tmp_path / "out.jsonl.job" / "stats.json").read_text())
+    assert output.read_text().splitlines()[0] == before.splitlines()[0]
+    assert (stats["rows"], stats["rows_resumed"]) == (1, 1)
+
+
+def test_labels_and_scores_are_those_of_the_prompt_with_thinking_switched_off(thinking_model: Path) -> None:
+    from batchgen import PromptConfig
+
+    llm = LLM(thinking_model, dtype="float32")
+    params = SamplingParams(choices=("yes", "no"))
+    off = PromptConfig(chat_template_kwargs={"enable_thinking": False})
+    (label,) = llm.generate("Is it?", params)
+    (switched,) = llm.generate("Is it?", params, prompt_options=off)
+    assert (label.choice_probs, label.prompt_tokens) == (pytest.approx(switched.choice_probs), switched.prompt_tokens)
+    (score,), (same) = llm.score("Is it?", "yes"), llm.score("Is it?", "yes", prompt_options=off)[0]
+    assert score.score is not None
+    assert same.score is not None
+    assert (score.prompt_tokens, score.score.logprob) == (same.prompt_tokens, pytest.approx(same.score.logprob))
+    on = PromptConfig(chat_template_kwargs={"enable_thinking": True})
+    (forced,) = llm.generate("Is it?", params, prompt_options=on)
+    assert forced.prompt_tokens == label.prompt_tokens - len("</think>")
+    (thought,) = llm.generate("Is it?", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert (thought.text, thought.reasoning_tokens) == (None, 3)
+
+
+DRAWN = {"temperature": 1.0, "max_tokens": 60}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_grammar_holds_for_the_answer_and_leaves_the_thoughts_free(thinking_model: Path, n: int) -> None:
+    pytest.importorskip("llguidance")
+    llm = LLM(thinking_model, engine=EngineConfig(debug=True))
+    params = SamplingParams(regex="[ab]{3}", reasoning_budget=5, n=n, **DRAWN)
+    for result in llm.generate(["x", "y", "z"], params):
+        for completion in result.completions or (result,):
+            assert (completion.finish_reason, bool(re.fullmatch("[ab]{3}", str(completion.text)))) == ("stop", True)
+        assert result.reasoning_tokens == n * (5 + len("</think>"))
+        assert result.completion_tokens == n * (5 + len("</think>") + 3)
+
+
+def test_a_schema_holds_for_the_answer_of_a_model_that_thinks(thinking_model: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    (result,) = LLM(thinking_model).generate("x", SamplingParams(json_schema=schema, reasoning_budget=9, **DRAWN))
+    assert isinstance(json.loads(str(result.text))["a"], bool)
+    assert result.reasoning_tokens == 9 + len("</think>")
+
+
+def test_thoughts_under_a_grammar_that_do_not_end_have_no_text(thinking_model: Path) -> None:
+    pytest.importorskip("llguidance")
+    (result,) = LLM(thinking_model).generate("x", SamplingParams(regex="[ab]{3}", max_tokens=20))
+    assert (result.text, result.finish_reason, result.reasoning_tokens) == (None, "length", 20)
+
+
+def test_a_budget_of_thoughts_needs_no_grammar_and_0_is_none_at_all(thinking_model: Path) -> None:
+    llm = LLM(thinking_model)
+    for budget in (0, 4):
+        params = SamplingParams(reasoning_budget=budget, max_tokens=30, ignore_eos=True)
+        (result,) = llm.generate("x", params)
+        assert (result.reasoning_tokens, result.completion_tokens) == (budget + len("</think>"), 30)
+        assert result.text is not None
+    free = llm.generate(["x", "y"], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert free == llm.generate(["x", "y"], SamplingParams(max_tokens=12, ignore_eos=True, reasoning_budget=12))
+
+
+def test_a_model_without_marks_is_not_touched_by_a_budget(tiny_chat_model_dir: Path) -> None:
+    llm = LLM(tiny_chat_model_dir)
+    plain = llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True))
+    assert llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True, reasoning_budget=2)) == plain
+
+
+def test_thoughts_and_answer_are_the_same_after_preemption(thinking_model: Path) -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(regex="([a-z]{3} ){12}", temperature=1.0, max_tokens=90, reasoning_budget=20)
+    prompts = [f"{i}" * 30 for i in range(4)]
+    want = LLM(thinking_model, dtype="float32").generate(prompts, params)
+    small = LLM(thinking_model, dtype="float32", engine=EngineConfig(debug=True))
+    block = small.engine.sizes.bytes_per_token * small.engine.sizes.block_size
+    small = LLM(thinking_model, dtype="float32", engine=EngineConfig(debug=True, kv_memory=f"{block * 6}B"))
+    got = small.generate(prompts, params)
+    assert small.stats.preemptions > 0
+    assert [(r.text, r.reasoning) for r in got] == [(r.text, r.reasoning) for r in want]
+    assert all(r.finish_reason == "stop" for r in got)
