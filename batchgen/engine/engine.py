@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig
-from batchgen.engine.executor import GrammarStops, StepExecutor
+from batchgen.engine.executor import GrammarStopper, StepExecutor
 from batchgen.engine.results import OnResult, OnToken, ResultAssembler
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
@@ -276,8 +276,8 @@ class Engine:
         self._unfit.clear()
 
     def _stopper(self, request: Request) -> Stops:
-        stopper = Stopper(request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens)
-        return GrammarStops(self.constraints, stopper) if request.params.guided else stopper
+        arguments = (request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens)
+        return GrammarStopper(self.constraints, *arguments) if request.params.guided else Stopper(*arguments)
 
     # -- memory and figures
 

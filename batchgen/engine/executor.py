@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -20,8 +20,9 @@ from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.logprobs import SamplerOutput
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.scoring import score_targets
+from batchgen.sampling.stopping import Stopper
 from batchgen.scheduling.batch import Freed, Sample, ScheduledBatch, StepOutput
-from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Stops
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -39,22 +40,19 @@ class InFlightStep:
     readback: Readback | None = None
 
 
-class GrammarStops:
-    """Ends a completion under a grammar: as its `stopper` does, and when its text is whole and nothing may follow."""
+class GrammarStopper(Stopper):
+    """Ends a completion under a grammar: as `Stopper` does, and when its text is whole and nothing may follow."""
 
-    def __init__(self, constraints: Constraints, stopper: Stops) -> None:
+    def __init__(self, constraints: Constraints, *arguments: Any) -> None:
+        """`arguments` are those of `Stopper`."""
+        super().__init__(*arguments)
         self._constraints = constraints
-        self._stopper = stopper
 
     def append(self, token: int) -> str | None:
         """Raises `RowError` where the grammar cannot be used or does not allow the token."""
         whole = self._constraints.accept(self, token)
-        reason = self._stopper.append(token)
+        reason = super().append(token)
         return "stop" if whole else reason
-
-    @property
-    def text(self) -> str:
-        return self._stopper.text
 
 
 class StepExecutor:
