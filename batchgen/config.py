@@ -159,6 +159,13 @@ class PromptConfig:
     completion_column: str = option(
         "completion", "Column of the completion that --score scores.", group="Constraints", metavar="COL"
     )
+    sampling_defaults: str = option(
+        "model",
+        "What is used where no option says it: the sampling of the model's generation_config.json, or greedy decoding.",
+        group="Sampling",
+        values=["model", "greedy"],
+    )
+    """Labels and scores are never affected."""
     priority_column: str | None = option(
         None, "Column of numbers; rows with lower numbers start first.", group="Engine", metavar="COL"
     )

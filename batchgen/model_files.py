@@ -31,9 +31,9 @@ _HEADS = {
     "ForAudioClassification": "an audio classifier",
 }
 """What a model is whose architecture's name ends so: none of them writes text."""
-_QUANTIZERS = {
+QUANTIZERS = {
     "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
-    "compressed-tensors": "compressed-tensors", "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
+    "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
     "auto-round": "AutoRound", "quark": "Quark", "modelopt": "ModelOpt",
 }  # fmt: skip
 """How checkpoints are quantized in ways that batchgen does not read, by their `quant_method`."""
@@ -225,10 +225,10 @@ def _check_quantization(folder: Path, settings: Mapping[str, Any]) -> None:
     if not isinstance(quantization, dict):
         return
     method = str(quantization.get("quant_method", ""))
-    if method in _QUANTIZERS:
+    if method in QUANTIZERS:
         raise ModelError(
-            f"the model in {str(folder)!r} is quantized with {_QUANTIZERS[method]}, which batchgen does not read",
-            "give the original model, or one quantized with torchao",
+            f"the model in {str(folder)!r} is quantized with {QUANTIZERS[method]}, which batchgen does not read",
+            "give the original model, or one quantized in a way that docs/quantized.md lists",
         )
 
 

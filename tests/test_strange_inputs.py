@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ import pytest
 from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import InputCorrupt, UsageError
 from batchgen.prompts import encoding
-from batchgen.records import jsonl
-from batchgen.records.jsonl import MAX_DEPTH
+from batchgen.records.jsonl import MAX_DEPTH, read_jsonl
 
 Row = dict[str, Any]
 Run = Callable[..., list[Row]]
@@ -218,7 +218,7 @@ def test_a_file_without_a_prompt_in_any_row_is_wrong_use(run):
 
 def test_a_line_that_is_a_bomb_is_an_error_row_and_the_rest_is_generated(run, monkeypatch):
     """2,000 times as long as its file. The real limit is 256 MiB."""
-    monkeypatch.setattr(jsonl, "MAX_LINE", 1_000_000)
+    monkeypatch.setattr("batchgen.records.inputs.read_jsonl", partial(read_jsonl, max_line=1_000_000))
     bomb = b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n'
     rows = run("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' + bomb + b'{"prompt": "a"}\n'), code=3)
     assert errors(rows) == [None, ("invalid_row", "longer than 1,000,000 bytes"), None]

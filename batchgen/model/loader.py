@@ -23,6 +23,14 @@ from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, is_verified
 from batchgen.model.multimodal import is_multimodal, left_out, model_class
+from batchgen.model.quantized import (
+    check_quantization,
+    is_dequantized,
+    note_of,
+    num_weights,
+    quant_method,
+    with_dequantization,
+)
 from batchgen.model.self_check import self_check
 from batchgen.model_files import check_weight_files
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
@@ -37,8 +45,9 @@ def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
     if files is None:
         return
     dtype = dtype_of(config, hf_config)
-    quantized = getattr(hf_config, "quantization_config", None) is not None
-    needed = weight_bytes(files, None if quantized else dtype, left_out(hf_config))
+    as_stored = quant_method(hf_config) is not None and not is_dequantized(hf_config)
+    without = left_out(hf_config)
+    needed = weight_bytes(files, None if as_stored else dtype, without, dequantized=is_dequantized(hf_config))
     if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
         free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
         check_fits(needed, dtype, device.index or 0, free)
@@ -82,11 +91,15 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
         or own not in (torch.bfloat16, torch.float16)
         or fast
         or not isa.features()  # an unknown processor
-        or getattr(hf_config, "quantization_config", None) is not None
+        or (quant_method(hf_config) is not None and not is_dequantized(hf_config))
     ):
         return own
     files = weight_files(config)
-    needed = weight_bytes(files, torch.float32, left_out(hf_config)) if files is not None else _bytes_on_the_hub(config)
+    if files is not None:
+        unpacked = is_dequantized(hf_config)
+        needed: int | None = weight_bytes(files, torch.float32, left_out(hf_config), dequantized=unpacked)
+    else:
+        needed = None if is_dequantized(hf_config) else _bytes_on_the_hub(config)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.float32 if needed is not None and needed * processes <= memory // 2 else own
 
@@ -114,8 +127,14 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     return None if None in paths else [path for path in paths if path is not None]
 
 
-def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None, without: frozenset[str] = frozenset()) -> int:
-    """Bytes of the tensors in the files, floating-point ones as `dtype` (None: as they are), without those of the modules named."""
+def weight_bytes(
+    files: Sequence[Path],
+    dtype: torch.dtype | None,
+    without: frozenset[str] = frozenset(),
+    *,
+    dequantized: bool = False,
+) -> int:
+    """Bytes of the tensors in the files without those of the modules named: floating-point ones, and quantized ones that are `dequantized`, as `dtype` (None: as they are)."""
     total = 0
     for path in files:
         with path.open("rb") as f:
@@ -124,8 +143,9 @@ def weight_bytes(files: Sequence[Path], dtype: torch.dtype | None, without: froz
             if name == "__metadata__" or not without.isdisjoint(name.split(".")):
                 continue
             start, end = tensor["data_offsets"]
-            if dtype is not None and tensor["dtype"] in _FLOATS:
-                total += math.prod(tensor["shape"]) * dtype.itemsize
+            quantized = num_weights(name, tensor["dtype"], tensor["shape"]) if dequantized else 0
+            if dtype is not None and (quantized or tensor["dtype"] in _FLOATS):
+                total += (quantized or math.prod(tensor["shape"])) * dtype.itemsize
             else:
                 total += end - start
     return total
@@ -169,7 +189,10 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
     ):
         dtype = torch.float32
     multimodal = is_multimodal(tokenizer.hf_config)
-    wrapped = {"config": language_config(tokenizer.hf_config)} if multimodal else {}
+    dequantized = is_dequantized(tokenizer.hf_config)
+    own: dict[str, Any] = {}
+    if multimodal or dequantized:
+        own["config"] = with_dequantization(language_config(tokenizer.hf_config))
     try:
         with quiet():
             module, found = model_class(tokenizer.hf_config).from_pretrained(
@@ -182,7 +205,7 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
                 ignore_mismatched_sizes=True,  # we refuse them below, by name
                 output_loading_info=True,
                 device_map={"": device} if direct else config.device_map,
-                **wrapped,
+                **own,
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())
@@ -193,6 +216,10 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
             ) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
     _check_found(config, found)
+    if dequantized:
+        if dtype != "auto":
+            module = module.to(dtype)  # transformers leaves some in bfloat16
+        notes += (note_of(tokenizer.hf_config, module),)
     if config.device_map is None and not direct:
         module = module.to(device)
     elif config.device_map is not None:
@@ -294,6 +321,7 @@ def check_device_map(places: dict[str, int | str | torch.device]) -> None:
 
 def _check(config: ModelConfig, hf_config: Any) -> tuple[str, ...]:
     """What the user should know of the architecture. Raises `ModelError` where it is not supported."""
+    check_quantization(config.model, hf_config)
     check_architecture(hf_config)
     if is_verified(hf_config):
         return ()

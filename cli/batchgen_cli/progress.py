@@ -171,6 +171,8 @@ class Bar(Notes):
 
     def close(self) -> None:
         self._bar.close()
+        self._terminal.write("\r\x1b[K")  # a ^C, too
+        self._terminal.flush()
 
     def _draw(self) -> None:
         with self._drawing:
@@ -179,7 +181,8 @@ class Bar(Notes):
             bar.ncols = width
             bar.n = self.rows_done if self.rows_passed is None else self.rows_passed
             bar.total = self.total
-            bar.bar_format = self._layout(width - 1)  # a full last column makes some terminals begin a new line
+            # Two columns for the ^C that a terminal shows: it would wrap, and leave the bar behind on the line above.
+            bar.bar_format = self._layout(width - 3)
             bar.refresh()
 
     def _layout(self, width: int) -> str:

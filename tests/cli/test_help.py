@@ -25,7 +25,7 @@ CONTRACT = """
     --chat-template-kwargs --on-long-prompt
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
-    --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --score --completion-column
+    --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --sampling-defaults --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --debug
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
@@ -84,7 +84,7 @@ def test_every_option_has_a_help_text_that_is_a_sentence(cli: Callable[..., Any]
 def test_the_defaults_shown_are_those_of_the_configuration() -> None:
     shown = {name: p.show_default for name, p in RUN.items()}
     assert shown["temperature"] == "0"
-    assert shown["max_tokens"] == "256"
+    assert shown["max_tokens"] == "auto"
     assert shown["share"] == "--share"
     assert shown["batch_size"] == "auto"
     assert shown["debug"] is False
@@ -99,7 +99,7 @@ def test_every_field_of_the_configuration_is_an_option_but_these() -> None:
         for f in fields(config)
         if "option" not in f.metadata
     }
-    assert fields_of == {"inputs", "model", "prompts", "sampling", "engine", "processes"}
+    assert fields_of == {"inputs", "model", "prompts", "sampling", "engine", "processes", "given"}
 
 
 def test_plan_takes_every_option_of_run() -> None:

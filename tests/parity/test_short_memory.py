@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from batchgen.model import memory_budget
@@ -17,7 +17,7 @@ from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
-from support.models import engine_for, generate, packed_model, reference_model
+from support.models import engine_for, generate, memory_for, packed_model, reference_model
 
 LONGEST = 30
 preempted = []
@@ -32,14 +32,14 @@ def small_blocks():
 
 
 @cache
-def written(prompt: tuple[int, ...]) -> list[int]:
-    return generate(reference_model("llama"), list(prompt), LONGEST)
+def written(prompt: tuple[int, ...], name: str) -> list[int]:
+    return generate(reference_model(name), list(prompt), LONGEST)
 
 
 @cache
 @torch.inference_mode()
-def likelihood(prompt: tuple[int, ...], text: tuple[int, ...]) -> float:
-    logits = reference_model("llama")(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+def likelihood(prompt: tuple[int, ...], text: tuple[int, ...], name: str) -> float:
+    logits = reference_model(name)(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
     return float(logits.double().log_softmax(-1).gather(1, torch.tensor(text)[:, None]).sum())
 
 
@@ -82,7 +82,7 @@ def run(engine, requests, cancelled, after):
     return results
 
 
-def check(seed, policy):
+def check(seed, policy, name="llama"):
     rng = random.Random(seed)
     requests = random_requests(rng)
     tokens = rng.choice([3, 16, 2048])
@@ -93,13 +93,14 @@ def check(seed, policy):
         "max_batch_tokens": tokens,
         "ahead": rng.random() < 0.5,
     }
-    model = packed_model("llama")
+    model = packed_model(name)
     whole = engine_for(model, kv_memory="4MiB", debug=False, **options)
     run(whole, requests, [], 0)
     most = max(-(-leaf.max_kv_tokens // whole.sizes.block_size) for leaf in leaves_of(requests))
     blocks = max(most, whole.block_manager.pool.peak_used // 4)
-    size = blocks * whole.sizes.block_size * whole.sizes.bytes_per_token
-    engine = engine_for(model, kv_memory=f"{size}B", **options)  # --debug: every invariant after every step
+    engine = engine_for(
+        model, kv_memory=memory_for(whole, blocks), **options
+    )  # --debug: every invariant after every step
     cancelled = rng.sample(requests, rng.choice([0, 0, 1, 3]) % (len(requests) + 1)) if len(requests) > 2 else []
     results = run(engine, requests, cancelled, rng.randint(1, 60))
     assert sorted(results) == [r.row for r in requests]
@@ -110,11 +111,13 @@ def check(seed, policy):
         if "cancelled" in ends:
             assert request in cancelled
         elif request.texts:
-            assert result.score.logprob == pytest.approx(likelihood(prompt, tuple(request.texts[0].tolist())), abs=1e-3)
+            assert result.score.logprob == pytest.approx(
+                likelihood(prompt, tuple(request.texts[0].tolist()), name), abs=1e-3
+            )
         else:
             assert result.completion_tokens == request.max_tokens * request.params.n
         texts = [c.token_ids for c in result.completions] or [result.token_ids]
-        assert all(list(t) == written(prompt)[: len(t)] for t in texts)
+        assert all(list(t) == written(prompt, name)[: len(t)] for t in texts)
     engine.block_manager.evict_all()
     assert engine.block_manager.pool.num_used == 0
     assert not engine.sampler.used
@@ -128,6 +131,15 @@ cases = given(seed=st.integers(0, 2**32), policy=st.sampled_from(sorted(POLICIES
 @cases
 def test_every_row_is_exact_in_a_quarter_of_the_memory(seed, policy):
     check(seed, policy)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+@settings(
+    max_examples=12, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@cases
+def test_every_row_is_exact_with_few_blocks_and_few_states(name, seed, policy):
+    check(seed, policy, name)
 
 
 @pytest.mark.nightly

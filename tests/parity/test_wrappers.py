@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from batchgen.model.loader import load_model
 from batchgen.model.multimodal import Absent
 from batchgen.prompts import LoadedTokenizer
 from support.models import engine_for, expect, make_requests, memory_for, run, tiny_tokenizer, watched
-from support.shapes import SHAPES, VOCAB, prompts_and_lengths
+from support.shapes import SHAPES, prompts_and_lengths
 from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
 PROMPTS, LENGTHS = prompts_and_lengths()
@@ -37,13 +38,7 @@ def _params() -> list[object]:
 
 
 def tokenizer_of(config: object) -> LoadedTokenizer:
-    return LoadedTokenizer(
-        hf_tokenizer=tiny_tokenizer().tokenizer,
-        hf_config=config,
-        context_length=512,
-        eos_token_ids=(),
-        vocab_size=VOCAB,
-    )
+    return replace(tiny_tokenizer(), hf_config=config)
 
 
 @pytest.mark.parametrize("name", _params())

@@ -130,7 +130,7 @@ def quantized(method: str) -> Break:
 AGAIN = "the download was not finished: download it again"
 PULL = "run `git lfs pull` in the folder it was cloned to, or download it with `hf download`"
 CAUSAL = "give a causal language model (…ForCausalLM)"
-ORIGINAL = "give the original model, or one quantized with torchao"
+ORIGINAL = "give the original model, or one quantized in a way that docs/quantized.md lists"
 GGUF = "give the folder of the model {made}, with config.json and safetensors files"
 
 BROKEN: dict[str, tuple[Break, str]] = {
@@ -214,7 +214,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
             quantized(method),
             f"the model in 'M' is quantized with {name}, which batchgen does not read; {ORIGINAL}",
         )
-        for method, name in (("awq", "AWQ"), ("gptq", "GPTQ"), ("bitsandbytes", "bitsandbytes"), ("compressed-tensors", "compressed-tensors"))
+        for method, name in (("awq", "AWQ"), ("gptq", "GPTQ"), ("bitsandbytes", "bitsandbytes"), ("modelopt", "ModelOpt"))
     },
     "float8 without scales": (
         settings(dtype="float8_e4m3fn"),
@@ -304,9 +304,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "M/tokenizer.json is not JSON: TAIL; copy the file from the model again",
     ),
     # architectures that cannot be exact
-    "llama 4": (
-        settings(model_type="llama4_text", architectures=["Llama4ForCausalLM"]),
-        "models of type 'llama4_text' are not supported: they scale queries by their place in the batch",
+    "sparse attention": (
+        settings(model_type="deepseek_v32", architectures=["DeepseekV32ForCausalLM"]),
+        "models of type 'deepseek_v32' are not supported: an indexer of theirs chooses which keys a query sees",
     ),
     "no length": (
         settings(max_position_embeddings=-1),

@@ -110,10 +110,11 @@ def memory_for(engine: Engine, blocks: int) -> str:
     """The `kv_memory` that holds so many blocks, and beside them as many state slots as take no more memory than they do."""
     sizes = engine.sizes
     block = sizes.block_size * sizes.bytes_per_token
-    slots = (
-        min(sizes.num_slots, max(2, blocks * block // sizes.bytes_per_slot if block else 4)) if sizes.num_slots else 0
-    )
-    return f"{blocks * block + slots * sizes.bytes_per_slot}B"
+    if not sizes.num_slots:
+        return f"{blocks * block}B"
+    slots = min(sizes.num_slots, max(2, blocks * block // sizes.bytes_per_slot)) if block else 4
+    states = slots * sizes.bytes_per_slot
+    return f"{max(blocks * block + states, 2 * states if block else states)}B"
 
 
 def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Result]:

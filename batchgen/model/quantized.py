@@ -1,0 +1,88 @@
+"""Checkpoints whose weights are quantized: which of them are read, and what they are in memory.
+
+FP8, MXFP4 and compressed-tensors are dequantized as they are loaded, by transformers, on every kind of device: what runs are plain weights of 16 or 32 bits,
+under all of our kernels. torchao's stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from batchgen.errors import ModelError
+from batchgen.model_files import QUANTIZERS
+from batchgen.prompts.tokenizer import language_config, text_config
+
+DEQUANTIZED = {"fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors"}
+"""What is dequantized at load, by `quant_method`."""
+_PACKAGES = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors", "torchao": "torchao"}
+
+
+def quant_method(hf_config: Any) -> str | None:
+    """How a checkpoint's weights are quantized, as its configuration calls it; None where they are not."""
+    found = _settings(hf_config)
+    return None if found is None else str(found.get("quant_method", "unknown"))
+
+
+def is_dequantized(hf_config: Any) -> bool:
+    """Whether the weights become plain ones as they are loaded."""
+    return quant_method(hf_config) in DEQUANTIZED
+
+
+def check_quantization(model: str, hf_config: Any) -> None:
+    """Raises `ModelError` for a way of quantization that is not read, or needs a package that is not there."""
+    method = quant_method(hf_config)
+    if method in QUANTIZERS:
+        raise ModelError(
+            f"the model {model!r} is quantized with {QUANTIZERS[method]}, which batchgen does not read",
+            "give the original model, or one quantized in a way that docs/quantized.md lists",
+        )
+    package = _PACKAGES.get(method or "")
+    if package is not None and find_spec(package) is None:
+        raise ModelError(
+            f"the model {model!r} is quantized with {DEQUANTIZED.get(method or '', method)}, which needs the package {package.replace('_', '-')}",
+            "install batchgen[quantized]",
+        )
+
+
+def with_dequantization(hf_config: Any) -> Any:
+    """A copy of the configuration that has transformers dequantize the weights, where they are of a kind that is dequantized."""
+    asked = copy.deepcopy(hf_config)
+    settings = _settings(asked)
+    if settings is not None and is_dequantized(asked):
+        settings["dequantize"] = True
+    return asked
+
+
+def num_weights(name: str, dtype: str, shape: list[int]) -> int:
+    """How many plain numbers a quantized tensor of a safetensors file becomes; 0 for scales, and for tensors that are not quantized."""
+    count = math.prod(shape)
+    if name.endswith("_blocks"):  # MXFP4: two to a byte
+        return 2 * count
+    if name.endswith(".weight_packed"):  # compressed-tensors, of 4 bits
+        return count * (8 if dtype == "I32" else 2)
+    return count if dtype.startswith("F8_") or dtype == "I8" else 0
+
+
+def note_of(hf_config: Any, module: torch.nn.Module) -> str:
+    """The sentence for the user about a model that was dequantized."""
+    parameters = list(module.parameters())
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    dtype = str(max(parameters, key=torch.Tensor.numel).dtype).removeprefix("torch.")
+    name = DEQUANTIZED[quant_method(hf_config) or ""]
+    return (
+        f"the {name} weights were dequantized to {dtype} and take {size / 2**30:.2f} GiB; activations are not quantized"
+    )
+
+
+def _settings(hf_config: Any) -> dict[str, Any] | None:
+    """The quantization's settings: the checkpoint's own, or of the language model in it."""
+    for part in (hf_config, language_config(hf_config), text_config(hf_config)):
+        found = getattr(part, "quantization_config", None)
+        if isinstance(found, dict):
+            return found
+    return None

@@ -1,0 +1,112 @@
+"""Checkpoints that are dequantized as they are loaded: the weights are transformers' own, and the user is told what they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.model.loader import load_model, weight_bytes
+from batchgen.model.quantized import check_quantization, with_dequantization
+from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
+from support.quantized import CHECKPOINTS, make
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries', of each other
+CORE = {"fp8", "mxfp4", "W4A16"}
+PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12], list(range(70, 120))]
+LENGTHS = [12, 5, 20, 8]
+WIDEST = {
+    "fp8": 0.2,
+    "fp8 experts": 0.3,
+    "W8A8": 0.06,
+    "W8A16": 0.06,
+    "FP8_DYNAMIC": 0.25,
+    "W4A16": 0.8,
+    "NVFP4A16": 0.8,
+    "mxfp4": 0.8,
+}
+"""Largest difference of a logit from the model that was quantized, relative to the largest: these models are random and tiny."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in CORE else pytest.mark.slow) for name in CHECKPOINTS],
+)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    if request.param.isupper() or request.param.startswith(("W", "N")):
+        pytest.importorskip("compressed_tensors")
+    folder = tmp_path_factory.mktemp("quantized")
+    return request.param, folder, make(request.param, folder)
+
+
+def load(folder: Path, dtype: str) -> Any:
+    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
+    return load_model(ModelConfig(model=str(folder), device="cpu", dtype=dtype, compile="off"), tokenizer)
+
+
+@torch.inference_mode()
+def test_output_is_that_of_transformers_on_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
+    name, folder, original = checkpoint
+    asked = with_dequantization(AutoConfig.from_pretrained(folder))
+    reference = AutoModelForCausalLM.from_pretrained(folder, config=asked, dtype=torch.float32).float().eval()
+    model = load(folder, "float32")
+    expected = [expect(reference, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    results = run(engine_for(model), make_requests(PROMPTS, LENGTHS))
+    assert [list(r.token_ids) for r in results] == expected
+    ids = torch.tensor(PROMPTS[:1])
+    got, plain = reference(ids).logits, original(ids).logits.float()
+    apart = float((got - plain).abs().max() / plain.abs().max())
+    assert 1e-3 < apart < WIDEST[name]  # it is quantized indeed, and read rightly
+
+
+def test_the_user_is_told_what_the_weights_take(checkpoint: tuple[str, Path, Any]) -> None:
+    name, folder, _ = checkpoint
+    model = load(folder, "bfloat16")
+    kind = "FP8" if name.startswith("fp8") else "MXFP4" if name == "mxfp4" else "compressed-tensors"
+    assert model.notes[0] == (
+        f"the {kind} weights were dequantized to bfloat16 and take 0.00 GiB; activations are not quantized"
+    )
+    assert {p.dtype for p in model.module.parameters() if p.dim() > 1} == {torch.bfloat16}
+
+
+def test_nothing_of_the_quantization_is_left_for_our_kernels_to_avoid(checkpoint: tuple[str, Path, Any]) -> None:
+    _, folder, original = checkpoint
+    module = load(folder, "bfloat16").module
+    assert getattr(module, "is_quantized", False) is False
+    assert {type(part) for part in module.modules()} == {type(part) for part in original.modules()}
+    assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}
+
+
+def test_the_room_they_need_is_that_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
+    name, folder, original = checkpoint
+    needed = weight_bytes([folder / "model.safetensors"], torch.bfloat16, dequantized=True)
+    real = sum(2 * p.numel() for p in original.parameters())
+    assert (
+        real <= needed < (2 if name == "W8A16" else 1.2) * real
+    )  # and the scales; four numbers of 8 bits are taken for eight of 4
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "modelopt"])
+def test_what_is_not_read_is_refused_by_name_for_hub_models_too(method: str) -> None:
+    config = AutoConfig.for_model("llama")
+    config.quantization_config = {"quant_method": method}
+    with pytest.raises(ModelError, match="which batchgen does not read") as e:
+        check_quantization("org/name", config)
+    assert e.value.hint == "give the original model, or one quantized in a way that docs/quantized.md lists"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.model.quantized.find_spec", lambda name: None)
+    config = AutoConfig.for_model("llama")
+    config.quantization_config = {"quant_method": "compressed-tensors"}
+    with pytest.raises(ModelError) as e:
+        check_quantization("org/name", config)
+    assert str(e.value) == (
+        "the model 'org/name' is quantized with compressed-tensors, which needs the package compressed-tensors; install batchgen[quantized]"
+    )
