@@ -243,6 +243,14 @@ class EngineConfig:
         shown="none",
     )
     """None: such prefixes are run again."""
+    threads: int | None = option(
+        None,
+        "Number of CPU threads, of all processes together.",
+        group="Engine",
+        metavar="N",
+        rules=[at_least(1)],
+        shown="the cores that the process may use",
+    )
     processes: int = 1
     """Engines on this machine, this one among them: each has its part of the host's memory."""
     debug: bool = option(False, "Check the engine's invariants after every step.", group="Engine")
