@@ -159,6 +159,13 @@ class PromptConfig:
     completion_column: str = option(
         "completion", "Column of the completion that --score scores.", group="Constraints", metavar="COL"
     )
+    sampling_defaults: str = option(
+        "model",
+        "What is used where no option says it: the sampling of the model's generation_config.json, or greedy decoding.",
+        group="Sampling",
+        values=["model", "greedy"],
+    )
+    """Labels and scores are never affected."""
     priority_column: str | None = option(
         None, "Column of numbers; rows with lower numbers start first.", group="Engine", metavar="COL"
     )
@@ -236,6 +243,14 @@ class EngineConfig:
         shown="none",
     )
     """None: such prefixes are run again."""
+    threads: int | None = option(
+        None,
+        "Number of CPU threads, of all processes together.",
+        group="Engine",
+        metavar="N",
+        rules=[at_least(1)],
+        shown="the cores that the process may use",
+    )
     processes: int = 1
     """Engines on this machine, this one among them: each has its part of the host's memory."""
     debug: bool = option(False, "Check the engine's invariants after every step.", group="Engine")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.config import JobConfig
@@ -71,7 +71,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             waiting = None if size is None else source.windows(size, config.limit)
             rows = source.first_rows(config.limit) if waiting is None else next(waiting, [])
             prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
-            settings = job_settings(config, tokenizer.hf_config, chat=prompts.chat)
+            settings = job_settings(replace(config, sampling=prompts.sampling), tokenizer.hf_config, chat=prompts.chat)
         with open_job(
             output,
             settings=settings,

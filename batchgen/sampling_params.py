@@ -5,15 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, wraps
 from typing import Any
 
 from batchgen.errors import RowError, UsageError
-from batchgen.options import JsonText, Rule, above, at_least, between, first_problem, json_schema_file, option, settle
+from batchgen.options import (
+    JsonText,
+    Rule,
+    above,
+    at_least,
+    between,
+    first_problem,
+    json_schema_file,
+    option,
+    settle,
+    whole_number_or_auto,
+)
 
 _CONSTRAINTS = ("choices", "regex", "json_schema")
 MAX_LOGPROBS = 1000
+AUTO_MAX_TOKENS = 1024
+"""`max_tokens` where nobody says how many."""
+AUTO_MAX_TOKENS_THINKING = 16_384
+"""The same for a model that thinks before it answers."""
 
 _TEXTS: Rule = (lambda v: all(v), "texts that are not empty")
 _NOT_EMPTY: Rule = (lambda v: v != "", "text that is not empty")
@@ -35,8 +50,15 @@ class SamplingParams:
     """
 
     max_tokens: int = option(
-        256, "Maximum number of tokens of a completion.", group="Sampling", metavar="N", rules=[at_least(1)]
+        AUTO_MAX_TOKENS,
+        "Maximum number of tokens of a completion; auto is 1,024, or 16,384 for a model that thinks.",
+        group="Sampling",
+        metavar="auto|N",
+        rules=[at_least(1)],
+        parse=whole_number_or_auto,
+        shown="auto",
     )
+    """None is auto, too."""
     temperature: float = option(
         0.0, "Logits are divided by it; 0 is greedy.", group="Sampling", metavar="X", rules=[at_least(0)]
     )
@@ -164,6 +186,9 @@ class SamplingParams:
         group="Constraints",
     )
 
+    given: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The parameters that were given a value, be it their default: the others may be those of the model (`completed`). Set by itself."""
+
     def __post_init__(self) -> None:
         settle(self)
         if self.top_k == -1:  # vLLM's word for off
@@ -197,12 +222,17 @@ class SamplingParams:
         """Whether it is limited which tokens may follow: by a grammar, or by an end of the thoughts."""
         return self.constrained or self.reasoning_budget is not None
 
+    def completed(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """These parameters with `defaults` for those that were not given."""
+        changes = {name: value for name, value in defaults.items() if name not in self.given}
+        return replace(self, **changes, given=self.given) if changes else self
+
     def merged(self, row: Mapping[str, Any]) -> SamplingParams:
         """These parameters with a row's own on top; a null keeps the default.
 
         Raises `RowError("unsupported_parameter")` for an unknown name or a value out of range.
         """
-        known = {f.name for f in fields(self)}
+        known = {f.name for f in fields(self) if f.compare}
         changes: dict[str, Any] = {}
         for name, value in row.items():
             name = "stop_token_ids" if name == "stop_token_id" else name
@@ -217,7 +247,7 @@ class SamplingParams:
         if not changes.keys().isdisjoint(_CONSTRAINTS):  # a row's own constraint takes the place of the command's
             changes = {name: None if name != "choices" else () for name in _CONSTRAINTS} | changes
         try:
-            return replace(self, **changes)
+            return replace(self, **changes, given=tuple(sorted({*self.given, *changes})))
         except (TypeError, ValueError) as e:
             raise RowError("unsupported_parameter", str(e)) from None
 
@@ -226,10 +256,27 @@ class SamplingParams:
         return _params_digest(self)
 
 
+_plain_init = SamplingParams.__init__
+
+
+@wraps(_plain_init)
+def _init(self: SamplingParams, **values: Any) -> None:
+    """Notes which parameters were given."""
+    if "max_tokens" in values and values["max_tokens"] is None:
+        del values["max_tokens"]
+    values.setdefault("given", tuple(sorted(values)))
+    _plain_init(self, **values)
+
+
+SamplingParams.__init__ = _init  # type: ignore[method-assign]
+
+
 @lru_cache(maxsize=1024)  # most rows of a job have the same parameters
 def _params_digest(params: SamplingParams) -> bytes:
     # Without those that are at their defaults, so that a parameter that is new leaves the keys of rows without it as they were.
-    own = {f.name: getattr(params, f.name) for f in fields(params) if getattr(params, f.name) != f.default}
+    own = {
+        f.name: getattr(params, f.name) for f in fields(params) if f.compare and getattr(params, f.name) != f.default
+    }
     return hashlib.blake2b(json.dumps(own, sort_keys=True).encode(), digest_size=16).digest()
 
 

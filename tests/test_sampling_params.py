@@ -46,7 +46,6 @@ def test_values_at_their_limits_and_what_goes_together_is_taken(values: dict[str
         ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
         ({"max_tokens": True}, "max_tokens must be a whole number, not True"),
-        ({"max_tokens": None}, "max_tokens must be a whole number, not None"),
         ({"temperature": -0.1}, "temperature must be at least 0, not -0.1"),
         ({"temperature": math.nan}, "temperature must be a number, not nan"),
         ({"temperature": math.inf}, "temperature must be a number, not inf"),
@@ -189,9 +188,22 @@ def test_what_a_row_may_not_ask_for_fails_the_row(command: dict[str, Any], row: 
 
 
 def test_the_digest_differs_with_every_parameter_and_with_nothing_else() -> None:
-    assert OTHERS.keys() == {f.name for f in fields(SamplingParams)}
+    assert OTHERS.keys() == {f.name for f in fields(SamplingParams)} - {"given"}
     digests = {SamplingParams(**{name: value}).digest() for name, value in OTHERS.items()}
     assert len(digests | {SamplingParams().digest()}) == len(OTHERS) + 1
     assert SamplingParams(n=2, stop=("a",)).digest() == SamplingParams(stop=("a",), n=2).digest()
     assert SamplingParams(choices=("a", "b")).digest() != SamplingParams(choices=("b", "a")).digest()
     assert len(SamplingParams().digest()) == 16
+
+
+def test_what_was_given_is_known_whatever_its_value_and_goes_before_the_models_own() -> None:
+    model = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16_384}
+    assert SamplingParams().completed(model) == SamplingParams(**model)
+    assert SamplingParams(temperature=0.0).completed(model) == SamplingParams(**model | {"temperature": 0.0})
+    assert SamplingParams(max_tokens=None).completed(model).max_tokens == 16_384
+    row = SamplingParams(top_p=1.0).merged({"temperature": 0})
+    assert row.given == ("temperature", "top_p")
+    assert row.completed(model) == SamplingParams(max_tokens=16_384)
+    assert SamplingParams().completed(model).given == ()
+    assert SamplingParams(seed=0) == SamplingParams()
+    assert SamplingParams(seed=0).digest() == SamplingParams().digest()

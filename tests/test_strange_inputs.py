@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import pytest
 from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import InputCorrupt, UsageError
 from batchgen.prompts import encoding
-from batchgen.records import jsonl
-from batchgen.records.jsonl import MAX_DEPTH
+from batchgen.records.jsonl import MAX_DEPTH, read_jsonl
+from support.params import slow_but
 
 Row = dict[str, Any]
 Run = Callable[..., list[Row]]
@@ -153,8 +154,13 @@ def test_ids_may_be_equal_and_of_any_kind(run):
 COLUMNS = 10_000
 
 
-@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
-@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.parquet"])
+@pytest.mark.parametrize(
+    ("name", "output"),
+    slow_but(
+        [("x.csv", "out.jsonl"), ("x.jsonl", "out.parquet")],
+        [(name, output) for name in ("x.jsonl", "x.csv", "x.parquet") for output in ("out.jsonl", "out.parquet")],
+    ),
+)
 def test_ten_thousand_columns_are_carried(run, name, output):
     columns: Row = {"prompt": "p", **{f"c{i}": str(i) for i in range(COLUMNS - 1)}}
     if name == "x.parquet":
@@ -218,7 +224,7 @@ def test_a_file_without_a_prompt_in_any_row_is_wrong_use(run):
 
 def test_a_line_that_is_a_bomb_is_an_error_row_and_the_rest_is_generated(run, monkeypatch):
     """2,000 times as long as its file. The real limit is 256 MiB."""
-    monkeypatch.setattr(jsonl, "MAX_LINE", 1_000_000)
+    monkeypatch.setattr("batchgen.records.inputs.read_jsonl", partial(read_jsonl, max_line=1_000_000))
     bomb = b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n'
     rows = run("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' + bomb + b'{"prompt": "a"}\n'), code=3)
     assert errors(rows) == [None, ("invalid_row", "longer than 1,000,000 bytes"), None]

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.partition import Shares
+from batchgen.devices.threads import cpu_quota, share_of_threads
 from batchgen.devices.transport import (
     Cancel,
     Channel,
@@ -84,10 +85,22 @@ class AnyEngine(Protocol):
 def open_engine(model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig) -> AnyEngine:
     """Loads the model on its devices. Raises `BatchgenError`."""
     if len(model.devices) == 1:
+        use_threads(config)
         return engine_here(model, tokenizer, config)
     from batchgen.devices.transport import start_process
 
     return Workers(model, config, start_process)
+
+
+def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> None:
+    """Gives torch and our kernels, for all of this process, its part of the threads: `--threads`, or the cores that it may use."""
+    with quiet():  # torchao, where it is installed, has much to say
+        import torch
+
+    total = config.threads
+    if total is None:  # torch knows affinity and OMP_NUM_THREADS, but no quota
+        total = min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
+    torch.set_num_threads(share_of_threads(total, place, processes))
 
 
 def engine_here(model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig) -> Engine:

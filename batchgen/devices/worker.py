@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from batchgen.devices.engine import engine_here
+from batchgen.devices.engine import engine_here, use_threads
 from batchgen.devices.transport import Cancel, Channel, Failed, Ready, Report, Setup, Stop, Work
 from batchgen.errors import BatchgenError, DevicesLost
 from batchgen.guards import few_collections, memory_errors
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
 
 
-def take_share(device: str, place: int, processes: int) -> None:
-    """Its part of the CPU's threads; its GPU, and no context on another. Raises `ModelError` for one that this machine does not have."""
+def take_device(device: str) -> None:
+    """Makes the process's GPU its own, with no context on another. Raises `ModelError` for one that this machine does not have."""
     with quiet():  # torchao, where it is installed, has much to say
         import torch
 
         from batchgen.model.loader import pick_device
 
-    torch.set_num_threads(max(1, (torch.get_num_threads() + place) // processes))
     own = pick_device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
@@ -69,7 +68,8 @@ def _end_with_parent(parent: int) -> None:
 def load(setup: Setup) -> Engine:
     """The engine of this process. Raises `BatchgenError`."""
     tokenizer = load_tokenizer(setup.model)
-    take_share(setup.model.device, setup.place, setup.processes)
+    use_threads(setup.engine, setup.place, setup.processes)
+    take_device(setup.model.device)
     return engine_here(setup.model, tokenizer, setup.engine)
 
 

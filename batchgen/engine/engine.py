@@ -1,47 +1,42 @@
-"""The loop: schedule, launch, land, retire. Leaves of requests and their plan in, results out as the rows finish.
+"""The engine: leaves of requests and their prefix plan in, results out as the rows finish. Token ids only.
 
-On CUDA the loop is one step ahead: the next step is scheduled, packed and launched while the device runs the present one, and only then are
-the present one's tokens looked at. A sequence that has ended by then has run once too often; that token is dropped, and nothing else is.
+A step: the scheduler makes a batch, the executor launches it, the scheduler advances its sequences, and applies the sampled tokens
+once they are on the host. On CUDA the loop is one step ahead: the next step is scheduled and launched while the device runs the present
+one, and only then are the present one's tokens looked at. A sequence that has ended by then has run once too often; that token is dropped.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-
-import numpy as np
-import torch
+from typing import Any, Generic, Protocol, TypeVar
 
 from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig
+from batchgen.engine.executor import GrammarStopper, StepExecutor
 from batchgen.engine.results import OnResult, OnToken, ResultAssembler
-from batchgen.errors import RowError
-from batchgen.kernels.transfer import Readback, put
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
 from batchgen.model.runner import Runner
 from batchgen.prefix import PrefixPlan
-from batchgen.prompts import LoadedTokenizer
+from batchgen.prompts.thinking import ThinkingFormat
 from batchgen.request import Leaf, Request
 from batchgen.result import Result
 from batchgen.sampling.constraints import Constraints
-from batchgen.sampling.logprobs import SampledTokens, SamplerOutput
 from batchgen.sampling.sampler import Sampler
-from batchgen.sampling.scoring import StepScores, score_step
 from batchgen.sampling.stopping import Detokenizer, Stopper
-from batchgen.scheduling.batch import ScheduledBatch, count_step
+from batchgen.scheduling.batch import ScheduledBatch, SequenceUpdate, StepOutput, TokenCounts
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler
-from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Stops
+from batchgen.scheduling.sequence import Stops
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.cache import StateCache
 from batchgen.stats import EngineStats
+
+Step = TypeVar("Step")
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 
@@ -59,136 +54,72 @@ def keep_freed_memory() -> bool:
     return all([mallopt(option, value) == 1 for option, value in wanted])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Flight:
-    """A step that is launched. What it says of sequences that have ended meanwhile counts for nothing."""
+class Executor(Protocol[Step]):
+    """What carries batches out: `StepExecutor`, or a test's own."""
 
-    drawing: list[GenerationSequence]
-    """The sequences that a token is drawn for, in the order of `drawn`."""
-    drawn: SamplerOutput | None
-    scored: list[GenerationSequence]
-    """The texts that it scores to their end."""
-    scores: StepScores | None
-    readback: Readback
-
-    def land(self) -> SampledTokens:
-        """Waits for the step: its scores are filled in, what it has drawn is returned."""
-        numbers = self.readback.lists()
-        if self.scores is not None:
-            self.scores.fill(numbers[0], numbers[1])
-            del numbers[:2]
-        return SampledTokens([], []) if self.drawn is None else self.drawn.read(numbers)
+    @property
+    def needs_tokens(self) -> bool: ...
+    def launch(self, batch: ScheduledBatch) -> Step: ...
+    def sample(self, step: Step) -> None: ...
+    def wait(self, step: Step) -> StepOutput: ...
 
 
-class Launcher:
-    """Launches steps: the forward, what is scored in it, the draw, and the copy of their numbers to the host.
+class StepLoop(Generic[Step]):
+    """The loop of steps. `ahead` is how many steps are launched before the tokens of the first of them are looked at: 0 or 1."""
 
-    What the scheduler gives away at a launch, blocks and slots of sequences that have ended or are leaving, goes to later steps. The device does
-    its work in the order of the launches, so whatever a step still in flight reads or writes there, it does before them.
-    """
+    def __init__(self, scheduler: Scheduler, executor: Executor[Step], ahead: int) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.ahead = ahead
+        self.in_flight: deque[Step] = deque()
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, sampler: Sampler, constraints: Constraints, stats: EngineStats
-    ) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._sampler = sampler
-        self._constraints = constraints
-        self._stats = stats
+    def step(self, admit: bool = True) -> Iterator[SequenceUpdate]:
+        """Runs the next step; without `admit` nothing new is started. Yields what the steps that are done mean for their sequences.
 
-    def launch(self, step: ScheduledBatch, catch_up: Callable[[], None] | None) -> Flight:
-        """Launches a step whose sequences are seated.
-
-        `catch_up` lands the step before, where that is still in flight. It is called between forward and draw where a row under a grammar
-        runs: which token may follow depends on the one before.
+        Where memory is short, only the step in flight is waited for: it may end sequences, and a victim's tokens must be known
+        before it is preempted.
         """
-        with self._timed():
-            drawing = _drawing(step)
-            if catch_up is None:
-                self._constraints.start(drawing)  # while the model runs
-            logits = self._runner.run(step, self._sampler.last)
-            scores = None
-            if logits is not None:
-                scores = score_step(step.spans, logits)
-                _keep_logits(step, logits)
-        count_step(self._stats, step)
-        scored = [*step.scored, *self._scheduler.ran(step)]
-        if catch_up is not None and self._constraints.used:
-            catch_up()
-        with self._timed():
-            drawing, drawn = self._draw(step, logits, drawing)
-            parts = [*(scores.tensors if scores else ()), *(drawn.tensors if drawn else ())]
-            readback = Readback(parts, self._runner.model.device)
-        for seq in self._scheduler.draws(drawing):
-            self._sampler.remove(seq.slot)
-            seq.slot = -1
-        return Flight(drawing, drawn, scored, scores, readback)
+        batch = self.scheduler.schedule(admit)
+        if batch is None:
+            yield from self.land()
+            return
+        yield from map(SequenceUpdate, batch.started)
+        started = self.executor.launch(batch)  # the forward; waits for nothing
+        self.scheduler.advance(batch)  # what is certain before the tokens are known
+        if self.executor.needs_tokens:
+            yield from self.settle()
+        self.executor.sample(started)
+        self.in_flight.append(started)
+        while len(self.in_flight) > self.ahead:  # on a CPU this step's tokens, on CUDA those of the step before
+            yield from self.land()
 
-    def land(self, flight: Flight) -> SampledTokens:
-        """Waits for a step."""
-        with self._timed():
-            return flight.land()
+    def land(self) -> Iterator[SequenceUpdate]:
+        """Waits for the first step in flight."""
+        yield from self.scheduler.apply(self.executor.wait(self.in_flight.popleft()))
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._stats.forward_seconds += time.perf_counter() - began
-
-    def _draw(
-        self, step: ScheduledBatch, logits: torch.Tensor | None, drawing: list[GenerationSequence]
-    ) -> tuple[list[GenerationSequence], SamplerOutput | None]:
-        """Draws for those of `drawing` that have not ended since the step was scheduled, and returns who they are."""
-        rows: list[int] = []
-        at = 0
-        for scheduled in step.spans:
-            at += scheduled.stop - scheduled.logits
-            if (
-                scheduled.logits < scheduled.stop
-                and isinstance(scheduled.span, GenerationSequence)
-                and not scheduled.span.scoring
-            ):
-                rows.append(at - 1)
-        if not all(seq.running for seq in drawing):
-            rows = [row for row, seq in zip(rows, drawing, strict=False) if seq.running]
-            drawing = [seq for seq in drawing if seq.running]
-        if not drawing:
-            return [], None
-        parts: list[torch.Tensor] = []
-        if logits is not None and rows:
-            places = np.array(rows, dtype=np.int64)
-            parts.append(logits if len(rows) == len(logits) else logits[put(places, logits.device)])
-        if len(drawing) > len(rows):
-            parts.append(torch.stack([seq.path[-1].logits for seq in drawing[len(rows) :]]))
-        drawn = self._sampler.sample(
-            parts[0] if len(parts) == 1 else torch.cat(parts),
-            [seq.slot for seq in drawing],
-            [seq.num_sampled for seq in drawing],
-            self._constraints.mask(drawing),
-        )
-        return drawing, drawn
+    def settle(self) -> Iterator[SequenceUpdate]:
+        """Waits for all steps in flight."""
+        while self.in_flight:
+            yield from self.land()
 
 
-def _drawing(step: ScheduledBatch) -> list[GenerationSequence]:
-    """The sequences that draw a token in this step: in the order of the works, then those that draw at a node."""
-    spans = (w.span for w in step.spans if w.logits < w.stop)
-    return [*(s for s in spans if isinstance(s, GenerationSequence) and not s.scoring), *step.ready]
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer: it makes text of token ids, for stop strings and results."""
 
-
-def _keep_logits(step: ScheduledBatch, logits: torch.Tensor) -> None:
-    """A node's last logits stay for the prompts that end there."""
-    at = 0
-    for scheduled in step.spans:
-        at += scheduled.stop - scheduled.logits
-        span = scheduled.span
-        if isinstance(span, PrefixNodeSpan) and scheduled.stop == span.end and span.window.sampled_at[span.node.index]:
-            span.logits = logits[at - 1].clone()
+    @property
+    def hf_tokenizer(self) -> Any: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def thinking(self) -> ThinkingFormat | None: ...
 
 
 class Engine:
     """A model with its block pool. Windows of requests run one after the other or together; nodes stay resident between them."""
 
-    def __init__(self, model: LoadedModel, tokenizer: LoadedTokenizer, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.stats = EngineStats()
@@ -211,14 +142,12 @@ class Engine:
         self.constraints = Constraints(
             tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
         )
-        self._launcher = Launcher(self.scheduler, self.runner, self.sampler, self.constraints, self.stats)
-        self._flights: deque[Flight] = deque()
+        self.executor = StepExecutor(self.runner, self.sampler, self.constraints)
         # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
-        self.ahead = model.device.type == "cuda" and not model.spread
-        """Whether a step is launched before the tokens of the one before it are known."""
+        self.loop = StepLoop(self.scheduler, self.executor, int(model.device.type == "cuda" and not model.spread))
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking)
-        self.results = ResultAssembler(self.scheduler, self._unseat, self._detokenizer.piece, config.row_timeout)
+        self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 
     def generate(
@@ -258,7 +187,7 @@ class Engine:
         returns at once; None goes on. Raises `OutOfMemory` when the device has no room for a single token.
         """
         try:
-            while self.scheduler.unfinished or self._flights or self._unfit:
+            while self.scheduler.unfinished or self.loop.in_flight or self._unfit:
                 while self._unfit:
                     on_result, result = self._unfit.popleft()
                     on_result(result)
@@ -271,27 +200,20 @@ class Engine:
                     self._settle()  # a callback may add something
             self._settle()
         finally:
-            if self.unfinished or self._flights:
+            if self.unfinished or self.loop.in_flight:
                 self._abandon()
+            self.executor.free(self.scheduler.take_freed())
+            self._update_stats()
 
     def step(self, admit: bool = True) -> None:
-        """Launches the next step, and does what follows from the one before it; without `ahead` from this one.
-
-        Where memory is short, only the step in flight is dealt with: it may end sequences, and who is preempted must be known whole.
-        """
+        """Runs the next step (`StepLoop.step`) and adds what it means to the results."""
         if self.results.overdue:
-            self._settle()  # what was drawn in a row's time is its own
+            self._settle()  # a token that was sampled in a row's time is the row's
         self.results.end_due()
-        step = self.scheduler.schedule(admit)
-        if step is None:
-            self._land()
-            return
-        self._seat(step)
-        self._flights.append(self._launcher.launch(step, self._land if self._flights else None))
+        for update in self.loop.step(admit):
+            self.results.update(update)
         self._shrink()
-        while len(self._flights) > self.ahead:
-            self._land()
-        self._count()
+        self._update_stats()
         if self.config.debug:
             self.check()
 
@@ -336,82 +258,26 @@ class Engine:
         for span in spans:
             assert len(span.table) * self.sizes.block_size >= span.computed, "KV outside of the block table"
 
-    # -- the parts of a step
-
-    def _seat(self, step: ScheduledBatch) -> None:
-        """Gives the sequences that start their place in the sampler, after those that were preempted left theirs."""
-        for seq in step.preempted:
-            self._unseat(seq)
-        for seq in step.started:
-            request = seq.request
-            self.results.begun(request)
-            if not request.texts:
-                self.sampler.add(seq.slot, request.params, request.key, request.tokens, seq.generated, seq.leaf.choice)
-                if request.params.guided:
-                    self.constraints.add(seq, request.params, seq.generated, request.tokens)
-
-    def _unseat(self, seq: GenerationSequence) -> None:
-        if seq.slot >= 0 and not seq.scoring:  # else it has left the sampler already
-            self.sampler.remove(seq.slot)
-        seq.slot = -1
-        self.constraints.remove(seq)
+    # -- the parts of a run
 
     def _settle(self) -> None:
-        """All that is in flight is dealt with, before anything else is launched."""
-        while self._flights:
+        """Waits for all steps in flight, and adds what they mean to the results."""
+        while self.loop.in_flight:
             self.results.end_cancelled()
-            self._land()
-
-    def _land(self) -> None:
-        """What follows from the first step in flight. Of its sequences some may have ended since it was launched: what it says of them is dropped."""
-        flight = self._flights[0]
-        sampled = self._launcher.land(flight)
-        for seq in flight.scored:
-            if seq.running:
-                self.scheduler.finish(seq)
-                self.results.scored(seq)
-        logprobs = sampled.logprobs or [None] * len(flight.drawing)
-        for seq, token, valid, numbers in zip(flight.drawing, sampled.tokens, sampled.valid, logprobs, strict=True):
-            if seq.running:
-                self._drew(seq, token, valid, numbers)
-        self._flights.popleft()
-
-    def _drew(self, seq: GenerationSequence, token: int, valid: bool, logprobs: object) -> None:
-        """A token was drawn for a sequence."""
-        self.stats.decode_sequences += 1
-        if not valid:
-            what = f"the model's logits after {len(seq.generated)} tokens are not numbers"
-            self.results.fail(seq, RowError("numerical_error", what))
-            return
-        if logprobs is not None:
-            seq.logprobs.append(logprobs)
-        whole = False
-        if seq.request.params.guided:
-            try:
-                whole = self.constraints.accept(seq, token)
-            except RowError as e:
-                self.results.fail(seq, e)
-                return
-        reason = self.scheduler.drew(seq, token)
-        self.stats.completion_tokens += 1
-        if whole:  # the text is one of the grammar's, and nothing may follow
-            if reason is None:
-                self.scheduler.finish(seq)
-            reason = "stop"
-        if reason is not None or self.results.watched:
-            self.results.drew(seq, token, reason)
+            for update in self.loop.land():
+                self.results.update(update)
 
     def _abandon(self) -> None:
         self.scheduler.abandon()
-        self.sampler.clear()
-        self.constraints.clear()
-        self._flights.clear()
+        self.scheduler.take_freed()
+        self.executor.clear()
+        self.loop.in_flight.clear()
         self.results.clear()
         self._unfit.clear()
-        self._count()
 
     def _stopper(self, request: Request) -> Stops:
-        return Stopper(request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens)
+        arguments = (request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens)
+        return GrammarStopper(self.constraints, *arguments) if request.params.guided else Stopper(*arguments)
 
     # -- memory and figures
 
@@ -425,7 +291,11 @@ class Engine:
             )
             self.scheduler.shrink(most)
 
-    def _count(self) -> None:
+    def _update_stats(self) -> None:
+        """Brings `stats` up to date; the parts count, and this is the only place that writes the figures of a step."""
+        for name in TokenCounts.__slots__:
+            setattr(self.stats, name, getattr(self.scheduler.counts, name))
+        self.stats.forward_seconds = self.executor.seconds
         token = self.sizes.bytes_per_token
         self.stats.attention_parts = self.runner.attention_parts
         self.stats.preemptions = self.scheduler.preemptions

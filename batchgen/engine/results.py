@@ -16,6 +16,7 @@ from batchgen.errors import RowError
 from batchgen.request import Request
 from batchgen.result import Completion, Result, Score, TokenLogprob
 from batchgen.sampling.philox import uniforms
+from batchgen.scheduling.batch import SequenceUpdate
 from batchgen.scheduling.scheduler import Scheduler
 from batchgen.scheduling.sequence import GenerationSequence, TokenScore
 from batchgen.scheduling.waiting import Window
@@ -93,19 +94,16 @@ class RequestState:
 class ResultAssembler:
     """The rows under way: what has ended of each, when its time is up, and the result of those that are done.
 
-    `unseat` frees what places a sequence has outside the scheduler, `piece` is the text of a token, `timeout` in seconds from a row's
-    start.
+    `piece` is the text of a token, `timeout` in seconds from a row's start.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        unseat: Callable[[GenerationSequence], None],
         piece: Callable[[int], str],
         timeout: float | None,
     ) -> None:
         self._scheduler = scheduler
-        self._unseat = unseat
         self._piece = piece
         self._timeout = timeout
         self._rows: dict[Request, RequestState] = {}
@@ -126,35 +124,26 @@ class ResultAssembler:
                     self._rows[leaf.request] = RequestState(leaf.request, on_result, on_token, window)
                 self._rows[leaf.request].places[leaf.choice] = place
 
-    def begun(self, request: Request) -> None:
-        """One of its leaves runs."""
-        row = self._rows[request]
-        if self._timeout is not None and not row.began:
-            row.began = True
-            self._deadlines.append((time.monotonic() + self._timeout, request))
-
-    def drew(self, seq: GenerationSequence, token: int, reason: str | None) -> None:
-        """A token was drawn for a completion, which has ended with it if there is a reason."""
+    def update(self, update: SequenceUpdate) -> None:
+        """Adds what a step means for a sequence. Calls `on_token` and, where a row is done, `on_result`."""
+        seq, token, reason, error = update
+        if token is not None and reason is None and not self.watched:
+            return
         row = self._rows[seq.request]
-        if row.on_token is not None:
-            row.on_token(row.request.row, seq.leaf.choice, token)
-        if reason is not None:
-            self._unseat(seq)
-            row.completions[seq.leaf.choice] = self._completion(row, seq, reason)
+        choice = seq.leaf.choice
+        if error is not None:
+            self._fail(row, error)
+        elif reason == "scored":
+            row.scores[choice] = seq.text_scores
             self._finish(row)
-
-    def scored(self, seq: GenerationSequence) -> None:
-        """A text has been scored to its end."""
-        self._unseat(seq)
-        row = self._rows[seq.request]
-        row.scores[seq.leaf.choice] = seq.text_scores
-        self._finish(row)
-
-    def fail(self, seq: GenerationSequence, error: RowError) -> None:
-        """The row of a running sequence fails because of it."""
-        self._scheduler.fail(seq)
-        self._unseat(seq)
-        self._fail(self._rows[seq.request], error)
+        elif token is None:
+            self._begin(row)
+        else:
+            if row.on_token is not None:
+                row.on_token(row.request.row, choice, token)
+            if reason is not None:
+                row.completions[choice] = self._completion(row, seq, reason)
+                self._finish(row)
 
     def cancel(self, request: Request) -> None:
         """Ends a row with the next `end_due`, if it is not done by then. Any thread may call this."""
@@ -182,6 +171,11 @@ class ResultAssembler:
         self._rows.clear()
         self._deadlines.clear()
         self._cancelled.clear()
+
+    def _begin(self, row: RequestState) -> None:
+        if self._timeout is not None and not row.began:
+            row.began = True
+            self._deadlines.append((time.monotonic() + self._timeout, row.request))
 
     def _end(self, row: RequestState | None, reason: str) -> None:
         if row is None:
@@ -212,10 +206,7 @@ class ResultAssembler:
 
     def _cut(self, row: RequestState, place: int) -> GenerationSequence | None:
         """Ends a leaf where it stands; its sequence, if it had begun."""
-        seq = self._scheduler.cancel(row.window, place)
-        if seq is not None:
-            self._unseat(seq)
-        return seq
+        return self._scheduler.cancel(row.window, place)
 
     def _completion(self, row: RequestState, seq: GenerationSequence, reason: str) -> Completion:
         logprobs = None

@@ -36,6 +36,7 @@ def job_settings(config: JobConfig, hf_config: Any, *, chat: bool) -> dict[str, 
     `hf_config`: the model's configuration as transformers loads it.
     """
     sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
+    del sampling["given"]
     sampling |= {"regex": _text(config.sampling.regex), "json_schema": _text(config.sampling.json_schema)}
     return {
         **model_identity(config.model),

@@ -5,13 +5,12 @@ Nothing here waits for the device, but the capture of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch._dynamo import config
 from torch.fx.experimental import _config as shapes
 
@@ -20,7 +19,7 @@ from batchgen.errors import is_out_of_memory
 from batchgen.kernels.transfer import staged
 from batchgen.model.adapter import LoadedModel
 from batchgen.model.cuda_graphs import Capture, CudaCapture, Graphs, Shape
-from batchgen.scheduling.batch import Limits, ScheduledSpan, pending_of, tokens_of, wanted_of
+from batchgen.scheduling.batch import Limits, PackedSpans
 
 if TYPE_CHECKING:
     from batchgen.attention.triton_backend import DeviceAttention
@@ -103,41 +102,35 @@ class DeviceStep:
         self._logits: torch.Tensor | None = None
         self._generation = attention.generation
 
-    def __call__(self, spans: Sequence[ScheduledSpan], last: torch.Tensor | None) -> list[torch.Tensor]:
+    def __call__(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
         """The wanted logits [N, vocabulary], if any, valid until the next call. `last` as `Runner.run` has it."""
-        tokens, wanted = tokens_of(spans), wanted_of(spans)
-        least = Shape(max(len(tokens), self._least), max(len(wanted), self._least))
+        wanted = len(packed.logits_places)
+        least = Shape(max(len(packed.tokens), self._least), max(wanted, self._least))
         graphs = self._graphs
         shape = graphs.shape_of(*least) if graphs is not None else None
         if graphs is None or shape is None:
-            self._fill(least, spans, tokens, wanted, last)
+            self._fill(least, packed, last)
             logits = self._forward(least)
         else:
             if not graphs.captured and shape.tokens < graphs.largest.tokens:
                 # The memory of the largest serves the others, but not the other way round.
-                self._fill(graphs.largest, spans, tokens, wanted, last)
+                self._fill(graphs.largest, packed, last)
                 graphs.capture(graphs.largest, partial(self._keep, graphs.largest))
-            self._fill(shape, spans, tokens, wanted, last)
+            self._fill(shape, packed, last)
             graphs.run(shape, partial(self._keep, shape))
             assert self._logits is not None
             logits = self._logits
-        return [logits[: len(wanted)]] if len(wanted) else []
+        return [logits[:wanted]] if wanted else []
 
-    def _fill(
-        self,
-        shape: Shape,
-        spans: Sequence[ScheduledSpan],
-        tokens: NDArray[np.int64],
-        wanted: NDArray[np.int64],
-        last: torch.Tensor | None,
-    ) -> None:
+    def _fill(self, shape: Shape, packed: PackedSpans, last: torch.Tensor | None) -> None:
         """Sends the step's plan and inputs to the device, padded to the shape: token 0 that writes nowhere, logits that nobody reads."""
-        self.attention.plan(spans, shape.tokens)
+        self.attention.plan(packed.spans, shape.tokens)
         if self._graphs is not None and self.attention.generation != self._generation:
             self._graphs.void()
         self._generation = self.attention.generation
         first = _logits_at(shape)
-        places, slots = pending_of(spans) if last is not None else (_NONE, _NONE)
+        tokens, wanted = packed.tokens, packed.logits_places
+        places, slots = (packed.pending_places, packed.pending_slots) if last is not None else (_NONE, _NONE)
         values = np.zeros(first + shape.logits + 2 * len(places), dtype=np.int64)
         values[: len(tokens)] = tokens
         values[first : first + len(wanted)] = wanted

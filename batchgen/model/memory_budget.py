@@ -34,25 +34,20 @@ def step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torc
 
 
 def _step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torch.device, int] | None:
-    spans = largest_works(limits, block_size)
+    spans = largest_spans(limits, block_size)
     cache = KVCache(model.layers, sum(len(scheduled.span.table) for scheduled in spans), block_size, model.dtype)
     states = StateCache(model.states, len(spans), model.dtype) if model.states else None
     runner = Runner(replace(model, compile="off"), cache, limits, [], states)
     before = {device: torch.cuda.memory_allocated(device) for device in model.devices}
     for device in model.devices:
         torch.cuda.reset_peak_memory_stats(device)
-    runner.run(step_of(spans))
+    runner.run(ScheduledBatch.of(spans))
     if runner.max_forward_tokens is not None:
         return None
     return {device: torch.cuda.max_memory_allocated(device) - before[device] for device in model.devices}
 
 
-def step_of(spans: list[ScheduledSpan]) -> ScheduledBatch:
-    """A step that is nothing but these works."""
-    return ScheduledBatch(spans=tuple(spans), moves=(), preempted=(), started=(), ready=(), scored=())
-
-
-def largest_works(limits: Limits, block_size: int) -> list[ScheduledSpan]:
+def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
     """As many prompts as run at once, of as many tokens as fit into a step; after each the logits are wanted."""
     each, longer = divmod(limits.max_batch_tokens, limits.batch_size)
     requests = [

@@ -17,19 +17,7 @@ from batchgen.errors import OutOfMemory, is_out_of_memory
 from batchgen.kernels.transfer import put
 from batchgen.model.adapter import LoadedModel, logits_at
 from batchgen.model.cuda_runner import device_step
-from batchgen.scheduling.batch import (
-    CopyBlock,
-    Limits,
-    ScheduledBatch,
-    ScheduledSpan,
-    SwapIn,
-    SwapOut,
-    halves,
-    pending_of,
-    size_of,
-    tokens_of,
-    wanted_of,
-)
+from batchgen.scheduling.batch import CopyBlock, Limits, PackedSpans, ScheduledBatch, ScheduledSpan, SwapIn, SwapOut
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
 from batchgen.state.step import StateSpan, StateStep
@@ -52,17 +40,17 @@ class Runner:
         """After out-of-memory: the largest forward that is tried."""
 
     @torch.inference_mode()
-    def run(self, step: ScheduledBatch, last: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logits [N, vocabulary] after the wanted positions of the works, in their order, valid until the next run; None when none are wanted.
+    def run(self, batch: ScheduledBatch, last: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Returns the batch's rows of logits [N, vocabulary], valid until the next run; None when none are wanted.
 
-        `last` [slots] int64, on the device, has by slot the newest token of sequences that the host has not seen it of (`pending_of`).
-        A step for which the device has not the memory is run in halves: the works do not depend on one another, and what a
-        forward that failed has written is written again. Raises `OutOfMemory` when not even one token goes through, and for a model with
-        recurrent layers at once: a state that a failed forward has changed cannot be changed again.
+        `last` [slots] int64, on the device, holds by slot the newest token of sequences whose pending tokens the host does not know.
+        When the device runs out of memory the batch is run in halves: its spans do not depend on one another, and whatever the failed
+        forward has written is written again. Raises `OutOfMemory` when not even one token goes through, and for a model with
+        recurrent layers at once: a state that a failed forward has changed cannot be computed again.
         """
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            self._move(step.moves)
-            logits = self._run(step.spans, last) if step.spans else []
+            self._move(batch.moves)
+            logits = self._run(batch.packed, last) if batch.spans else []
             if not logits:
                 return None
             return logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -78,11 +66,11 @@ class Runner:
                 elif isinstance(move, SwapIn):
                     self.cache.swap_in(move.source.kv, move.first, move.blocks)
 
-    def _run(self, spans: Sequence[ScheduledSpan], last: torch.Tensor | None) -> list[torch.Tensor]:
-        size = size_of(spans)
+    def _run(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
+        size = len(packed.tokens)
         if self.max_forward_tokens is None or size <= self.max_forward_tokens:
             try:
-                return self._forward(spans, last)
+                return self._forward(packed, last)
             except (MemoryError, RuntimeError) as e:
                 if not is_out_of_memory(e):
                     raise
@@ -101,31 +89,29 @@ class Runner:
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
         # The next half may put its logits where these are.
-        return [logits.clone() for half in halves(spans) for logits in self._run(half, last)]
+        return [logits.clone() for half in packed.halves() for logits in self._run(half, last)]
 
-    def _forward(self, spans: Sequence[ScheduledSpan], last: torch.Tensor | None) -> list[torch.Tensor]:
+    def _forward(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
         if self._device_step is not None:
-            logits = self._device_step(spans, last)
+            logits = self._device_step(packed, last)
             self.attention_parts += self._device_step.attention.num_parts
             return logits
         device = self.model.device
-        attention = self._attention(spans)
+        attention = self._attention(packed.spans)
         self.attention_parts += attention.num_parts
-        wanted = wanted_of(spans)
-        tokens = put(tokens_of(spans), device)
-        if last is not None:
-            places, slots = pending_of(spans)
-            if len(places):
-                tokens.index_copy_(0, put(places, device), last.index_select(0, put(slots, device)))
-        with self._recurrent(spans):
+        tokens = put(packed.tokens, device)
+        if last is not None and len(packed.pending_places):
+            pending = last.index_select(0, put(packed.pending_slots, device))
+            tokens.index_copy_(0, put(packed.pending_places, device), pending)
+        with self._recurrent(packed.spans):
             output = self.model.module(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=put(attention.positions, device).unsqueeze(0),
                 use_cache=False,
                 step_attention=attention,
-                logits_to_keep=logits_at(wanted, device, self.model.spread),
+                logits_to_keep=logits_at(packed.logits_places, device, self.model.spread),
             )
-        return [output.logits[0].to(device)] if len(wanted) else []
+        return [output.logits[0].to(device)] if len(packed.logits_places) else []
 
     def _recurrent(self, spans: Sequence[ScheduledSpan]) -> AbstractContextManager[None]:
         """The works' states for the model's recurrent layers."""

@@ -16,7 +16,7 @@ from batchgen.prompts.tokenizer import LoadedTokenizer
 from batchgen.records.rows import Row
 from batchgen.request import Request, TokenArray, row_digest
 from batchgen.result import Result, Score
-from batchgen.sampling_params import SamplingParams
+from batchgen.sampling_params import AUTO_MAX_TOKENS, AUTO_MAX_TOKENS_THINKING, SamplingParams
 
 _ANSWER_SHARE = 4  # a shortened prompt leaves at most this part of the context (a quarter) for its completion
 
@@ -33,7 +33,12 @@ class PromptBuilder:
         """Raises `UsageError` for options that cannot be met: a system message without a chat template, invalid Jinja."""
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._params = RowParams(prompts.row_params, sampling)
+        thinks = tokenizer.thinking is not None
+        model = tokenizer.sampling if prompts.sampling_defaults == "model" and not prompts.score else {}
+        most = AUTO_MAX_TOKENS_THINKING if thinks else AUTO_MAX_TOKENS
+        self._params = RowParams(prompts.row_params, sampling, model, most)
+        self.sampling = self._params.default
+        """The command's parameters, with the model's own where none were given."""
         self._renderer = Renderer(tokenizer, prompts, self._params)
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
         self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
@@ -45,6 +50,12 @@ class PromptBuilder:
             and not sampling.choices
         )
         """Whether completions have thoughts that are separated from their text."""
+        used = {} if sampling.choices else {n: v for n, v in model.items() if n not in sampling.given}
+        if used:
+            shown = ", ".join(f"{name} {value:g}" for name, value in used.items())
+            self._renderer.note(
+                f"sampling as the model's generation_config.json asks for: {shown} (--sampling-defaults greedy leaves it out)"
+            )
         self._check_sampling(sampling)
         if (
             getattr(tokenizer.hf_tokenizer, "fix_mistral_regex", None) is False

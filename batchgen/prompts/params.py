@@ -12,10 +12,10 @@ from typing import Any
 
 from batchgen.errors import RowError, UsageError
 from batchgen.prompts.messages import kind
-from batchgen.sampling_params import SamplingParams, choices_of
+from batchgen.sampling_params import AUTO_MAX_TOKENS, SamplingParams, choices_of
 
 OBJECT_COLUMN = "sampling_params"
-NAMES = {f.name for f in fields(SamplingParams)} | {"stop_token_id"}
+NAMES = {f.name for f in fields(SamplingParams) if f.compare} | {"stop_token_id"}
 _ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -111,15 +111,28 @@ def _short(value: Any) -> str:
 class RowParams:
     """Which columns of a row are its parameters."""
 
-    def __init__(self, named: Sequence[str], default: SamplingParams) -> None:
-        """Raises `UsageError` where a column of `--row-params` has not the name of a parameter."""
+    def __init__(
+        self,
+        named: Sequence[str],
+        default: SamplingParams,
+        model: Mapping[str, Any] | None = None,
+        max_tokens: int = AUTO_MAX_TOKENS,
+    ) -> None:
+        """`model` are the model's own sampling parameters and `max_tokens` the limit where nothing else is said.
+
+        Raises `UsageError` where a column of `--row-params` does not have the name of a parameter.
+        """
         for name in named:
             if name not in NAMES and name not in _ALIASES:
                 raise UsageError(
                     f"--row-params {name!r} is not a sampling parameter", f"use {', '.join(sorted(NAMES))}"
                 )
         self._named = tuple(named)
-        self.default = default
+        self._auto = {"max_tokens": max_tokens}
+        self._model = {**(model or {}), **self._auto}
+        self._given = default
+        self.default = self._completed(default)
+        """The command's parameters, with the model's where nothing was given."""
         self._others = (NAMES | _ALIASES.keys()) - set(named)
 
     def of(
@@ -132,7 +145,6 @@ class RowParams:
 
         `body` has our names. Raises `RowError`.
         """
-        default = default or self.default
         own: dict[str, Any] = {}
         for name in self._named:
             value = columns.get(name)
@@ -144,11 +156,15 @@ class RowParams:
         if body:
             own |= body
         if not own:
-            return default
+            return self.default if default is None else self._completed(default)
         try:
-            return default.merged(own)
+            return self._completed((default or self._given).merged(own))
         except OverflowError:  # JSON's whole numbers have no end
             raise RowError("unsupported_parameter", f"a number is too large: {_short(own)}") from None
+
+    def _completed(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the model's where nothing was given; labels keep their own."""
+        return params.completed(self._auto if params.choices else self._model)
 
     def unnamed(self, columns: Iterable[str]) -> set[str]:
         """Columns that have the name of a parameter and were not named: they are only carried."""

@@ -7,16 +7,17 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, RowError
 from batchgen.model_files import check_model_files
 from batchgen.prompts.hub import load_failure
 from batchgen.prompts.thinking import ThinkingFormat, thinking_format
+from batchgen.sampling_params import SamplingParams
 
 # Where configurations say how many positions a model has, the usual name first.
 _CONTEXT_NAMES = (
@@ -42,6 +43,8 @@ class LoadedTokenizer:
     """Tokens that end a completion; may be empty."""
     vocab_size: int
     """Token ids that the model knows: 0 up to this, exclusive."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """The sampling parameters that the model's generation_config.json asks for; none where it asks for no sampling."""
     thinking: ThinkingFormat | None = None
     """How the model marks its thoughts; None where it has no marks for them."""
 
@@ -75,6 +78,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         hf_config=hf_config,
         context_length=_context_length(config, hf_config, tokenizer),
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
+        sampling=_sampling(_generation_config(config)),
         thinking=thinking_format(tokenizer),
         vocab_size=_positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer),
     )
@@ -224,8 +228,27 @@ def _eos_token_ids(config: ModelConfig, hf_config: Any, tokenizer: Any) -> tuple
     return ()
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    """What a generation configuration asks for where it asks for sampling; a value that is none of its kind is passed over."""
+    if generation.get("do_sample") is not True:
+        return {}
+    found: dict[str, float] = {"temperature": 1.0}
+    for name in _SAMPLING:
+        value = generation.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                SamplingParams().merged({name: value})
+            except RowError:
+                continue
+            found[name] = value
+    return found
+
+
 def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
-    """generation_config.json as it is, {} where there is none: of all it holds, only the end tokens count."""
+    """generation_config.json as it is, {} where there is none."""
     name = "generation_config.json"
     path = Path(config.model, name)
     if not Path(config.model).is_dir():

@@ -171,9 +171,9 @@ class Input:
             unified = pa.unify_schemas(schemas, promote_options="permissive")
             for schema in schemas:
                 for field in schema:
-                    pa.nulls(1, field.type).cast(
-                        unified.field(field.name).type
-                    )  # Arrow cannot cast all that it unifies
+                    wider = unified.field(field.name).type
+                    if field.type != wider:
+                        pa.nulls(1, field.type).cast(wider)  # raises: Arrow cannot cast all that it unifies
         except pa.ArrowException:
             return None
         return unified

@@ -113,6 +113,8 @@ def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dic
     The column `id` becomes the output's `id`. If another column was chosen for that, it is carried as `input_id`, so that nothing is lost.
     """
     names: dict[str, str] = {}
+    if form.keep == ():
+        return names
     for column in columns:
         if form.keep is not None and column not in form.keep:
             continue

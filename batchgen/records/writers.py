@@ -233,9 +233,10 @@ class ParquetWriter:
         chunks: list[list[pa.Array]] = [[] for _ in self._carried]
         for _, run in groupby(places, key=lambda place: id(place[0])):
             same = list(run)
-            batch, indices = same[0][0], [index for _, index in same]
+            columns = _columns_of(same[0][0], [index for _, index in same])
             for (name, field), arrays in zip(self._carried, chunks, strict=True):
-                arrays.append(_rows_of(batch, name, indices, field.type))
+                column = columns.get(name)
+                arrays.append(pa.nulls(len(same), field.type) if column is None else _fitted(column, field.type))
         carried = {
             field.name: pa.chunked_array(arrays, field.type)
             for (_, field), arrays in zip(self._carried, chunks, strict=True)
@@ -394,16 +395,18 @@ def _clean(value: Any) -> Any:
     )
 
 
-def _rows_of(batch: pa.RecordBatch | None, name: str, indices: Sequence[int], type: pa.DataType) -> pa.Array:
-    """Some rows of a column as an array of `type`: nulls if the batch does not have the column."""
-    if batch is None or name not in batch.schema.names:
-        return pa.nulls(len(indices), type)
-    column = batch.column(name)
-    first = indices[0]
-    if list(indices) == list(range(first, first + len(indices))):
-        column = column.slice(first, len(indices))
-    else:
-        column = column.take(pa.array(indices))
+def _columns_of(batch: pa.RecordBatch | None, indices: Sequence[int]) -> dict[str, pa.Array]:
+    """The columns of some rows of a batch, by name. A malformed row has no batch and no columns."""
+    if batch is None:
+        return {}
+    first, count = indices[0], len(indices)
+    neighbours = list(indices) == list(range(first, first + count))
+    rows = batch.slice(first, count) if neighbours else batch.take(pa.array(indices))
+    return dict(zip(rows.schema.names, rows.columns, strict=True))
+
+
+def _fitted(column: pa.Array, type: pa.DataType) -> pa.Array:
+    """The column as an array of `type`. A value that the type cannot hold becomes null."""
     if column.type == type:
         return column
     try:

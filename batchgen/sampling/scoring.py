@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from batchgen.kernels.transfer import put
-from batchgen.scheduling.batch import ScheduledSpan
-from batchgen.scheduling.sequence import TokenScore
 
 CHUNK = 1 << 24
 """Most logits turned to float32 at once."""
@@ -39,38 +36,3 @@ def score_targets(
     logprob = logits[row, target.where(known, 0)].float() - total[row]
     logprob = logprob.where(known & total[row].isfinite(), torch.nan)
     return (logprob if device.type == "mps" else logprob.double()), best[row] == target
-
-
-@dataclass(frozen=True, slots=True)
-class StepScores:
-    """What a step says of given texts, while it is on the device."""
-
-    entries: list[TokenScore]
-    """Not filled in yet."""
-    tensors: tuple[torch.Tensor, torch.Tensor]
-    """By entry: log-probability, and whether the token is the likeliest."""
-
-    def fill(self, logprobs: list[float], likeliest: list[float]) -> None:
-        """`tensors`, read."""
-        for entry, logprob, first in zip(self.entries, logprobs, likeliest, strict=True):
-            entry.logprob, entry.likeliest = logprob, bool(first)
-
-
-def score_step(spans: Sequence[ScheduledSpan], logits: torch.Tensor) -> StepScores | None:
-    """Notes in `span.scores` what `logits` [N, vocabulary] will have said: N rows, the wanted positions of the works in their order.
-
-    None when no text is scored. Does not wait for the device.
-    """
-    rows: list[int] = []
-    targets: list[int] = []
-    entries: list[TokenScore] = []
-    at = 0
-    for scheduled in spans:
-        for position in range(scheduled.logits, scheduled.stop) if scheduled.span.scoring else ():
-            for token in scheduled.span.next_tokens(position):
-                rows.append(at + position - scheduled.logits)
-                targets.append(token)
-                entry = scheduled.span.scores[position, token] = TokenScore()
-                entries.append(entry)
-        at += scheduled.stop - scheduled.logits
-    return StepScores(entries, score_targets(logits, rows, targets)) if rows else None

@@ -49,6 +49,7 @@ class BlockManager:
         self.cached: dict[PrefixNodeSpan, None] = {}  # complete nodes without descendants, least recently used first
         self.host_blocks = host_blocks
         self.swapped: dict[PrefixNodeSpan, None] = {}  # idle nodes in host memory, least recently used first
+        self._freed_nodes: list[PrefixNodeSpan] = []
         self._moves: list[CopyBlock | SwapOut | SwapIn] = []
         self._reserved_blocks = 0  # blocks that the running sequences can still ask for
 
@@ -60,6 +61,12 @@ class BlockManager:
         """What is to be done to blocks since the last call, in order."""
         moves, self._moves = tuple(self._moves), []
         return moves
+
+    def take_freed_nodes(self) -> tuple[PrefixNodeSpan, ...]:
+        """The nodes that no prompt samples from any more, since the last call."""
+        nodes = tuple(self._freed_nodes)
+        self._freed_nodes.clear()
+        return nodes
 
     # -- across windows
 
@@ -162,7 +169,7 @@ class BlockManager:
             self.evict(node_span)
             return
         del self.live[node_span]
-        node_span.logits = None
+        self._freed_nodes.append(node_span)
         node_span.scores.clear()
         node_span.prompt = node_span.prompt[: node_span.end].copy()  # not a part of whatever it was read with
         self.cached[node_span] = None
@@ -174,7 +181,7 @@ class BlockManager:
         self.cached.pop(node_span, None)
         self.live.pop(node_span, None)
         node_span.evicted = True
-        node_span.logits = None
+        self._freed_nodes.append(node_span)
         self._release(node_span)
 
     def evict_all(self, kept: Container[PrefixNodeSpan | None] = ()) -> None:

@@ -4,19 +4,21 @@ Each node is prefilled once, and its children wait for it; a finished sequence's
 a step does is linear in the number of waiting leaves: what can start next lies in a queue of cursors, one for each
 resident node that still has children to start. The policy says in which order.
 
-A step may be scheduled before the tokens of the one before it are known: `ran` and `draws` say what is certain as soon as a step is
-launched, `drew` what its tokens say. A sequence that turns out to have ended has run once too often, and nothing else.
+A step may be scheduled before the tokens of the step before it are known: `advance` does what is certain as soon as a step is
+launched, `apply` what its tokens mean. A sequence that turns out to have ended has run once too often; that token is dropped.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
+from batchgen.errors import RowError
 from batchgen.prefix import PrefixPlan
 from batchgen.request import Leaf, Request
-from batchgen.scheduling.batch import Budget, Limits, ScheduledBatch
+from batchgen.scheduling.batch import Budget, Freed, Limits, ScheduledBatch, SequenceUpdate, StepOutput, TokenCounts
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, Stops
 from batchgen.scheduling.waiting import POLICIES, Cursor, Policy, Queue, Window
@@ -34,6 +36,8 @@ class RunningSet:
         self.unfinished = 0  # leaves that still have something to run
         self.held_tokens = 0  # what the running sequences would hold, each with a prefix of its own
         self._slots = list(range(batch_size))
+        self._freed_slots: list[int] = []
+        self._ended: list[GenerationSequence] = []
 
     @property
     def full(self) -> bool:
@@ -61,8 +65,9 @@ class RunningSet:
 
     def preempt(self, seq: GenerationSequence) -> None:
         """A running sequence gives its blocks up; its leaf waits again, in its turn."""
-        assert not seq.num_pending_tokens, "what it has drawn must be known, or it could not go on"
+        assert not seq.num_pending_tokens, "a sequence with pending tokens cannot be preempted"
         self._stop(seq, State.PREEMPTED)
+        self._ended.append(seq)
         w = seq.window
         w.returning[seq.index] = seq
         self.queue.push(Cursor(w, seq.parent.node.index if seq.parent else -1, [seq.item]))
@@ -80,7 +85,8 @@ class RunningSet:
         seq.window.finishing[seq.index] = seq
 
     def end(self, seq: GenerationSequence, state: State) -> None:
-        """A sequence that runs or is leaving comes to its end."""
+        """Ends a sequence that runs or is finishing."""
+        self._ended.append(seq)
         if seq.state is State.FINISHING:
             del seq.window.finishing[seq.index]
             seq.become(state)
@@ -100,6 +106,13 @@ class RunningSet:
         if i not in w.ended:
             self.drop_leaf(w, i)
         return seq
+
+    def take_freed(self) -> Freed:
+        """What was freed since the last call."""
+        freed = Freed(tuple(self._ended), tuple(self._freed_slots), self.block_manager.take_freed_nodes())
+        self._ended.clear()
+        self._freed_slots.clear()
+        return freed
 
     def abandon(self) -> None:
         """Drops what runs and waits."""
@@ -155,6 +168,9 @@ class RunningSet:
         del self.running[seq]
         del seq.window.running[seq.index]
         heapq.heappush(self._slots, seq.slot)
+        if not seq.scoring:
+            self._freed_slots.append(seq.slot)
+        seq.slot = -1
         self.held_tokens -= seq.end
         self.block_manager.close(seq)
         seq.become(state)
@@ -275,7 +291,7 @@ class Scheduler:
         self.block_manager = memory
         self.limits = limits
         self.policy = policy
-        self.steps = 0
+        self.counts = TokenCounts()
         self.preemptions = 0
         self.peak_held_tokens = 0
         self._running = RunningSet(memory, limits.batch_size)
@@ -332,14 +348,14 @@ class Scheduler:
     # -- a step
 
     def schedule(self, admit: bool = True) -> ScheduledBatch | None:
-        """The next step. Empty only when nothing is left (or, without `admit`, nothing runs).
+        """Returns the next step. It is empty only when nothing is left (or, without `admit`, nothing runs).
 
-        None while memory is short and tokens are num_pending_tokens: who gives its blocks up must be known whole, and may have ended.
+        Returns None when a preemption is needed but sampled tokens are still in flight: the victim's tokens must reach the host
+        first, and it may turn out to have finished.
         """
         preempted = self._grow_running()
         if preempted is None:
             return None
-        self.steps += 1
         budget = Budget(self.limits)
         decoding = [s for s in self.running if s.state is State.DECODING]
         if self.policy.decode_first:
@@ -363,17 +379,17 @@ class Scheduler:
         if not self.policy.decode_first:
             self._decode(decoding, budget)
         spans = sorted(budget.spans, key=lambda w: w.span.place)
-        ready = tuple(s for s in started if s.state is State.DECODING)
         held = self._running.held_tokens + sum(seq.end for seq in scored)
         self.peak_held_tokens = max(self.peak_held_tokens, held)
-        return ScheduledBatch(
-            tuple(spans), self.block_manager.take_moves(), preempted, tuple(started), ready, tuple(scored)
+        batch = ScheduledBatch.of(
+            spans, self.block_manager.take_moves(), preempted, tuple(started), tuple(scored), self.take_freed()
         )
+        self.counts.count(batch)
+        return batch
 
-    def ran(self, step: ScheduledBatch) -> list[GenerationSequence]:
-        """The step's forward is launched: its tokens have KV. Returns the texts that are scored to their end, which leave."""
-        scored: list[GenerationSequence] = []
-        for scheduled in step.spans:
+    def advance(self, batch: ScheduledBatch) -> None:
+        """The batch is launched: does what is certain before its tokens are known."""
+        for scheduled in batch.spans:
             span = scheduled.span
             span.computed = scheduled.stop
             self.block_manager.wrote_state(span)
@@ -386,45 +402,62 @@ class Scheduler:
                 del self.prefilling[span]
                 if span.scoring:
                     span.gather()
-                    scored.append(span)
                     self._running.start_finishing(span)
                 else:
                     span.become(State.DECODING)
         if self.block_manager.sliding_window is not None:
-            for scheduled in step.spans:
+            for scheduled in batch.spans:
                 if scheduled.span.table:
                     self.block_manager.drop_behind(scheduled.span)
-        return scored
-
-    def draws(self, drawing: Iterable[GenerationSequence]) -> list[GenerationSequence]:
-        """A token is being drawn for each of these. Returns those that end with it at the latest, which leave."""
-        leaving: list[GenerationSequence] = []
-        for seq in drawing:
+        for sample in batch.samples:
+            seq = sample.sequence
             seq.num_pending_tokens += 1
             self._running.held_tokens += 1
             if seq.num_sampled >= seq.request.max_tokens:
                 self._running.start_finishing(seq)
-                leaving.append(seq)
-        return leaving
 
-    def drew(self, seq: GenerationSequence, token: int) -> str | None:
-        """This token was drawn for `seq`; ends it where it has ended. Returns the finish reason, or None."""
+    def apply(self, output: StepOutput) -> Iterator[SequenceUpdate]:
+        """Applies what a step has computed, in the order of the batches. What it says of sequences that have ended since is dropped.
+
+        Yields an update for each sequence; it may be used to cancel others before the next is asked for.
+        """
+        scores = zip(output.batch.score_targets.entries, output.score_logprobs, output.score_likeliest, strict=True)
+        for entry, logprob, likeliest in scores:
+            entry.logprob, entry.likeliest = logprob, bool(likeliest)
+        for seq in output.batch.scored:
+            if seq.running:
+                self._running.end(seq, State.FINISHED)
+                yield SequenceUpdate(seq, reason="scored")
+        sampled = zip(output.sequences, output.tokens, output.valid, output.logprobs, strict=True)
+        for seq, token, valid, logprobs in sampled:
+            if seq.running:
+                yield self._append(seq, token, valid, logprobs)
+
+    def _append(self, seq: GenerationSequence, token: int, valid: bool, logprobs: Any) -> SequenceUpdate:
+        """Adds a sampled token to its sequence, and ends the sequence where it has ended or failed."""
+        self.counts.decode_sequences += 1
+        assert seq.stops is not None
+        try:
+            if not valid:
+                what = f"the model's logits after {len(seq.generated)} tokens are not numbers"
+                raise RowError("numerical_error", what)
+            if logprobs is not None:
+                seq.logprobs.append(logprobs)
+            reason = seq.stops.append(token)
+        except RowError as e:
+            self._running.end(seq, State.FAILED)
+            return SequenceUpdate(seq, error=e)
         seq.generated.append(token)
         seq.num_pending_tokens -= 1
-        assert seq.stops is not None
-        reason = seq.stops.append(token)
+        self.counts.completion_tokens += 1
         if reason is not None:
-            self.finish(seq)
+            self._running.end(seq, State.FINISHED)
         assert seq.num_pending_tokens or seq.state is not State.FINISHING, "a completion passes its length"
-        return reason
+        return SequenceUpdate(seq, token, reason)
 
-    def finish(self, seq: GenerationSequence) -> None:
-        """Ends a sequence that is whole."""
-        self._running.end(seq, State.FINISHED)
-
-    def fail(self, seq: GenerationSequence) -> None:
-        """Ends a sequence that cannot go on."""
-        self._running.end(seq, State.FAILED)
+    def take_freed(self) -> Freed:
+        """What was freed since the last call."""
+        return self._running.take_freed()
 
     # -- running
 
@@ -435,7 +468,7 @@ class Scheduler:
         for seq in decoding:
             if not budget.decode(seq):
                 break
-            seq.last_step = self.steps
+            seq.last_step = self.counts.steps + 1
 
     def _grow_running(self) -> tuple[GenerationSequence, ...] | None:
         """A block for every sequence whose next token begins one; the newest give theirs up where none is free.

@@ -147,8 +147,6 @@ class PrefixNodeSpan(Span):
     """Its KV in host memory, where it was moved there when it was evicted."""
     successor: PrefixNodeSpan | None = None
     """The node that has its tokens now, where it was evicted because of that."""
-    logits: Any = None
-    """Logits after the last token [vocabulary], kept while prompts that end here wait to draw their first token."""
 
     @property
     def item(self) -> int:
@@ -162,6 +160,11 @@ class PrefixNodeSpan(Span):
         if position == self.end - 1:
             return sorted(self.window.targets[self.node.index])
         return Span.next_tokens(self, position)
+
+    @property
+    def is_sampled_at(self) -> bool:
+        """Whether a completion samples its first token from the logits at the node's end."""
+        return self.window.sampled_at[self.node.index]
 
     @property
     def logits_from(self) -> int:

@@ -115,7 +115,7 @@ class Seen:
         def run(step: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
             logits = inner(step, *args, **kwargs)
             at = 0
-            for work in step.works:
+            for work in step.spans:
                 for position in range(work.logits, work.stop):
                     if logits is not None and isinstance(work.span, GenerationSequence):
                         request = work.span.request

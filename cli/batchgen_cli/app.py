@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits with its code. Misuse is reported in one line."""
+    _wait_asleep()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     as_json = wants_json(arguments)
 
@@ -72,6 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = exit_code_of(command, as_json=as_json)
     drop_unwritten()
     sys.exit(code)
+
+
+def _wait_asleep() -> None:
+    """Lets the threads of torch's OpenMP sleep soon after they have found nothing to do, unless the user has chosen how they wait.
+
+    By default they spin for milliseconds, which on a busy machine is time that another thread needs. Read when torch is imported.
+    """
+    if os.environ.keys().isdisjoint(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def _misuse(error: Any, arguments: Sequence[str]) -> str:

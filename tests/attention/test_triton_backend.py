@@ -15,7 +15,7 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.attention.triton_backend import DeviceAttention, supports
-from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, tokens_of
+from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, pack
 from support import simulation as sim
 from support.reference_attention import Reference
 
@@ -338,7 +338,7 @@ def cache_for(module_, device, dtype=torch.float32, blocks=BLOCKS):
 
 
 def logits_of(model, spans, attention, positions):
-    tokens = torch.from_numpy(tokens_of(spans) % model.config.vocab_size).to(positions.device)
+    tokens = torch.from_numpy(pack(spans).tokens % model.config.vocab_size).to(positions.device)
     tokens = torch.nn.functional.pad(tokens, (0, len(positions) - len(tokens)))
     return model(
         input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, step_attention=attention

@@ -1,5 +1,6 @@
 """Help and version: complete, and without torch."""
 
+import os
 import re
 import subprocess
 import sys
@@ -25,9 +26,9 @@ CONTRACT = """
     --chat-template-kwargs --on-long-prompt
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
-    --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --score --completion-column
+    --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --sampling-defaults --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
-    --policy --priority-column --window --share --no-share --compile --debug
+    --policy --priority-column --window --share --no-share --compile --threads --debug
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
     --dry-run --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """
@@ -84,7 +85,7 @@ def test_every_option_has_a_help_text_that_is_a_sentence(cli: Callable[..., Any]
 def test_the_defaults_shown_are_those_of_the_configuration() -> None:
     shown = {name: p.show_default for name, p in RUN.items()}
     assert shown["temperature"] == "0"
-    assert shown["max_tokens"] == "256"
+    assert shown["max_tokens"] == "auto"
     assert shown["share"] == "--share"
     assert shown["batch_size"] == "auto"
     assert shown["debug"] is False
@@ -99,7 +100,7 @@ def test_every_field_of_the_configuration_is_an_option_but_these() -> None:
         for f in fields(config)
         if "option" not in f.metadata
     }
-    assert fields_of == {"inputs", "model", "prompts", "sampling", "engine", "processes"}
+    assert fields_of == {"inputs", "model", "prompts", "sampling", "engine", "processes", "given"}
 
 
 def test_plan_takes_every_option_of_run() -> None:
@@ -138,3 +139,18 @@ def test_python_m_is_the_command(module: str, command_environment: dict[str, str
     command = [sys.executable, "-m", module]
     done = subprocess.run([*command, "--version"], env=command_environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout[:9]) == (0, "batchgen ")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_of_openmp_do_not_spin_for_long_unless_the_user_says_how_they_wait(
+    chosen: dict[str, str], spins: str | None, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
+        monkeypatch.setenv(name, "")  # so that it is as before when the test is over
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    cli("--version")
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

@@ -76,7 +76,7 @@ def test_an_unknown_option(refused: Callable[..., str]) -> None:
 
 
 def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
-    assert refused("x.jsonl", "--max-tokens", "many") == "--max-tokens must be a whole number, not 'many'"
+    assert refused("x.jsonl", "--max-tokens", "many") == "--max-tokens must be a whole number or auto, not 'many'"
 
 
 @pytest.mark.parametrize(

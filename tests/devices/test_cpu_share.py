@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from batchgen.devices.worker import take_share
+from batchgen.config import EngineConfig
+from batchgen.devices.engine import use_threads
+from batchgen.devices.worker import take_device
 from batchgen.errors import ModelError
 
 
@@ -12,22 +14,19 @@ from batchgen.errors import ModelError
 )
 def test_threads_are_split_evenly_and_each_has_one(monkeypatch, total, processes, shares):
     threads = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: total)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for place in range(processes):
-        take_share(f"cpu:{place}", place, processes)
+        use_threads(EngineConfig(threads=total), place, processes)
     assert threads == shares
 
 
-def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+def test_a_device_that_is_not_there_is_told_before_anything_is_loaded():
     with pytest.raises(ModelError, match=r"^--device cuda:99: this machine has \d+ CUDA device\(s\); use"):
-        take_share("cuda:99", 0, 2)
+        take_device("cuda:99")
 
 
 @pytest.mark.gpu
-def test_a_process_works_on_its_own_gpu(monkeypatch):
+def test_a_process_works_on_its_own_gpu():
     last = torch.cuda.device_count() - 1
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    take_share(f"cuda:{last}", 0, 1)
+    take_device(f"cuda:{last}")
     assert torch.cuda.current_device() == last

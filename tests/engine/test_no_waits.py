@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from batchgen.engine import engine as engine_module
-from batchgen.engine.engine import Launcher
+from batchgen.engine import executor as executor_module
+from batchgen.engine.engine import StepLoop
+from batchgen.engine.executor import StepExecutor
 from batchgen.kernels import transfer
 from batchgen.model.loader import prepare_model
 from batchgen.model.runner import Runner
@@ -144,13 +145,13 @@ def models():
 def engine_without_values(monkeypatch, **options):
     here, model = models()
     engine = engine_of(here, eos=(EOS,), **options)
-    engine.ahead = True
-    monkeypatch.setattr(engine_module, "Readback", Told)
+    monkeypatch.setattr(executor_module, "Readback", Told)
     runner = Runner(model, engine.runner.cache, engine.sizes.limits, engine.notes)
     runner._attention = Attention
     runner._move = lambda moves: None  # of blocks: kv_cache's
     engine.runner, engine.sampler = runner, Sampler(model.vocab_size, NOWHERE)
-    engine._launcher = Launcher(engine.scheduler, runner, engine.sampler, engine.constraints, engine.stats)
+    engine.executor = StepExecutor(runner, engine.sampler, engine.constraints)
+    engine.loop = StepLoop(engine.scheduler, engine.executor, ahead=1)
     return engine
 
 
@@ -250,9 +251,9 @@ def test_a_launch_that_waits_is_found(monkeypatch, mistake, where):
         MISTAKES[mistake](logits)
         return sample(logits, *args)
 
-    def forwarded(works, last):
+    def forwarded(packed, last):
         MISTAKES[mistake](last[None])
-        return forward(works, last)
+        return forward(packed, last)
 
     if where == "sampler":
         monkeypatch.setattr(engine.sampler, "sample", sampled)
@@ -269,10 +270,10 @@ def test_the_loop_on_a_gpu_waits_for_nothing_but_the_step_before(monkeypatch):
     requests = mixed_requests()
     want = run(engine_of(here, eos=(EOS,)), requests)
     engine = engine_of(prepare_model(deepcopy(here.module).to("cuda"), compile="off"), eos=(EOS,))
-    assert engine.ahead
+    assert engine.loop.ahead
     first = run(engine, requests)
     assert {row: r.token_ids for row, r in first.items()} == {row: r.token_ids for row, r in want.items()}
-    step, land = engine.step, engine._land
+    step, wait = engine.step, engine.executor.wait
     modes = []
 
     def watched(admit=True):
@@ -282,12 +283,12 @@ def test_the_loop_on_a_gpu_waits_for_nothing_but_the_step_before(monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def landed():
+    def waited(started):
         modes.append(torch.cuda.get_sync_debug_mode())
-        land()
+        return wait(started)
 
     monkeypatch.setattr(engine, "step", watched)
-    monkeypatch.setattr(engine, "_land", landed)
+    monkeypatch.setattr(engine.executor, "wait", waited)
     again = run(engine, requests)
     assert {row: r.token_ids for row, r in again.items()} == {row: r.token_ids for row, r in want.items()}
-    assert 2 in modes  # landing asks for an event, which is not forbidden
+    assert 2 in modes  # the wait is for an event, which is not forbidden

@@ -8,7 +8,7 @@ import torch
 
 from batchgen.engine import results as module
 from batchgen.errors import OutOfMemory
-from batchgen.scheduling.batch import ScheduledSpan, halves
+from batchgen.scheduling.batch import ScheduledSpan, pack
 from support import tiny
 
 
@@ -178,10 +178,12 @@ def test_other_errors_of_a_forward_are_not_taken_for_out_of_memory():
 
 
 def test_halves_of_a_step_keep_its_order_and_its_logits():
-    spans = [ScheduledSpan("a", 0, 7, 6), ScheduledSpan("b", 3, 4, 3), ScheduledSpan("c", 0, 2, 2)]
-    first, second = halves(spans)
-    assert first == [ScheduledSpan("a", 0, 5, 5)]
-    assert second == [ScheduledSpan("a", 5, 7, 6), ScheduledSpan("b", 3, 4, 3), ScheduledSpan("c", 0, 2, 2)]
+    a, b, c = (SimpleNamespace(tokens=lambda start, stop, of=of: range(of + start, of + stop)) for of in (0, 10, 20))
+    first, second = pack([ScheduledSpan(a, 0, 7, 6), ScheduledSpan(b, 3, 4, 3), ScheduledSpan(c, 0, 2, 2)]).halves()
+    assert first.spans == (ScheduledSpan(a, 0, 5, 5),)
+    assert second.spans == (ScheduledSpan(a, 5, 7, 6), ScheduledSpan(b, 3, 4, 3), ScheduledSpan(c, 0, 2, 2))
+    assert [half.tokens.tolist() for half in (first, second)] == [[0, 1, 2, 3, 4], [5, 6, 13, 20, 21]]
+    assert [half.logits_places.tolist() for half in (first, second)] == [[], [1, 2]]
 
 
 def test_a_row_waits_its_turn_by_priority(model):

@@ -143,17 +143,16 @@ def test_what_a_callback_cancels_ends_where_it_would_have_ended(model, monkeypat
 def launches_and_landings(engine, monkeypatch):
     """The order in which steps are launched and their numbers are asked for, as 0, 1, ... and ~0, ~1, ..."""
     order = []
-    launch, land = engine._launcher.launch, engine._launcher.land
-    flights = []
+    launch, wait = engine.executor.launch, engine.executor.wait
+    steps = []
 
     def launched(*args):
-        order.append(len(flights))
-        flights.append(None)
-        flights[-1] = flight = launch(*args)
-        return flight
+        order.append(len(steps))
+        steps.append(launch(*args))
+        return steps[-1]
 
-    monkeypatch.setattr(engine._launcher, "launch", launched)
-    monkeypatch.setattr(engine._launcher, "land", lambda f: (order.append(~flights.index(f)), land(f))[1])
+    monkeypatch.setattr(engine.executor, "launch", launched)
+    monkeypatch.setattr(engine.executor, "wait", lambda step: (order.append(~steps.index(step)), wait(step))[1])
     return order
 
 
@@ -217,7 +216,7 @@ def test_rows_under_a_grammar_are_the_same_beside_others(tiny_model_dir, batch_s
     runs = []
     for ahead in (False, True):
         llm = LLM(str(tiny_model_dir), engine=EngineConfig(batch_size=batch_size))
-        llm.engine.ahead = ahead
+        llm.engine.loop.ahead = ahead
         results = []
         for number, kind in enumerate(GRAMMARS):
             for length in (3, 20):
@@ -236,7 +235,7 @@ def test_a_row_that_is_cancelled_while_its_last_token_is_drawn_leaves_no_grammar
     outcomes = []
     for ahead in (False, True):
         llm = LLM(str(tiny_model_dir))
-        llm.engine.ahead = ahead
+        llm.engine.loop.ahead = ahead
         results = []
         params = SamplingParams(max_tokens=4, regex="[ab]{9}")
         (other,) = llm.add(["b"], params, on_result=results.append)

@@ -49,7 +49,7 @@ def test_a_model_is_traced_whole_and_once_for_steps_of_all_sizes(model_type, tra
     want = texts(run(engine_of(model), requests))
     steps = use_fake_device(monkeypatch)
     engine = engine_of(replace(model, compile="on"), batch_size=8)
-    engine.ahead = True
+    engine.loop.ahead = True
     run(engine, requests_of([[1], [2]], [3, 3]))  # as many tokens as logits: that is no rule for what comes
     assert texts(run(engine, requests)) == want
     assert engine.notes == []

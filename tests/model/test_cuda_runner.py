@@ -53,7 +53,7 @@ def test_without_graphs_a_generation_is_as_without_a_device(model, want, monkeyp
     steps = use_fake_device(monkeypatch)
     seen = sizes_seen(model, monkeypatch)
     engine = engine_of(replace(model, compile="off"), batch_size=12)
-    engine.ahead = ahead
+    engine.loop.ahead = ahead
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
     assert (steps[0]._graphs, engine.notes, engine.runner.attention) == (None, [], "triton")
     assert len(seen) == engine.stats.steps
@@ -63,7 +63,7 @@ def test_graphs_that_run_recorded_operators_alone_write_the_same(model, want, mo
     """All that a step depends on is in the buffers that were there when its graph was captured, tokens that the host does not know among it."""
     steps = use_fake_device(monkeypatch, Recording)
     engine = engine_of(model, batch_size=12)
-    engine.ahead = True
+    engine.loop.ahead = True
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
     graphs = steps[0]._graphs
     assert engine.notes == []
@@ -78,7 +78,7 @@ def test_graphs_that_run_recorded_operators_alone_write_the_same(model, want, mo
 def test_graphs_change_nothing_whatever_the_schedule(model, want, monkeypatch, options):
     steps = use_fake_device(monkeypatch)
     engine = engine_of(model, **options)
-    engine.ahead = True
+    engine.loop.ahead = True
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
     assert steps[0]._graphs._capture.replays > 10
 
@@ -260,7 +260,7 @@ def test_graphs_on_a_gpu_write_what_steps_without_them_write(dtype):
     for graphs_are in ("off", "auto"):
         model = prepare_model(module, compile=graphs_are)
         engine = engine_of(model, batch_size=8)
-        engine.ahead = True
+        engine.loop.ahead = True
         requests = requests_of([[i, i + 1] for i in range(8)], [40] * 8)
         outcomes.append(texts(run(engine, requests)))
         graphs = engine.runner._device_step._graphs
@@ -333,7 +333,7 @@ def test_graphs_over_the_real_kernels_write_the_same(model, monkeypatch):
     eager = module.Graphs
     monkeypatch.setattr(module, "Graphs", lambda *args: eager(*args, after=0))
     engine = engine_of(model, batch_size=4, max_batch_tokens=64)
-    engine.ahead = True
+    engine.loop.ahead = True
     assert texts(run(engine, requests)) == want
     graphs = steps[0]._graphs
     assert engine.notes == []

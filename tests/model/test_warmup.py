@@ -4,16 +4,16 @@ import torch
 from batchgen.attention.kv_cache import KVCache
 from batchgen.model import memory_budget
 from batchgen.model.loader import prepare_model
-from batchgen.model.memory_budget import largest_works, step_bytes, step_of
+from batchgen.model.memory_budget import largest_spans, step_bytes
 from batchgen.model.runner import Runner
-from batchgen.scheduling.batch import Limits
+from batchgen.scheduling.batch import Limits, ScheduledBatch
 from support.tiny import build, engine_of, requests_of, run
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 70), (4, 70), (5, 5), (3, 100)])
 def test_the_largest_step_has_all_tokens_and_all_logits_that_a_step_may_have(rows, tokens):
-    spans = largest_works(Limits(rows, tokens, tokens), 32)
-    assert [len(spans), step_of(spans).num_tokens] == [rows, tokens]
+    spans = largest_spans(Limits(rows, tokens, tokens), 32)
+    assert [len(spans), ScheduledBatch.of(spans).num_tokens] == [rows, tokens]
     assert all(scheduled.stop - scheduled.logits == 1 for scheduled in spans)
     assert max(w.stop for w in spans) - min(w.stop for w in spans) <= 1
     blocks = [block for scheduled in spans for block in scheduled.span.table]
@@ -24,9 +24,9 @@ def test_the_largest_step_has_all_tokens_and_all_logits_that_a_step_may_have(row
 def test_it_runs_on_a_pool_that_just_holds_it():
     model = build()
     limits = Limits(4, 150, 150)
-    spans = largest_works(limits, 32)
+    spans = largest_spans(limits, 32)
     cache = KVCache(model.layers, 8, 32, torch.float32)
-    logits = Runner(model, cache, limits, []).run(step_of(spans))
+    logits = Runner(model, cache, limits, []).run(ScheduledBatch.of(spans))
     assert logits.shape == (4, 97)
     assert logits.isfinite().all()
 

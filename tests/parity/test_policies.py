@@ -92,15 +92,15 @@ def test_blocks_behind_every_sliding_window_are_given_back(ahead):
     name = "mistral/window"  # 24 tokens in every layer
     want = [generate(reference_model(name), p, 100) for p in prompts]
     engine = engine_for(packed_model(name), ahead=ahead)
-    assert engine.block_manager.sliding == 24
+    assert engine.block_manager.sliding_window == 24
     held = []
-    counted = engine._count
+    counted = engine._update_stats
 
     def count():
         counted()
         held.append(engine.block_manager.pool.num_used)
 
-    engine._count = count
+    engine._update_stats = count
     results = run(engine, make_requests(prompts, [100] * 3))
     assert [list(r.token_ids) for r in results] == want
     assert max(held) <= 7 + 3 * 4

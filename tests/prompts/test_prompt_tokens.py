@@ -19,7 +19,12 @@ def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
     (draft,) = tools.builder().build(tools.rows({"prompt": "ab"}))
     assert draft.tokens.tolist() == [0, 4 + 97, 4 + 98]
     assert draft.tokens.dtype == np.int32
-    assert (draft.row, draft.max_tokens, draft.truncated, draft.params) == (0, 256, False, SamplingParams())
+    assert (draft.row, draft.max_tokens, draft.truncated, draft.params) == (
+        0,
+        999 - len(draft.tokens) + 1,
+        False,
+        SamplingParams(),
+    )
     assert draft.key == row_digest(draft.tokens, draft.params)
 
 
@@ -118,7 +123,7 @@ def test_of_several_templates_the_default_is_used(tools):
         ("x", {"system": "S", "chat": False}, "--system has no place in a raw prompt, which --no-chat asks for; leave one of them out"),
         ("x", {"chat_template_kwargs": {"messages": []}}, "--chat-template-kwargs 'messages' is not the template's to set; leave it out"),
         ("{% if %}", {}, "the model's chat template is not valid Jinja (line 1): Expected an expression, got 'end of statement block'; correct it, or give another"),
-        ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'.; correct it"),
+        ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'; correct the template"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_met_are_refused_in_words(tools, own, options, message):

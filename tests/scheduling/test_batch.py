@@ -4,32 +4,67 @@ import numpy as np
 import torch
 
 from batchgen.kernels.transfer import Readback
-from batchgen.scheduling.batch import pending_of, tokens_of
 from support import simulation as sim
 
 CPU = torch.device("cpu")
 
 
+def pending(packed):
+    return packed.pending_places.tolist(), packed.pending_slots.tolist()
+
+
 def test_tokens_that_only_the_device_knows_are_zero_and_named_by_place_and_slot():
     s = sim.Simulation(ahead=True)
     s.load([[5, 6], [7, 8], [9]], [3, 1, 3])
-    first = s.step()
-    assert tokens_of(first.spans).tolist() == [5, 6, 7, 8, 9]
-    assert [places.tolist() for places in pending_of(first.spans)] == [[], []]
+    first = s.step().packed
+    assert first.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert pending(first) == ([], [])
     second = s.scheduler.schedule()
-    assert tokens_of(second.spans).tolist() == [0, 0]  # the second prompt has its one token
-    places, slots = pending_of(second.spans)
-    assert (places.tolist(), places.dtype, slots.dtype) == ([0, 1], np.int64, np.int64)
-    assert slots.tolist() == [w.span.slot for w in second.spans]
+    assert second.packed.tokens.tolist() == [0, 0]  # the second prompt has its one token
+    assert (second.packed.pending_places.dtype, second.packed.pending_slots.dtype) == (np.int64, np.int64)
+    assert pending(second.packed) == ([0, 1], [w.span.slot for w in second.spans])
 
 
-def test_tokens_that_the_host_has_seen_are_there():
+def test_tokens_that_the_host_knows_are_there():
     s = sim.Simulation()
     s.load([[5, 6], [7, 8, 9]], [3, 3])
     s.step()
-    step = s.scheduler.schedule()
-    assert tokens_of(step.spans).tolist() == [1000, 1007]
-    assert [places.tolist() for places in pending_of(step.spans)] == [[], []]
+    batch = s.scheduler.schedule()
+    assert batch.packed.tokens.tolist() == [1000, 1007]
+    assert pending(batch.packed) == ([], [])
+
+
+def test_a_batch_says_who_wants_which_row_of_the_logits():
+    s = sim.Simulation()
+    s.load([[1, 2], [1, 2], [1, 2, 3], [4, 5]], [2, 2, 2, 1], texts=[[], [], [], [[6, 7]]])
+    first = s.step()  # the node [1, 2] and the text: logits after 2; after 5 and 6
+    assert first.packed.logits_places.tolist() == [1, 3, 4]
+    assert [row for _, row in first.kept_rows] == [0]
+    assert (first.score_targets.rows, first.score_targets.tokens) == ([1, 2], [6, 7])
+    assert (list(first.samples), first.sample_rows.tolist()) == ([], [])
+    assert [seq.request.row for seq in first.scored] == [3]
+    second = s.step()  # the longer prompt samples from its own row, the other two from the node's logits
+    assert [(seq.request.row, position) for seq, _, position in second.samples] == [(2, 0), (0, 0), (1, 0)]
+    assert second.sample_rows.tolist() == [0]
+    assert [seq.request.row for seq in second.ready] == [0, 1]
+    third = s.step()
+    assert [(seq.request.row, position) for seq, _, position in third.samples] == [(0, 1), (1, 1), (2, 1)]
+    assert third.sample_rows.tolist() == [0, 1, 2]
+
+
+def test_slots_and_sequences_that_ended_are_told_once():
+    s = sim.Simulation()
+    s.load([[1], [2], [3]], [1, 2, 3])
+    first = s.step()
+    assert first.freed == ((), (), ())
+    second = s.step()
+    assert [seq.request.row for seq in second.freed.sequences] == [0]
+    assert second.freed.slots == (first.samples[0].slot,)
+    third = s.step()
+    assert [seq.request.row for seq in third.freed.sequences] == [1]
+    ended, slots, nodes = s.scheduler.take_freed()
+    assert ([seq.request.row for seq in ended], len(slots), nodes) == ([2], 1, ())
+    assert s.scheduler.take_freed() == ((), (), ())
 
 
 def test_a_readback_gives_each_tensor_its_own_numbers():

@@ -181,10 +181,11 @@ def test_nodes_that_stay_keep_no_logits(abandoned):
     s.load([ROOT, ROOT, [*ROOT, 1]], [3, 3, 3])
     s.step()
     (node,) = s.block_manager.live
-    assert node.logits is not None
+    assert list(s.node_logits) == [node]
     s.scheduler.abandon() if abandoned else s.finish()
     assert list(s.block_manager.cached) == [node]
-    assert node.logits is None
+    s.free(s.scheduler.take_freed())
+    assert s.node_logits == {}
 
 
 def test_an_empty_window_is_nothing_to_do():

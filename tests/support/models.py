@@ -102,7 +102,7 @@ def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **con
     """`ahead`: a step is launched before the tokens of the one before it are known, as on CUDA."""
     options = {"kv_memory": "64MiB", "debug": True} | config
     engine = Engine(model, tiny_tokenizer(eos=eos), EngineConfig(**options))
-    engine.ahead = ahead
+    engine.loop.ahead = ahead
     return engine
 
 

@@ -9,6 +9,11 @@ import pytest
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """`values` as parameters. Those that are not in `quick` are marked slow: `make test-slow` runs them."""
+    """`values` as parameters; tuples are several parameters each. Those that are not in `quick` are marked slow: `make test-slow` runs them."""
     chosen = list(quick)
-    return [value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [
+        value
+        if value in chosen
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+        for value in values
+    ]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from batchgen.attention.plan import AttentionPlan, plan_attention
+from batchgen.engine.engine import StepLoop
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch, SwapOut, count_step, pending_of, tokens_of
+from batchgen.scheduling.batch import CopyBlock, Freed, Limits, ScheduledBatch, SequenceUpdate, StepOutput, SwapOut
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, TokenScore
 from batchgen.scheduling.waiting import POLICIES
-from batchgen.stats import EngineStats
 
 
 class Length:
@@ -74,15 +73,6 @@ def score(path: tuple[int, ...], token: int) -> TokenScore:
     return TokenScore(-float(hash((path, token)) % 1000), hash((path, token)) % 3 == 0)
 
 
-@dataclass
-class Flight:
-    """A step whose numbers are not told yet."""
-
-    scores: list[tuple[TokenScore, TokenScore]] = field(default_factory=list)
-    scored: list[GenerationSequence] = field(default_factory=list)
-    drawn: list[tuple[GenerationSequence, int]] = field(default_factory=list)
-
-
 class Simulation:
     """A scheduler whose steps are carried out on paper, every step checked.
 
@@ -115,16 +105,25 @@ class Simulation:
         self.done: dict[tuple[int, int], list[Any]] = {}
         """By row and number: the tokens drawn, or the scores of the text."""
         self.loaded = 0
-        self.prefilled = self.recomputed = self.steps = 0
-        self.stats = EngineStats()
-        self.ahead = ahead
-        self.drawn: dict[GenerationSequence, list[int]] = {}
-        """What the device has drawn for each."""
+        self.steps = 0
+        self.loop = StepLoop(self.scheduler, self, int(ahead))
+        self.batch: ScheduledBatch | None = None
+        """What was launched last."""
+        self.sampled: dict[GenerationSequence, list[int]] = {}
+        """The tokens sampled for each sequence, on the host or not."""
         self.last: dict[int, int] = {}
-        """By slot, the token drawn last."""
+        """By slot, the token sampled last."""
+        self.node_logits: dict[PrefixNodeSpan, tuple[int, ...]] = {}
         self.late = 0
-        """Tokens drawn for sequences that had ended."""
-        self._flight: Flight | None = None
+        """Tokens sampled for sequences that had ended."""
+
+    @property
+    def prefilled(self) -> int:
+        return self.scheduler.counts.prefill_tokens
+
+    @property
+    def recomputed(self) -> int:
+        return self.scheduler.counts.recomputed_tokens
 
     @property
     def rows(self) -> list[int]:
@@ -134,7 +133,7 @@ class Simulation:
     @property
     def busy(self) -> bool:
         """Whether something is still to come."""
-        return bool(self.scheduler.unfinished or self._flight)
+        return bool(self.scheduler.unfinished or self.loop.in_flight)
 
     def load(
         self, prompts: Iterable[Iterable[int]], lengths: Iterable[int], share: bool = True, **rows: Any
@@ -154,69 +153,92 @@ class Simulation:
         while self.scheduler.unfinished:
             self.step()
             assert self.steps - before < max_steps, "no end in sight"
-        self._land()
+        self.settle()
         assert not self.scheduler.running
         assert not self.scheduler.prefilling
         assert not self.block_manager.live
         assert self.block_manager._reserved_blocks == 0
 
     def step(self, admit: bool = True) -> ScheduledBatch:
-        step = self.scheduler.schedule(admit)
-        if step is None:
-            assert self.ahead, "all is known, and no step can be made"
-            self._land()
-            return self.step(admit)
-        self.steps += 1
-        self._check_budgets(step)
-        self._move(step)
-        plan = plan_attention(step.spans, self.block_size, self.shared_reads) if step.spans else None
-        if plan is not None:
-            self._check_tokens(step)
-            self._write(step, plan)
-            if self.block_manager.slots is not None:
-                self._write_states(step)
-            self._check_reads(step, plan)
-        if self.every_step is not None:
-            self.every_step(step, plan)
-        flight = Flight()
-        drawing = self._draws(step, flight)
-        before = (self.stats.prefill_tokens, self.stats.recomputed_tokens)
-        count_step(self.stats, step)
-        self.prefilled += self.stats.prefill_tokens - before[0]
-        self.recomputed += self.stats.recomputed_tokens - before[1]
-        flight.scored += [*step.scored, *self.scheduler.ran(step)]
-        for seq in drawing:
-            token = 1000 + (7 * seq.request.row + seq.num_sampled + 3 * seq.leaf.choice) % 11
-            self.drawn.setdefault(seq, []).append(token)
-            self.last[seq.slot] = token
-            flight.drawn.append((seq, token))
-        self.scheduler.draws(drawing)
-        self.check()
-        self._land()
-        self._flight = flight
-        if not self.ahead:
-            self._land()
-        self.check()
-        return step
+        """Runs the engine's loop until a batch is launched."""
+        self.batch = None
+        while self.batch is None:
+            updates = list(self.loop.step(admit))
+            assert self.batch is not None or self.loop.ahead, "all is known, and no step can be made"
+            self._update(updates)
+            self.check()
+        return self.batch
 
-    def _land(self) -> None:
-        """What was launched last is known."""
-        flight, self._flight = self._flight or Flight(), None
-        for entry, value in flight.scores:
-            entry.logprob, entry.likeliest = value.logprob, value.likeliest
-        for seq in flight.scored:
-            if not seq.running:
-                continue
-            path, prompt = tuple(seq.leaf.tokens.tolist()), len(seq.request.tokens)
-            want = [score(path[: prompt + k], t) for k, t in enumerate(seq.leaf.scored.tolist())]
-            assert seq.text_scores == want, "scores of another text"
-            self.scheduler.finish(seq)
-            self._end(seq, seq.text_scores)
-        for seq, token in flight.drawn:
-            if not seq.running:
-                self.late += 1
-            elif self.scheduler.drew(seq, token):
+    def settle(self) -> None:
+        """Waits for all steps in flight."""
+        self._update(list(self.loop.settle()))
+
+    def _update(self, updates: list[SequenceUpdate]) -> None:
+        for seq, _, reason, error in updates:
+            assert error is None
+            if reason == "scored":
+                path, prompt = tuple(seq.leaf.tokens.tolist()), len(seq.request.tokens)
+                want = [score(path[: prompt + k], t) for k, t in enumerate(seq.leaf.scored.tolist())]
+                assert seq.text_scores == want, "scores of another text"
+                self._end(seq, seq.text_scores)
+            elif reason is not None:
                 self._end(seq, seq.generated)
+
+    # -- the executor of the engine's loop
+
+    needs_tokens = False
+
+    def launch(self, batch: ScheduledBatch) -> ScheduledBatch:
+        self.batch = batch
+        self.steps += 1
+        self._check_budgets(batch)
+        self._move(batch)
+        plan = plan_attention(batch.spans, self.block_size, self.shared_reads) if batch.spans else None
+        if plan is not None:
+            self._check_tokens(batch)
+            self._write(batch, plan)
+            if self.block_manager.slots is not None:
+                self._write_states(batch)
+            self._check_reads(batch, plan)
+        if self.every_step is not None:
+            self.every_step(batch, plan)
+        self.free(batch.freed)
+        for node_span, _ in batch.kept_rows:
+            self.node_logits[node_span] = self._prefix(node_span, node_span.end)
+        for seq in batch.ready:
+            assert self.node_logits[seq.path[-1]] == tuple(seq.request.tokens.tolist()), "logits of another prompt"
+        return batch
+
+    def free(self, freed: Freed) -> None:
+        for node_span in freed.nodes:
+            self.node_logits.pop(node_span, None)
+
+    def sample(self, batch: ScheduledBatch) -> None:
+        """Samples: the token says which row, which of its completions and which place it is for."""
+        self.check()
+        for seq, slot, position in batch.samples:
+            token = 1000 + (7 * seq.request.row + position + 3 * seq.leaf.choice) % 11
+            self.sampled.setdefault(seq, []).append(token)
+            assert len(self.sampled[seq]) == position + 1
+            self.last[slot] = token
+
+    def wait(self, batch: ScheduledBatch) -> StepOutput:
+        rows = self._rows(batch)
+        targets = batch.score_targets
+        scores = [score(rows[row], token) for row, token in zip(targets.rows, targets.tokens, strict=True)]
+        sequences = [sample.sequence for sample in batch.samples]
+        for (seq, _, position), row in zip(batch.samples, batch.sample_rows.tolist(), strict=False):
+            assert rows[row] == self._prefix(seq, len(seq.leaf.tokens) + position), "the logits of another sequence"
+        self.late += sum(not seq.running for seq in sequences)
+        return StepOutput(
+            batch, sequences, [self.sampled[s.sequence][s.position] for s in batch.samples], [True] * len(sequences),
+            [None] * len(sequences), [s.logprob for s in scores], [s.likeliest for s in scores],
+        )  # fmt: skip
+
+    def _rows(self, batch: ScheduledBatch) -> list[tuple[int, ...]]:
+        """By row of the logits: the tokens that it comes after."""
+        ends = [self._prefix(w.span, position + 1) for w in batch.spans for position in range(w.start, w.stop)]
+        return [ends[place] for place in batch.packed.logits_places.tolist()]
 
     def cancel(self, index: int) -> None:
         """Cancels the leaf at this depth-first place of the last window."""
@@ -239,7 +261,7 @@ class Simulation:
     def _prefix(self, span: Span, count: int) -> tuple[int, ...]:
         """The first `count` tokens of the span's path: what the KV of the last of them depends on."""
         if isinstance(span, GenerationSequence):
-            return (*span.leaf.tokens.tolist(), *self.drawn.get(span, ()))[:count]
+            return (*span.leaf.tokens.tolist(), *self.sampled.get(span, ()))[:count]
         return tuple(span.tokens(0, count).tolist())
 
     def _move(self, step: ScheduledBatch) -> None:
@@ -253,13 +275,10 @@ class Simulation:
                     self._fill(block, slots)
 
     def _check_tokens(self, step: ScheduledBatch) -> None:
-        tokens = tokens_of(step.spans)
-        places, slots = pending_of(step.spans)
-        assert (
-            all(w.span.num_pending_tokens == 0 for w in step.spans if isinstance(w.span, GenerationSequence))
-            or self.ahead
-        )
-        tokens[places] = [self.last[slot] for slot in slots.tolist()]
+        packed = step.packed
+        tokens = packed.tokens.copy()
+        assert not len(packed.pending_places) or self.loop.ahead
+        tokens[packed.pending_places] = [self.last[slot] for slot in packed.pending_slots.tolist()]
         want = [self._prefix(w.span, w.stop)[w.start :] for w in step.spans]
         assert tokens.tolist() == [token for some in want for token in some], "other tokens are run than were drawn"
 
@@ -269,24 +288,6 @@ class Simulation:
     def _fill(self, block: int, slots: list[tuple[int, ...]]) -> None:
         for offset, what in enumerate(slots):
             self.held[block * self.block_size + offset] = what
-
-    def _draws(self, step: ScheduledBatch, flight: Flight) -> list[GenerationSequence]:
-        drawing = []
-        for scheduled in step.spans:
-            span = scheduled.span
-            for position in range(scheduled.logits, scheduled.stop):
-                if isinstance(span, GenerationSequence) and not span.scoring:
-                    drawing.append(span)
-                elif span.scoring:
-                    for token in span.next_tokens(position):
-                        entry = span.scores[position, token] = TokenScore()
-                        flight.scores.append((entry, score(self._prefix(span, position + 1), token)))
-            if isinstance(span, PrefixNodeSpan) and scheduled.stop == span.end and span.window.sampled_at[span.item]:
-                assert scheduled.logits < scheduled.stop
-                span.logits = self._prefix(span, scheduled.stop)
-        for seq in step.ready:
-            assert seq.path[-1].logits == tuple(seq.request.tokens.tolist()), "logits of another prompt"
-        return [*drawing, *step.ready]
 
     def _end(self, seq: GenerationSequence, what: list[Any]) -> None:
         at = (seq.request.row, seq.leaf.choice)

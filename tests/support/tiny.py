@@ -54,7 +54,7 @@ def engine_of(model, eos=(), blocks=None, **config):
     options = {"kv_memory": f"{blocks * BLOCK * TOKEN}B" if blocks else "64MiB", "debug": True} | config
     engine = Engine(model, tokenizer, EngineConfig(**options))
     if AHEAD is not None:
-        engine.ahead = AHEAD
+        engine.loop.ahead = AHEAD
     return engine
 
 

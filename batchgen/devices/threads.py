@@ -1,0 +1,48 @@
+"""How many threads of the CPU an engine has. No torch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+
+def share_of_threads(total: int, place: int, processes: int) -> int:
+    """Threads of the process number `place` of several that have `total` together; at least one."""
+    return max(1, (total + place) // processes)
+
+
+def cpu_quota(root: Path = Path("/")) -> int | None:
+    """Cores' worth of time that this process's cgroup may use, rounded up; None where there is no limit or no cgroup.
+
+    `--cpus` of Docker and the CPU limits of Kubernetes and systemd are such quotas; what a process sees of cores is not less for them.
+    """
+    quotas = [*_version_2(root), *_version_1(root)]
+    return min((max(1, math.ceil(quota)) for quota in quotas), default=None)
+
+
+def _version_2(root: Path) -> list[float]:
+    """The limits of the process's group and of those above it."""
+    mounted = root / "sys/fs/cgroup"
+    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    group = mounted / own.strip("/")
+    quotas = []
+    while True:
+        words = _text(group / "cpu.max").split()  # "max 100000", or microseconds of each period
+        if len(words) == 2 and words[0].isdigit():
+            quotas.append(int(words[0]) / int(words[1]))
+        if group == mounted or mounted not in group.parents:
+            return quotas
+        group = group.parent
+
+
+def _version_1(root: Path) -> list[float]:
+    folder = root / "sys/fs/cgroup/cpu"
+    quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    return [int(quota) / int(period)] if quota.isdigit() and period.isdigit() else []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

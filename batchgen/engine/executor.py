@@ -1,0 +1,170 @@
+"""Carries scheduled batches out on the device: the forward, the scores, the sampled tokens, and one copy of the numbers to the host.
+
+What the scheduler gives away when a batch is launched (blocks and slots of sequences that end) goes to later batches. The device works
+in the order of the launches, so a step that is still in flight reads and writes there before them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from batchgen.kernels.transfer import Readback, put
+from batchgen.model.runner import Runner
+from batchgen.sampling.constraints import Constraints
+from batchgen.sampling.logprobs import SamplerOutput
+from batchgen.sampling.sampler import Sampler
+from batchgen.sampling.scoring import score_targets
+from batchgen.sampling.stopping import Stopper
+from batchgen.scheduling.batch import Freed, Sample, ScheduledBatch, StepOutput
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """A batch that is launched and whose numbers are not on the host yet."""
+
+    batch: ScheduledBatch
+    logits: torch.Tensor | None
+    """[N, vocabulary], until its tokens are sampled."""
+    scores: tuple[torch.Tensor, ...] = ()
+    """By score target: log-probability, and whether the token is the likeliest."""
+    samples: Sequence[Sample] = ()
+    sampled: SamplerOutput | None = None
+    """In the order of `samples`."""
+    readback: Readback | None = None
+
+
+class GrammarStopper(Stopper):
+    """Ends a completion under a grammar: as `Stopper` does, and when its text is whole and nothing may follow."""
+
+    def __init__(self, constraints: Constraints, *arguments: Any) -> None:
+        """`arguments` are those of `Stopper`."""
+        super().__init__(*arguments)
+        self._constraints = constraints
+
+    def append(self, token: int) -> str | None:
+        """Raises `RowError` where the grammar cannot be used or does not allow the token."""
+        whole = self._constraints.accept(self, token)
+        reason = super().append(token)
+        return "stop" if whole else reason
+
+
+class StepExecutor:
+    """Launches batches and waits for what they have computed. Waits for the device only in `wait`."""
+
+    def __init__(self, runner: Runner, sampler: Sampler, constraints: Constraints) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._constraints = constraints
+        self._node_logits: dict[PrefixNodeSpan, torch.Tensor] = {}
+        """[vocabulary] after the last token of nodes at which prompts end that have not sampled yet."""
+        self.seconds = 0.0
+        """Time spent in launches and waits."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether `sample` depends on the tokens of the steps before: a grammar allows tokens by what has been sampled."""
+        return self._constraints.used
+
+    def launch(self, batch: ScheduledBatch) -> InFlightStep:
+        """Launches the forward and what is scored in it. `sample` follows, before the next launch."""
+        self.free(batch.freed)
+        for seq in batch.started:
+            if not seq.scoring:
+                params = seq.request.params
+                self._sampler.add(seq.slot, params, seq.request.key, seq.request.tokens, seq.generated, seq.leaf.choice)
+                if params.guided:
+                    self._constraints.add(_name(seq), params, seq.generated, seq.request.tokens)
+        with self._timed():
+            if not len(batch.packed.pending_places):
+                self._constraints.start(_names(batch.samples))  # computed in another thread while the model runs
+            logits = self._runner.run(batch, self._sampler.last)
+            step = InFlightStep(batch, logits)
+            if logits is not None:
+                for node_span, row in batch.kept_rows:
+                    self._node_logits[node_span] = logits[row].clone()
+                if batch.score_targets.rows:
+                    step.scores = score_targets(logits, batch.score_targets.rows, batch.score_targets.tokens)
+            return step
+
+    def sample(self, step: InFlightStep) -> None:
+        """Samples the tokens of a launched step, of sequences that have not ended since, and starts the copy to the host."""
+        with self._timed():
+            step.samples = [sample for sample in step.batch.samples if sample.sequence.running]
+            if step.samples:
+                step.sampled = self._sampler.sample(
+                    self._logits(step),
+                    [sample.slot for sample in step.samples],
+                    [sample.position for sample in step.samples],
+                    self._constraints.mask(_names(step.samples)),
+                )
+            step.logits = None
+            parts = [*step.scores, *(step.sampled.tensors if step.sampled else ())]
+            step.readback = Readback(parts, self._runner.model.device)
+
+    def wait(self, step: InFlightStep) -> StepOutput:
+        """Waits for a step. Returns what it has computed."""
+        assert step.readback is not None, "its tokens have not been sampled"
+        with self._timed():
+            numbers = step.readback.lists()
+        logprobs, likeliest = numbers[:2] if step.scores else ([], [])
+        tokens: Sequence[int] = ()
+        valid: Sequence[bool] = ()
+        token_logprobs = None
+        if step.sampled is not None:
+            sampled = step.sampled.read(numbers[len(step.scores) :])
+            tokens, valid, token_logprobs = sampled.tokens, sampled.valid, sampled.logprobs
+        sequences = [sample.sequence for sample in step.samples]
+        return StepOutput(
+            step.batch, sequences, tokens, valid, token_logprobs or [None] * len(sequences), logprobs, likeliest
+        )
+
+    def free(self, freed: Freed) -> None:
+        """Forgets grammars of sequences, contents of sampler slots, and logits of nodes."""
+        for slot in freed.slots:
+            self._sampler.remove(slot)
+        for seq in freed.sequences:
+            self._constraints.remove(_name(seq))
+        for node_span in freed.nodes:
+            self._node_logits.pop(node_span, None)
+
+    def clear(self) -> None:
+        """Forgets all sequences."""
+        self._sampler.clear()
+        self._constraints.clear()
+        self._node_logits.clear()
+
+    def _logits(self, step: InFlightStep) -> torch.Tensor:
+        """The logits [samples, vocabulary] to sample from: rows of the step's, then those that nodes keep."""
+        rows = step.batch.sample_rows
+        if len(step.samples) < len(step.batch.samples):  # some have ended since
+            rows = rows[[s.sequence.running for s in step.batch.samples[: len(rows)]]]
+        parts: list[torch.Tensor] = []
+        if step.logits is not None and len(rows):
+            logits = step.logits
+            parts.append(logits if len(rows) == len(logits) else logits[put(rows, logits.device)])
+        if len(rows) < len(step.samples):
+            nodes = [sample.sequence.path[-1] for sample in step.samples[len(rows) :]]
+            parts.append(torch.stack([self._node_logits[node] for node in nodes]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+
+def _name(seq: GenerationSequence) -> Hashable:
+    """What `Constraints` knows the sequence by: what ends its completion, which asks them about each token."""
+    return cast(Hashable, seq.stops)
+
+
+def _names(samples: Sequence[Sample]) -> list[Hashable]:
+    return [_name(sample.sequence) for sample in samples]

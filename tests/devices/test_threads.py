@@ -1,0 +1,58 @@
+"""How many threads an engine has: what is asked for, or what the process may really use."""
+
+import pytest
+import torch
+
+from batchgen.config import EngineConfig
+from batchgen.devices import engine as devices
+from batchgen.devices.threads import cpu_quota, share_of_threads
+
+
+def files(root, contents):
+    for name, text in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("contents", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        (
+            {
+                "proc/self/cgroup": "0::/a.slice/b.scope\n",
+                "sys/fs/cgroup/a.slice/b.scope/cpu.max": "800000 100000\n",
+                "sys/fs/cgroup/a.slice/cpu.max": "300000 100000\n",
+            },
+            3,
+        ),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 4),
+    ],
+)
+def test_the_quota_is_the_smallest_of_the_groups_that_the_process_is_in(tmp_path, contents, quota):
+    assert cpu_quota(files(tmp_path, contents)) == quota
+
+
+def test_processes_share_the_threads_and_have_at_least_one():
+    assert [share_of_threads(7, place, 3) for place in range(3)] == [2, 2, 3]
+    assert [share_of_threads(1, place, 2) for place in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "quota", "threads"), [(None, None, 5), (None, 3, 3), (None, 9, 5), (4, 3, 4), (8, None, 8)]
+)
+def test_the_option_decides_and_else_what_torch_would_take_within_the_quota(monkeypatch, asked, quota, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    monkeypatch.setattr(devices, "cpu_quota", lambda: quota)
+    try:
+        devices.use_threads(EngineConfig(threads=asked))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,94 @@
+"""What is used where nobody says how to sample: the model's own, or greedy decoding; and how many tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batchgen.config import ModelConfig, PromptConfig
+from batchgen.prompts import PromptBuilder, load_tokenizer
+from batchgen.prompts.thinking import FORMATS
+from batchgen.sampling_params import SamplingParams
+
+QWEN = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "repetition_penalty": 1.05,
+    "eos_token_id": 1,
+}
+ASKED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+
+
+def builder(tools, tmp_path, generation, sampling=None, **options):
+    tokenizer = load_tokenizer(ModelConfig(model=tools.save_model(tmp_path / "m", generation=generation)))
+    return PromptBuilder(tokenizer, PromptConfig(**options), sampling or SamplingParams())
+
+
+def params(tools, b, *columns):
+    return [request.params for request in b.build(tools.rows(*({"prompt": "a"} | c for c in columns)))]
+
+
+def test_the_models_sampling_is_used_where_it_asks_for_sampling_and_that_is_said(tools, tmp_path):
+    b = builder(tools, tmp_path, QWEN)
+    assert params(tools, b, {}) == [SamplingParams(**ASKED)]
+    assert b.sampling == SamplingParams(**ASKED)
+    assert b.notes == [
+        "sampling as the model's generation_config.json asks for: temperature 0.6, top_p 0.95, top_k 20, repetition_penalty 1.05 "
+        "(--sampling-defaults greedy leaves it out)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("generation", "found"),
+    [
+        (None, {}),
+        ({"temperature": 0.6}, {}),
+        ({"do_sample": False, "temperature": 0.6}, {}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": None, "top_p": "high", "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
+        ({"do_sample": True, "top_p": 7.0}, {"temperature": 1.0}),
+    ],
+)
+def test_a_model_that_does_not_ask_for_sampling_is_greedy(tools, tmp_path, generation, found):
+    tokenizer = load_tokenizer(ModelConfig(model=tools.save_model(tmp_path / "m", generation=generation)))
+    assert tokenizer.sampling == found
+
+
+def test_greedy_leaves_the_models_sampling_out(tools, tmp_path):
+    b = builder(tools, tmp_path, QWEN, sampling_defaults="greedy")
+    assert (params(tools, b, {}), b.notes) == ([SamplingParams()], [])
+
+
+def test_an_option_and_a_rows_own_parameter_win(tools, tmp_path):
+    b = builder(tools, tmp_path, QWEN, SamplingParams(temperature=0.0, seed=3))
+    rest = {name: value for name, value in ASKED.items() if name != "temperature"}
+    assert params(tools, b, {}, {"sampling_params": {"top_p": 1, "temperature": None}}) == [
+        SamplingParams(seed=3, **rest),
+        SamplingParams(seed=3, **rest | {"top_p": 1.0}),
+    ]
+    each = b.build(tools.rows({"prompt": "a"}), [SamplingParams(top_k=0)])
+    assert each[0].params == SamplingParams(**ASKED | {"top_k": 0})
+
+
+def test_labels_and_scores_are_not_affected(tools, tmp_path):
+    b = builder(tools, tmp_path, QWEN, SamplingParams(choices=("a", "b")))
+    assert (params(tools, b, {}), b.notes) == ([SamplingParams(choices=("a", "b"))], [])
+    b = builder(tools, tmp_path, QWEN)
+    assert params(tools, b, {"sampling_params": {"choices": ["a", "b"]}}) == [SamplingParams(choices=("a", "b"))]
+    b = builder(tools, tmp_path, QWEN, score=True)
+    assert params(tools, b, {"completion": "c"}) == [SamplingParams()]
+
+
+def test_a_model_that_thinks_has_more_tokens_and_never_more_than_fit(tools):
+    plain = tools.loaded(tools.byte_tokenizer(), context=100_000)
+    thinking = replace(plain, thinking=FORMATS[1])
+    for tokenizer, auto in ((plain, 1024), (thinking, 16_384)):
+        b = PromptBuilder(tokenizer, PromptConfig(), SamplingParams())
+        automatic, own = b.build(tools.rows({"prompt": "a"}, {"prompt": "a", "sampling_params": {"max_tokens": 5}}))
+        assert (automatic.max_tokens, own.max_tokens) == (auto, 5)
+    small = PromptBuilder(replace(thinking, context_length=100), PromptConfig(), SamplingParams())
+    (request,) = small.build(tools.rows({"prompt": "a"}))
+    assert len(request.tokens) + request.max_tokens == 100
