@@ -18,6 +18,11 @@ from support.models import engine_for, expect, make_requests, memory_for, run, t
 from support.shapes import SHAPES, prompts_and_lengths
 from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
+# Of transformers 5.17, about the parts of the reference that text must not reach, which have no memory.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning"
+)
+
 PROMPTS, LENGTHS = prompts_and_lengths()
 TOLERANCE = 5e-5
 """Largest difference of a logit, relative to the largest logit."""
