@@ -1,7 +1,7 @@
 """Attention on one CUDA device: the plan of each step in static buffers, the kernels behind one operator of torch.
 
 So a model compiles whole, and a CUDA graph captured once serves every step of its padded size. In tests the same runs on the CPU, on
-Triton's interpreter. Imports triton only where it is used.
+Triton's interpreter; it has not run on a GPU yet. Imports triton only where it is used.
 """
 
 from __future__ import annotations

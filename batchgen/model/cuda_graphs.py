@@ -1,6 +1,7 @@
 """Forwards of fixed shapes, captured once and replayed: which shapes there are, when a capture pays, and how CUDA does it.
 
-Knows nothing of models and plans: a forward is a function without arguments that reads and writes static buffers.
+Knows nothing of models and plans: a forward is a function without arguments that reads and writes static buffers. This code has not
+run on a GPU yet; tests run it with a capture in name only.
 """
 
 from __future__ import annotations

@@ -115,22 +115,6 @@ class Sampler:
         measured = measure(logits[chosen], tokens[chosen], int(counts.max()))
         return SamplerOutput(tokens, valid, measured, dict(zip(wanted.tolist(), counts.tolist(), strict=True)))
 
-    @torch.no_grad()
-    def probabilities(
-        self, logits: torch.Tensor, slots: Sequence[int], mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What `sample` draws from: float32 [N, V], penalties, mask and filters applied; greedy rows have 1 on one token."""
-        records = self._records(logits, slots)
-        batch, _ = self._slots.batch(slots, records, np.zeros(len(records)))
-        scores = self._masked(self._penalties.applied(logits, batch), mask)
-        best, tokens = scores.max(dim=-1)
-        result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)
-        for _, at, ids, weights in self._choices(scores, best, batch):
-            if ids is not None:
-                weights = torch.zeros((len(ids), self._vocab_size)).scatter_add_(1, ids, weights)
-            result[at] = weights / weights.sum(dim=-1, keepdim=True)
-        return result
-
     def _sample(
         self, logits: torch.Tensor, batch: Batch, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
