@@ -44,6 +44,13 @@ class ModelConfig:
     revision: str | None = option(
         None, "Branch, tag or commit of a model on the hub.", group="Model", metavar="NAME", shown="main"
     )
+    lora: PathText | None = option(
+        None,
+        "An adapter (LoRA) for the model: a folder, or a name on the hub. Merged into the weights as they are loaded.",
+        group="Model",
+        metavar="DIR|HUB",
+        shown="none",
+    )
     dtype: str = option(
         "auto",
         "Type of the weights and the KV; auto is the checkpoint's own, or float32 on a CPU that is faster in float32.",

@@ -93,6 +93,31 @@ def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or "\\" in model
 
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def adapter_folder(lora: str) -> Path:
+    """The folder with an adapter's configuration and weights: the user's own, or where a hub adapter was downloaded to. Raises `ModelError`."""
+    folder = Path(lora).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(lora, allow_patterns=["adapter_config.json", ADAPTER_WEIGHTS]))
+        except Exception as e:
+            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+            raise ModelError(
+                f"the adapter {lora!r} is neither a folder here nor can it be had from the hub: {reason[:200]}",
+                "give a folder with adapter_config.json and adapter_model.safetensors, or a hub name such as org/adapter",
+            ) from e
+    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise ModelError(
+                f"the adapter {lora!r} has no {name}", "give the folder that peft's save_pretrained has written"
+            )
+    return folder
+
+
 def has_chat_template(config: ModelConfig) -> bool | None:
     """Whether a model's folder has a chat template; None if the model is not a folder."""
     folder = Path(config.model).expanduser()
@@ -190,7 +215,7 @@ def _refuse_adapter(folder: Path) -> None:
     of = f" of {base}" if isinstance(base, str) and base else ""
     raise ModelError(
         f"model folder {str(folder)!r} holds an adapter (LoRA){of}, not a model",
-        "merge it into its base model (merge_and_unload of peft, then save_pretrained) and give that folder",
+        "give the model that it is for with --model, and this folder with --lora",
     )
 
 

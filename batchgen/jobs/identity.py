@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
+from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder
 
 _SMALL_FILES = (
     "config.json", "generation_config.json", "*.safetensors.index.json", "hf_quant_config.json", "quantize_config.json",
@@ -86,9 +87,15 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
     over the file and its tensors: two checkpoints of one training run differ in nearly all of them. A model's code counts where it may run.
     """
     folder = Path(config.model).expanduser()
-    if not folder.is_dir():
-        return {"model": f"{config.model} at {_commit(config)}"}
-    return folder_identity(folder, code=config.trust_remote_code)
+    found: dict[str, Any]
+    if folder.is_dir():
+        found = folder_identity(folder, code=config.trust_remote_code)
+    else:
+        found = {"model": f"{config.model} at {_commit(config)}"}
+    if config.lora is not None:
+        adapter = adapter_folder(config.lora)
+        found |= {f"--lora {name}": _file_identity(adapter / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)}
+    return found
 
 
 def folder_identity(folder: Path, *, code: bool = False) -> dict[str, Any]:

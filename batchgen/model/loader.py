@@ -22,6 +22,7 @@ from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, is_verified
+from batchgen.model.lora import merge_adapter
 from batchgen.model.multimodal import is_multimodal, left_out, model_class
 from batchgen.model.quantized import (
     check_quantization,
@@ -32,7 +33,7 @@ from batchgen.model.quantized import (
     with_dequantization,
 )
 from batchgen.model.self_check import self_check
-from batchgen.model_files import check_weight_files
+from batchgen.model_files import adapter_folder, check_weight_files
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -220,6 +221,10 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
         if dtype != "auto":
             module = module.to(dtype)  # transformers leaves some in bfloat16
         notes += (note_of(tokenizer.hf_config, module),)
+    if config.lora is not None:
+        with quiet():
+            module = merge_adapter(module, config.lora, adapter_folder(config.lora))
+        notes += (f"the adapter {config.lora} was merged into the weights",)
     if config.device_map is None and not direct:
         module = module.to(device)
     elif config.device_map is not None:

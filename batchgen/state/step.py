@@ -78,6 +78,8 @@ class StateStep:
     ) -> torch.Tensor:
         """The gated delta rule: q, k [T, H, K] and v [T, H, V], float32, give [T, H, V]; g and beta [T, H]."""
         at, states = self._layout(v.device), self._cache.recurrent[layer]
+        if self._kernels and at.single is not None and not at.chunks:
+            return recurrent.delta_rule(q, k, v, g.exp(), beta, states, at.single_read, at.single_write)
         out = torch.empty_like(v)
         if at.single is not None:
             q1, k1, v1, g1, beta1 = (x.index_select(0, at.single) for x in (q, k, v, g, beta))
@@ -104,6 +106,8 @@ class StateStep:
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if limit != (0.0, math.inf):
             dt = torch.where(at.prompt[:, None], dt.clamp(*limit), dt)
+        if self._kernels and at.single is not None and not at.chunks:
+            return recurrent.mamba2(x, dt, (dt * a_H).exp(), b, c, states, at.single_read, at.single_write)
         out = torch.empty_like(x)
         if at.single is not None:
             x1, dt1, b1, c1 = (of.index_select(0, at.single) for of in (x, dt, b, c))

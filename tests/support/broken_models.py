@@ -164,8 +164,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "adapter": (
         _adapter_folder,
-        "model folder 'M' holds an adapter (LoRA) of org/base, not a model; merge it into its base model "
-        "(merge_and_unload of peft, then save_pretrained) and give that folder",
+        "model folder 'M' holds an adapter (LoRA) of org/base, not a model; "
+        "give the model that it is for with --model, and this folder with --lora",
     ),
     "diffusers": (only(("model_index.json", "{}")), "model folder 'M' is an image model of diffusers; give a language model"),
     "original format": (

@@ -1,0 +1,51 @@
+"""An adapter (LoRA) merged into a model's weights as it is loaded, by the library peft."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from batchgen.errors import ModelError
+from batchgen.model.multimodal import Absent
+from batchgen.model_files import ADAPTER_WEIGHTS
+
+
+def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
+    """The model with the adapter in `folder` added to its weights; the adapter is gone then. `lora` is what the user called it.
+
+    Raises `ModelError` for an adapter of another kind, of another model, or one that would be used in part only.
+    """
+    if find_spec("peft") is None:
+        raise ModelError("--lora needs the package peft", "install batchgen[lora]")
+    from peft import PeftModel, get_peft_model_state_dict
+
+    kind = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"the adapter {lora!r} is of type {kind}, and only LORA can be merged")
+    if any(type(p) is not torch.nn.Parameter for p in module.parameters()):
+        raise ModelError(
+            f"the adapter {lora!r} cannot be merged into quantized weights", "give the original model with --model"
+        )
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        given = set(file.keys())
+    try:
+        adapted = PeftModel.from_pretrained(module, str(folder))
+        used = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        left_out = {part.name for part in module.modules() if isinstance(part, Absent)}
+        unused = sorted(name for name in given - used if left_out.isdisjoint(name.split(".")))
+        if unused:
+            raise ModelError(
+                f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {len(given)} tensors, {unused[0]} the first",
+                "give the model that the adapter was trained for",
+            )
+        return adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, KeyError, TypeError) as e:
+        reason = " ".join(str(e).split())[:300]
+        raise ModelError(
+            f"the adapter {lora!r} cannot be merged: {reason}", "give the model that the adapter was trained for"
+        ) from e

@@ -1,0 +1,122 @@
+"""`--lora`: the output is that of peft's model with the adapter beside the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.jobs.identity import model_identity
+from batchgen.model.loader import load_model
+from support.models import build, engine_for, expect, make_requests, run, tiny_tokenizer
+from support.wrappers import text_model
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, of transformers and torch
+PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12]]
+LENGTHS = [12, 5, 20]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rsLoRA": {"use_rslora": True},
+    "DoRA": {"use_dora": True},
+    "all layers": {"target_modules": "all-linear"},
+    "embeddings": {"modules_to_save": ["lm_head"]},
+}
+
+
+def write(model: Any, folder: Path, **options: Any) -> Any:
+    """Saves a model and an adapter of random numbers; returns peft's model."""
+    model.save_pretrained(folder / "model")
+    config = peft.LoraConfig(**({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options))
+    adapted = peft.get_peft_model(model, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(folder / "adapter")
+    return adapted.eval()
+
+
+def load(folder: Path, **options: Any) -> Any:
+    config = ModelConfig(
+        model=str(folder / "model"), lora=str(folder / "adapter"), device="cpu", dtype="float32", compile="off"
+    )
+    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder / "model"))
+    return load_model(replace(config, **options), tokenizer)
+
+
+def tokens(model: Any) -> list[list[int]]:
+    return [list(r.token_ids) for r in run(engine_for(model), make_requests(PROMPTS, LENGTHS))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_is_that_of_peft(kind: str, tmp_path: Path) -> None:
+    plain = [expect(build("llama"), p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    adapted = write(build("llama"), tmp_path, **KINDS[kind])
+    expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    model = load(tmp_path)
+    assert tokens(model) == expected != plain
+    assert f"the adapter {tmp_path / 'adapter'} was merged into the weights" in model.notes
+    ids = torch.tensor(PROMPTS[:1])
+    model.module.set_attn_implementation("eager")
+    with torch.inference_mode():
+        want, got = adapted(ids).logits, model.module(ids).logits
+    assert float((want - got).abs().max()) < 1e-5 * float(want.abs().max())
+
+
+def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model(tmp_path: Path) -> None:
+    adapted = write(text_model("gemma3"), tmp_path)
+    expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    assert tokens(load(tmp_path)) == expected
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(ModelError) as e:
+        load(folder, **options)
+    return str(e.value)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    write(build("llama"), tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    build("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    assert "does not fit the model: the model has no place for 4 of its 8 tensors" in refusal(tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    build("llama", hidden_size=32).save_pretrained(tmp_path / "model")
+    assert "cannot be merged: " in refusal(tmp_path)
+
+
+def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path: Path) -> None:
+    write(build("llama"), tmp_path)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"peft_type": "IA3"}))
+    assert "is of type IA3, and only LORA can be merged" in refusal(tmp_path)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    assert "has no adapter_model.safetensors; give the folder that peft's save_pretrained has written" in refusal(
+        tmp_path
+    )
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(build("llama"), tmp_path)
+    monkeypatch.setattr("batchgen.model.lora.find_spec", lambda name: None)
+    assert refusal(tmp_path) == "--lora needs the package peft; install batchgen[lora]"
+
+
+def test_the_adapter_is_part_of_a_jobs_identity(tmp_path: Path) -> None:
+    write(build("llama"), tmp_path)
+    with_it = ModelConfig(model=str(tmp_path / "model"), lora=str(tmp_path / "adapter"))
+    before = model_identity(with_it)
+    assert before != model_identity(replace(with_it, lora=None))
+    shutil.rmtree(tmp_path / "adapter")
+    write(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path, lora_alpha=16)
+    assert {name for name in before if model_identity(with_it)[name] != before[name]} >= {"--lora adapter_config.json"}
