@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
     from batchgen.errors import BatchgenError
     from batchgen.job import JobReport, run_job
+    from batchgen.jobs.status import job_status
     from batchgen.llm import LLM
     from batchgen.planning import PlanReport, plan_job
-    from batchgen.progress import Progress, job_status
+    from batchgen.progress import Progress
     from batchgen.result import Result
     from batchgen.sampling_params import SamplingParams
 
@@ -47,7 +48,7 @@ _HOMES = {
     "PromptConfig": "config",
     "Result": "result",
     "SamplingParams": "sampling_params",
-    "job_status": "progress",
+    "job_status": "jobs.status",
     "plan_job": "planning",
     "run_job": "job",
 }

@@ -27,6 +27,8 @@ from batchgen.options import (
 )
 from batchgen.sampling_params import SamplingParams
 
+RETRIES = ("errors", "timeout", "length")
+"""What `--retry` can name."""
 POLICIES = ("prefix", "prefill-first", "fifo")
 
 
@@ -329,13 +331,31 @@ class JobConfig:
     )
     """None: all for files, 4,096 rows where input or output is a pipe, 50,000 for `order` done."""
     limit: int | None = option(
-        None, "Only the first N rows of the input.", group="Job", metavar="N", rules=[at_least(0)]
+        None,
+        "Generate only the first N rows. Later rows that have a result stay in the output.",
+        group="Job",
+        metavar="N",
+        rules=[at_least(0)],
     )
     order: str = option(
         "input", "Write rows in the order of the input, or as they are done.", group="Job", values=["input", "done"]
     )
     overwrite: bool = option(False, "Start over, whatever the output holds.", group="Job")
     retry_errors: bool = option(False, "Run the rows again that failed in an earlier run.", group="Job")
+    retry: tuple[str, ...] = option(
+        (),
+        "Run the rows again that failed, or were cut by their time limit or length, in an earlier run.",
+        group="Job",
+        metavar="errors,timeout,length",
+        parse=comma_list,
+        rules=[(lambda v: set(v) <= set(RETRIES), "of errors, timeout and length")],
+        shown="none",
+    )
+    prune: bool = option(
+        False,
+        "Let finished rows go from the output that are not in the input any more, and remove their results.",
+        group="Job",
+    )
     max_errors: str | None = option(
         None,
         "Stop when more rows have failed; a percentage is of the rows done, after the first 100.",
@@ -360,7 +380,11 @@ class JobConfig:
         values=["rows", "openai"],
     )
     flush_every: float = option(
-        5.0, "Time between writes of results to disk.", group="Job", metavar="SECONDS", rules=[at_least(0)]
+        5.0,
+        "Time between writes to disk of results and of work under way.",
+        group="Job",
+        metavar="SECONDS",
+        rules=[at_least(0)],
     )
     grace: float = option(
         5.0,
@@ -389,6 +413,11 @@ class JobConfig:
         self._check_output_format()
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)
+
+    @property
+    def retried(self) -> frozenset[str]:
+        """What `retry` and `retry_errors` name."""
+        return frozenset(self.retry) | ({"errors"} if self.retry_errors else set())
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:

@@ -18,6 +18,8 @@ RowError                 ends no job: one row fails, the others continue
 from __future__ import annotations
 
 import signal as _signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class BatchgenError(Exception):
@@ -129,3 +131,18 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or any(said in str(error) for said in ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED"))
     )
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raises `OutOfMemory` in place of what Python, or torch on the CPU or a device, raises when memory runs out."""
+    try:
+        yield
+    except BatchgenError:
+        raise
+    except (MemoryError, RuntimeError) as e:
+        if not is_out_of_memory(e):
+            raise
+        said = str(e)
+        first = said.splitlines()[0] if said else "no more memory"
+        raise OutOfMemory(f"out of memory: {first}", "lower --kv-memory, --batch-size or --window") from e

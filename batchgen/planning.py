@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.collector import few_collections
 from batchgen.config import JobConfig
-from batchgen.guards import few_collections, memory_errors
+from batchgen.errors import memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.sorted_requests import SortedRequests
-from batchgen.kept import KeptPrefixes
+from batchgen.jobs.windows import KeptPrefixes
 from batchgen.model.architectures import RECURRENT, check_architecture
 from batchgen.prefix import (
     GroupLine,
@@ -25,7 +26,7 @@ from batchgen.prefix import (
     plan_prefixes,
 )
 from batchgen.preflight import check_job
-from batchgen.progress import Progress, Silent
+from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.records import open_input, window_rows
@@ -102,16 +103,16 @@ class PlanReport:
 
 def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
     """What a job would share and cost. Loads the tokenizer, not the weights; touches no output."""
-    progress = progress or Silent()
+    tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config.inputs, format=config.input_format, output=None)
         check_job(config, source, None)
-        progress.phase("loading tokenizer")
+        tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
         planner = Planner(config, tokenizer)
-        progress.phase("planning")
+        tracker.phase("planning")
         size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
             waiting = SortedRequests(Path(folder))
@@ -120,7 +121,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
                     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
                 requests = planner.requests(prompts.build(rows))
                 rows.clear()  # freed before the next ones are read
-                progress.passed(planner.rows)
+                tracker.passed(planner.rows)
                 if size is not None:
                     planner.window(requests)
                 else:
@@ -130,7 +131,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
             for requests in waiting.windows():
                 planner.window(requests, follow_on=True)
         for note in (*source.notes, *prompts.notes):
-            progress.note(note)
+            tracker.note(note)
     return planner.report(chat=prompts.chat, whole=size is None)
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from batchgen.config import JobConfig
+from batchgen.jobs.job_folder import check_place
+from batchgen.jobs.lock import check_free
+from batchgen.jobs.target import open_target
 from batchgen.model_files import check_weight_files, has_chat_template
 from batchgen.prompts.columns import Columns
 from batchgen.prompts.messages import chosen_template
@@ -15,10 +18,7 @@ from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.records import Input, job_path
 from batchgen.records.inputs import CHECKED_ROWS, window_rows
-from batchgen.records.lock import check_free
-from batchgen.records.place import check_place
 from batchgen.records.remote import is_url
-from batchgen.records.target import open_target
 from batchgen.sampling.grammars import check_grammar
 
 

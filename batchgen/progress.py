@@ -1,224 +1,219 @@
-"""What a job tells while it runs. The command shows it, the job's folder keeps it; a program may pass its own."""
+"""What a job tells while it runs: notes, and snapshots of how far it is. The command shows them; a program may pass its own `Progress`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from batchgen.stats import RunFigures
+
 GENERATING = "generating"
-"""The phase in which the model works: speed, and what is left, are of it alone."""
+"""The phase in which the model works: speed and the time left are of this phase alone."""
 TELL_SECONDS = 1.0
-"""What is kept of a run in its job's folder is at most this old, while rows or steps go by."""
+"""What a job's folder says about a run is at most this old, while rows or steps pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """How far a run is. Counts are totals of this run so far."""
+
+    phase: str = ""
+    """What the run is doing: `reading`, `planning`, `loading model`, `generating`, `writing`…"""
+    rows_total: int | None = None
+    """Rows of the output, once they are counted."""
+    rows_done: int = 0
+    """Rows that have a result, from this run or an earlier one."""
+    rows_failed: int = 0
+    rows_kept: int = 0
+    """Of the rows that are done, those that came from earlier runs."""
+    rows_passed: int | None = None
+    """Rows that have passed in this phase, if it only reads or writes rows."""
+    prompt_tokens: int = 0
+    """Of the rows that this run has finished."""
+    completion_tokens: int = 0
+    """Of the rows that this run has finished, and of those that are under way."""
+    rows_under_way: float = 0.0
+    """What the unfinished rows have, counted in rows of the expected length."""
+    completion_tokens_per_s: float = 0.0
+    rows_per_s: float = 0.0
+    """Rows generated per second; in a phase that only reads or writes rows, those."""
+    seconds: float = 0.0
+    """Since the run began."""
+    seconds_left: float | None = None
+    """Until the last row is generated. Before the first row is finished it is counted as if every row needed all of its `max_tokens`."""
+    finish_reasons: tuple[tuple[str, int], ...] = ()
+    """How many of the rows that are done ended for which reason."""
+
+    @property
+    def share(self) -> float | None:
+        """The part of the work of this phase that is done, from 0 to 1; None if the number of rows is not known."""
+        if self.rows_total is None:
+            return None
+        done = self.rows_done + self.rows_under_way if self.rows_passed is None else float(self.rows_passed)
+        return min(1.0, done / self.rows_total) if self.rows_total else 1.0
+
+    def figures(self) -> dict[str, Any]:
+        """How far the run is, as it is written down (docs/status.md)."""
+        return {
+            "phase": self.phase,
+            "rows_total": self.rows_total,
+            "rows_done": self.rows_done,
+            "rows_failed": self.rows_failed,
+            "rows_kept": self.rows_kept,
+            "rows_passed": self.rows_passed,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "completion_tokens_per_s": round(self.completion_tokens_per_s, 3),
+            "rows_per_s": round(self.rows_per_s, 3),
+            "seconds": round(self.seconds, 3),
+            "eta_seconds": None if self.seconds_left is None else round(self.seconds_left, 1),
+            "finish_reasons": dict(self.finish_reasons),
+        }
 
 
 class Progress(Protocol):
-    """What is shown while a job runs. Counts are totals of this run so far."""
+    """Shows how a job gets on."""
 
     def note(self, text: str) -> None:
         """Something that the user should hear once."""
 
-    def phase(self, name: str) -> None:
-        """What the run is at from now on; the same name again is the same phase."""
-
-    def passed(self, rows: int) -> None:
-        """So many rows have gone by in this phase, one that only reads rows (planning) or writes them."""
-
-    def kept(self, rows: int) -> None:
-        """So many of the rows that are done came from earlier runs. Told before `rows`."""
-
-    def rows(self, done: int, failed: int, total: int | None) -> None:
-        """So many rows have a result, from this run or an earlier one. Followed by `tokens`."""
-
-    def tokens(self, prompt: int, completion: int) -> None:
-        """Of the rows that this run has finished."""
-
-    def running(self, tokens: int) -> None:
-        """So many completion tokens the unfinished rows have; told before every step."""
+    def update(self, now: Snapshot) -> None:
+        """How far the run is now. Called at every change, many times a second, so that a new phase is seen at once."""
 
 
 class Silent:
     """A `Progress` that shows nothing."""
 
     def note(self, text: str) -> None: ...
-    def phase(self, name: str) -> None: ...
-    def passed(self, rows: int) -> None: ...
-    def kept(self, rows: int) -> None: ...
-    def rows(self, done: int, failed: int, total: int | None) -> None: ...
-    def tokens(self, prompt: int, completion: int) -> None: ...
-    def running(self, tokens: int) -> None: ...
+    def update(self, now: Snapshot) -> None: ...
 
 
-class Counts:
-    """A `Progress` that counts what it is told: how far a run is, how fast, and what is left. Shows nothing; `changed` is there for that."""
+class Tracker:
+    """Makes the snapshots of a run: shows each, and gives one a second, and the first of each phase, to `tell`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.name = ""
-        """The phase."""
+    def __init__(
+        self, shown: Progress, run: RunFigures | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.tell: Callable[[Snapshot], None] | None = None
         self.total: int | None = None
-        self.rows_done = self.rows_failed = self.rows_kept = 0
-        self.rows_passed: int | None = None
-        """In this phase, where it only reads or writes rows."""
-        self.prompt_tokens = self.completion_tokens = self.running_tokens = 0
-        self._began = self._phase_began = clock()
+        """Rows of the output, once they are counted."""
+        self.expected_tokens = 0.0
+        """Completion tokens that a row can have at most, on average."""
+        self.begun_tokens = 0
+        """Tokens that earlier runs had of the completions that this run has continued."""
+        self._shown, self._clock = shown, clock
+        self._run = run or RunFigures()
+        self._phase = ""
+        self._passed: int | None = None
+        self._tokens = self._rows_running = 0
+        self._began = self._phase_began = self._told = clock()
         self._generating_from: float | None = None
         self._generated_until = 0.0
-        self._new = self._without_model = 0
-        """Rows done in this run, and those of them that were not generated: they failed before they became requests."""
+        self._generated_before = 0
+        """Rows that the model had finished when this phase began. Others failed before they became requests."""
+        self._new_before = 0
+        """Rows of this run that were done when this phase began."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        self._shown.note(text)
 
     def phase(self, name: str) -> None:
-        if name == self.name:
+        """What the run is doing from now on; the same name again is the same phase."""
+        if name == self._phase:
             return
-        now = self.clock()
-        if self.name == GENERATING:
+        now = self._clock()
+        if self._phase == GENERATING:
             self._generated_until = now
+            self._generated_before = self._generated_rows
         if name == GENERATING and self._generating_from is None:
             self._generating_from = now
-        self.name, self.rows_passed, self.running_tokens, self._phase_began = name, None, 0, now
+        self._new_before = self._new
+        self._phase, self._passed, self._rows_running, self._phase_began = name, None, 0, now
+        self._changed(new_phase=True)
 
     def passed(self, rows: int) -> None:
-        self.rows_passed = rows
-        self.changed()
+        """This many rows have passed in this phase, which only reads or writes rows."""
+        self._passed = rows
+        self._changed()
 
-    def kept(self, rows: int) -> None:
-        self.rows_kept = rows
+    def rows_changed(self) -> None:
+        """A row is done, or the number of rows is known."""
+        self._changed()
 
-    def rows(self, done: int, failed: int, total: int | None) -> None:
-        new = done - self.rows_kept
-        if self.name != GENERATING:
-            self._without_model += new - self._new
-        self._new = new
-        self.rows_done, self.rows_failed, self.total = done, failed, total
+    def generated(self, tokens: int, rows_running: int) -> None:
+        """The engine has generated this many tokens in this run so far; this many rows are under way."""
+        self._tokens, self._rows_running = tokens, rows_running
+        self._changed()
 
-    def tokens(self, prompt: int, completion: int) -> None:
-        self.prompt_tokens, self.completion_tokens = prompt, completion
-        self.changed()
-
-    def running(self, tokens: int) -> None:
-        self.running_tokens = tokens
-        self.changed()
-
-    def changed(self) -> None:
-        """Called whenever counts have changed, many times a second."""
+    def snapshot(self) -> Snapshot:
+        run = self._run
+        under_way = max(0, self.begun_tokens + self._tokens - run.completion_tokens)
+        seconds, generated = self._generating_seconds, self._generated_rows
+        if self._passed is not None:
+            phase_seconds = self._clock() - self._phase_began
+            rows_per_s = self._passed / phase_seconds if phase_seconds else 0.0
+        else:
+            rows_per_s = generated / seconds if seconds else 0.0
+        rows_under_way = self._rows_under_way(under_way, generated)
+        return Snapshot(
+            phase=self._phase,
+            rows_total=self.total,
+            rows_done=run.done,
+            rows_failed=run.failed,
+            rows_kept=run.rows_resumed,
+            rows_passed=self._passed,
+            prompt_tokens=run.prompt_tokens,
+            completion_tokens=run.completion_tokens + under_way,
+            rows_under_way=rows_under_way,
+            completion_tokens_per_s=self._tokens / seconds if seconds else 0.0,
+            rows_per_s=rows_per_s,
+            seconds=self._clock() - self._began,
+            seconds_left=self._seconds_left(seconds, generated + rows_under_way),
+            finish_reasons=tuple(sorted(run.all_reasons.items())),
+        )
 
     @property
-    def rows_generated(self) -> int:
-        """Rows that the model finished in this run."""
-        return self._new - self._without_model
+    def _new(self) -> int:
+        """Rows done in this run."""
+        return self._run.rows_ok + self._run.rows_failed
 
     @property
-    def generating_seconds(self) -> float:
+    def _generated_rows(self) -> int:
+        """Rows that the model has finished in this run."""
+        return self._generated_before + (self._new - self._new_before if self._phase == GENERATING else 0)
+
+    @property
+    def _generating_seconds(self) -> float:
         """Since the first step; what comes after the last one (so far) is not in it."""
         if self._generating_from is None:
             return 0.0
-        return (self.clock() if self.name == GENERATING else self._generated_until) - self._generating_from
+        return (self._clock() if self._phase == GENERATING else self._generated_until) - self._generating_from
 
-    @property
-    def tokens_per_second(self) -> float:
-        seconds = self.generating_seconds
-        return (self.completion_tokens + self.running_tokens) / seconds if seconds else 0.0
+    def _rows_under_way(self, tokens: int, generated: int) -> float:
+        """What the unfinished rows have, in rows of the expected length: of the finished rows' mean, once there are some.
 
-    @property
-    def rows_per_second(self) -> float:
-        """Of the rows that go by, in a phase that only reads or writes them; else of those generated."""
-        if self.rows_passed is not None:
-            seconds = self.clock() - self._phase_began
-            return self.rows_passed / seconds if seconds else 0.0
-        seconds = self.generating_seconds
-        return self.rows_generated / seconds if seconds else 0.0
+        The first rows to finish are the shortest. So an unfinished row is never expected to be shorter than the unfinished rows are on
+        average, and what they have counts as no more rows than were finished.
+        """
+        running = self._rows_running
+        if not tokens or not running:
+            return 0.0
+        if not generated:
+            return min(tokens / self.expected_tokens, float(running)) if self.expected_tokens else 0.0
+        expected = max(self._run.completion_tokens / generated, tokens / running)
+        return min(tokens / expected, float(running), float(generated)) if expected else 0.0
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Until the last row is generated; None where it is not known: outside of generating, or before a first row is finished."""
-        seconds, finished = self.generating_seconds, self.rows_generated
-        if self.name != GENERATING or self.total is None or finished <= 0 or not seconds:
+    def _seconds_left(self, seconds: float, rows: float) -> float | None:
+        if self._phase != GENERATING or self.total is None or rows <= 0 or not seconds:
             return None
-        # What unfinished rows have counts in rows of the mean length, but as no more than was finished: the first to finish are the
-        # shortest, and by their length alone much would seem done.
-        mean = self.completion_tokens / finished
-        unfinished = min(self.running_tokens / mean, finished) if mean else 0.0
-        left = max(0.0, self.total - self.rows_done - unfinished)
-        return left * seconds / (finished + unfinished)
+        left = max(0.0, self.total - self._run.done - (rows - self._generated_rows))
+        return left * seconds / rows
 
-    def figures(self) -> dict[str, Any]:
-        """How far the run is, as it is written down (docs/status.md)."""
-        left = self.seconds_left
-        return {
-            "phase": self.name,
-            "rows_total": self.total,
-            "rows_done": self.rows_done,
-            "rows_failed": self.rows_failed,
-            "rows_kept": self.rows_kept,
-            "rows_passed": self.rows_passed,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens + self.running_tokens,
-            "completion_tokens_per_s": round(self.tokens_per_second, 3),
-            "rows_per_s": round(self.rows_per_second, 3),
-            "seconds": round(self.clock() - self._began, 3),
-            "eta_seconds": None if left is None else round(left, 1),
-        }
-
-
-class Told(Counts):
-    """Passes on to `progress` all that it is told, and gives its figures to `keep`: every second, and at each new phase."""
-
-    def __init__(
-        self,
-        progress: Progress,
-        keep: Callable[[Mapping[str, Any]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(clock)
-        self._progress, self._keep = progress, keep
-        self._told = clock()
-
-    def note(self, text: str) -> None:
-        self._progress.note(text)
-
-    def phase(self, name: str) -> None:
-        new = name != self.name
-        super().phase(name)
-        self._progress.phase(name)
-        if new:
-            self._tell()
-
-    def passed(self, rows: int) -> None:
-        self._progress.passed(rows)
-        super().passed(rows)
-
-    def kept(self, rows: int) -> None:
-        self._progress.kept(rows)
-        super().kept(rows)
-
-    def rows(self, done: int, failed: int, total: int | None) -> None:
-        self._progress.rows(done, failed, total)
-        super().rows(done, failed, total)
-
-    def tokens(self, prompt: int, completion: int) -> None:
-        self._progress.tokens(prompt, completion)
-        super().tokens(prompt, completion)
-
-    def running(self, tokens: int) -> None:
-        self._progress.running(tokens)
-        super().running(tokens)
-
-    def changed(self) -> None:
-        if self.clock() - self._told >= TELL_SECONDS:
-            self._tell()
-
-    def _tell(self) -> None:
-        self._told = self.clock()
-        self._keep(self.figures())
-
-
-def job_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
-    """How far the job of an output is, told from its folder (schema `batchgen.status/1`, docs/status.md); changes nothing, waits for nobody.
-
-    Raises `UsageError` where there is no job, or its folder cannot be read.
-    """
-    from batchgen.records.status import read_status  # slow to import
-
-    return read_status(output, work_dir)
+    def _changed(self, *, new_phase: bool = False) -> None:
+        now = self.snapshot()
+        self._shown.update(now)
+        if self.tell is not None and (new_phase or self._clock() - self._told >= TELL_SECONDS):
+            self._told = self._clock()
+            self.tell(now)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchgen.result import Completion
 from batchgen.sampling_params import SamplingParams
 
 TokenArray = NDArray[np.int32]
@@ -37,6 +38,8 @@ class Request:
     completion. Nothing is generated then."""
     priority: float = 0.0
     """Lower ones are started first."""
+    begun: Mapping[int, Completion] = field(default_factory=dict)
+    """Completions that an earlier run began, by number: they are continued. One with a finish reason is whole."""
 
     def repeated(self, occurrence: int) -> Request:
         """The request of a row that equals `occurrence` earlier ones: the same with a key of its own."""
@@ -61,6 +64,12 @@ class Leaf:
     def scored(self) -> TokenArray:
         """The tokens of the text to score: those at the positions behind the prompt. Empty for a completion to generate."""
         return self.request.texts[self.choice] if self.request.texts else _NONE
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is a completion that an earlier run brought to its end."""
+        begun = self.request.begun.get(self.choice)
+        return begun is not None and bool(begun.finish_reason)
 
     @property
     def max_kv_tokens(self) -> int:

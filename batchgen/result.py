@@ -27,7 +27,7 @@ class Completion:
     text: str | None
     """The answer alone, of a model that marks its thoughts; None where it was cut inside of them."""
     finish_reason: str
-    """stop, length, timeout or cancelled"""
+    """stop, length, timeout or cancelled; empty for a completion that is under way"""
     reasoning: str | None = None
     """The thoughts before the answer; None where there are none."""
     token_ids: tuple[int, ...] = ()
@@ -73,6 +73,14 @@ class Result:
     score: Score | None = None
     error_type: str | None = None
     error_message: str | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `stop` (of several completions the first of these), or `scored`."""
+        if self.error_type is not None:
+            return "error"
+        reasons = {self.finish_reason, *(c.finish_reason for c in self.completions)}
+        return next((reason for reason in ("timeout", "cancelled", "length", "stop") if reason in reasons), "scored")
 
     @classmethod
     def failed(cls, row: int, error: RowError, prompt_tokens: int = 0) -> Result:

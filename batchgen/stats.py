@@ -7,6 +7,7 @@ import platform
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputError, UsageError
+from batchgen.result import Result
 
 SCHEMA = "batchgen.stats/1"
 
@@ -54,7 +56,10 @@ def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(**sums | {"forward_seconds": sums["forward_seconds"] / max(1, len(engines))})
 
 
-_RESUMED = ("rows_resumed", "resumed_failed", "resumed_prompt_tokens", "resumed_completion_tokens")
+_RESUMED = (
+    "rows_resumed", "resumed_failed", "resumed_prompt_tokens", "resumed_completion_tokens", "resumed_truncated",
+    "resumed_reasons",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -63,12 +68,20 @@ class RunFigures:
 
     rows_ok: int = 0
     rows_failed: int = 0
+    rows_truncated: int = 0
+    """Rows whose prompt was cut to fit."""
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    """How many rows of this run ended for which reason (`Result.reason`)."""
     rows_resumed: int = 0
     """Rows whose result was taken from an earlier run."""
     resumed_failed: int = 0
     """Of those, the failed ones."""
     resumed_prompt_tokens: int = 0
     resumed_completion_tokens: int = 0
+    resumed_truncated: int = 0
+    resumed_reasons: Counter[str] = field(default_factory=Counter)
+    begun_tokens: int = 0
+    """Completion tokens of this run's rows that earlier runs had generated."""
     prompt_tokens: int = 0
     """Prompt tokens of this run's rows, each row's counted whole; of failed rows none are run and none counted."""
     completion_tokens: int = 0
@@ -89,6 +102,11 @@ class RunFigures:
     def failed(self) -> int:
         return self.rows_failed + self.resumed_failed
 
+    @property
+    def all_reasons(self) -> Counter[str]:
+        """How many rows ended for which reason, in this run or an earlier one."""
+        return self.finish_reasons + self.resumed_reasons
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Adds the time spent inside to `seconds[name]`."""
@@ -98,29 +116,36 @@ class RunFigures:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def count(self, *, failed: bool, prompt_tokens: int, completion_tokens: int) -> None:
+    def count(self, result: Result) -> None:
         """One more row of this run is done."""
+        failed = result.error_type is not None
         self.rows_failed += failed
         self.rows_ok += not failed
-        self.prompt_tokens += 0 if failed else prompt_tokens
-        self.completion_tokens += completion_tokens
+        self.rows_truncated += result.truncated
+        self.finish_reasons[result.reason] += 1
+        self.prompt_tokens += 0 if failed else result.prompt_tokens
+        self.completion_tokens += result.completion_tokens
+
+    def count_resumed(self, result: Result) -> None:
+        """One more row was taken from an earlier run."""
+        failed = result.error_type is not None
+        self.rows_resumed += 1
+        self.resumed_failed += failed
+        self.resumed_truncated += result.truncated
+        self.resumed_reasons[result.reason] += 1
+        self.resumed_prompt_tokens += 0 if failed else result.prompt_tokens
+        self.resumed_completion_tokens += result.completion_tokens
 
     @property
-    def resumed(self) -> dict[str, int]:
+    def resumed(self) -> dict[str, Any]:
         """What was counted of the rows that came from earlier runs."""
         return {name: getattr(self, name) for name in _RESUMED}
 
     @resumed.setter
-    def resumed(self, counts: Mapping[str, int]) -> None:
+    def resumed(self, counts: Mapping[str, Any]) -> None:
         for name in _RESUMED:
             setattr(self, name, counts[name])
-
-    def count_resumed(self, *, failed: bool, prompt_tokens: int, completion_tokens: int) -> None:
-        """One more row was taken from an earlier run."""
-        self.rows_resumed += 1
-        self.resumed_failed += failed
-        self.resumed_prompt_tokens += 0 if failed else prompt_tokens
-        self.resumed_completion_tokens += completion_tokens
+        self.resumed_reasons = Counter(counts["resumed_reasons"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +173,8 @@ def figures(
         "rows_ok": run.rows_ok,
         "rows_failed": run.rows_failed,
         "rows_resumed": run.rows_resumed,
+        "rows_truncated": run.rows_truncated,
+        "finish_reasons": _reasons(run.finish_reasons),
         "prompt_tokens": run.prompt_tokens,
         "prefill_tokens": engine.prefill_tokens,
         "prefill_tokens_min": prefill_min,
@@ -200,12 +227,19 @@ def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, A
         "rows": stats["rows"] + run.rows_resumed,
         "rows_ok": run.rows_ok + run.rows_resumed - run.resumed_failed,
         "rows_failed": run.rows_failed + run.resumed_failed,
+        "rows_truncated": run.rows_truncated + run.resumed_truncated,
+        "finish_reasons": _reasons(run.all_reasons),
         "prompt_tokens": run.prompt_tokens + run.resumed_prompt_tokens,
-        "completion_tokens": stats["completion_tokens"] + run.resumed_completion_tokens,
+        "completion_tokens": stats["completion_tokens"] + run.begun_tokens + run.resumed_completion_tokens,
         **{name: earlier.get(name, 0) + stats[name] for name in _SUMMED},
         **{name: max(earlier.get(name, 0), stats[name]) for name in _LARGEST},
         "seconds": {name: round(seconds.get(name, 0.0) + value, 4) for name, value in stats["seconds"].items()},
     }
+
+
+def _reasons(counts: Counter[str]) -> dict[str, int]:
+    """The documented reasons always, others if there are any."""
+    return dict.fromkeys(("stop", "length", "timeout", "error"), 0) | {k: n for k, n in sorted(counts.items()) if n}
 
 
 def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:

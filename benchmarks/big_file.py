@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from batchgen.errors import UsageError
+from batchgen.jobs.status import job_status
 from benchmarks.machine import machine_facts
 from benchmarks.models import tiny_model_folder
 
@@ -43,9 +45,17 @@ def peak_mib(pid: int) -> int:
     return 0
 
 
-def run_killed(command: list[str], journal: Path, seconds: float) -> dict[str, Any]:
-    """Starts the command, kills it so long after the journal has grown, and says what was seen."""
-    before = journal.stat().st_size if journal.exists() else 0
+def results_of(output: str) -> int:
+    """Results that the job's folder has."""
+    try:
+        return job_status(output)["results"] or 0
+    except UsageError:
+        return 0
+
+
+def run_killed(command: list[str], output: str, seconds: float) -> dict[str, Any]:
+    """Starts the command, kills it so long after its first result, and says what was seen."""
+    before = 0 if "--overwrite" in command else results_of(output)
     began = time.perf_counter()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     first = None
@@ -53,17 +63,17 @@ def run_killed(command: list[str], journal: Path, seconds: float) -> dict[str, A
     while process.poll() is None:
         now = time.perf_counter()
         peak = max(peak, peak_mib(process.pid))
-        if first is None and journal.exists() and journal.stat().st_size > before:
+        if first is None and results_of(output) > before:
             first = now - began
         if first is not None and now - began > first + seconds:
             process.send_signal(signal.SIGKILL)
             break
         time.sleep(0.5)
     _, err = process.communicate()
-    grown = journal.stat().st_size - before if journal.exists() else 0
+    grown = results_of(output) - before
     return {
         "seconds_to_first_result": first,
-        "journal_bytes_written": grown,
+        "results_written": grown,
         "peak_mib": peak,
         "returncode": process.returncode,
         "last_line": err.splitlines()[-1:] if err else [],
@@ -101,11 +111,10 @@ def main() -> None:
         result["plan"] = planned([*batchgen, "plan", str(path), "-m", model, "--max-tokens", "1", "--json"])
         print(json.dumps(result["plan"]), flush=True)
     run = [*batchgen, "run", str(path), "-m", model, "-o", str(output), "--max-tokens", "1"]
-    journal = Path(f"{output}.job") / "journal"
-    result["first"] = run_killed([*run, "--overwrite"], journal, given.seconds)
+    result["first"] = run_killed([*run, "--overwrite"], str(output), given.seconds)
     print(json.dumps(result["first"]), flush=True)
-    result["resumed"] = run_killed(run, journal, given.seconds)
-    result["journal_lines"] = sum(1 for _ in journal.open("rb")) if journal.exists() else None
+    result["resumed"] = run_killed(run, str(output), given.seconds)
+    result["results"] = results_of(str(output))
     result["folder_bytes"] = sum(
         os.path.getsize(Path(at) / name) for at, _, names in os.walk(f"{output}.job") for name in names
     )

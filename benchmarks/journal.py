@@ -1,8 +1,8 @@
-"""What keeping a job costs: the share of a run that goes into its folder (keys, journal, index, output), beside the whole.
+"""What keeping a job costs: the share of a run that goes into its folder (keys, results, output), beside the whole.
 
     python -m benchmarks.journal --workloads shared-prefix few-shot
 
-The 30m model; the methods of the job's folder are timed in the run itself. Every row is in the journal as it is done, and synced every second.
+The 30m model; the methods of the job's folder are timed in the run itself. Every result is committed as it comes, and synced every second.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
-from batchgen.records import JobFolder
+from batchgen.jobs.job_folder import JobFolder
 from benchmarks.machine import machine_facts
 from benchmarks.models import model_folder
 from benchmarks.workloads import workload_file
 
-TIMED = ("occurrences", "stored", "append", "write", "flush", "finish")
+TIMED = ("occurrences", "stored", "add_rows", "append", "keep_under_way", "write", "flush", "finish")
 TOKENS = {"shared-prefix": 64, "few-shot": 4}
 
 

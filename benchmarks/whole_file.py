@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
-from batchgen.progress import Silent
+from batchgen.progress import Silent, Snapshot
 from batchgen.prompts import PromptBuilder, load_tokenizer
 from batchgen.records import open_input, windows
 from benchmarks.machine import machine_facts
@@ -66,8 +66,9 @@ class Phases(Silent):
     def __init__(self) -> None:
         self.began: list[tuple[str, float]] = []
 
-    def phase(self, name: str) -> None:
-        self.began.append((name, time.perf_counter()))
+    def update(self, now: Snapshot) -> None:
+        if not self.began or self.began[-1][0] != now.phase:
+            self.began.append((now.phase, time.perf_counter()))
 
     def seconds(self, name: str) -> float:
         """From the first time it began to the next phase."""

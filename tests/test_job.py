@@ -11,7 +11,7 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.errors import InputCorrupt, Interrupted, OutputLocked, TooManyErrors, UsageError
-from batchgen.progress import Silent
+from batchgen.progress import Silent, Snapshot
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 Rows = list[dict[str, Any]]
@@ -46,17 +46,16 @@ class Recorder(Silent):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def phase(self, name: str) -> None:
-        self.phases.append(name)
-
-    def rows(self, done: int, failed: int, total: int | None) -> None:
-        self.counts.append((done, failed, total))
-        if done == self._at:
+    def update(self, now: Snapshot) -> None:
+        if not self.phases or self.phases[-1] != now.phase:
+            self.phases.append(now.phase)
+        self.spent = (now.prompt_tokens, now.completion_tokens)
+        count = (now.rows_done, now.rows_failed, now.rows_total)
+        if now.rows_done and (not self.counts or self.counts[-1] != count):
+            self.counts.append(count)
+        if now.rows_done == self._at:
             self._at = -1
             self._action()
-
-    def tokens(self, prompt: int, completion: int) -> None:
-        self.spent = (prompt, completion)
 
 
 def killed(signum: int) -> Callable[[], None]:
@@ -316,7 +315,7 @@ def test_other_settings_are_refused_in_words(
     with pytest.raises(UsageError) as error:
         run_job(config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=4, temperature=0.5)))
     assert str(error.value) == (
-        f"{report.output} was made with other settings: temperature was 0, is 0.5; use --overwrite to start anew, or another -o"
+        f"{report.output} was made with other settings: temperature was 0, is 0.5; use --overwrite to start again, or another -o"
     )
     with pytest.raises(UsageError, match=r"was made with other settings: model file .*; chat was false, is true"):
         run_job(config_of(tiny_chat_model_dir, source))

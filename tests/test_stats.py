@@ -1,11 +1,13 @@
 """Figures: exact values of a small run, and sums over a job's runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from batchgen.errors import OutputError, UsageError
+from batchgen.errors import OutputError, RowError, UsageError
+from batchgen.result import Result
 from batchgen.stats import (
     EngineStats,
     RunFigures,
@@ -18,7 +20,8 @@ from batchgen.stats import (
 )
 
 NAMES = [
-    "schema", "rows", "rows_ok", "rows_failed", "rows_resumed", "prompt_tokens", "prefill_tokens", "prefill_tokens_min",
+    "schema", "rows", "rows_ok", "rows_failed", "rows_resumed", "rows_truncated", "finish_reasons",
+    "prompt_tokens", "prefill_tokens", "prefill_tokens_min",
     "recomputed_tokens", "scored_tokens", "prefill_efficiency", "shared_fraction", "completion_tokens",
     "completion_tokens_per_s", "total_tokens_per_s", "rows_per_s", "seconds", "steps", "mean_decode_batch",
     "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak", "memory_bytes_peak", "groups",
@@ -27,12 +30,16 @@ NAMES = [
 SETTING = Setting(model="m", dtype="float32", device="cpu", attention="cascade")
 
 
+DONE = Result(row=0, text="x", finish_reason="stop", prompt_tokens=20, completion_tokens=5)
+FAILED = Result.failed(0, RowError("does_not_fit", "too big"), prompt_tokens=1000)
+
+
 def run_of(rows: int, failed: int = 0) -> RunFigures:
     run = RunFigures(prefill_tokens_min=40, groups=2, prefix_nodes=3)
     for _ in range(rows):
-        run.count(failed=False, prompt_tokens=20, completion_tokens=5)
+        run.count(DONE)
     for _ in range(failed):
-        run.count(failed=True, prompt_tokens=1000, completion_tokens=0)
+        run.count(FAILED)
     run.seconds["generate"] = 2.0
     return run
 
@@ -60,6 +67,7 @@ def test_figures_of_a_run_are_exact() -> None:
     stats = figures(run_of(10, failed=2), engine_of(), SETTING)
     assert stats["schema"] == "batchgen.stats/1"
     assert (stats["rows"], stats["rows_ok"], stats["rows_failed"], stats["rows_resumed"]) == (12, 10, 2, 0)
+    assert stats["finish_reasons"] == {"stop": 10, "length": 0, "timeout": 0, "error": 2}
     assert stats["prompt_tokens"] == 200  # those of failed rows were never run
     assert stats["prefill_efficiency"] == 0.8
     assert stats["shared_fraction"] == 0.75
@@ -91,13 +99,15 @@ def test_job_holds_the_sums_over_all_runs() -> None:
     first = figures(run_of(4, failed=1), engine_of(20), SETTING)
     second_run = run_of(6)
     for _ in range(4):
-        second_run.count_resumed(failed=False, prompt_tokens=20, completion_tokens=5)
-    second_run.count_resumed(failed=True, prompt_tokens=0, completion_tokens=0)
+        second_run.count_resumed(replace(DONE, finish_reason="length", truncated=True))
+    second_run.count_resumed(FAILED)
     second = figures(second_run, engine_of(30), SETTING, earlier=first)
     assert (second["rows"], second["rows_resumed"]) == (6, 5)
     job = second["job"]
     assert (job["runs"], job["rows"], job["rows_ok"], job["rows_failed"]) == (2, 11, 10, 1)
     assert (job["prompt_tokens"], job["completion_tokens"]) == (200, 50)
+    assert job["finish_reasons"] == {"stop": 6, "length": 4, "timeout": 0, "error": 1}
+    assert (second["rows_truncated"], job["rows_truncated"]) == (0, 4)
     assert (job["prefill_tokens"], job["steps"], job["preemptions"]) == (100, 20, 2)
     assert job["seconds"]["generate"] == 4.0
     assert job["kv_bytes_peak"] == 1000

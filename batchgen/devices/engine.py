@@ -37,7 +37,7 @@ from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import Leaf, Request
-from batchgen.result import Result
+from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats, side_by_side
 
 if TYPE_CHECKING:
@@ -76,6 +76,10 @@ class AnyEngine(Protocol):
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
     ) -> None: ...
     def run(self, stop: Callable[[], str | None] | None = None) -> None: ...
+    def under_way(self) -> dict[int, dict[int, Completion]]:
+        """What there is of completions of rows that are not done, by row and number; of devices in processes of their own as of a moment ago."""
+        ...
+
     def cancel(self, request: Request) -> None: ...
     def close(self) -> None:
         """Gives processes back, if it has any; it cannot be used any more."""
@@ -147,6 +151,7 @@ class _Worker:
     wish: str | None = None
     """The last it was told."""
     stats: EngineStats = field(default_factory=EngineStats)
+    under_way: dict[int, dict[int, Completion]] = field(default_factory=dict)
 
     @property
     def quiet(self) -> bool:
@@ -253,6 +258,10 @@ class Workers:
             if self._rows:
                 self._abandon()
 
+    def under_way(self) -> dict[int, dict[int, Completion]]:
+        """What there is of completions of rows that are not done, as the processes told it last."""
+        return {row: begun for worker in self._workers for row, begun in worker.under_way.items() if row in self._rows}
+
     def cancel(self, request: Request) -> None:
         """Ends a request where it stands, if it is not done. Any thread may call this."""
         self._to_cancel.append(request.row)
@@ -330,6 +339,8 @@ class Workers:
             worker.batch_size = message.batch_size
         elif isinstance(message, Report):
             worker.heard, worker.idle, worker.stats = message.heard, message.idle, message.stats
+            if message.under_way is not None:
+                worker.under_way = message.under_way
             for note in message.notes:
                 self._note(note)
             for number, completion, token in message.tokens:

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import BatchgenError
 from batchgen.request import Request
-from batchgen.result import Result
+from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats
 
 
@@ -126,6 +126,8 @@ class Report:
     notes: tuple[str, ...]
     stats: EngineStats
     """Since the beginning."""
+    under_way: dict[int, dict[int, Completion]] | None = None
+    """`Engine.under_way`, now and then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from batchgen.collector import few_collections
 from batchgen.devices.engine import engine_here, use_threads
 from batchgen.devices.transport import Cancel, Channel, Failed, Ready, Report, Setup, Stop, Work
-from batchgen.errors import BatchgenError, DevicesLost
-from batchgen.guards import few_collections, memory_errors
+from batchgen.errors import BatchgenError, DevicesLost, memory_errors
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import quiet
@@ -43,6 +43,8 @@ def take_device(device: str) -> None:
 
 REPORT_SECONDS = 0.02
 """Between two reports while it runs."""
+UNDER_WAY_SECONDS = 1.0
+"""Between two reports that have the completions under way."""
 PARENT_SECONDS = 5.0
 LAST_WORDS_SECONDS = 5.0
 
@@ -104,7 +106,7 @@ class _Worker:
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._heard = 0
         self._wish: str | None = None
-        self._reported = 0.0
+        self._reported = self._told_under_way = 0.0
         self._requests: dict[int, Request] = {}
         """By row."""
         self._results: list[Result] = []
@@ -193,8 +195,12 @@ class _Worker:
     def _report(self, *, idle: bool) -> None:
         engine = self._engine
         stats = replace(engine.stats, process_bytes_peak=memory_bytes_peak())
+        under_way = None
+        if idle or time.monotonic() - self._told_under_way >= UNDER_WAY_SECONDS:
+            under_way = engine.under_way()
+            self._told_under_way = time.monotonic()
         self._channel.send(
-            Report(self._heard, idle, tuple(self._results), tuple(self._tokens), tuple(engine.notes), stats)
+            Report(self._heard, idle, tuple(self._results), tuple(self._tokens), tuple(engine.notes), stats, under_way)
         )
         self._results.clear()
         self._tokens.clear()

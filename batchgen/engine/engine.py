@@ -23,7 +23,7 @@ from batchgen.model.runner import Runner
 from batchgen.prefix import PrefixPlan
 from batchgen.prompts.thinking import ThinkingFormat
 from batchgen.request import Leaf, Request
-from batchgen.result import Result
+from batchgen.result import Completion, Result
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.stopping import Detokenizer, Stopper
@@ -174,7 +174,8 @@ class Engine:
         unfit: dict[Request, Leaf] = {
             leaf.request: leaf for leaf in ordered if self.sizes.blocks_for(leaf) > self.sizes.num_blocks
         }
-        window = self.scheduler.load(ordered, plan, [i for i, leaf in enumerate(ordered) if leaf.request in unfit])
+        ended = [i for i, leaf in enumerate(ordered) if leaf.request in unfit or leaf.ended]
+        window = self.scheduler.load(ordered, plan, ended)
         self.results.add(window, on_result, on_token)
         for request, leaf in unfit.items():
             result = Result.failed(request.row, self.sizes.does_not_fit(leaf), len(request.tokens))
@@ -241,6 +242,10 @@ class Engine:
     def waiting(self) -> int:
         """Leaves that are not done and do not run."""
         return self.scheduler.unfinished - len(self.scheduler.running)
+
+    def under_way(self) -> dict[int, dict[int, Completion]]:
+        """What there is of completions of rows that are not done, by row and number: as `Request.begun` they are continued exactly."""
+        return self.results.under_way()
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, if it is not done by then: what it has is its result. Any thread may call this."""

@@ -121,7 +121,9 @@ class ResultAssembler:
         for place, leaf in enumerate(window.leaves):
             if place not in window.ended:
                 if leaf.request not in self._rows:
-                    self._rows[leaf.request] = RequestState(leaf.request, on_result, on_token, window)
+                    row = RequestState(leaf.request, on_result, on_token, window)
+                    row.completions = {n: c for n, c in leaf.request.begun.items() if c.finish_reason}
+                    self._rows[leaf.request] = row
                 self._rows[leaf.request].places[leaf.choice] = place
 
     def update(self, update: SequenceUpdate) -> None:
@@ -165,6 +167,21 @@ class ResultAssembler:
         self.end_cancelled()
         while self.overdue:
             self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
+
+    def under_way(self) -> dict[int, dict[int, Completion]]:
+        """What there is of completions of rows that are not done: by row, and by number of the completion. Those under way have no text yet."""
+        found = {}
+        for row in self._rows.values():
+            # Of a completion with thoughts their number of tokens would be lost: it is generated again.
+            begun = {choice: c for choice, c in row.completions.items() if c.reasoning is None}
+            for choice, place in row.places.items():
+                w = row.window
+                seq = w.running.get(place) or w.finishing.get(place) or w.returning.get(place)
+                if choice not in row.completions and seq is not None and seq.generated:
+                    begun[choice] = self._completion(row, seq, "")
+            if begun:
+                found[row.request.row] = begun
+        return found
 
     def clear(self) -> None:
         """Forgets all rows: the job is being interrupted."""
@@ -211,9 +228,13 @@ class ResultAssembler:
     def _completion(self, row: RequestState, seq: GenerationSequence, reason: str) -> Completion:
         logprobs = None
         if seq.request.params.logprobs is not None:
-            logprobs = _token_logprobs(self._piece, seq.logprobs, seq.generated)
+            earlier = seq.request.begun.get(seq.leaf.choice)
+            logprobs = (earlier and earlier.logprobs) or ()
+            # Of a completion that could not be continued none were kept.
+            logprobs = logprobs if len(logprobs) + len(seq.logprobs) == len(seq.generated) else ()
+            logprobs += _token_logprobs(self._piece, seq.logprobs, seq.generated[len(logprobs) :])
         stops = seq.stops
-        if stops is None:
+        if stops is None or not reason:
             return Completion(text="", finish_reason=reason, token_ids=tuple(seq.generated), logprobs=logprobs)
         row.reasoning_tokens += stops.reasoning_tokens
         return Completion(

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from batchgen.jobs.disk import reading, writing
 from batchgen.prefix.order import common_length, depth_first_order, token_key
-from batchgen.records.disk import reading, writing
 from batchgen.records.writers import DigestFile
 from batchgen.request import Request, TokenArray
 from batchgen.sampling_params import SamplingParams

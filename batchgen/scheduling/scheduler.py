@@ -219,6 +219,17 @@ class Admission:
                 self._running.prefilling[span] = None
                 budget.slice(span)
 
+    def bring_back(self, w: Window, i: int, tokens: Iterable[int]) -> None:
+        """Leaf i continues after these tokens, as a preempted sequence does."""
+        seq = self._sequence(w, i)
+        assert seq.stops is not None
+        for token in tokens:
+            if seq.stops.append(token) is not None:
+                return  # it had ended, and that was not kept: it starts from its prompt
+            seq.generated.append(token)
+        seq.state = State.PREEMPTED
+        w.returning[i] = seq
+
     def clear(self, path: bool) -> None:
         """Gives up all nodes but the parent of what comes next and, with `path`, those above it."""
         top = self._running.queue.top
@@ -326,6 +337,9 @@ class Scheduler:
         self.block_manager.match(w)
         for i in unfit:
             self._running.drop_leaf(w, i)
+        for i, leaf in enumerate(leaves):
+            if leaf.choice in leaf.request.begun and i not in w.ended:
+                self._admission.bring_back(w, i, leaf.request.begun[leaf.choice].token_ids)
         if w.left:
             self._running.queue.push(w.cursors[-1])
         return w

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
-from batchgen.progress import GENERATING, Counts
+from batchgen.progress import GENERATING, Snapshot
 from batchgen_cli.stderr import Stderr, Stream, event, printable, put
 
 REFRESH_SECONDS = 0.2
@@ -26,6 +26,13 @@ _LEAST_BAR = 8
 def share(done: int, total: int) -> int:
     """In per cent; 100 only when all are done."""
     return 100 * done // total if total else 100
+
+
+def percent(now: Snapshot) -> int:
+    """Of the work of this phase, the tokens of unfinished rows included; 100 only when all rows are done."""
+    if now.rows_passed is not None or now.rows_total in (None, 0) or now.rows_done == now.rows_total:
+        return share(now.rows_done if now.rows_passed is None else now.rows_passed, now.rows_total or 0)
+    return min(99, int(100 * (now.share or 0.0)))
 
 
 def duration(seconds: float) -> str:
@@ -46,15 +53,23 @@ def speed(tokens_per_second: float, rows_per_second: float) -> str:
     return f"{rows_per_second:,.0f} rows/s" if rows_per_second >= 10 else f"{rows_per_second:.1f} rows/s"
 
 
-class Notes(Counts):
+class Notes:
     """Shows notes and nothing else; and the lines of libraries (`Relay`), as every kind does."""
 
     def __init__(self, stream: Stream, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
-        self.stream = stream
+        self.stream, self.clock = stream, clock
+        self.now = Snapshot()
 
     def note(self, text: str) -> None:
         self.write(f"batchgen: {text}")
+
+    def update(self, now: Snapshot) -> None:
+        new_phase = now.phase != self.now.phase
+        self.now = now
+        self.show(new_phase=new_phase)
+
+    def show(self, *, new_phase: bool) -> None:
+        """Called at every change, many times a second."""
 
     def write(self, line: str) -> None:
         put(printable(line), self.stream)
@@ -62,16 +77,17 @@ class Notes(Counts):
     def close(self) -> None: ...
 
     def facts(self) -> list[str]:
-        """How fast, and what is left: the most wanted first."""
-        if self.rows_passed is not None:
-            return [speed(0, self.rows_per_second)]
+        """Speed and time left, the most useful first."""
+        now = self.now
+        if now.rows_passed is not None:
+            return [speed(0, now.rows_per_s)]
         facts = []
-        if self.seconds_left is not None:
-            facts.append(f"{duration(self.seconds_left)} left")
-        if self.rows_failed:
-            facts.append(f"{self.rows_failed:,} failed")
-        if self.generating_seconds:
-            facts.append(speed(self.tokens_per_second, self.rows_per_second))
+        if now.seconds_left is not None:
+            facts.append(f"{duration(now.seconds_left)} left")
+        if now.rows_failed:
+            facts.append(f"{now.rows_failed:,} failed")
+        if now.completion_tokens_per_s or now.rows_per_s or now.phase == GENERATING:
+            facts.append(speed(now.completion_tokens_per_s, now.rows_per_s))
         return facts
 
 
@@ -91,19 +107,16 @@ class Lines(Notes):
         self._every = every
         self._last = clock()
 
-    def phase(self, name: str) -> None:
-        if name != self.name and name in SILENT_PHASES:
-            self.write(f"batchgen: {name}")
-        super().phase(name)
-
-    def changed(self) -> None:
-        now = self.clock()
-        if now - self._last < self._every:
+    def show(self, *, new_phase: bool) -> None:
+        now = self.now
+        if new_phase and now.phase in SILENT_PHASES:
+            self.write(f"batchgen: {now.phase}")
+        if new_phase or self.clock() - self._last < self._every:
             return
-        self._last = now
-        phase = "" if self.name == GENERATING else f"{self.name}, "
-        count = self.rows_done if self.rows_passed is None else self.rows_passed
-        of = "" if self.total is None else f" of {self.total:,} ({share(count, self.total)}%)"
+        self._last = self.clock()
+        phase = "" if now.phase == GENERATING else f"{now.phase}, "
+        count = now.rows_done if now.rows_passed is None else now.rows_passed
+        of = "" if now.rows_total is None else f" of {now.rows_total:,} ({percent(now)}%)"
         self.write(f"batchgen: {phase}{', '.join((f'{count:,} rows{of}', *self.facts()))}")
 
 
@@ -126,16 +139,14 @@ class Events(Notes):
         if self._notes:
             put(event("note", text=text), self.stream)
 
-    def phase(self, name: str) -> None:
-        if name != self.name and self._every is not None:
-            put(event("phase", phase=name), self.stream)
-        super().phase(name)
-
-    def changed(self) -> None:
-        now = self.clock()
-        if self._every is not None and now - self._last >= self._every:
-            self._last = now
-            put(event("progress", **self.figures()), self.stream)
+    def show(self, *, new_phase: bool) -> None:
+        if self._every is None:
+            return
+        if new_phase:
+            put(event("phase", phase=self.now.phase), self.stream)
+        elif self.clock() - self._last >= self._every:
+            self._last = self.clock()
+            put(event("progress", **self.now.figures()), self.stream)
 
     def write(self, line: str) -> None:
         put(event("log", text=line), self.stream)
@@ -153,14 +164,8 @@ class Bar(Notes):
         self._drawn = 0.0
         self._drawing = threading.RLock()  # a library's thread may write a line
 
-    def phase(self, name: str) -> None:
-        new = name != self.name
-        super().phase(name)
-        if new:
-            self._draw()
-
-    def changed(self) -> None:
-        if self.clock() - self._drawn >= REFRESH_SECONDS:
+    def show(self, *, new_phase: bool) -> None:
+        if new_phase or self.clock() - self._drawn >= REFRESH_SECONDS:
             self._draw()
 
     def write(self, line: str) -> None:
@@ -179,21 +184,25 @@ class Bar(Notes):
             self._drawn = self.clock()
             bar, width = self._bar, self._terminal.width(80)
             bar.ncols = width
-            bar.n = self.rows_done if self.rows_passed is None else self.rows_passed
-            bar.total = self.total
+            now = self.now
+            # The bar moves by tokens: what unfinished rows have counts in rows.
+            bar.n = now.rows_done + now.rows_under_way if now.rows_passed is None else now.rows_passed
+            bar.total = now.rows_total
             # Two columns for the ^C that a terminal shows: it would wrap, and leave the bar behind on the line above.
             bar.bar_format = self._layout(width - 3)
             bar.refresh()
 
     def _layout(self, width: int) -> str:
         """The line, with `{bar}` for what tqdm draws; what does not fit is left out whole: half a number would be another one."""
-        name, count, total = printable(self.name), self._bar.n, self.total
-        nothing_yet = self.rows_passed is None and count in (0, total)
-        if nothing_yet and self.name != GENERATING:
+        now = self.now
+        name, total = printable(now.phase), now.rows_total
+        count = now.rows_done if now.rows_passed is None else now.rows_passed
+        nothing_yet = now.rows_passed is None and count in (0, total)
+        if nothing_yet and now.phase != GENERATING:
             return _literal(f"{name}…"[:width])
         if total is None:
             return _literal(_fitting(f"{name}: {count:,} rows", self.facts(), width)[:width])
-        head = f"{name}: {share(count, total):3d}%"
+        head = f"{name}: {percent(now):3d}%"
         room = width - len(head)
         facts = self.facts()
         tail = _fitting(

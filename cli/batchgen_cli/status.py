@@ -35,7 +35,7 @@ class StatusCommand(Command):
 
 
 def _status(output: str, work_dir: str | None, *, as_json: bool) -> int:
-    from batchgen.progress import job_status
+    from batchgen.jobs.status import job_status
 
     found = job_status(output, work_dir)
     if as_json:
@@ -55,6 +55,8 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
         lines.append(("phase", f"{'' if running else 'it was at '}{found['phase']}{passed}"))
     if found["rows_done"] is not None:
         lines.append(("rows", _rows(found)))
+    if reasons := {name: n for name, n in (found["finish_reasons"] or {}).items() if n}:
+        lines.append(("ended", ", ".join(f"{n:,} {name}" for name, n in reasons.items())))
     if found["completion_tokens"] is not None:
         at = speed(found["completion_tokens_per_s"] or 0.0, found["rows_per_s"] or 0.0)
         prompts = f"{found['prompt_tokens']:,} of prompts, {found['completion_tokens']:,} of completions"

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from batchgen.jobs.results import read_facts
+
 Cli = Callable[..., Any]
 SAMPLE = Path(__file__).parents[2] / "sample_data"
 
@@ -62,8 +64,7 @@ def test_the_sample_is_answered_as_by_one_process_and_no_process_outlives_a_kill
     two = ("--device", "cpu:0,1", "--batch-size", "4", "--flush-every", "0")
     assert start("one.jsonl").wait(300) == 0
     process = start("two.jsonl", *two)
-    journal = tmp_path / "two.jsonl.job" / "journal"
-    while not (journal.exists() and journal.stat().st_size > 1000):
+    while (read_facts(tmp_path / "two.jsonl.job", ())[1] or 0) < 4:
         assert process.poll() is None
         time.sleep(0.01)
     workers = workers_of(process.pid)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from batchgen.jobs.results import read_facts
+
 ROWS = 400
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -34,9 +36,9 @@ def start(command: list[str], command_environment: dict[str, str], tiny_model_di
 SLOWLY = ("--batch-size", "1", "--max-tokens", "100", "--ignore-eos", "--flush-every", "0")
 
 
-def wait_for_results(process: "subprocess.Popen[str]", journal: Path) -> None:
+def wait_for_results(process: "subprocess.Popen[str]", output: Path) -> None:
     end = time.monotonic() + 90
-    while not (journal.exists() and journal.stat().st_size > 1000):
+    while (read_facts(Path(f"{output}.job"), ())[1] or 0) < 4:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < end, "no results came"
         time.sleep(0.02)
@@ -55,7 +57,7 @@ def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
     signum: int, code: int, start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     process = start(slow_job, *SLOWLY)
-    wait_for_results(process, tmp_path / "prompts.out.jsonl.job" / "journal")
+    wait_for_results(process, tmp_path / "prompts.out.jsonl")
     process.send_signal(signum)
     out, err = process.communicate(timeout=60)
     name = signal.Signals(signum).name
@@ -78,7 +80,7 @@ def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
 def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
     source = write_jsonl({"prompt": f"row {i}"} for i in range(30))
     process = start(source, *SLOWLY, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    wait_for_results(process, tmp_path / "prompts.out.jsonl.job" / "journal")
+    wait_for_results(process, tmp_path / "prompts.out.jsonl")
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=90)
     assert process.returncode == 0
@@ -89,7 +91,7 @@ def test_a_second_run_on_the_same_output_is_refused_at_once_and_the_first_goes_o
     start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     process = start(slow_job, *SLOWLY)
-    wait_for_results(process, tmp_path / "prompts.out.jsonl.job" / "journal")
+    wait_for_results(process, tmp_path / "prompts.out.jsonl")
     outcome = cli("run", slow_job, "-m", tiny_model_dir, *SLOWLY)
     assert outcome.code == 75
     output = tmp_path / "prompts.out.jsonl"
@@ -107,7 +109,7 @@ def test_a_killed_run_goes_on_where_it_was(
     start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     process = start(slow_job, *SLOWLY)
-    wait_for_results(process, tmp_path / "prompts.out.jsonl.job" / "journal")
+    wait_for_results(process, tmp_path / "prompts.out.jsonl")
     process.kill()
     process.communicate(timeout=60)
     stats = tmp_path / "stats.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.harness import TINY_SPOOL, Case, Job, Running, Runs, journal_keys, write_common_input
+from support.harness import TINY_SPOOL, Case, Job, Running, Runs, stored_keys, write_common_input
 
 TWO = ("--device", "cpu:0,1")
 LONG = ("--max-tokens", "240", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")
@@ -44,7 +44,7 @@ def long_job(runs: Runs, tmp_path: Path) -> Job:
 
 def in_the_middle(job: Job, quiet: bool = True) -> tuple[Running, list[int]]:
     running = job.start(quiet=quiet)
-    until(lambda: len(journal_keys(job.job_folder)) > 2, running)
+    until(lambda: len(stored_keys(job.job_folder)) > 2, running)
     workers = running.workers()
     assert len(workers) == 2
     return running, workers
@@ -85,7 +85,7 @@ def test_when_a_devices_process_is_killed_the_other_does_its_rows(long_job: Job)
 def test_when_all_of_them_are_killed_the_job_fails_and_goes_on_later(long_job: Job) -> None:
     running, workers = in_the_middle(long_job)
     os.kill(running.pid, signal.SIGSTOP)  # so that it learns of both at once
-    kept = journal_keys(long_job.job_folder)
+    kept = stored_keys(long_job.job_folder)
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     os.kill(running.pid, signal.SIGCONT)
@@ -94,7 +94,7 @@ def test_when_all_of_them_are_killed_the_job_fails_and_goes_on_later(long_job: J
     assert ended.error in (
         f"the process of cpu:{i} ended (SIGKILL); run the same command again to go on" for i in (0, 1)
     )
-    now = journal_keys(long_job.job_folder)
+    now = stored_keys(long_job.job_folder)
     assert now[: len(kept)] == kept
     assert len(set(now)) == len(now)
     assert long_job.go_on().code == long_job.case.code
@@ -106,7 +106,7 @@ def test_when_the_job_is_killed_no_process_stays_and_it_goes_on_later(long_job: 
     running.kill(signal.SIGKILL)
     assert running.wait().code == -9
     assert gone(workers)
-    kept = journal_keys(long_job.job_folder)
+    kept = stored_keys(long_job.job_folder)
     assert len(set(kept)) == len(kept) > 2
     long_job.check_output(finished=False)
     long_job.go_on()
@@ -126,7 +126,7 @@ def test_a_signal_to_all_of_them_is_the_jobs_to_answer(long_job: Job, signum: si
         f"interrupted by {signum.name}; run the same command again to go on",
     )
     assert gone(workers)
-    kept = journal_keys(long_job.job_folder)
+    kept = stored_keys(long_job.job_folder)
     assert len(set(kept)) == len(kept)
     if signum == signal.SIGTERM:  # what ran was finished
         assert len(kept) >= 2 + 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.harness import Job, Running, journal_keys, read_output
+from support.harness import Job, Running, read_output, stored_keys
 from support.params import slow_but
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="stops are seen in /proc")
@@ -44,7 +44,7 @@ def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_keeps_what_was_fi
     assert re.fullmatch(
         r"out\.jsonl\S* cannot be written: (File too large|disk I/O error); check the disk .+", ended.error
     )
-    kept = journal_keys(job.job_folder)
+    kept = stored_keys(job.job_folder)
     assert len(set(kept)) == len(kept)
     job.check_output(finished=False)
     job.go_on()
@@ -54,7 +54,7 @@ def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_keeps_what_was_fi
 @each
 def test_an_input_that_vanishes_while_it_is_worked_on_can_be_put_back(job: Job) -> None:
     job.prepare()
-    running = stopped_at(job, "write " + job.journal)
+    running = stopped_at(job, job.results)
     source = job.folder / "in.jsonl"
     source.rename(job.folder / "away")
     running.kill(signal.SIGCONT)
@@ -65,7 +65,7 @@ def test_an_input_that_vanishes_while_it_is_worked_on_can_be_put_back(job: Job) 
         job.check_output(finished=False)
     (job.folder / "away").rename(source)
     again = job.go_on()
-    assert "write " + job.journal not in again.calls, "what was finished was generated again"
+    assert job.results not in again.calls, "what was finished was generated again"
 
 
 @linux
@@ -74,7 +74,7 @@ def test_an_input_that_changes_while_it_is_worked_on_is_read_anew_by_the_next_ru
     job.prepare_changed()
     expected, changed = job.expected, (job.folder / "in.jsonl").read_bytes()
     job.prepare()
-    running = stopped_at(job, "write " + job.journal)
+    running = stopped_at(job, job.results)
     (job.folder / "in.jsonl").write_bytes(changed)
     running.kill(signal.SIGCONT)
     ended = running.wait()
@@ -85,7 +85,7 @@ def test_an_input_that_changes_while_it_is_worked_on_is_read_anew_by_the_next_ru
     assert not job.output.exists()
     job.expected = expected
     again = job.go_on()
-    assert again.calls.count("write " + job.journal) == 4, "the rows that were there before were generated again"
+    assert again.calls.count(job.results) == 4, "the rows that were there before were generated again"
 
 
 @linux
@@ -93,7 +93,7 @@ def test_an_input_that_changes_while_it_is_worked_on_is_read_anew_by_the_next_ru
 @pytest.mark.parametrize("what", ["job folder", "all"])
 def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what: str) -> None:
     job.prepare()
-    running = stopped_at(job, "write " + job.journal)
+    running = stopped_at(job, job.results)
     if what == "all":
         job.folder.rename(job.folder.with_name("gone"))
     else:
@@ -144,7 +144,7 @@ def test_standard_output_and_figures_that_do_not_fit_are_named(job: Job) -> None
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
 def test_a_second_run_is_refused_and_does_not_disturb_the_first(job: Job) -> None:
     job.prepare()
-    running = stopped_at(job, "write " + job.journal)
+    running = stopped_at(job, job.results)
     second = job.run()
     assert second.code == 75
     host = socket.gethostname()

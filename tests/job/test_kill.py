@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from support.harness import CASES, Job, journal_keys
+from support.harness import CASES, Job, stored_keys
 from support.params import slow_but
 
 KILLS = 3
@@ -26,7 +26,7 @@ def kill_at_random(job: Job, rng: random.Random) -> bool:
 
 
 def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
-    """Kills, one to three in a row, and what stays of the journal from one to the next; then the job's end."""
+    """Kills, one to three in a row, and what stays of the results from one to the next; then the job's end."""
     kills = 0
     while kills < wanted:
         job.reset()
@@ -37,7 +37,7 @@ def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
             job.check_output(finished=not killed)
             if not killed or job.is_in_place():
                 break
-            now = journal_keys(job.job_folder)
+            now = stored_keys(job.job_folder)
             assert len(set(now)) == len(now), "a row that was finished was generated again"
             assert now[: len(before)] == before, "a row that was finished was lost"
             before = now
@@ -66,7 +66,7 @@ def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, 
     met = 0
     for at in range(first + rng.randrange(every), len(calls) + 1, every):
         name = calls[at - 1].split()[0]
-        if name in ("open", "sqlite") or (how == "torn" and name != "write"):
+        if name == "open" or (how == "torn" and name != "write"):
             continue  # before an open all is as it was after the call before it
         job.reset()
         assert job.run(how=how, at=at).code == -9, calls[at - 1]

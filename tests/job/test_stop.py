@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from support.harness import CASES, Ended, Job, journal_keys
+from support.harness import CASES, Ended, Job, stored_keys
 from support.params import slow_but
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -24,7 +24,7 @@ def check_stopped(job: Job, ended: Ended, signum: signal.Signals) -> None:
     assert ended.code == 128 + signum, ended.err
     assert ended.err == f"batchgen: error: interrupted by {signum.name}; run the same command again to go on\n"
     assert not job.is_in_place()
-    keys = journal_keys(job.job_folder)
+    keys = stored_keys(job.job_folder)
     assert len(set(keys)) == len(keys)
 
 
@@ -64,7 +64,7 @@ def test_signals_at_random_moments_one_after_the_other_lose_no_row(job: Job) -> 
             job.prepare()
             kept = []
             continue
-        now = journal_keys(job.job_folder)
+        now = stored_keys(job.job_folder)
         assert now[: len(kept)] == kept
         kept = now
     job.go_on()
@@ -75,14 +75,14 @@ def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
     job.case = replace(job.case, options=(*job.case.options, "--grace", "600", "--max-tokens", "60", "--ignore-eos"))
     job.prepare()
     running = job.start()
-    while not journal_keys(job.job_folder) and not running.ended():
+    while not stored_keys(job.job_folder) and not running.ended():
         time.sleep(0.0005)
     running.kill(signal.SIGTERM)
     time.sleep(0.1)  # of two that are pending Python handles the one with the lower number first
     running.kill(signal.SIGHUP)
     ended = running.wait()
     assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to go on")
-    kept = journal_keys(job.job_folder)
+    kept = stored_keys(job.job_folder)
     assert len(set(kept)) == len(kept) > 0
     assert job.run().code == job.case.code
 

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.errors import UsageError
+from batchgen.jobs.target import open_target
 from batchgen.records import open_input
-from batchgen.records.target import open_target
 
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]
 JSONL = b'{"prompt": "one"}\n{"prompt": "two"}\n'

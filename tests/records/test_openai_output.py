@@ -11,11 +11,10 @@ import pytest
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.errors import RowError, UsageError
+from batchgen.jobs.reuse_output import results_of_output
 from batchgen.records import Row, output_row, row_form
-from batchgen.records.journal import decode
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm
-from batchgen.records.take_back import take_back
 from batchgen.result import Completion, Result, TokenLogprob
 
 MODEL = ModelConfig(model="tiny/llama")
@@ -217,10 +216,7 @@ def back(folder: Path, *records) -> dict[int, Result]:
     """The results taken back of an output of these records, by their place."""
     (folder / "o.jsonl").write_bytes(b"".join(to_json(record) + b"\n" for record in records))
     (folder / "keys").write_bytes(b"".join(bytes([i]) * 16 for i in range(1, len(records) + 1)))
-    taken = take_back(str(folder / "o.jsonl"), folder / "keys", folder / "journal")
-    lines = [decode(line) for line in (folder / "journal").read_bytes().splitlines(keepends=True)]
-    assert taken == len(lines)
-    return {key[0] - 1: result for key, result in lines}
+    return {key[0] - 1: result for key, result in results_of_output(str(folder / "o.jsonl"), folder / "keys")}
 
 
 @pytest.mark.parametrize("columns", [CHAT, RAW])

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.jobs.results import decode, encode
+from batchgen.jobs.reuse_output import is_held_whole, results_of_output
 from batchgen.records import Row, RowForm, open_input, output_row
-from batchgen.records.journal import decode, encode
-from batchgen.records.take_back import take_back
 from batchgen.records.writers import DEFAULT_LIMITS, DigestFile, GroupLimits, open_writer
 from batchgen.result import Completion, Result, Score, TokenLogprob
 
@@ -77,14 +77,14 @@ def written(folder, name, results, *, schema=None, token_ids=False, optional=(),
 
 
 def taken_back(folder, name, results, *, token_ids=True):
-    """The results that come back from an output of `results`, by their places in it."""
+    """The results that come back from an output of `results`, by their places in it: just those that are said to."""
     path = written(folder, name, results, token_ids=token_ids)
     keys = [bytes([i + 1]) * 16 for i in range(len(results))]
     (folder / "keys").write_bytes(b"".join(keys))
-    taken = take_back(str(path), folder / "keys", folder / "journal")
-    back = dict(decode(line) for line in (folder / "journal").read_bytes().splitlines(keepends=True))
-    assert len(back) == taken
-    return {keys.index(key): result for key, result in back.items()}
+    back = {keys.index(key): result for key, result in results_of_output(str(path), folder / "keys")}
+    form, kind = RowForm(token_ids=token_ids), name.rpartition(".")[2]
+    assert list(back) == [i for i, result in enumerate(results) if is_held_whole(result, form, kind)]
+    return back
 
 
 def test_completions_are_choices_in_order():
@@ -190,20 +190,23 @@ def test_rows_with_many_logprobs_make_small_row_groups(tmp_path):
     assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [2, 2, 1]
 
 
-def test_a_line_of_the_journal_with_all_parts_is_what_it_says():
-    scored = encode(KEY, SCORED)
-    body = (
-        b"000102030405060708090a0b0c0d0e0f "
+def stored(result):
+    """The result as it comes back from the database."""
+    value = encode(result)
+    return decode(KEY, value, zlib.crc32(KEY + value))
+
+
+def test_a_stored_result_is_readable_and_short():
+    assert encode(SCORED) == (
         b'{"text": null, "finish_reason": null, "prompt_tokens": 4, '
         b'"score": {"logprob": -12.25, "tokens": 5, "greedy": false}}'
     )
-    assert scored == b"%08x %b\n" % (zlib.crc32(body), body)
-    assert decode(scored) == (KEY, SCORED)
+    assert stored(SCORED) == SCORED
 
 
-def line_of(values):
-    body = KEY.hex().encode() + b" " + json.dumps(values).encode()
-    return b"%08x %b\n" % (zlib.crc32(body), body)
+def entry_of(values):
+    value = json.dumps(values).encode()
+    return KEY, value, zlib.crc32(KEY + value)
 
 
 @pytest.mark.parametrize(
@@ -221,19 +224,19 @@ def line_of(values):
         {"completions": 1},
     ],
 )
-def test_a_line_with_content_that_is_unknown_or_not_whole_is_damaged(change):
+def test_a_stored_result_with_content_that_is_unknown_or_not_whole_is_damaged(change):
     good = {"text": "a", "finish_reason": "stop"}
-    assert decode(line_of(good)) == (KEY, Result(row=-1, text="a", finish_reason="stop"))
-    assert decode(line_of(good | change)) is None
+    assert decode(*entry_of(good)) == Result(row=-1, text="a", finish_reason="stop")
+    assert decode(*entry_of(good | change)) is None
 
 
-def test_infinities_and_nan_survive_in_the_journal():
+def test_infinities_and_nan_are_stored():
     odd = replace(SCORED, score=Score(-math.inf, 5, False))
-    assert decode(encode(KEY, odd)) == (KEY, odd)
+    assert stored(odd) == odd
     nan = Completion(text="a", finish_reason="stop", token_ids=(1,), logprobs=(TokenLogprob("a", 1, math.nan),))
-    back = decode(encode(KEY, Result(row=-1, text="a", finish_reason="stop", completions=(nan,))))
+    back = stored(Result(row=-1, text="a", finish_reason="stop", completions=(nan,)))
     assert back is not None
-    logprobs = back[1].completions[0].logprobs
+    logprobs = back.completions[0].logprobs
     assert logprobs is not None
     assert math.isnan(logprobs[0].logprob)
 
@@ -295,10 +298,8 @@ def exact(result):
 
 @settings(max_examples=60, deadline=None)
 @given(results())
-def test_any_result_comes_back_from_the_journal(result):
-    back = decode(encode(KEY, replace(result, row=3)))
-    assert back is not None
-    assert (back[0], exact(back[1])) == (KEY, exact(result))
+def test_any_result_comes_back_from_the_database(result):
+    assert exact(stored(replace(result, row=3))) == exact(result)
 
 
 @settings(max_examples=25, deadline=None)

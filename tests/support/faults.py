@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BY_TIME = "progress.json"
-"""A file that is written now and then: not counted, or the numbers would not be the same twice."""
+BY_TIME = ("progress", "under_way")
+"""Statements that have these in them come by time: not counted, or the numbers would not be the same twice."""
 _SQLITE = {"ENOSPC": "database or disk is full", "EROFS": "attempt to write a readonly database"}
 
 
@@ -70,7 +70,7 @@ class Watch:
         if where is None:
             return act()
         plan = self._plan
-        if BY_TIME in where:
+        if name.startswith("sqlite") and any(word in name for word in BY_TIME):
             late = plan.lasting and self._count >= plan.at > 0
             return self._happen(name, where, act, half) if late else act()
         line = f"{name} {where}"
@@ -97,7 +97,7 @@ class Watch:
             os.kill(os.getpid(), signal.Signals[how])
         elif how in errno.errorcode.values():
             number: int = getattr(errno, how)
-            if name == "sqlite":
+            if name.startswith("sqlite"):
                 raise sqlite3.OperationalError(_SQLITE.get(how, "disk I/O error"))
             raise OSError(number, os.strerror(number), where)
         return act()
@@ -185,13 +185,13 @@ class Watch:
         class WatchedConnection(sqlite3.Connection):
             place = ""
 
-            def execute(self, *args: Any) -> Any:
+            def execute(self, statement: str, *args: Any) -> Any:
                 act = super().execute
-                return watch.call("sqlite", self.place, lambda: act(*args))
+                return watch.call(_named(statement, args), self.place, lambda: act(statement, *args))
 
-            def executemany(self, *args: Any) -> Any:
+            def executemany(self, statement: str, *args: Any) -> Any:
                 act = super().executemany
-                return watch.call("sqlite", self.place, lambda: act(*args))
+                return watch.call(_named(statement, args), self.place, lambda: act(statement, *args))
 
         def connect(database: Any, *args: Any, **options: Any) -> Any:
             place = os.path.abspath(database) if database else ""
@@ -204,10 +204,19 @@ class Watch:
         sqlite3.connect = connect
 
 
+def _named(statement: str, args: tuple[Any, ...]) -> str:
+    """`sqlite INSERT results`: what a statement does, and to which table or fact."""
+    words = statement.replace("(", " ").split()
+    tables = [word for word in words if word in ("results", "under_way", "rows", "facts", "run.counts", "run.finished")]
+    fact = args[0][0] if args and tables == ["facts"] and "?" in statement else ""
+    return " ".join(filter(None, ["sqlite", words[0], *tables[:1], fact]))
+
+
 class Disk:
     """What a power cut would leave of a folder, at its worst: file contents and folder entries as they were last synced.
 
-    What was there at the start is taken as synced. SQLite's file, which no one needs afterwards, is left out.
+    What was there at the start is taken as synced. SQLite's log of `results.sqlite` is synced by the program; the database itself is
+    taken as it was then, for SQLite brings to it only what is synced.
     """
 
     def __init__(self, folder: str) -> None:
@@ -228,6 +237,19 @@ class Disk:
             self._sync_folder(fd)
         else:
             self._contents[there.st_ino] = (_content(fd, there.st_size), there.st_mtime_ns)
+            self._sync_database(there.st_ino)
+
+    def _sync_database(self, log: int) -> None:
+        """The database of a log that was synced, and its name in the folder, which SQLite syncs with a new log."""
+        for place, _, files in os.walk(self._folder):
+            if "results.sqlite-wal" in files and os.stat(os.path.join(place, "results.sqlite-wal")).st_ino == log:
+                path = os.path.join(place, "results.sqlite")
+                there = os.stat(path)
+                fd = _open(path, os.O_RDONLY)
+                self._contents[there.st_ino] = (_content(fd, there.st_size), there.st_mtime_ns)
+                _close(fd)
+                entries = self._entries.setdefault(os.stat(place).st_ino, {})
+                entries |= {"results.sqlite-wal": log, "results.sqlite": there.st_ino}
 
     def _sync_file(self, path: str) -> None:
         fd = _open(path, os.O_RDONLY)

@@ -8,20 +8,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchgen.records.journal import decode
-
 SHARED = "The reports of this region begin alike, and differ in what comes after. "
 TINY_SPOOL = {
     "batchgen.jobs.sorted_requests:DEFAULT_LIMITS": {"run_rows": 6, "window_rows": 6, "batch_rows": 2},
-    "batchgen.whole:READ_ROWS": 5,
+    "batchgen.jobs.requests:READ_ROWS": 5,
+    "batchgen.job:READ_ROWS": 5,
 }
 """Windows of six rows, several files of sorted requests: what a job of millions of rows is like."""
 
@@ -219,13 +220,18 @@ def read_output(path: Path) -> Any:
     return content
 
 
-def journal_keys(folder: Path) -> list[bytes]:
-    """Of the whole records of a job's journal, in order."""
-    path = folder / "journal"
-    if not path.exists():
-        return []
-    records = [decode(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return [record[0] for record in records if record is not None]
+def stored_keys(folder: Path) -> list[bytes]:
+    """Of the results in a job's folder, in the order in which they came. Changes nothing: it reads a copy."""
+    with tempfile.TemporaryDirectory() as copy:
+        for path in folder.glob("results.sqlite*"):
+            shutil.copyfile(path, Path(copy) / path.name)
+        if not (Path(copy) / "results.sqlite").exists():
+            return []
+        with closing(sqlite3.connect(Path(copy) / "results.sqlite")) as db:
+            try:
+                return [key for (key,) in db.execute("SELECT key FROM results ORDER BY rowid")]
+            except sqlite3.OperationalError:  # killed before there was a table
+                return []
 
 
 class Job:
@@ -236,7 +242,8 @@ class Job:
         self.output = folder / case.output
         self.job_folder = folder / ("work" if "--work-dir" in case.options else "") / f"{case.output}.job"
         self.partial = str((self.job_folder / "output.partial").relative_to(folder))
-        self.journal = str((self.job_folder / "journal").relative_to(folder))
+        self.results = f"sqlite INSERT results {(self.job_folder / 'results.sqlite').relative_to(folder)}"
+        """What the log says when a result is kept."""
         self.prepare()
         self.whole = self.run()
         assert self.whole.code == case.code, self.whole.err

@@ -14,12 +14,12 @@ import sys
 import pytest
 
 from batchgen.errors import OutputLocked
-from batchgen.records.lock import Lock
+from batchgen.jobs.lock import Lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from batchgen.records.lock import Lock
+from batchgen.jobs.lock import Lock
 lock = Lock(Path(sys.argv[1]), "o.jsonl")
 print("held", flush=True)
 time.sleep(60)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError
+from batchgen.jobs.job_folder import check_space, min_bytes
 from batchgen.records import RowForm, open_input
-from batchgen.records.space import check_space, least_bytes
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -52,6 +52,6 @@ def test_a_job_that_cannot_fit_is_not_begun(free, open_, write_input) -> None:
 def test_the_least_is_known_from_json_lines_to_json_lines_with_all_columns(write_input) -> None:
     write_input(["a", "b"])
     source = open_input(["in.jsonl"], format=None, output=None)
-    assert least_bytes(source, "o.jsonl", RowForm()) == 32
-    assert least_bytes(source, "o.jsonl", RowForm(keep=())) == 0
-    assert least_bytes(source, "o.jsonl.gz", RowForm()) == least_bytes(source, "o.parquet", RowForm()) == 0
+    assert min_bytes(source, "o.jsonl", RowForm()) == 32
+    assert min_bytes(source, "o.jsonl", RowForm(keep=())) == 0
+    assert min_bytes(source, "o.jsonl.gz", RowForm()) == min_bytes(source, "o.parquet", RowForm()) == 0

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.records.disk import move_file
-from batchgen.records.manifest import DIGEST, file_digest, identity, known_as
+from batchgen.jobs.disk import move_file
+from batchgen.jobs.manifest import DIGEST, file_digest, identity, known_as
 from batchgen.records.remote import (
     address,
     info_of,

@@ -5,28 +5,31 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.records.lock import holder_of, lives
-from batchgen.records.manifest import load_manifest
+from batchgen.jobs.lock import holder_of, lives
+from batchgen.jobs.manifest import load_manifest
+from batchgen.jobs.results import read_facts
 from batchgen.records.output import job_path
-from batchgen.records.progress_file import count_lines, read_progress
 
 SCHEMA = "batchgen.status/1"
-MOST_COUNTED = 256 << 20
-"""Bytes of a journal that are looked through for results that no file counts: a fraction of a second."""
 
 _SPEED = ("completion_tokens_per_s", "rows_per_s", "eta_seconds")
 _OF_ONE_RUN = ("phase", "rows_passed", "seconds", *_SPEED)
-_OF_THE_JOB = ("rows_total", "rows_done", "rows_failed", "rows_kept", "prompt_tokens", "completion_tokens", "updated")
+_OF_THE_JOB = (
+    "rows_total", "rows_done", "rows_failed", "rows_kept", "prompt_tokens", "completion_tokens",
+    "finish_reasons", "updated",
+)  # fmt: skip
 _FIGURES = dict.fromkeys((*_OF_ONE_RUN, *_OF_THE_JOB, "results"))
 
 
-def read_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
-    """The state of a job and its figures (docs/status.md). Raises `UsageError` where there is none, or its folder cannot be read."""
+def job_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
+    """How far the job of an output is, read from its folder (schema `batchgen.status/1`, docs/status.md). Changes nothing, waits for nobody.
+
+    Raises `UsageError` if there is no job, or its folder cannot be read.
+    """
     if output == "-":
         raise UsageError("a job that writes to standard output keeps nothing by which to tell", "name an output file")
     folder = job_path(output, work_dir)
@@ -72,19 +75,12 @@ def _no_job(output: str, folder: Path) -> UsageError:
 
 def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:
     """The figures that the job's last run left, or keeps up to date, and the results that have come since."""
-    told = read_progress(folder) or {}
-    figures: dict[str, Any] = {name: told.get(name) for name in _FIGURES} | {"results": told.get("journal_results")}
-    counted, results, done = (told.get(name, 0) for name in ("journal_bytes", "journal_results", "rows_done"))
-    with suppress(FileNotFoundError):  # no result has come yet, or the last one has just been written
-        journal = folder / "journal"
-        size = journal.stat().st_size
-        if size < counted:  # a power cut took what was counted
-            counted = results = done = 0
-        if size - counted <= MOST_COUNTED:
-            lines, _ = count_lines(journal, counted, MOST_COUNTED)
-            total = told.get("rows_total")
-            figures["results"] = results + lines
-            figures["rows_done"] = done + lines if total is None else min(done + lines, total)
+    facts, results = read_facts(folder, ("progress",))
+    told = facts.get("progress") or {}
+    figures: dict[str, Any] = {name: told.get(name) for name in _FIGURES} | {"results": results}
+    if results is not None and told:
+        done = told["rows_done"] + max(0, results - told["results"])
+        figures["rows_done"] = done if told["rows_total"] is None else min(done, told["rows_total"])
     age, run_age = _seconds_since(figures["updated"]), _seconds_since(started)
     if state == "running" and (age is None or (run_age is not None and age > run_age)):
         figures |= dict.fromkeys(_OF_ONE_RUN) | {"phase": "starting"}  # what is there is an earlier run's
@@ -105,6 +101,7 @@ def _of_finished(sums: Mapping[str, Any] | None) -> dict[str, Any]:
             "rows_total": sums["rows"],
             "rows_done": sums["rows"],
             "rows_failed": sums["rows_failed"],
+            "finish_reasons": sums.get("finish_reasons"),
             "prompt_tokens": sums["prompt_tokens"],
             "completion_tokens": sums["completion_tokens"],
             "completion_tokens_per_s": round(sums["completion_tokens"] / generate, 3) if generate else 0.0,

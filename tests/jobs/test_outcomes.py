@@ -4,8 +4,9 @@ import gc
 
 import pytest
 
-from batchgen.errors import ModelError, OutOfMemory, TooManyErrors
-from batchgen.guards import ErrorLimit, few_collections, memory_errors
+from batchgen.collector import few_collections
+from batchgen.errors import ModelError, OutOfMemory, TooManyErrors, memory_errors
+from batchgen.jobs.outcomes import ErrorLimit
 
 
 def test_without_a_limit_any_number_of_rows_may_fail() -> None:
@@ -19,7 +20,7 @@ def test_one_more_than_the_number_allowed_is_too_many() -> None:
         limit.check(failed=3, done=4, last="a.jsonl:4: invalid_row: not JSON")
     assert str(error.value) == (
         "3 of 4 rows failed, more than --max-errors 2 allows; the last: a.jsonl:4: invalid_row: not JSON; "
-        "mend the input, or allow more, and run the same command again to go on"
+        "correct the input, or allow more, and run the same command again to go on"
     )
 
 

@@ -18,6 +18,22 @@ import pyarrow as pa
 from batchgen.errors import OutputError
 
 _HINT = "check the disk and run the same command again: what was finished is kept"
+_SQLITE_HINTS = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
+_NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "fuse.",
+)
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command again: what was finished is kept",
     errno.EDQUOT: "free some of your quota and run the same command again: what was finished is kept",
@@ -48,8 +64,27 @@ def _in_words(failure: str) -> Iterator[None]:
     except OSError as e:
         reason = os.strerror(e.errno) if e.errno else str(e)
         raise OutputError(f"{failure}: {reason}", _HINTS.get(e.errno or 0, _HINT)) from e
-    except (sqlite3.Error, pa.ArrowException) as e:
+    except sqlite3.Error as e:
+        number = _SQLITE_HINTS.get(getattr(e, "sqlite_errorcode", 0) & 0xFF, 0)
+        raise OutputError(f"{failure}: {e}", _HINTS.get(number, _HINT)) from e
+    except pa.ArrowException as e:
         raise OutputError(f"{failure}: {e}", _HINT) from e
+
+
+def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether a folder is on a file system that other hosts may use at the same time. False where the system does not say (no Linux)."""
+    found, kind = Path("/"), ""
+    place = folder.resolve()
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:  # `id parent major:minor root MOUNT options … - TYPE source options`; proc(5)
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4].encode().decode("unicode_escape"))
+        if place.is_relative_to(mount) and len(mount.parts) >= len(found.parts):
+            found, kind = mount, after.split()[0]
+    return kind.startswith(_NETWORK)
 
 
 def sync_folder(folder: Path) -> None:

@@ -5,24 +5,27 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 
 from batchgen.errors import UsageError
-from batchgen.progress import Counts, job_status
-from batchgen.records import status as status_module
-from batchgen.records.lock import Lock
-from batchgen.records.manifest import Manifest
-from batchgen.records.progress_file import ProgressFile, count_lines, read_progress
-from batchgen.records.status import read_status
+from batchgen.jobs.lock import Lock
+from batchgen.jobs.manifest import Manifest
+from batchgen.jobs.results import Results
+from batchgen.jobs.status import job_status
+from batchgen.progress import Silent, Tracker
+from batchgen.result import Result
+from batchgen.stats import RunFigures
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from batchgen.records.lock import Lock
+from batchgen.jobs.lock import Lock
 lock = Lock(Path(sys.argv[1]), "o.jsonl")
 print("held", flush=True)
 time.sleep(60)
@@ -47,25 +50,40 @@ def save_manifest(folder, state):
 def generated(done, *, failed=0, kept=0, total=100, seconds=10.0):
     """The figures of a run that has been generating for so long."""
     now = [0.0]
-    counts = Counts(lambda: now[0])
-    counts.phase("generating")
+    run = RunFigures()
+    tracker = Tracker(Silent(), run, lambda: now[0])
+    tracker.phase("generating")
     now[0] = seconds
-    counts.kept(kept)
-    counts.rows(done, failed, total)
-    counts.tokens(done * 20, done * 10)
-    return counts.figures()
+    tracker.total = total
+    run.rows_resumed, run.rows_failed, run.rows_ok = kept, failed, done - kept - failed
+    run.finish_reasons["stop"] = done
+    run.prompt_tokens, run.completion_tokens = done * 20, done * 10
+    tracker.generated(done * 10, 0)
+    return tracker.snapshot().figures()
 
 
-def add_results(folder, count, text="x"):
-    with (folder / "journal").open("a") as journal:
-        journal.writelines(f"{text}\n" for _ in range(count))
+def add_results(folder, count, more=()):
+    """Writes results, and then `more` progress, as a job does."""
+    results = Results(folder, 0.0)
+    first = results.count
+    for i in range(first, first + count):
+        results.append(i.to_bytes(16, "big"), Result(row=i, text="x", finish_reason="stop"))
+    for figures in more:
+        results.tell(figures)
+    results.close()
+    (folder / "run.sqlite").unlink()
 
 
 def tell(folder, figures, *, seconds_ago=0.0):
-    ProgressFile(folder).tell(figures)
-    told = json.loads((folder / "progress.json").read_text())
+    add_results(folder, 0, [figures])
+    db = sqlite3.connect(folder / "results.sqlite")
+    (value,) = db.execute("SELECT value FROM facts WHERE name = 'progress'").fetchone()
+    told = json.loads(value)
     told["updated"] = (dt.datetime.now(dt.UTC) - dt.timedelta(seconds=seconds_ago)).isoformat()
-    (folder / "progress.json").write_text(json.dumps(told))
+    value = json.dumps(told).encode()
+    db.execute("UPDATE facts SET value = ?, checksum = ?", (value, zlib.crc32(b"progress" + value)))
+    db.commit()
+    db.close()
 
 
 def contents(folder):
@@ -76,7 +94,7 @@ def test_a_stopped_job_tells_what_its_last_run_came_to(folder):
     add_results(folder, 30)
     tell(folder, generated(30, failed=2, kept=10))
     before = contents(folder)
-    found = read_status("o.jsonl")
+    found = job_status("o.jsonl")
     assert contents(folder) == before
     assert found.pop("updated")
     assert found == {
@@ -97,10 +115,10 @@ def test_a_stopped_job_tells_what_its_last_run_came_to(folder):
         "rows_kept": 10,
         "prompt_tokens": 600,
         "completion_tokens": 300,
+        "finish_reasons": {"stop": 30},
         "results": 30,
         "job": None,
     }
-    assert job_status("o.jsonl") == read_status("o.jsonl")
 
 
 def test_a_running_job_is_named_and_told_how_long_it_will_take_from_now(folder):
@@ -110,7 +128,7 @@ def test_a_running_job_is_named_and_told_how_long_it_will_take_from_now(folder):
     (folder / "lock").write_text(json.dumps(held))
     add_results(folder, 20)
     tell(folder, generated(20), seconds_ago=5)
-    found = read_status("o.jsonl")
+    found = job_status("o.jsonl")
     lock.release()
     assert found["process"] == {
         "pid": os.getpid(),
@@ -127,14 +145,14 @@ def test_looking_does_not_take_the_lock(folder, monkeypatch):
         raise AssertionError("the lock was touched")
 
     monkeypatch.setattr("fcntl.flock", never)
-    assert read_status("o.jsonl")["state"] == "stopped"
+    assert job_status("o.jsonl")["state"] == "stopped"
 
 
 def test_figures_of_an_earlier_run_are_not_taken_for_those_of_one_that_has_just_begun(folder):
     add_results(folder, 20)
     tell(folder, generated(20), seconds_ago=3600)
     lock = Lock(folder / "lock", "o.jsonl")
-    found = read_status("o.jsonl")
+    found = job_status("o.jsonl")
     lock.release()
     assert (found["state"], found["phase"], found["rows_done"], found["rows_total"]) == ("running", "starting", 20, 100)
     assert (found["eta_seconds"], found["completion_tokens_per_s"], found["seconds"]) == (None, None, None)
@@ -145,15 +163,13 @@ def test_a_killed_job_is_dead_and_its_last_results_are_counted(folder):
     code = HOLD.replace("sys.argv[1]", repr(str(folder / "lock")))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout.readline() == b"held\n"
-        assert read_status("o.jsonl")["state"] == "running"
+        assert job_status("o.jsonl")["state"] == "running"
         add_results(folder, 30)
         tell(folder, generated(30, kept=10))
         add_results(folder, 12)
-        with (folder / "journal").open("a") as journal:
-            journal.write("half a line")
         process.send_signal(signal.SIGKILL)
         process.wait()
-    found = read_status("o.jsonl")
+    found = job_status("o.jsonl")
     assert (found["state"], found["process"]["pid"], found["process"]["alive"]) == ("dead", process.pid, False)
     assert (found["rows_done"], found["results"], found["eta_seconds"]) == (42, 42, None)
 
@@ -162,7 +178,7 @@ def test_a_process_that_has_the_number_of_a_dead_one_is_not_taken_for_it(folder)
     with subprocess.Popen(["sleep", "60"]) as process:
         holder = {"pid": process.pid, "host": socket.gethostname(), "started": "2020-01-02T03:04:05+00:00"}
         (folder / "lock").write_text(json.dumps(holder))
-        state = read_status("o.jsonl")["state"]
+        state = job_status("o.jsonl")["state"]
         process.kill()
     assert state == ("dead" if sys.platform == "linux" else "running")
 
@@ -170,16 +186,16 @@ def test_a_process_that_has_the_number_of_a_dead_one_is_not_taken_for_it(folder)
 def test_a_process_of_another_host_cannot_be_seen(folder):
     holder = {"pid": 12, "host": "elsewhere", "started": "2026-01-02T03:04:05+00:00"}
     (folder / "lock").write_text(json.dumps(holder))
-    found = read_status("o.jsonl")
+    found = job_status("o.jsonl")
     assert (found["state"], found["process"]) == ("running", holder | {"alive": None})
 
 
 def test_a_finished_job_tells_the_figures_of_all_its_runs(folder):
     save_manifest(folder, "finished")
     job = {"runs": 2, "rows": 100, "rows_failed": 3, "prompt_tokens": 2000, "completion_tokens": 1000}
-    job["seconds"] = {"generate": 20.0, "total": 25.5}
+    job |= {"finish_reasons": {"stop": 97, "error": 3}, "seconds": {"generate": 20.0, "total": 25.5}}
     (folder / "stats.json").write_text(json.dumps({"rows": 40, "job": job}))
-    found = read_status("o.jsonl")
+    found = job_status("o.jsonl")
     assert (found["state"], found["process"], found["job"]) == ("finished", None, job)
     assert {name: value for name, value in found.items() if value is not None and name not in ("state", "job")} == {
         "schema": "batchgen.status/1",
@@ -193,6 +209,7 @@ def test_a_finished_job_tells_the_figures_of_all_its_runs(folder):
         "rows_failed": 3,
         "prompt_tokens": 2000,
         "completion_tokens": 1000,
+        "finish_reasons": {"stop": 97, "error": 3},
     }
 
 
@@ -200,42 +217,46 @@ def test_a_finished_job_stays_so_when_a_run_dies_before_it_has_begun_anything(fo
     save_manifest(folder, "finished")
     holder = {"pid": 12, "host": socket.gethostname(), "started": "2020-01-02T03:04:05+00:00"}
     (folder / "lock").write_text(json.dumps(holder))
-    assert read_status("o.jsonl")["state"] == "finished"
+    assert job_status("o.jsonl")["state"] == "finished"
 
 
-@pytest.mark.parametrize("damage", [None, b"", b"\xff{", b"[]", b'{"schema": "batchgen.progress/1", "rows_done": "x"}'])
-def test_without_a_progress_file_that_can_be_read_the_journal_tells(folder, damage):
-    if damage is not None:
-        (folder / "progress.json").write_bytes(damage)
-    assert read_status("o.jsonl")["rows_done"] is None
+def test_without_progress_the_results_are_counted(folder):
+    assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (None, None)
     add_results(folder, 7)
-    found = read_status("o.jsonl")
-    assert (found["state"], found["rows_done"], found["rows_total"], found["results"]) == ("stopped", 7, None, 7)
+    found = job_status("o.jsonl")
+    assert (found["state"], found["rows_done"], found["rows_total"], found["results"]) == ("stopped", None, None, 7)
 
 
-def test_a_journal_that_a_power_cut_has_shortened_is_counted_again(folder):
-    add_results(folder, 30)
+@pytest.mark.parametrize("damage", [b"", b"x" * 5000])
+def test_a_database_that_cannot_be_read_leaves_figures_out(folder, damage):
+    (folder / "results.sqlite").write_bytes(damage)
+    found = job_status("o.jsonl")
+    assert (found["state"], found["rows_done"], found["results"]) == ("stopped", None, None)
+
+
+def test_damaged_progress_is_left_out(folder):
     tell(folder, generated(30))
-    os.truncate(folder / "journal", 11)
-    found = read_status("o.jsonl")
-    assert (found["rows_done"], found["results"]) == (5, 5)
+    db = sqlite3.connect(folder / "results.sqlite")
+    db.execute("UPDATE facts SET value = ?", (b'{"rows_done": 7}',))
+    db.commit()
+    db.close()
+    assert job_status("o.jsonl")["rows_done"] is None
 
 
-def test_a_huge_journal_is_not_read_anew(folder, monkeypatch):
-    monkeypatch.setattr(status_module, "MOST_COUNTED", 100)
-    add_results(folder, 60)
-    tell(folder, generated(60))
-    add_results(folder, 10)
-    assert (read_status("o.jsonl")["rows_done"], read_status("o.jsonl")["results"]) == (70, 70)
-    (folder / "progress.json").unlink()
-    assert (read_status("o.jsonl")["rows_done"], read_status("o.jsonl")["results"]) == (None, None)
+def test_a_job_that_writes_is_read_at_the_same_time(folder):
+    results = Results(folder, 3600.0)
+    results.tell(generated(0))
+    for done in (1, 2, 3):
+        results.append(bytes([done]) * 16, Result(row=done, text="x", finish_reason="stop"))
+        assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (done, done)
+    results.close()
 
 
 def test_more_results_than_rows_are_no_more_than_all_rows(folder):
     add_results(folder, 95)
     tell(folder, generated(95))
     add_results(folder, 10)
-    assert (read_status("o.jsonl")["rows_done"], read_status("o.jsonl")["results"]) == (100, 105)
+    assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (100, 105)
 
 
 def test_a_resumed_run_goes_on_counting_results_where_the_last_one_was(folder):
@@ -243,38 +264,8 @@ def test_a_resumed_run_goes_on_counting_results_where_the_last_one_was(folder):
     tell(folder, generated(30))
     add_results(folder, 5)
     tell(folder, generated(3, kept=3))
-    found = read_status("o.jsonl")
+    found = job_status("o.jsonl")
     assert (found["rows_done"], found["results"]) == (3, 35)
-
-
-def test_a_progress_file_that_cannot_be_written_is_left_as_it_was(folder, monkeypatch):
-    add_results(folder, 30)
-    file = ProgressFile(folder)
-    file.tell(generated(30))
-    before = (folder / "progress.json").read_bytes()
-
-    def full(*_args, **_options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    file.tell(generated(31))
-    assert (folder / "progress.json").read_bytes() == before
-
-
-def test_no_progress_file_is_written_where_there_is_no_journal(folder):
-    ProgressFile(folder).tell(generated(1))
-    assert read_progress(folder) is None
-    assert not (folder / "progress.json").exists()
-
-
-def test_lines_are_counted_to_the_last_whole_one(tmp_path):
-    path = tmp_path / "lines"
-    path.write_bytes(b"one\ntwo\n" + b"x" * (3 << 20) + b"\nfour\nhalf")
-    end = path.stat().st_size - 4
-    assert count_lines(path) == (4, end)
-    assert count_lines(path, 4) == (3, end)
-    assert count_lines(path, end) == (0, end)
-    assert count_lines(path, 0, 1) == (2, 8)
 
 
 @pytest.mark.parametrize("make", ["nothing", "folder", "file"])
@@ -285,7 +276,7 @@ def test_where_there_is_no_job_one_line_says_so(make, tmp_path, monkeypatch):
     elif make == "file":
         Path("o.jsonl.job").touch()
     with pytest.raises(UsageError) as caught:
-        read_status("o.jsonl")
+        job_status("o.jsonl")
     assert str(caught.value) == (
         "there is no job of o.jsonl: o.jsonl.job is not a job's folder; name the output of a run, and the --work-dir it had"
     )
@@ -294,13 +285,13 @@ def test_where_there_is_no_job_one_line_says_so(make, tmp_path, monkeypatch):
 def test_a_job_under_another_folder_is_found_there(folder):
     Path("work").mkdir()
     folder.rename("work/o.jsonl.job")
-    assert read_status("o.jsonl", "work")["state"] == "stopped"
+    assert job_status("o.jsonl", "work")["state"] == "stopped"
 
 
 def test_a_damaged_manifest_is_told(folder):
     (folder / "manifest.json").write_text("{")
     with pytest.raises(UsageError) as caught:
-        read_status("o.jsonl")
+        job_status("o.jsonl")
     assert str(caught.value).startswith("o.jsonl.job/manifest.json is damaged; ")
 
 
@@ -308,9 +299,9 @@ def test_damaged_figures_are_left_out(folder):
     save_manifest(folder, "finished")
     for damage in ("{", "[]", '{"job": 3}', "{}"):
         (folder / "stats.json").write_text(damage)
-        assert (read_status("o.jsonl")["state"], read_status("o.jsonl")["job"]) == ("finished", None)
+        assert (job_status("o.jsonl")["state"], job_status("o.jsonl")["job"]) == ("finished", None)
     (folder / "stats.json").write_text('{"job": {"rows": 3}}')
-    assert (read_status("o.jsonl")["rows_done"], read_status("o.jsonl")["job"]) == (None, {"rows": 3})
+    assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["job"]) == (None, {"rows": 3})
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -318,11 +309,11 @@ def test_a_folder_that_may_not_be_read_is_told(folder):
     folder.chmod(0)
     try:
         with pytest.raises(UsageError, match=r"o\.jsonl\.job cannot be read: Permission denied"):
-            read_status("o.jsonl")
+            job_status("o.jsonl")
     finally:
         folder.chmod(0o755)
 
 
 def test_standard_output_keeps_nothing(tmp_path):
     with pytest.raises(UsageError, match="a job that writes to standard output keeps nothing by which to tell"):
-        read_status("-")
+        job_status("-")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.records import RowForm, open_input, open_job
+from batchgen.jobs.job_folder import open_job
+from batchgen.records import RowForm, open_input
 from batchgen.result import Result
 
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
@@ -55,6 +56,10 @@ def job_run(output="o.jsonl", *, stop_after=None, stats=None, answer=answer, **o
         rows = list(source.rows(options.get("limit")))
         keys = {r.number: key_of(r) for r in rows if r.error is None}
         stored = job.stored(list(keys.values()))
+        job.add_rows(
+            [r.number for r in rows], keys, {r.number: Result.failed(r.number, r.error) for r in rows if r.error}
+        )
+        job.check_dropped(prune=options.get("prune", False))
         results = {n: replace(stored[k], row=n) for n, k in keys.items() if k in stored}
         results |= {r.number: Result.failed(r.number, r.error) for r in rows if r.error is not None}
         for row in reversed(rows):  # as an engine would, in an order of its own

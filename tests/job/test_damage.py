@@ -5,10 +5,11 @@ The whole job runs, spool and assembly and all, with the real tokenizer; only th
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 import batchgen.job
 from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import BatchgenError, OutputError, UsageError
-from batchgen.generation import Generation
 from batchgen.prompts import load_tokenizer
 from batchgen.request import Leaf, row_digest
 from batchgen.result import Result
@@ -36,13 +36,19 @@ class Oracle:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.stats = EngineStats()
-        self.runner = SimpleNamespace(model=SimpleNamespace(device="none"))
+        self.device = self.dtype = self.attention = "none"
+        self.waiting = self.unfinished = 0
         self.most: int | None = None
         self.answered: list[int] = []
         """The rows."""
 
     def add(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None]) -> None:
         self.added = leaves, on_result
+
+    def under_way(self) -> dict[int, Any]:
+        return {}
+
+    def close(self) -> None: ...
 
     def run(self, stop: Any) -> None:
         leaves, on_result = self.added
@@ -109,21 +115,22 @@ def folder(
     oracle = Oracle()
     tokenizers: dict[ModelConfig, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Generation, "_engine", lambda self: oracle)
-        patch.setattr(Generation, "expect_model", lambda self: None)
+        patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
         patch.setattr(
             batchgen.job,
             "load_tokenizer",
             lambda model: tokenizers.get(model) or tokenizers.setdefault(model, load_tokenizer(model)),
         )
         for place, value in TINY_SPOOL.items():
-            patch.setattr(place.replace(":", "."), value)
+            module, name = place.split(":")
+            now = getattr(importlib.import_module(module), name)
+            patch.setattr(f"{module}.{name}", replace(now, **value) if isinstance(value, dict) else value)
         folder = Folder(tmp_path_factory.mktemp("damage") / "job", tiny_model_dir, WINDOWS[request.param], oracle)
         folder.keep("new")
         folder.run(most=12)
         folder.keep("begun")
         with patch.context() as dying:
-            dying.setattr(Generation, "figures", _dies)
+            dying.setattr(batchgen.job._Model, "figures", _dies)
             folder.run(most=1000)
         folder.keep("generated")
         folder.run()
@@ -133,7 +140,7 @@ def folder(
         yield folder
 
 
-def _dies(self: Generation) -> None:
+def _dies(*_: Any) -> None:
     raise Killed
 
 
@@ -218,11 +225,11 @@ SOME = settings(
 MANY = settings(SOME, max_examples=3000)
 
 
-def check_damaged_journal(folder: Folder, data: st.DataObject) -> None:
+def check_damaged_results(folder: Folder, data: st.DataObject) -> None:
     state = data.draw(st.sampled_from(["begun", "generated"]))
     expected = expected_output(folder, state)
     folder.back_to(state)
-    damage(data, folder.job_folder / "journal")
+    damage(data, folder.job_folder / "results.sqlite")
     check_goes_on(folder, state, expected)
 
 
@@ -241,8 +248,8 @@ def check_damaged_file(folder: Folder, data: st.DataObject) -> None:
 
 @SOME
 @given(data=st.data())
-def test_a_damaged_journal_costs_rows_to_generate_again_and_nothing_else(folder: Folder, data: st.DataObject) -> None:
-    check_damaged_journal(folder, data)
+def test_a_damaged_database_costs_rows_to_generate_again_and_nothing_else(folder: Folder, data: st.DataObject) -> None:
+    check_damaged_results(folder, data)
 
 
 @SOME
@@ -254,10 +261,10 @@ def test_any_damaged_file_of_the_folder_is_noticed_or_harmless(folder: Folder, d
 @pytest.mark.nightly
 @MANY
 @given(data=st.data())
-def test_a_damaged_journal_costs_rows_to_generate_again_in_the_long_run_too(
+def test_a_damaged_database_costs_rows_to_generate_again_in_the_long_run_too(
     folder: Folder, data: st.DataObject
 ) -> None:
-    check_damaged_journal(folder, data)
+    check_damaged_results(folder, data)
 
 
 @pytest.mark.nightly

@@ -9,12 +9,15 @@ from types import TracebackType
 from typing import Any
 
 from batchgen.errors import ClosedPipe, OutputError
-from batchgen.records.disk import writing
-from batchgen.records.index import Index
+from batchgen.jobs.disk import writing
+from batchgen.jobs.results import occurrences, temporary_counts
+from batchgen.progress import Snapshot
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm, output_row
 from batchgen.records.rows import Row
-from batchgen.result import Result
+from batchgen.result import Completion, Result
+
+_COUNTS = "the temporary file of the rows' keys"
 
 
 class DoneOrder:
@@ -39,16 +42,19 @@ class DoneOrder:
 
 
 class StdoutJob:
-    """The methods of `JobFolder`, for `-o -`. Raises `ClosedPipe` once nobody reads any more."""
+    """A `Job` for `-o -`. Raises `ClosedPipe` once nobody reads any more."""
 
     def __init__(self, form: RowForm, *, order: str) -> None:
         self.notes: list[str] = []
         self.finished: dict[str, Any] | None = None
         self.previous: dict[str, Any] | None = None
+        self.kept_rows = 0
+        self.results_at_hand = 0
+        self.flush_due = False
         self._form = form
         self._order = DoneOrder(order)
-        with writing("the temporary file of the index"):
-            self._index = Index(None)
+        with writing(_COUNTS):
+            self._counts = temporary_counts()
 
     def __enter__(self) -> StdoutJob:
         return self
@@ -56,17 +62,26 @@ class StdoutJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._index.close()
+        self._counts.close()
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        with writing("the temporary file of the index"):
-            return self._index.occurrences(digests)
+        with writing(_COUNTS):
+            return occurrences(self._counts, digests)
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         return {}
 
+    def under_way(self) -> dict[bytes, dict[int, Completion]]:
+        return {}
+
     def append(self, key: bytes, result: Result) -> None:
         self._order.done(result.row)
+
+    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None: ...
+    def tell(self, progress: Snapshot) -> None: ...
+    def begin_rows(self) -> None: ...
+    def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None: ...
+    def check_dropped(self, *, prune: bool) -> None: ...
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         for row in self._order.sort(rows):

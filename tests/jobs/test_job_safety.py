@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.records import target
+from batchgen.jobs import target
 from batchgen.records.writers import DigestFile
 
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
@@ -26,7 +26,7 @@ def test_other_settings_are_refused_in_words_and_overwrite_starts_anew(run, text
         run(settings=other)
     assert str(caught.value) == (
         "o.jsonl was made with other settings: temperature was 0, is 0.7; max_tokens was 256, is 64; "
-        f'stop was [], is ["\\n"]; template was not set, is "{"x" * 58}…; use --overwrite to start anew, or another -o'
+        f'stop was [], is ["\\n"]; template was not set, is "{"x" * 58}…; use --overwrite to start again, or another -o'
     )
     assert texts() == ["A"]
     assert run(settings=other, overwrite=True)[1] == ["a"]
@@ -68,7 +68,7 @@ def test_an_output_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(r
         run()
     assert (
         str(caught.value)
-        == "o.jsonl was changed since batchgen wrote it; move it away, or use --overwrite to start anew"
+        == "o.jsonl was changed since batchgen wrote it; move it away, or use --overwrite to start again"
     )
     assert texts() == ["B"]
 
@@ -77,7 +77,7 @@ def test_an_output_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(r
 @pytest.mark.parametrize("again", [False, True])
 def test_a_crash_at_any_step_of_the_finish_loses_nothing(monkeypatch, step, again, run, texts, write_input):
     """Once per place where `finish` touches the disk, for a first run and for a run over a finished output."""
-    from batchgen.records import job_folder
+    from batchgen.jobs import job_folder
 
     write_input(["a", "b"])
     if again:
@@ -174,8 +174,8 @@ def test_an_output_that_is_a_link_stays_one(run, texts, write_input):
         ("folder.jsonl", "the output folder.jsonl is a folder; name a file in it"),
         ("taken.jsonl", "taken.jsonl.job is in the way: it is not a job's folder; move it, or use another -o"),
         ("busy.jsonl", "busy.jsonl.job is in the way: it is not a job's folder; move it, or use another -o"),
-        ("old.jsonl", "old.jsonl.job/manifest.json was written by another version of batchgen; use --overwrite to start anew, or another -o"),
-        ("torn.jsonl", "torn.jsonl.job/manifest.json is damaged; use --overwrite to start anew, or another -o"),
+        ("old.jsonl", "old.jsonl.job/manifest.json was written by another version of batchgen; use --overwrite to start again, or another -o"),
+        ("torn.jsonl", "torn.jsonl.job/manifest.json is damaged; use --overwrite to start again, or another -o"),
     ],
 )  # fmt: skip
 def test_places_that_cannot_hold_a_job_are_refused_in_words(output, message, run, write_input):

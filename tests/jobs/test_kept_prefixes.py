@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from batchgen import kept
-from batchgen.kept import KeptPrefixes
+from batchgen.jobs import windows as kept
+from batchgen.jobs.windows import KeptPrefixes
 from batchgen.prefix import plan_prefixes
 
 
@@ -27,7 +27,7 @@ def test_what_one_row_alone_had_is_not_kept() -> None:
 
 
 def test_the_oldest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "IN_ALL", 2)
+    monkeypatch.setattr(kept, "_MAX_PATHS", 2)
     prefixes = KeptPrefixes()
     carried(prefixes, "aaaa1", "aaaa2")
     carried(prefixes, "bbbb1", "bbbb2")
@@ -38,7 +38,7 @@ def test_the_oldest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_of_a_window_the_prefixes_that_save_the_most_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "OF_A_WINDOW", 1)
+    monkeypatch.setattr(kept, "_PATHS_OF_A_WINDOW", 1)
     prefixes = KeptPrefixes()
     carried(prefixes, "aaaa1", "aaaa2", "aaaa3", "bbbbbb1", "bbbbbb2")
     assert carried(prefixes, "aaaa4", "bbbbbb4") == 4

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.records.disk import json_digest, write_json
+from batchgen.jobs.disk import json_digest, write_json
 
-SCHEMA = "batchgen.job/1"
+SCHEMA = "batchgen.job/2"
 DIGEST = "digest"
 _LONGEST = 60
 _MAX_DIFFERENCES = 6
@@ -30,11 +30,11 @@ class Manifest:
     mentions: dict[str, Any]
     """What may change results a little (versions): a difference is only said."""
     request: dict[str, Any]
-    """What may be asked for anew without losing results: input files, limit, order, columns."""
+    """What may change without losing results: input files, limit, order, columns."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """`identity` of the files that may stand at the output's place as ours: what was there before, and what was put there."""
     keys: str = ""
-    """Digest of the file of keys of a finished output."""
+    """Digest of the file of keys of the finished output that stands, or is about to."""
     stats: str = ""
     """Digest of the figures of a finished job."""
 
@@ -45,7 +45,7 @@ class Manifest:
 
 def load_manifest(path: Path) -> Manifest | None:
     """The manifest of a job's folder, None where there is none. Raises `UsageError` where it is not one of ours."""
-    way_out = "use --overwrite to start anew, or another -o"
+    way_out = "use --overwrite to start again, or another -o"
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,17 +1,16 @@
-"""The results of a finished output, taken back into a journal, so that a job whose input has changed generates only what is new."""
+"""The results of a finished output, read back from it, so that a job whose input has changed generates only what is new."""
 
 from __future__ import annotations
 
-import os
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from batchgen.records.disk import sync_folder
 from batchgen.records.files import InputFile
 from batchgen.records.inputs import Input
-from batchgen.records.journal import encode
 from batchgen.records.openai_batch import result_of
-from batchgen.records.output import output_format
+from batchgen.records.output import RowForm, output_format
 from batchgen.records.result_values import completions_of, probs_of, score_of
 from batchgen.result import Result
 
@@ -20,29 +19,47 @@ NO_KEY = bytes(KEY_BYTES)
 """Stands in the keys of an output for a row that never became a request."""
 
 
-def take_back(output: str, keys: Path, journal: Path) -> int:
-    """Write the journal that `output` came from, as far as the output tells; row i has the i-th key of `keys`. Returns the number of results.
+def read_keys(path: Path) -> Iterator[bytes]:
+    """The keys of the rows of an output, in its order; `NO_KEY` for a row that never became a request."""
+    with path.open("rb") as file:
+        while len(key := file.read(KEY_BYTES)) == KEY_BYTES:
+            yield key
+
+
+def results_of_output(output: str, keys: Path) -> Iterator[tuple[bytes, Result]]:
+    """Keys and results of `output`, as far as it tells; row i has the i-th key of `keys`.
 
     Rows that failed keep their errors; token ids are there where the output has them, alone or in log-probabilities. A row that the output
-    does not hold whole (an infinity that JSON has no word for, in a log-probability or score; in a record of OpenAI's form any
-    log-probability) is left out: it is generated again.
+    does not hold whole (`is_held_whole`) is left out.
     """
     rows = Input((InputFile(output, *output_format(output)),), []).rows()
-    new = journal.with_name(journal.name + ".new")
-    taken = 0
-    with keys.open("rb") as key_file, new.open("wb") as file:
-        for row in rows:
-            key = key_file.read(KEY_BYTES)
-            if len(key) == KEY_BYTES and key != NO_KEY and row.error is None:
-                result = _result(row.columns)
-                if result is not None:
-                    file.write(encode(key, result))
-                    taken += 1
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(journal)
-    sync_folder(journal.parent)
-    return taken
+    for key, row in zip(read_keys(keys), rows, strict=False):
+        if key != NO_KEY and row.error is None:
+            result = _result(row.columns)
+            if result is not None:
+                yield key, result
+
+
+def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
+    """Whether `results_of_output` gives a result back from an output of this form and format (jsonl or parquet).
+
+    JSON has no word for an infinity, and OpenAI's form no place for the token ids of log-probabilities.
+    """
+    if result.error_type is not None:
+        return True
+    with_logprobs = any(c.logprobs is not None for c in result.completions)
+    if form.openai is not None and with_logprobs:
+        return False
+    if result.text is None and result.score is None:
+        return False
+    if format == "parquet":
+        return True
+    numbers = [] if result.score is None else [result.score.logprob]
+    if with_logprobs:
+        for completion in result.completions:
+            for token in completion.logprobs or ():
+                numbers += [token.logprob, *(top.logprob for top in token.top)]
+    return all(map(math.isfinite, numbers))
 
 
 def _result(columns: dict[str, Any]) -> Result | None:

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.records import job_folder, target
+from batchgen.jobs import job_folder, target
+from batchgen.jobs.target import RemoteTarget, open_target
 from batchgen.records.output import job_path, jobs_folder
-from batchgen.records.target import RemoteTarget, open_target
 
 HINT = "check the address, your access to it and the connection, or use another -o"
 
@@ -79,7 +79,7 @@ def test_an_object_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(s
         run(url)
     assert (
         str(caught.value)
-        == f"{url} was changed since batchgen wrote it; move it away, or use --overwrite to start anew"
+        == f"{url} was changed since batchgen wrote it; move it away, or use --overwrite to start again"
     )
     assert run(url, overwrite=True)[1] == ["a"]
     assert lines(fs, url) == ["A"]
@@ -91,7 +91,7 @@ def test_an_object_that_is_gone_is_made_anew(store, run, write_input):
     run(url)
     fs.rm_file(url.partition("://")[2])
     job, generated = run(url)
-    assert (job.notes, generated) == ([f"{url} is gone: starting anew"], ["a"])
+    assert (job.notes, generated) == ([f"{url} is gone: its rows are generated again"], ["a"])
     assert lines(fs, url) == ["A"]
 
 

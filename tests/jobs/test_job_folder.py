@@ -59,7 +59,7 @@ def test_an_interrupted_job_goes_on_where_it_stopped(run, texts, write_input):
     write_input(["a", "b", "c"])
     assert run(stop_after=2)[1] == ["c", "b"]
     assert not Path("o.jsonl").exists()
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == ["journal", "lock", "manifest.json"]
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == ["lock", "manifest.json", "results.sqlite"]
     job, generated = run()
     assert generated == ["a"]
     assert job.notes == []
@@ -100,7 +100,10 @@ def test_rows_added_and_changed_are_generated_and_the_others_kept(run, write_inp
     write_input(["new", "cut", "a", "fail"])
     job, generated = run(token_ids=True)
     assert generated == ["new"]
-    assert job.notes == ["o.jsonl was finished: 4 of its results are at hand"]
+    assert job.notes == [
+        "o.jsonl was finished: 4 of its results are at hand",
+        "1 results of o.jsonl have no row in the input any more: they stay in o.jsonl.job, for when their rows come back",
+    ]
     rows = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
     assert [r["prompt"] for r in rows] == ["new", "cut", "a", "fail"]
     assert rows[1:] == [{**old[2], "id": 1}, {**old[0], "id": 2}, {**old[1], "id": 3}]
@@ -197,7 +200,7 @@ def test_a_finished_output_that_was_deleted_is_made_anew(run, texts, write_input
     run()
     Path("o.jsonl").unlink()
     job, generated = run()
-    assert (generated, job.notes) == (["a"], ["o.jsonl is gone: starting anew"])
+    assert (generated, job.notes) == (["a"], ["o.jsonl is gone: its rows are generated again"])
     assert texts() == ["A"]
 
 
@@ -208,17 +211,21 @@ def test_keys_that_are_damaged_are_not_believed(run, write_input):
     write_input(["a", "b"])
     job, generated = run()
     assert generated == ["b", "a"]
-    assert job.notes == ["o.jsonl.job/keys is damaged, so the rows of o.jsonl are not known: starting anew"]
+    assert job.notes == ["o.jsonl.job/keys is damaged, so the rows of o.jsonl are not known: they are generated again"]
 
 
-def test_damaged_records_are_generated_again_and_said(run, texts, write_input):
+def test_a_damaged_result_is_generated_again_and_said(run, texts, write_input):
     write_input(["a", "b"])
     run(stop_after=1)
-    journal = Path("o.jsonl.job/journal")
-    journal.write_bytes(journal.read_bytes().replace(b'"B"', b'"X"'))
+    database = Path("o.jsonl.job/results.sqlite")
+    damaged = database.read_bytes().replace(b'{"text": "B"', b'{"text": "X"')
+    assert damaged != database.read_bytes()
+    database.write_bytes(damaged)
     job, generated = run()
     assert generated == ["b", "a"]
-    assert job.notes == ["1 damaged records of the journal were left out: their rows are generated again"]
+    assert job.notes == [
+        "1 results in o.jsonl.job/results.sqlite are damaged and left out: their rows are generated again"
+    ]
     assert texts() == ["A", "B"]
 
 

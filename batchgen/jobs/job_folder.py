@@ -1,0 +1,596 @@
+"""A job's folder: everything that lets a killed job continue, and a finished one be recognised.
+
+`OUTPUT.job/` (or `NAME.job/` under the work folder) holds
+
+    manifest.json    the settings, what was asked for, the state (`manifest`)
+    lock             who is at it (`lock`)
+    results.sqlite   while the job is not finished: results as they come, work under way, progress (`results`)
+    sorted/          while the job is not finished: the requests of a large input, sorted
+    keys             of the finished output: 16 bytes for every row, by which it is recognised (`reuse_output`)
+    kept.sqlite      results that no row of the finished output asks for, or that the output does not hold whole; only if there are any
+    stats.json       the figures of the last run
+
+and, while a process is at it, made again at every start
+
+    run.sqlite       tables that serve this run only
+    output.partial   the rows of finished windows, and their keys in keys.partial
+    spool.jsonl      the same rows, while a Parquet output waits for the types of its columns (`writers`)
+
+The order of steps in `finish` makes every moment safe: until the manifest says finished, the database has every result, and before the
+output is put in its place the manifest knows both what stood there and what will. In a store that is size and digest, its version only after
+the upload (`target`): a run killed in between finds an object that it knows by its content.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from batchgen.errors import OutputError, UsageError
+from batchgen.jobs import results as results_files
+from batchgen.jobs.base import Job
+from batchgen.jobs.disk import sync_folder, write_json, writing
+from batchgen.jobs.lock import Lock
+from batchgen.jobs.manifest import Manifest, as_stored, differences, file_digest, load_manifest
+from batchgen.jobs.results import Results, read_facts
+from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
+from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
+from batchgen.jobs.target import Target, open_target
+from batchgen.progress import Snapshot
+from batchgen.records.inputs import Input
+from batchgen.records.output import INPUT_FILE, RowForm, job_path, jobs_folder, output_format
+from batchgen.records.rows import Row
+from batchgen.records.writers import DigestFile, open_writer
+from batchgen.result import Completion, Result
+
+KEPT_FILE = "kept.sqlite"
+SORTED_FOLDER = "sorted"
+_REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
+"""Of a run: each run makes them again, none leaves them."""
+_WORK_FILES = (*results_files.FILES, SORTED_FOLDER, *_REMADE_FILES)
+"""Of a job that is under way; a finished one has none of them."""
+_OURS = {*_WORK_FILES, "manifest.json", "manifest.json.new", "stats.json", "stats.json.new", "keys", "lock", KEPT_FILE}
+_START_AGAIN = "use --overwrite to start again, or another -o"
+_TIGHT = 3
+"""A disk with less than this many times the smallest size of the output is worth a note: there are the results, and the sorted requests."""
+_FEW = 10
+"""Finished rows that may all be replaced by others at once without a question."""
+RETRIES = {"errors": "error", "timeout": "timeout", "length": "length"}
+"""What `--retry` can name, and the reason with which such results ended."""
+
+
+def open_job(
+    output: str,
+    *,
+    settings: dict[str, Any],
+    mentions: dict[str, Any],
+    input: Input,
+    limit: int | None,
+    form: RowForm,
+    work_dir: str | None,
+    overwrite: bool,
+    flush_every: float,
+    order: str,
+    retry: Collection[str] = (),
+    prune: bool = False,
+    optional: Collection[str] = (),
+) -> Job:
+    """The job of an output: begun, continued or already finished. This process holds it until it is closed.
+
+    `settings`, a flat dictionary of plain values, is what changes results: a job continues with equal ones only. `mentions`: a difference is only noted.
+    `retry` names reasons of `RETRIES`: the results of rows that ended so are forgotten, and these rows run again.
+    `prune`: the output may lose any number of rows, and results that no row asks for are removed when it is finished.
+    `optional`: the parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`).
+    Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
+    """
+    named = form.keep is None or INPUT_FILE in form.keep
+    form = replace(form, input_file=named and len(input.files) > 1)
+    if output == "-":
+        return StdoutJob(form, order=order)
+    target, folder = open_target(output), job_path(output, work_dir)
+    check_place(output, target, folder, overwrite)
+    with writing(folder):
+        folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
+        sync_folder(folder.parent)
+        lock = Lock(folder / "lock", output)
+    try:
+        formats = [f.format for f in input.files]
+        request = {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
+        request |= asdict(form) | {"retry": sorted(retry)}
+        manifest = Manifest(
+            state="running",
+            output=target.address,
+            settings=as_stored(settings),
+            mentions=as_stored(mentions),
+            request=as_stored(request),
+        )
+        job = JobFolder(
+            output,
+            target,
+            folder,
+            lock,
+            input,
+            manifest,
+            form=form,
+            order=order,
+            retry=retry,
+            prune=prune,
+            optional=optional,
+        )
+        job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
+    except BaseException:
+        lock.release()
+        raise
+    return job
+
+
+class JobFolder:
+    """One job, from its first window to the rename of its output (`Job`)."""
+
+    def __init__(
+        self,
+        output: str,
+        target: Target,
+        folder: Path,
+        lock: Lock,
+        input: Input,
+        manifest: Manifest,
+        *,
+        form: RowForm,
+        order: str,
+        retry: Collection[str],
+        prune: bool,
+        optional: Collection[str],
+    ) -> None:
+        self.notes: list[str] = []
+        self.finished: dict[str, Any] | None = None
+        self.previous: dict[str, Any] | None = None
+        self.kept_rows = 0
+        self.results_at_hand = 0
+        self.output, self._target = output, target
+        self._folder, self._lock, self._input = folder, lock, input
+        self._manifest = manifest
+        self._form, self._optional = form, optional
+        self._order = DoneOrder(order)
+        self._retry, self._prune = sorted(retry), prune
+        self._old: Manifest | None = None
+        self._appended = False
+        """Whether this run has a result of its own."""
+        self._opened: ExitStack | None = None
+
+    # -- opening
+
+    def _open(self, overwrite: bool, *, named_by_output: bool, flush_every: float) -> None:
+        if self._lock.taken_over is not None:
+            self.notes.append(
+                f"the run before (process {self._lock.taken_over}) ended without finishing: going on from there"
+            )
+        with writing(self._folder):
+            self._old = None if overwrite else load_manifest(self._folder / "manifest.json")
+            if self._old is None:
+                self._check_nothing_lost(overwrite)
+                self._start_again()
+            else:
+                if not self._holds_nothing(self._old):
+                    self._compare(self._old, named_by_output)
+                self._take_up(self._old)
+            if self.finished is None:
+                self._start(flush_every)
+            else:
+                self._clean_up()
+
+    def _check_nothing_lost(self, overwrite: bool) -> None:
+        """Raises `UsageError` if there are results whose settings are not known."""
+        _, count = read_facts(self._folder, ())
+        if not overwrite and count:
+            raise UsageError(
+                f"{self._folder} has {count:,} results but no manifest.json, so the settings that made them are not known",
+                f"put it back, {_START_AGAIN}",
+            )
+
+    def _holds_nothing(self, old: Manifest) -> bool:
+        """Whether the run before ended before its first result, because of an option that the model does not take, say: it binds nobody."""
+        if old.state != "running" or old.outputs or (self._folder / KEPT_FILE).exists():
+            return False
+        return not (self._folder / results_files.FILE).exists() or read_facts(self._folder, ())[1] == 0
+
+    def _compare(self, old: Manifest, named_by_output: bool) -> None:
+        if not named_by_output and old.output != self._manifest.output:
+            raise UsageError(
+                f"{self._folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
+            )
+        if said := differences(old.settings, self._manifest.settings):
+            raise UsageError(f"{self.output} was made with other settings: {said}", _START_AGAIN)
+        if said := differences(old.mentions, self._manifest.mentions):
+            self.notes.append(f"{self.output} was begun with other versions: {said}")
+
+    def _take_up(self, old: Manifest) -> None:
+        there = self._target.exists()
+        standing = self._target.known_as(old.outputs) if there else None
+        if there and standing is None:
+            raise UsageError(
+                f"{self.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start again"
+            )
+        self.previous = self._stats()
+        self._manifest = replace(self._manifest, outputs=[standing] if standing else [])
+        if there and self._keys_are_whole(old):
+            self._manifest = replace(self._manifest, keys=old.keys)
+        if old.state != "finished":
+            return
+        if there and self._is_complete(old):
+            self.finished, self.previous = self.previous, None
+        elif not there:
+            self.notes.append(f"{self.output} is gone: its rows are generated again")
+            self.previous = None
+        elif not self._manifest.keys:
+            self.notes.append(
+                f"{self._folder / 'keys'} is damaged, so the rows of {self.output} are not known: they are generated again"
+            )
+            self.previous = None
+
+    def _keys_are_whole(self, old: Manifest) -> bool:
+        keys = self._folder / "keys"
+        return keys.exists() and file_digest(keys) == old.keys
+
+    def _is_complete(self, old: Manifest) -> bool:
+        """Whether there is nothing to do."""
+        if self.previous is None or not old.request["inputs"]:
+            return False
+        asked = self._manifest.request
+        if old.request | {"retry": []} != asked | {"retry": []} or (self._prune and self._has_kept_results()):
+            return False
+        if file_digest(self._folder / "stats.json") != old.stats:
+            return False
+        return not any(self.previous["job"]["finish_reasons"].get(RETRIES[name]) for name in self._retry)
+
+    def _has_kept_results(self) -> bool:
+        return (self._folder / KEPT_FILE).exists()
+
+    def _start_again(self) -> None:
+        """Forget all results; the output that is there stays until the new one replaces it."""
+        self.previous = None
+        self._remove((*_WORK_FILES, KEPT_FILE, "keys", "stats.json"))
+        sync_folder(self._folder)
+        there = [self._target.identity()] if self._target.exists() else []
+        self._manifest = replace(self._manifest, outputs=there)
+
+    def _start(self, flush_every: float) -> None:
+        tight = check_space(self._folder, min_bytes(self._input, self.output, self._form))
+        if tight is not None:
+            self.notes.append(tight)
+        self._remove(_REMADE_FILES)
+        kept, file = self._folder / KEPT_FILE, self._folder / results_files.FILE
+        if kept.exists() and not file.exists():
+            kept.replace(file)
+        with ExitStack() as opened:
+            self._results = opened.enter_context(closing(Results(self._folder, flush_every)))
+            self._take_results()
+            sync_folder(self._folder)  # a synced database is of no use in a folder that does not name it
+            self._manifest.save(self._folder / "manifest.json")
+            self._open_files(opened)
+            self._opened = opened.pop_all()
+
+    def _take_results(self) -> None:
+        """The results that this run may use: those of the database, and of a finished output."""
+        old, results = self._old, self._results
+        if results.damaged:
+            self.notes.append(
+                f"{results.damaged} results in {self._folder / results_files.FILE} are damaged and left out: their rows are generated again"
+            )
+        if self._manifest.keys:
+            self.kept_rows = (self._folder / "keys").stat().st_size // KEY_BYTES
+            results.know_finished(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
+            if old is not None and old.state == "finished":
+                taken = results.add_missing(results_of_output(self._target.name, self._folder / "keys"))
+                self.notes.append(f"{self.output} was finished: {taken} of its results are at hand")
+        interrupted = old is not None and old.state == "running" and old.request.get("retry") == self._retry
+        if self._retry and not interrupted:  # else it has been done
+            results.forget([RETRIES[name] for name in self._retry])
+        self.results_at_hand = results.count
+
+    def _open_files(self, opened: ExitStack) -> None:
+        self._keys = DigestFile(self._folder / "keys.partial")
+        opened.callback(self._keys.abandon)
+        self._file = DigestFile(self._folder / "output.partial")
+        opened.callback(self._file.abandon)
+        self._writer = open_writer(
+            self._file,
+            self.output,
+            schema=self._input.schema if output_format(self.output)[0] == "parquet" else None,
+            spool=self._folder / "spool.jsonl",
+            form=self._form,
+            optional=self._optional,
+        )
+        opened.callback(self._writer.abandon)
+
+    def __enter__(self) -> JobFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Keep what is there and release the lock. Does nothing the second time."""
+        try:
+            self._close_files()
+        finally:
+            self._lock.release()
+
+    def _close_files(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with writing(self._folder):
+                with opened:
+                    self._results.flush()
+                self._remove(_REMADE_FILES)
+
+    # -- results
+
+    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
+        with writing(self._folder):
+            return self._results.occurrences(digests)
+
+    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
+        with writing(self._folder):
+            return self._results.stored(keys)
+
+    def under_way(self) -> dict[bytes, dict[int, Completion]]:
+        with writing(self._folder):
+            return self._results.under_way()
+
+    def append(self, key: bytes, result: Result) -> None:
+        self._appended = True
+        with writing(self._folder):
+            self._results.append(key, result)
+            if self._results.due:
+                self._results.flush()
+        self._order.done(result.row)
+
+    @property
+    def flush_due(self) -> bool:
+        return self._results.due
+
+    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
+        with writing(self._folder):
+            self._results.keep_under_way(completions)
+
+    def tell(self, progress: Snapshot) -> None:
+        """A disk that takes no progress is told of by the next result that it does not take."""
+        try:
+            self._results.tell(progress.figures())
+        except sqlite3.Error:
+            return
+
+    def flush(self) -> None:
+        with writing(self._folder):
+            self._results.flush()
+
+    # -- the rows of the output
+
+    def begin_rows(self) -> None:
+        with writing(self._folder):
+            self._results.begin_rows()
+
+    def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
+        with writing(self._folder):
+            self._results.add_rows(rows, keys, failed)
+
+    def check_dropped(self, *, prune: bool) -> None:
+        with writing(self._folder):
+            finished, gone, new = self._results.compared()
+        if not gone:
+            return
+        lost = max(0, gone - new)  # the others' places are taken: their rows were changed
+        if not prune and (10 * lost > finished or (gone == finished and finished >= _FEW)):
+            if self._old is not None and self._old.state == "finished" and not self._appended:
+                self._put_back(self._old)
+            raise UsageError(
+                f"{gone:,} of the {finished:,} finished rows of {self.output} are not in the input any more, and would go from it",
+                "check the input, or use --prune to let them go, or another -o",
+            )
+        what = "are removed" if prune else f"stay in {self._folder}, for when their rows come back"
+        self.notes.append(f"{gone:,} results of {self.output} have no row in the input any more: they {what}")
+
+    def _put_back(self, old: Manifest) -> None:
+        """The finished job as it was before this run."""
+        with writing(self._folder):
+            self._manifest = old
+            self._manifest.save(self._folder / "manifest.json")
+            self._close_files()
+            self._clean_up()
+
+    def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
+        ordered = self._order.sort(rows)
+        with writing(self._folder):
+            self._writer.write((row, results[row.number]) for row in ordered)
+            self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in ordered))
+            beside = [
+                key
+                for number, key in keys.items()
+                if not is_held_whole(results[number], self._form, output_format(self.output)[0])
+            ]
+            self._results.keep_beside_output(beside)
+
+    def save_stats(self, stats: dict[str, Any]) -> None:
+        with writing(self._folder):
+            write_json(self._folder / "stats.json", stats)
+
+    def finish(self, stats: dict[str, Any]) -> None:
+        """The job is closed then."""
+        with writing(self.output):
+            self._writer.close()
+            self.notes += self._writer.notes
+            self._keys.sync()
+            self._keys.close()
+            write_json(self._folder / "stats.json", stats)
+            partial = self._folder / "output.partial"
+            new = self._target.to_be(partial, self._file.hexdigest())
+            self._manifest = replace(
+                self._manifest,
+                outputs=[*self._manifest.outputs, new],
+                keys=self._keys.hexdigest(),
+                stats=file_digest(self._folder / "stats.json"),
+            )
+            self._results.flush()
+            self._manifest.save(self._folder / "manifest.json")
+            (self._folder / "keys.partial").replace(self._folder / "keys")
+            there = self._target.put(partial, self._file.hexdigest())
+            self._manifest = replace(self._manifest, state="finished", outputs=[there])
+            self._manifest.save(self._folder / "manifest.json")
+        with writing(self._folder):
+            if self._prune:
+                self._results.forget_unasked()
+            self._close_files()
+            self._clean_up()
+        self.finished = stats
+        self._lock.release()
+
+    # -- the folder
+
+    def _clean_up(self) -> None:
+        """What the finished output holds is taken out of the database; what is left of that stays as `kept.sqlite`."""
+        file = self._folder / results_files.FILE
+        if file.exists():
+            with closing(Results(self._folder, 0.0)) as results:
+                left = results.shrink(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
+            if left:
+                file.replace(self._folder / KEPT_FILE)
+        self._remove(_WORK_FILES)
+        sync_folder(self._folder)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            path = self._folder / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _stats(self) -> dict[str, Any] | None:
+        try:
+            stats = json.loads((self._folder / "stats.json").read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        return stats if isinstance(stats, dict) else None
+
+    # -- the first reading of the input, of a job that reads it twice
+
+    @property
+    def sorted_folder(self) -> Path:
+        """Where the sorted requests go."""
+        return self._folder / SORTED_FOLDER
+
+    def earlier_reading(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What the first reading of an earlier run left (`keep_reading`), if it was of the same input with the same settings and is whole."""
+        with writing(self._folder):
+            reading: dict[str, Any] | None = self._results.fact("reading")
+            if reading is None or reading["asked"] != self._asked(asked):
+                return None
+            for name, digest in reading["digests"].items():
+                path = self.sorted_folder / name
+                if not path.exists() or file_digest(path) != digest:
+                    return None
+            return reading
+
+    def begin_reading(self) -> None:
+        """Nothing of an earlier reading is left."""
+        with writing(self._folder):
+            self._results.begin_rows()
+            self._results.flush()
+            self._remove((SORTED_FOLDER,))
+            self.sorted_folder.mkdir()
+
+    def keep_reading(self, asked: Mapping[str, Any], reading: Mapping[str, Any]) -> None:
+        """All sorted requests are on disk: a later run may use them. `reading` has their `digests`, by name."""
+        with writing(self._folder):
+            sync_folder(self.sorted_folder)
+            sync_folder(self._folder)
+            self._results.set_fact("reading", {**reading, "asked": self._asked(asked)})
+            self._results.flush()
+
+    def forget_reading(self) -> None:
+        """No later run is to use it."""
+        with writing(self._folder):
+            self._results.forget_reading()
+
+    def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
+        """Of the rows from `first` to `last` that are in the output: the keys of some by number, and the results of the others."""
+        with writing(self._folder):
+            return self._results.rows(first, last)
+
+    def failed_rows(self) -> Iterator[Result]:
+        """The results of the rows that never became requests, in input order."""
+        with writing(self._folder):
+            yield from self._results.failed_rows()
+
+    @property
+    def row_count(self) -> int:
+        """Rows of the output, as far as they were added."""
+        with writing(self._folder):
+            return self._results.row_count
+
+    def _asked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return as_stored({**asked, "settings": self._manifest.settings})
+
+
+# -- whether an output and its folder may be written
+
+
+def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> None:
+    """Raises `UsageError` if the output or its folder is somebody else's, or has no place to be."""
+    output_format(output)
+    target.check()
+    if not folder.parent.is_dir() and folder.parent != jobs_folder():
+        raise UsageError(f"there is no folder {folder.parent} to write to", f"make it with mkdir -p {folder.parent}")
+    if (folder / "manifest.json").exists():
+        return
+    if folder.exists():
+        others = {p.name for p in folder.iterdir()} - _OURS if folder.is_dir() else {folder.name}
+        if others:
+            raise UsageError(f"{folder} is in the way: it is not a job's folder", "move it, or use another -o")
+    if not overwrite and target.exists():
+        lacks = "a job folder without manifest.json" if folder.exists() else "no job folder"
+        raise UsageError(
+            f"{output} exists and has {lacks}, so it is not known to be batchgen's",
+            "use --overwrite to replace it, or another -o",
+        )
+
+
+def min_bytes(input: Input, output: str, form: RowForm) -> int:
+    """The smallest size of an output: all the columns of the input, from JSON lines to JSON lines; 0 if it cannot be known."""
+    if form.keep is not None or form.openai is not None or output_format(output) != ("jsonl", None):
+        return 0
+    if any((file.format, file.compression) != ("jsonl", None) for file in input.files):
+        return 0
+    return sum(int(f.get("size") or 0) for f in input.fingerprint())
+
+
+def check_space(folder: Path, needed: int) -> str | None:
+    """What to say if the disk of `folder` may fill up. Raises `OutputError` if the job cannot fit."""
+    free = shutil.disk_usage(folder).free
+    if free >= _TIGHT * needed:
+        return None
+    facts = f"the disk of {folder} has {_size(free)} free"
+    if free < needed:
+        raise OutputError(
+            f"{facts}, and the output alone will take {_size(needed)}",
+            "free some, carry fewer columns with --keep, or write elsewhere with -o and --work-dir",
+        )
+    return f"{facts}, and the output alone will take {_size(needed)}: it may fill up (what is finished would be kept)"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,298 @@
+"""Rows to requests: the rows of the output that have no result yet, window by window or all of them in prefix order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+from batchgen.config import JobConfig
+from batchgen.errors import InputCorrupt
+from batchgen.jobs.base import Job
+from batchgen.jobs.job_folder import JobFolder
+from batchgen.jobs.outcomes import Outcomes
+from batchgen.jobs.sorted_requests import SortedRequests
+from batchgen.prompts import PromptBuilder
+from batchgen.records import Input, Row
+from batchgen.records.inputs import READ_ROWS
+from batchgen.records.rows import MAX_WINDOW_BYTES
+from batchgen.request import Request
+from batchgen.result import Result
+from batchgen.stats import versions
+
+_STOP_SECONDS = 5.0
+
+
+class RowStream:
+    """The rows of an input from its start on, a list at a time."""
+
+    def __init__(self, source: Input) -> None:
+        self._rows: Iterator[Row] | None = source.rows()
+        self.next_number = 0
+        self.broken: InputCorrupt | None = None
+        """Where the input breaks off, once all rows before that are read."""
+
+    def take(self, size: int, limit: int | None = None) -> list[Row]:
+        """The next `size` rows; fewer if they are large, at the end, and at row `limit`, which is not read. Empty if there are none."""
+        rows: list[Row] = []
+        taken = 0
+        while self._rows is not None and len(rows) < size and taken < MAX_WINDOW_BYTES:
+            if limit is not None and self.next_number >= limit:
+                break
+            try:
+                row = next(self._rows, None)
+            except InputCorrupt as e:
+                self.broken, row = e, None
+            if row is None:
+                self._rows = None
+                break
+            rows.append(row)
+            taken += row.size
+            self.next_number = row.number + 1
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Some rows of the output."""
+
+    rows: list[Row]
+    keys: dict[int, bytes]
+    """By row number; rows that never became requests have none."""
+    results: dict[int, Result]
+    """Of the rows that never became requests, and of those that have a result from an earlier run. By row number."""
+    requests: list[Request]
+    """Of the other rows."""
+
+
+class RequestReader:
+    """Makes requests of rows, counts the rows that need none, and leaves out what `--limit` leaves out.
+
+    A row after the limit stays in the output if an earlier run left a result for it. So rows after the limit are read as long as there are
+    such results that no row has asked for yet.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        prompts: PromptBuilder,
+        check: Callable[[Request], Request | Result],
+        job: Job,
+        outcomes: Outcomes,
+    ) -> None:
+        """`check` gives a request back, or the result of a row whose grammar cannot be used."""
+        self._config, self._prompts, self._check = config, prompts, check
+        self._job, self._outcomes = job, outcomes
+        self._met = 0
+        """Results of earlier runs that rows have asked for."""
+        self._told = 0
+
+    def take(self, stream: RowStream, size: int) -> list[Row]:
+        """The next rows to look at; empty if there are no more."""
+        limit, number = self._config.limit, stream.next_number
+        if limit is None or number < limit:
+            return stream.take(size, limit)
+        if number < self._job.kept_rows or self._met < self._job.results_at_hand:
+            return stream.take(size)
+        return []
+
+    def build(self, rows: Sequence[Row]) -> list[Request | Result]:
+        """Each row as a request, or the result of one that failed. May run in another thread, ahead of `requests`."""
+        return [self._check(b) if isinstance(b, Request) else b for b in self._prompts.build(rows)]
+
+    def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> ReadRows:
+        """The rows that are in the output. Call it for all rows in order. Raises `TooManyErrors`."""
+        for note in self._prompts.notes[self._told :]:
+            self._outcomes.tracker.note(note)
+        self._told = len(self._prompts.notes)
+        found = [b for b in built if isinstance(b, Request)]
+        occurrences = self._job.occurrences([request.key for request in found])
+        requests = {r.row: r.repeated(n) for r, n in zip(found, occurrences, strict=True)}
+        stored = self._job.stored([request.key for request in requests.values()])
+        self._met += len(stored)
+        read = ReadRows([], {}, {}, [])
+        for row, one in zip(rows, built, strict=True):
+            if isinstance(one, Result):
+                if self._is_wanted(row.number, self._job.kept_rows):
+                    read.rows.append(row)
+                    read.results[row.number] = one
+                    self._outcomes.done(one, row.source)
+                continue
+            request = requests[row.number]
+            if (result := stored.get(request.key)) is not None:
+                read.rows.append(row)
+                read.keys[row.number] = request.key
+                read.results[row.number] = replace(result, row=row.number)
+                self._outcomes.resumed(result)
+            elif self._is_wanted(row.number):
+                read.rows.append(row)
+                read.keys[row.number] = request.key
+                read.requests.append(request)
+        return read
+
+    def _is_wanted(self, number: int, kept: int = 0) -> bool:
+        return self._config.limit is None or number < max(self._config.limit, kept)
+
+
+class FirstReading:
+    """Reads the whole input once, in a thread of its own: every row becomes a request or fails, and the requests without a result are sorted.
+
+    A context manager: leaving it ends the reading after the rows that it is at.
+    """
+
+    def __init__(
+        self, config: JobConfig, source: Input, reader: RequestReader, job: JobFolder, outcomes: Outcomes
+    ) -> None:
+        self._config, self._source, self._reader, self._job = config, source, reader, job
+        self._outcomes = outcomes
+        self._stream = RowStream(source)
+        self._inputs = source.fingerprint()
+        self.fresh = True
+        """Whether the requests were compared with the results of earlier runs in this run."""
+        self._sorted: SortedRequests | None = None
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._found = False
+        """Whether there is a request to run."""
+        self._look = threading.Event()
+        """Set once `_found` is known."""
+        self._lock = threading.Lock()
+        self._ended = False
+        self._next_phase: str | None = None
+        self._thread = threading.Thread(target=self._run, name="batchgen-reading", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        self._thread.join(_STOP_SECONDS)
+
+    def needs_a_model(self) -> bool:
+        """Waits until there is a request to run, or the reading has ended. Returns whether there is one.
+
+        False also if an earlier run's reading is used: its requests are compared with the results when their turn comes.
+        """
+        self._look.wait()
+        return self._found
+
+    def announce(self, phase: str | None) -> None:
+        """The phase to show from the end of the reading on; None if nothing has to wait for it any more."""
+        with self._lock:
+            self._next_phase = phase
+            if phase is not None and self._ended:
+                self._outcomes.tracker.phase(phase)
+
+    def result(self) -> SortedRequests:
+        """Waits for the end. Raises what the reading raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._sorted is not None
+        return self._sorted
+
+    @property
+    def broken(self) -> InputCorrupt | None:
+        """Where the input breaks off."""
+        return self._stream.broken
+
+    def check_input(self) -> None:
+        """Raises `InputCorrupt` unless the input is still the one that was read."""
+        if self._source.fingerprint() != self._inputs:
+            raise self.changed()
+
+    def changed(self) -> InputCorrupt:
+        """What to raise if the input is not the one that was read: no later run may use the reading."""
+        self._job.forget_reading()
+        names = ", ".join(file.shown for file in self._source.files[:3])
+        return InputCorrupt(
+            f"{names} changed while it was worked on",
+            "run the same command again: the results of rows that are still there are kept",
+        )
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        try:
+            earlier = self._job.earlier_reading(self._asked())
+            self._sorted = self._read_all() if earlier is None else self._take_up(earlier)
+        except BaseException as e:  # noqa: BLE001 - raised by `result`
+            self._error = e
+        finally:
+            self._look.set()
+            with self._lock:
+                self._ended = True
+                if self._next_phase is not None and self._error is None:
+                    self._outcomes.tracker.phase(self._next_phase)
+
+    def _asked(self) -> dict[str, Any]:
+        """What an earlier reading must have been of, beside the job's settings, to be good for this run."""
+        return {
+            "inputs": self._inputs,
+            "limit": self._config.limit,
+            "priority_column": self._config.prompts.priority_column,
+            "versions": versions(),
+        }
+
+    def _read_all(self) -> SortedRequests:
+        self._job.begin_reading()
+        waiting = SortedRequests(self._job.sorted_folder)
+        count = self._read_rows(waiting)
+        if self._stopped:
+            return waiting
+        waiting.close()
+        tracker = self._outcomes.tracker
+        tracker.total = self._job.row_count
+        tracker.rows_changed()
+        self._job.check_dropped(prune=self._config.prune)
+        if waiting.on_disk and self.broken is None:
+            reading = {
+                "rows": tracker.total,
+                "read": count,
+                "resumed": self._outcomes.run.resumed,
+                "digests": waiting.digests,
+            }
+            self._job.keep_reading(self._asked(), reading)
+        return waiting
+
+    def _read_rows(self, waiting: SortedRequests) -> int:
+        count = 0
+        with ThreadPoolExecutor(1, "batchgen-building") as pool:  # tokenizing leaves Python's lock to the rest
+            ahead = pool.submit(self._build)
+            while True:
+                rows, built = ahead.result()
+                if not rows or self._stopped:
+                    return count
+                ahead = pool.submit(self._build)
+                read = self._reader.requests(rows, built)
+                for request in read.requests:
+                    waiting.add(request)
+                failed = {number: result for number, result in read.results.items() if number not in read.keys}
+                self._job.add_rows([row.number for row in read.rows], read.keys, failed)
+                if read.requests and not self._found:
+                    self._found = True
+                    self._look.set()
+                count += len(rows)
+                self._outcomes.tracker.passed(count)
+
+    def _build(self) -> tuple[list[Row], list[Request | Result]]:
+        rows = self._reader.take(self._stream, READ_ROWS)
+        return rows, self._reader.build(rows)
+
+    def _take_up(self, earlier: dict[str, Any]) -> SortedRequests:
+        """The reading of an earlier run serves this one."""
+        self.fresh = False
+        tracker, run = self._outcomes.tracker, self._outcomes.run
+        tracker.total = earlier["rows"]
+        run.resumed = earlier["resumed"]
+        for result in self._job.failed_rows():
+            self._outcomes.done(result)
+        tracker.rows_changed()
+        self._job.check_dropped(prune=self._config.prune)
+        return SortedRequests.of(self._job.sorted_folder, earlier["digests"])

@@ -1,0 +1,502 @@
+"""The results of a job, its work under way and how far it is: one SQLite database, `results.sqlite` in the job's folder.
+
+    results    what became of a row, by its key; each value carries a checksum of its own
+    under_way  completions that have begun and are not finished, by the key of their row
+    rows       the rows of this run's output: the key of each, or the result of a row that never became a request
+    facts      single values: the progress of the run, and what the first reading of the input has read
+
+The database is in WAL mode. Every result is committed when it comes, so that a killed process loses none; the log is synced every `flush_every`
+seconds, so that a power cut loses no more than those. `status` reads the database from another process meanwhile. On a network file system, where
+WAL cannot be used from two hosts, it is a rollback journal and a commit every `flush_every` seconds.
+
+What is only of this run (how often a digest has come, the keys of the finished output) is in a second database without any safety, `run.sqlite`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.jobs.disk import network_file_system
+from batchgen.records.result_values import choices_of, completions_of, plain_score, probs_of, score_of
+from batchgen.result import Completion, Result
+
+FILE = "results.sqlite"
+FILES = (FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal", f"{FILE}.new", "run.sqlite")
+"""All that may lie in a folder because of it."""
+FORMAT = 1
+"""`user_version` of the database."""
+_ASKED_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is built with
+_CACHE_KIB = 1 << 16
+_BUSY_SECONDS = 60.0
+_READ_SECONDS = 2.0
+_FIELDS = {f.name: f.default for f in fields(Result) if f.name != "row"}
+_TABLES = """
+CREATE TABLE IF NOT EXISTS results (
+    key BLOB PRIMARY KEY, reason TEXT, value BLOB, checksum INTEGER, stays INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS under_way (key BLOB PRIMARY KEY, value BLOB, checksum INTEGER);
+CREATE TABLE IF NOT EXISTS rows (number INTEGER PRIMARY KEY, key BLOB, value BLOB, checksum INTEGER);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB, checksum INTEGER);
+"""
+
+
+class Damaged(Exception):
+    """The database cannot be read as one."""
+
+
+class Results:
+    """The results of one job. Only the holder of the folder's lock may open them for writing."""
+
+    def __init__(self, folder: Path, flush_every: float) -> None:
+        """Raises `OSError` and `sqlite3.Error`, of a disk that cannot be written."""
+        self._folder = folder
+        self._flush_every = flush_every
+        self.damaged = 0
+        """Results that were there and could not be read; they are gone now."""
+        self._network = network_file_system(folder)
+        self._db = self._opened()
+        self._batched = False
+        """Whether a transaction is open, which is committed by time."""
+        self._synced = time.monotonic()
+        self._known = 0
+        """`count`, as far as it is known without counting."""
+
+    # -- opening
+
+    def _opened(self) -> sqlite3.Connection:
+        path = self._folder / FILE
+        try:
+            return self._checked(path)
+        except (Damaged, sqlite3.DatabaseError) as e:
+            if isinstance(e, sqlite3.OperationalError) and not _is_damage(e):
+                raise
+        with suppress(OSError):  # the damaged log belongs to the damaged file
+            (self._folder / f"{FILE}.new").unlink()
+        self.damaged += _salvage(path, self._folder / f"{FILE}.new")
+        for name in FILES[1:4]:
+            (self._folder / name).unlink(missing_ok=True)
+        (self._folder / f"{FILE}.new").replace(path)
+        return self._checked(path)
+
+    def _checked(self, path: Path) -> sqlite3.Connection:
+        """The database, whose every result has been read once and found whole. Raises `Damaged`, and what SQLite raises."""
+        db = _connect(path)
+        try:
+            db.execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._network else 'WAL'}")
+            db.execute(f"PRAGMA synchronous = {'FULL' if self._network else 'NORMAL'}")
+            db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                for statement in filter(str.strip, _TABLES.split(";")):
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {FORMAT}")
+            elif version != FORMAT:
+                raise Damaged
+            (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+            if found != "ok":
+                raise Damaged
+            bad = [key for key, result in _read_all(db) if result is None]
+            if bad:
+                self.damaged += len(bad)
+                db.execute("BEGIN")
+                db.executemany("DELETE FROM results WHERE key IS ?", [(key,) for key in bad])
+                db.execute("DELETE FROM facts WHERE name = 'reading'")  # it took them for done
+                db.execute("COMMIT")
+            (self._folder / "run.sqlite").unlink(missing_ok=True)
+            db.execute("ATTACH DATABASE ? AS run", (str(self._folder / "run.sqlite"),))
+            _make_run_tables(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    # -- results
+
+    @property
+    def count(self) -> int:
+        """Results that are there."""
+        (count,) = self._db.execute("SELECT count(*) FROM results").fetchone()
+        self._known = int(count)
+        return self._known
+
+    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
+        """How often each digest has come before in this run, in this call and all earlier ones."""
+        return occurrences(self._db, digests)
+
+    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
+        """The results that are there for `keys`. Their row numbers mean nothing."""
+        found = {}
+        for key, value, checksum in self._asked("SELECT key, value, checksum FROM results WHERE key IN", keys):
+            result = decode(key, value, checksum)
+            if result is not None:
+                found[key] = result
+        return found
+
+    def append(self, key: bytes, result: Result) -> None:
+        """Keep one result."""
+        self._write_one("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
+        self._known += 1
+
+    def add_missing(self, entries: Iterable[tuple[bytes, Result]]) -> int:
+        """Keep the results whose keys have none yet. Returns how many came; they are on disk then."""
+        count = 0
+        self.commit()
+        self._db.execute("BEGIN")
+        for key, result in entries:
+            self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
+            count += 1
+        self._db.execute("COMMIT")
+        self.flush()
+        return count
+
+    def keep_beside_output(self, keys: Sequence[bytes]) -> None:
+        """These results stay when the output is finished: it does not hold them whole."""
+        self._many("UPDATE results SET stays = 1 WHERE key = ?", [(key,) for key in keys])
+
+    # -- work under way
+
+    def under_way(self) -> dict[bytes, dict[int, Completion]]:
+        """What earlier runs had of completions that are not finished: by the row's key, and the completion's number."""
+        found = {}
+        query = "SELECT key, value, checksum FROM under_way WHERE key NOT IN (SELECT key FROM results)"
+        for key, value, checksum in self._db.execute(query):
+            with suppress(ValueError, TypeError, KeyError):
+                if zlib.crc32(key + value) == checksum:
+                    numbers, choices = json.loads(value)
+                    found[key] = dict(zip(numbers, completions_of(choices), strict=True))
+        return found
+
+    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
+        """Keep what there is of completions that are not finished, in place of what was kept of the same rows before."""
+        entries = []
+        for key, begun in completions.items():
+            parts = choices_of(
+                Result(row=-1, text="", finish_reason=None, completions=tuple(begun.values())), token_ids=True
+            )
+            value = _json([list(begun), parts])
+            entries.append((key, value, zlib.crc32(key + value)))
+        self._many("INSERT OR REPLACE INTO under_way VALUES (?, ?, ?)", entries)
+        self._write_one("DELETE FROM under_way WHERE key IN (SELECT key FROM results)", ())
+        self.flush()
+
+    # -- the rows of this run's output
+
+    def begin_rows(self) -> None:
+        """No row has been read yet."""
+        self.forget_reading()
+        self._write_one("DELETE FROM rows", ())
+
+    def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
+        """Rows of the output by their numbers: each has a key, or else a result."""
+        entries = []
+        for number in rows:
+            key, value = keys.get(number), b""
+            if key is None:
+                value = encode(failed[number])
+            entries.append((number, key, value, zlib.crc32(number.to_bytes(8, "big") + value)))
+        self._many("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", entries)
+
+    def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
+        """The rows from `first` to `last` that are in the output: the keys of some by number, and the results of the others."""
+        keys, failed = {}, {}
+        query = "SELECT number, key, value, checksum FROM rows WHERE number BETWEEN ? AND ?"
+        for number, key, value, checksum in self._db.execute(query, (first, last)):
+            if key is not None:
+                keys[number] = key
+            elif (result := decode(number.to_bytes(8, "big"), value, checksum)) is not None:
+                failed[number] = replace(result, row=number)
+        return keys, failed
+
+    def failed_rows(self) -> Iterator[Result]:
+        """The results of the rows that never became requests, in input order."""
+        for number, value, checksum in self._db.execute(
+            "SELECT number, value, checksum FROM rows WHERE key IS NULL ORDER BY number"
+        ):
+            result = decode(number.to_bytes(8, "big"), value, checksum)
+            if result is None:
+                raise Damaged
+            yield replace(result, row=number)
+
+    @property
+    def row_count(self) -> int:
+        (count,) = self._db.execute("SELECT count(*) FROM rows").fetchone()
+        return int(count)
+
+    def forget(self, reasons: Sequence[str]) -> None:
+        """Forget the results that ended for one of these reasons, so that their rows run again."""
+        self.commit()
+        marks = ",".join("?" * len(reasons))
+        self._db.execute(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
+        self.forget_reading()
+
+    def forget_unasked(self) -> int:
+        """Forget the results that no row of the output asks for. Returns how many."""
+        self.commit()
+        done = self._db.execute("DELETE FROM results WHERE key NOT IN (SELECT key FROM rows WHERE key IS NOT NULL)")
+        return done.rowcount
+
+    # -- the finished output
+
+    def know_finished(self, keys: Iterable[bytes]) -> None:
+        """The keys of the rows of the output that stands."""
+        self.commit()
+        self._db.execute("BEGIN")
+        self._db.executemany("INSERT OR IGNORE INTO run.finished VALUES (?)", ((key,) for key in keys))
+        self._db.execute("COMMIT")
+
+    def compared(self) -> tuple[int, int, int]:
+        """Of the rows with a key: those of the finished output, those of them that the new output lacks, and those that it has beside them."""
+        ours = "SELECT key FROM rows WHERE key IS NOT NULL"
+        counts = (
+            "SELECT count(*) FROM run.finished",
+            f"SELECT count(*) FROM (SELECT key FROM run.finished EXCEPT {ours})",
+            f"SELECT count(*) FROM ({ours} EXCEPT SELECT key FROM run.finished)",
+        )
+        finished, gone, new = (int(self._db.execute(query).fetchone()[0]) for query in counts)
+        return finished, gone, new
+
+    def shrink(self, keys: Iterable[bytes]) -> bool:
+        """Forget the results of these keys, which a finished output holds, and all that was only of the run. False: nothing is left."""
+        self._db.execute("DELETE FROM run.finished")
+        self.know_finished(keys)
+        self._db.execute("DELETE FROM results WHERE stays = 0 AND key IN (SELECT key FROM run.finished)")
+        for table in ("under_way", "rows", "facts"):
+            self._db.execute(f"DELETE FROM {table}")
+        if not self.count:
+            return False
+        self._db.execute("VACUUM main")
+        return True
+
+    # -- facts
+
+    def fact(self, name: str) -> Any:
+        """The value of that name; None where there is none, or it is damaged."""
+        return _fact(self._db, name)
+
+    def set_fact(self, name: str, value: Any) -> None:
+        data = _json(value)
+        entry = (name, data, zlib.crc32(name.encode() + data))
+        self._write_one("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", entry)
+
+    def tell(self, figures: Mapping[str, Any]) -> None:
+        """Keep the progress of the run, for whoever reads it from another process."""
+        now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+        self.set_fact("progress", {**figures, "results": self._known, "updated": now})
+
+    def forget_reading(self) -> None:
+        """No later run is to use the first reading of the input."""
+        self._write_one("DELETE FROM facts WHERE name = 'reading'", ())
+
+    # -- writing
+
+    def _write_one(self, statement: str, values: Sequence[Any]) -> None:
+        if self._network and not self._batched:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._batched = True
+        self._db.execute(statement, values)
+
+    def _many(self, statement: str, entries: Sequence[Sequence[Any]]) -> None:
+        if not entries:
+            return
+        if self._batched:
+            self._db.executemany(statement, entries)
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.executemany(statement, entries)
+        self._db.execute("COMMIT")
+
+    def _asked(self, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
+        return asked(self._db, query, keys)
+
+    def commit(self) -> None:
+        if self._batched:
+            self._db.execute("COMMIT")
+            self._batched = False
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for `flush`."""
+        return time.monotonic() - self._synced >= self._flush_every
+
+    def flush(self) -> None:
+        """Put all that came on disk."""
+        self.commit()
+        if not self._network:
+            with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which syncs
+                fd = os.open(self._folder / f"{FILE}-wal", os.O_RDWR)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """On disk, in one file. Does nothing the second time."""
+        try:
+            with suppress(sqlite3.ProgrammingError):  # closed already
+                self.commit()
+        finally:
+            self._db.close()
+
+
+def occurrences(db: sqlite3.Connection, digests: Sequence[bytes]) -> list[int]:
+    """How often each digest has come before, in this call and all earlier ones with this connection (`run.counts`)."""
+    # Sorted: neighbours are on one page of the table.
+    seen = dict(asked(db, "SELECT digest, seen FROM run.counts WHERE digest IN", sorted(set(digests))))
+    numbers: list[int] = []
+    for digest in digests:
+        numbers.append(seen.get(digest, 0))
+        seen[digest] = numbers[-1] + 1
+    own = not db.in_transaction
+    if own:
+        db.execute("BEGIN")
+    db.executemany("INSERT OR REPLACE INTO run.counts VALUES (?, ?)", sorted(seen.items()))
+    if own:
+        db.execute("COMMIT")
+    return numbers
+
+
+def asked(db: sqlite3.Connection, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
+    """The rows of a query that ends in IN, for all of these keys."""
+    for start in range(0, len(keys), _ASKED_AT_ONCE):
+        some = keys[start : start + _ASKED_AT_ONCE]
+        yield from db.execute(f"{query} ({','.join('?' * len(some))})", some)
+
+
+def temporary_counts() -> sqlite3.Connection:
+    """A database that holds `run.counts` only, in a temporary file that goes with it."""
+    db = _connect(":memory:")
+    db.execute("ATTACH DATABASE '' AS run")  # SQLite's name for a temporary file
+    _make_run_tables(db)
+    return db
+
+
+def _make_run_tables(db: sqlite3.Connection) -> None:
+    db.execute("PRAGMA run.journal_mode = OFF")
+    db.execute("PRAGMA run.synchronous = OFF")
+    db.execute(f"PRAGMA run.cache_size = -{_CACHE_KIB}")
+    db.execute("CREATE TABLE run.counts (digest BLOB PRIMARY KEY, seen INTEGER) WITHOUT ROWID")
+    db.execute("CREATE TABLE run.finished (key BLOB PRIMARY KEY) WITHOUT ROWID")
+
+
+def read_facts(folder: Path, names: Sequence[str]) -> tuple[dict[str, Any], int | None]:
+    """Facts by name, and the number of results, of a job that another process may be at; (nothing, None) where that cannot be read now."""
+    path = folder / FILE
+    if not path.exists():
+        return {}, None
+    # A closed WAL database has no log, and is read without making one. The others may be written just now.
+    with path.open("rb") as file:
+        closed = file.read(20)[18:19] == b"\x02" and not (folder / f"{FILE}-wal").exists()
+    try:
+        address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
+        with closing(_connect(address, seconds=_READ_SECONDS, uri=True)) as db:
+            (count,) = db.execute("SELECT count(*) FROM results").fetchone()
+            return {name: value for name in names if (value := _fact(db, name)) is not None}, int(count)
+    except sqlite3.Error:
+        return {}, None
+
+
+def _connect(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
+    # From whichever thread runs the job: one at a time.
+    return sqlite3.connect(str(path), timeout=seconds, isolation_level=None, check_same_thread=False, uri=uri)
+
+
+def _fact(db: sqlite3.Connection, name: str) -> Any:
+    row = db.execute("SELECT value, checksum FROM facts WHERE name = ?", (name,)).fetchone()
+    if row is None or not isinstance(row[0], bytes) or zlib.crc32(name.encode() + row[0]) != row[1]:
+        return None
+    try:
+        return json.loads(row[0])
+    except ValueError:
+        return None
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether the file is no whole database, rather than the disk out of order."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:
+        return False
+    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA)
+
+
+def _read_all(db: sqlite3.Connection) -> Iterator[tuple[Any, Result | None]]:
+    for key, value, checksum in db.execute("SELECT key, value, checksum FROM results"):
+        yield key, decode(key, value, checksum)
+
+
+def _salvage(damaged: Path, new: Path) -> int:
+    """Writes a new database with the results that can still be read. Returns how many could not, as far as that is known: at least 1."""
+    lost = 1
+    new.unlink(missing_ok=True)
+    with closing(_connect(new)) as into:
+        for statement in filter(str.strip, _TABLES.split(";")):
+            into.execute(statement)
+        into.execute(f"PRAGMA user_version = {FORMAT}")
+        into.execute("BEGIN")
+        for key, value, checksum, stays in _readable(damaged):
+            result = decode(key, value, checksum)
+            if result is None:
+                lost += 1
+            else:
+                entry = (*_entry(key, result), 1 if stays else 0)
+                into.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?)", entry)
+        into.execute("COMMIT")
+    return lost
+
+
+def _readable(damaged: Path) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """What can be read of the results, from the first on and from the last back, up to where the damage is."""
+    for order in ("ASC", "DESC"):
+        with suppress(sqlite3.Error), closing(_connect(damaged)) as db:
+            yield from db.execute(f"SELECT key, value, checksum, stays FROM results NOT INDEXED ORDER BY rowid {order}")
+
+
+def _entry(key: bytes, result: Result) -> tuple[bytes, str, bytes, int]:
+    value = encode(result)
+    return key, result.reason, value, zlib.crc32(key + value)
+
+
+def _json(value: Any) -> bytes:
+    # Python's JSON, which has infinities. Only lone surrogates cannot be encoded, and there Python's escape is JSON's.
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def encode(result: Result) -> bytes:
+    """A result as JSON, without its row number; fields that have their defaults are left out."""
+    values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
+    if result.completions:
+        values["completions"] = choices_of(result, token_ids=True)
+    if result.score is not None:
+        values["score"] = plain_score(result.score)
+    return _json(values)
+
+
+def decode(key: bytes, value: bytes, checksum: int) -> Result | None:
+    """The result (of row -1) of an entry; None where it is damaged, or holds what this version does not know."""
+    try:
+        if zlib.crc32(key + value) != checksum:
+            return None
+        return _result(json.loads(value))
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def _result(values: dict[str, Any]) -> Result:
+    if "token_ids" in values:
+        values["token_ids"] = tuple(values["token_ids"])
+    if "completions" in values:
+        values["completions"] = completions_of(values["completions"])
+    if "choice_probs" in values:
+        values["choice_probs"] = probs_of(values["choice_probs"])
+    if "score" in values:
+        values["score"] = score_of(values["score"])
+    return Result(row=-1, **values)

@@ -1,0 +1,154 @@
+"""Requests to planned windows: the prefix tree of each, and what it need not run again after the windows before."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from batchgen.jobs.base import Job
+from batchgen.jobs.outcomes import Outcomes
+from batchgen.prefix import PrefixNode, PrefixPlan, carried_tokens, plan_prefixes
+from batchgen.request import Leaf, Request, TokenArray, leaves_of
+from batchgen.result import Completion
+
+_PATHS_OF_A_WINDOW = 256
+"""Prefixes that are remembered of one window: those with the most tokens saved."""
+_MAX_PATHS = 2048
+"""Prefixes that are remembered in all; the oldest go first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A window of requests with its plan."""
+
+    requests: list[Request]
+    leaves: list[Leaf]
+    plan: PrefixPlan
+    prefill_tokens_min: int
+    """Size of the prompts' token trie, less the tokens that are known from earlier windows."""
+
+
+class Planner:
+    """Plans windows one after the other. Remembers what an engine is likely to still have of the earlier ones, for the figures."""
+
+    def __init__(self, chunk_size: int, *, share: bool, under_way: Mapping[bytes, Mapping[int, Completion]]) -> None:
+        """`under_way`: completions that earlier runs began, by row key and number; their requests continue them."""
+        self._chunk_size, self._share, self._under_way = chunk_size, share, under_way
+        self._kept = KeptPrefixes()
+
+    def plan(self, requests: Sequence[Request], *, follow_on: bool = False) -> Planned:
+        """A window's plan. `follow_on`: these requests come, in order, right after those of the call before."""
+        begun = self._under_way
+        requests = [replace(r, begun=begun[r.key]) if r.key in begun else r for r in requests]
+        leaves = leaves_of(requests)
+        prompts = [leaf.tokens for leaf in leaves]
+        plan = plan_prefixes(prompts, self._chunk_size, share=self._share)
+        carried = self._kept.carried(plan, prompts, and_last=follow_on)
+        prefill_min = plan.prefill_tokens_min
+        if any(request.texts for request in requests):  # their tokens are in the plan, and belong to no prompt
+            alone = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False)
+            prefill_min = alone.prefill_tokens_min
+        return Planned(requests, leaves, plan, max(0, prefill_min - carried))
+
+
+class PlannedWindows:
+    """The windows of sorted requests. Each is planned in another thread while the one before it runs. A context manager."""
+
+    def __init__(
+        self,
+        windows: Iterator[list[Request]],
+        planner: Planner,
+        job: Job,
+        outcomes: Outcomes,
+        *,
+        fresh: bool,
+        in_order: bool,
+    ) -> None:
+        """`fresh`: requests that already have results were filtered out in this run. `in_order`: windows follow each other in prefix order."""
+        self._windows, self._planner, self._job, self._outcomes = windows, planner, job, outcomes
+        self._fresh, self._in_order = fresh, in_order
+        self._first = True
+        self._pool = ThreadPoolExecutor(1, "batchgen-planning")
+        self._ahead: Future[Planned | None] | None = None
+        self._size = 0
+        """Leaves of the window that was taken last."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def next(self) -> Planned | None:
+        """The next window, waited for; None if there are no more."""
+        window = self._plan() if self._ahead is None else self._ahead.result()
+        self._ahead = None
+        self._size = 0 if window is None else len(window.leaves)
+        return window
+
+    def next_if_ready(self, waiting: int) -> Planned | None:
+        """The next window once no leaf of the previous one is waiting and planning is done, else None.
+
+        `waiting` is the number of waiting leaves. Planning starts in the background when half of the previous window has started.
+        """
+        if not self._size or waiting > self._size // 2:
+            return None
+        if self._fresh and self._ahead is None:  # else the results are looked up, and those are for one thread
+            self._ahead = self._pool.submit(self._plan)
+        if waiting or (self._ahead is not None and (not self._ahead.done() or self._ahead.exception())):
+            return None  # an error is raised by `next`, when this window is done
+        return self.next()
+
+    def _plan(self) -> Planned | None:
+        """The next window's requests that have no result, planned; None at the end."""
+        with self._outcomes.run.timed("plan"):
+            for requests in self._windows:
+                lacking = requests if self._fresh else self._without_results(requests)
+                follow_on, self._first = self._in_order and not self._first, False
+                if lacking:
+                    return self._planner.plan(lacking, follow_on=follow_on)
+        return None
+
+    def _without_results(self, requests: list[Request]) -> list[Request]:
+        stored = self._job.stored([r.key for r in requests])
+        for request in requests:
+            if request.key in stored:
+                self._outcomes.resumed(stored[request.key])
+        return [r for r in requests if r.key not in stored]
+
+
+class KeptPrefixes:
+    """The most shared prefixes of the windows so far, the newest last. Bounded, whatever the input is."""
+
+    def __init__(self) -> None:
+        self._paths: dict[bytes, TokenArray] = {}
+        self._last: TokenArray | None = None
+
+    def carried(self, plan: PrefixPlan, prompts: Sequence[TokenArray], *, and_last: bool = False) -> int:
+        """How many tokens of the window's tree are known from earlier windows. Remembers this one's prefixes.
+
+        `and_last`: also those of the last prompt of the window before. Windows that follow each other in depth-first order share nothing else.
+        """
+        paths = list(self._paths.values())
+        if and_last and self._last is not None:
+            paths.append(self._last)
+        carried = carried_tokens(plan, prompts, paths)
+        self._last = prompts[plan.order[-1]].copy()
+        for node in heapq.nlargest(_PATHS_OF_A_WINDOW, plan.nodes, key=_saved_tokens):
+            path = prompts[plan.order[node.first]][: node.end].copy()
+            key = path.tobytes()
+            self._paths.pop(key, None)
+            self._paths[key] = path
+        while len(self._paths) > _MAX_PATHS:
+            self._paths.pop(next(iter(self._paths)))
+        return carried
+
+
+def _saved_tokens(node: PrefixNode) -> int:
+    return (node.last - node.first - 1) * node.end

@@ -1,0 +1,291 @@
+"""The database of results: what survives kills, damage and a full disk, and what another process sees."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.jobs import results as results_module
+from batchgen.jobs.disk import network_file_system
+from batchgen.jobs.results import Results, occurrences, read_facts, temporary_counts
+from batchgen.result import Completion, Result, TokenLogprob
+
+KEYS = [bytes([i]) * 16 for i in range(6)]
+RESULTS = [
+    Result(row=-1, text="plain", finish_reason="stop", prompt_tokens=3, completion_tokens=2, token_ids=(1, 2)),
+    Result(row=-1, text='é\n\u2028"\\\ud800', finish_reason="length", truncated=True),
+    Result(row=-1, text=None, finish_reason="error", error_type="does_not_fit", error_message="too\nlong"),
+    Result(row=-1, text="", finish_reason="timeout"),
+    Result(row=-1, text="x" * 50_000, finish_reason="length", completion_tokens=9),
+    Result(row=-1, text="last", finish_reason="stop"),
+]
+ALL = dict(zip(KEYS, RESULTS, strict=True))
+BEGUN = {
+    0: Completion(text="", finish_reason="", token_ids=(5, 6)),
+    2: Completion(text="whole", finish_reason="stop", token_ids=(7,), logprobs=(TokenLogprob("w", 7, -0.5),)),
+}
+
+
+def opened(folder, flush_every=0.0):
+    return closing(Results(folder, flush_every))
+
+
+def fill(folder):
+    with opened(folder) as results:
+        for key, result in ALL.items():
+            results.append(key, replace(result, row=12))
+
+
+@pytest.fixture(params=[False, True], ids=["WAL", "network"])
+def folder(request, tmp_path, monkeypatch):
+    """A folder on a local and on a network file system."""
+    monkeypatch.setattr(results_module, "network_file_system", lambda folder: request.param)
+    return tmp_path
+
+
+def test_results_are_found_in_the_same_run_and_in_the_next(folder):
+    with opened(folder) as results:
+        for key, result in ALL.items():
+            results.append(key, replace(result, row=12))
+        assert results.stored([*KEYS, b"?" * 16]) == ALL
+        assert results.count == 6
+    with opened(folder) as results:
+        assert results.stored(KEYS) == ALL
+        assert results.damaged == 0
+
+
+def test_of_two_results_with_one_key_the_last_counts(folder):
+    for result in RESULTS[:2]:
+        with opened(folder) as results:
+            results.append(KEYS[0], result)
+            assert results.stored(KEYS) == {KEYS[0]: result}
+            assert results.count == 1
+
+
+KILLED = """
+import sys, os, signal
+from pathlib import Path
+from batchgen.jobs import results as module
+from batchgen.result import Result
+module.network_file_system = lambda folder: sys.argv[2] == "True"
+results = module.Results(Path(sys.argv[1]), float(sys.argv[3]))
+for i in range(5):
+    results.append(bytes([i]) * 16, Result(row=i, text=str(i), finish_reason="stop"))
+    if results.due:
+        results.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("network", "flush_every", "kept"), [(False, 3600, 5), (True, 3600, 0), (True, 0, 5)])
+def test_a_killed_process_loses_nothing_but_on_a_network_file_system_what_was_not_flushed(
+    tmp_path, network, flush_every, kept
+):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    code = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(network), str(flush_every)], env=env)
+    assert code.returncode == -9
+    with opened(tmp_path) as results:
+        assert [r.text for r in results.stored(KEYS).values()] == [str(i) for i in range(kept)]
+
+
+def test_the_log_is_synced_by_time_and_not_for_every_result(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with opened(tmp_path, flush_every=3600) as results:
+        results.append(KEYS[0], RESULTS[0])
+        assert not results.due
+        assert synced == []
+        results.flush()
+        assert len(synced) == 1
+    with opened(tmp_path, flush_every=0) as results:
+        assert results.due
+
+
+def test_another_process_reads_what_is_there_and_leaves_no_trace(folder):
+    assert read_facts(folder, ("progress",)) == ({}, None)
+    with opened(folder) as results:
+        results.append(KEYS[0], RESULTS[0])
+        results.tell({"rows_done": 1})
+        results.flush()
+        facts, count = read_facts(folder, ("progress", "reading"))
+        assert (facts["progress"]["rows_done"], facts["progress"]["results"], count) == (1, 1, 1)
+    before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
+    assert read_facts(folder, ("progress",)) == (facts, 1)
+    assert {p.name: p.stat().st_mtime_ns for p in folder.iterdir()} == before
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_damaged_database_gives_no_wrong_result_and_takes_new_ones(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("r")
+    fill(folder)
+    path = folder / "results.sqlite"
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans(), label="cut"):
+        del content[data.draw(st.integers(0, len(content) - 1), label="at") :]
+    else:
+        for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=20), label="bytes"):
+            content[at] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    with opened(folder) as results:
+        found = results.stored(KEYS)
+        assert found.items() <= ALL.items()
+        for key, result in ALL.items():
+            results.append(key, result)
+        assert results.stored(KEYS) == ALL
+    with opened(folder) as results:
+        assert results.stored(KEYS) == ALL
+
+
+def test_what_a_damaged_database_still_has_is_salvaged(tmp_path):
+    """A page in the middle is zeros: the results on the pages before and after it are there."""
+    with opened(tmp_path) as results:
+        for i in range(200):
+            results.append(i.to_bytes(16, "big"), Result(row=i, text="x" * 1000, finish_reason="stop"))
+    path = tmp_path / "results.sqlite"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 8192 * 4096
+    content[middle : middle + 4096] = bytes(4096)
+    path.write_bytes(content)
+    with opened(tmp_path) as results:
+        assert results.damaged > 0
+        assert 100 < results.count < 200
+
+
+def test_one_damaged_result_is_left_out_and_counted_and_no_reading_is_trusted(tmp_path):
+    with opened(tmp_path) as results:
+        results.append(KEYS[0], RESULTS[0])
+        results.append(KEYS[5], RESULTS[5])
+        results.set_fact("reading", {"rows": 2})
+    path = tmp_path / "results.sqlite"
+    path.write_bytes(path.read_bytes().replace(b'"plain"', b'"plaim"'))
+    with opened(tmp_path) as results:
+        assert results.damaged == 1
+        assert results.stored(KEYS) == {KEYS[5]: RESULTS[5]}
+        assert results.fact("reading") is None
+
+
+def test_a_full_disk_is_an_error_and_earlier_results_stay(tmp_path):
+    with opened(tmp_path) as results:
+        results.append(KEYS[0], RESULTS[0])
+        (pages,) = results._db.execute("PRAGMA page_count").fetchone()
+        results._db.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            results.append(KEYS[4], RESULTS[4])
+        assert results.stored(KEYS) == {KEYS[0]: RESULTS[0]}
+    with opened(tmp_path) as results:
+        assert results.stored(KEYS) == {KEYS[0]: RESULTS[0]}
+
+
+def test_results_that_ended_for_a_reason_can_be_forgotten(folder):
+    fill(folder)
+    with opened(folder) as results:
+        results.forget(["error", "timeout"])
+        assert set(results.stored(KEYS)) == set(KEYS) - {KEYS[2], KEYS[3]}
+
+
+def test_work_under_way_is_kept_until_its_row_has_a_result(folder):
+    with opened(folder) as results:
+        results.keep_under_way({KEYS[0]: BEGUN, KEYS[1]: {0: BEGUN[0]}})
+        results.keep_under_way({KEYS[1]: {0: replace(BEGUN[0], token_ids=(5, 6, 7))}})
+    with opened(folder) as results:
+        assert results.under_way() == {KEYS[0]: BEGUN, KEYS[1]: {0: replace(BEGUN[0], token_ids=(5, 6, 7))}}
+        results.append(KEYS[0], RESULTS[0])
+        assert list(results.under_way()) == [KEYS[1]]
+        results.keep_under_way({})
+        assert results._db.execute("SELECT count(*) FROM under_way").fetchone() == (1,)
+
+
+def test_damaged_work_under_way_is_begun_again(tmp_path):
+    with opened(tmp_path) as results:
+        results.keep_under_way({KEYS[0]: {0: BEGUN[0]}, KEYS[1]: {0: BEGUN[0]}})
+        results._db.execute("UPDATE under_way SET value = replace(value, '5, 6', '5, 7') WHERE key = ?", (KEYS[0],))
+        assert list(results.under_way()) == [KEYS[1]]
+
+
+def test_rows_of_the_output_have_a_key_or_a_result(folder):
+    with opened(folder) as results:
+        results.begin_rows()
+        results.add_rows([0, 1, 2], {0: KEYS[0], 2: KEYS[1]}, {1: RESULTS[2]})
+        results.add_rows([3], {3: KEYS[2]}, {})
+        assert results.row_count == 4
+        assert results.rows(1, 2) == ({2: KEYS[1]}, {1: replace(RESULTS[2], row=1)})
+        assert list(results.failed_rows()) == [replace(RESULTS[2], row=1)]
+        results.begin_rows()
+        assert results.row_count == 0
+
+
+def test_a_finished_output_is_compared_with_the_rows_of_the_next(folder):
+    fill(folder)
+    with opened(folder) as results:
+        results.know_finished(KEYS[:4])
+        results.add_rows([0, 1, 2], {0: KEYS[0], 2: KEYS[5]}, {1: RESULTS[2]})
+        assert results.compared() == (4, 3, 1)
+        assert results.forget_unasked() == 4
+        assert set(results.stored(KEYS)) == {KEYS[0], KEYS[5]}
+
+
+def test_of_a_finished_job_only_what_its_output_does_not_hold_is_left(folder):
+    fill(folder)
+    with opened(folder) as results:
+        results.keep_beside_output([KEYS[1]])
+        results.keep_under_way({b"?" * 16: BEGUN})
+        results.set_fact("reading", {})
+        assert results.shrink(KEYS[:4])
+    with opened(folder) as results:
+        assert set(results.stored(KEYS)) == {KEYS[1], KEYS[4], KEYS[5]}
+        assert (results.under_way(), results.fact("reading")) == ({}, None)
+        assert results.shrink(KEYS)
+        assert set(results.stored(KEYS)) == {KEYS[1]}
+    with opened(folder) as results:
+        results.append(KEYS[1], RESULTS[1])  # another one, which the output holds
+        assert not results.shrink(KEYS)
+
+
+def test_equal_digests_are_numbered_over_calls(folder):
+    a, b, c = KEYS[:3]
+    with opened(folder) as results, closing(temporary_counts()) as counts:
+        for count in (results.occurrences, lambda digests: occurrences(counts, digests)):
+            assert count([a, b, a, a]) == [0, 0, 1, 2]
+            assert count([]) == []
+            assert count([c, a, b]) == [0, 3, 1]
+    with opened(folder) as results:
+        assert results.occurrences([a]) == [0]
+
+
+def test_more_keys_are_looked_up_than_one_query_can_take(folder):
+    keys = [i.to_bytes(16, "big") for i in range(1_234)]
+    with opened(folder) as results:
+        assert results.add_missing((key, RESULTS[0]) for key in keys) == 1_234
+        assert len(results.stored(keys)) == 1_234
+
+
+def test_results_that_are_there_are_not_replaced_by_those_of_an_output(folder):
+    with opened(folder) as results:
+        results.append(KEYS[0], RESULTS[0])
+        results.add_missing([(KEYS[0], RESULTS[1]), (KEYS[1], RESULTS[1])])
+        assert results.stored(KEYS) == {KEYS[0]: RESULTS[0], KEYS[1]: RESULTS[1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("nfs4", True), ("fuse.sshfs", True), ("lustre", True), ("ext4", False), ("tmpfs", False)]
+)
+def test_a_network_file_system_is_known_by_the_innermost_mount(tmp_path, kind, expected):
+    mounts = tmp_path / "mountinfo"
+    place = tmp_path / "a b" / "job"
+    place.mkdir(parents=True)
+    mounts.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        f"33 22 0:40 / {str(place.parent).replace(' ', chr(92) + '040')} rw master:1 - {kind} host:/home rw\n"
+        f"34 22 0:41 / {tmp_path}/a rw - nfs4 host:/other rw\n"
+    )
+    assert network_file_system(place, mounts) is expected
+    assert network_file_system(place, tmp_path / "none") is False

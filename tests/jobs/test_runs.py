@@ -1,0 +1,337 @@
+"""What a job keeps over any sequence of runs: a finished completion is in the output whenever its row is in the input, and is made once.
+
+Whole jobs with the real tokenizer; the model is not one: its answer is a digest of the prompt and of its own weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import batchgen.job
+from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
+from batchgen.errors import UsageError
+from batchgen.prompts import load_tokenizer
+from batchgen.request import Leaf
+from batchgen.result import Completion, Result
+from batchgen.stats import EngineStats
+
+ROWS = 12
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class Oracle:
+    """In the engine's place. Dies after `most` answers; remembers what it was asked."""
+
+    dtype = device = attention = "none"
+    waiting = unfinished = 0
+
+    def __init__(self, model: str, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.notes: list[str] = []
+        self.stats = EngineStats()
+        self.model = model
+        self.most: int | None = None
+        self.answered: list[str] = []
+        self.reason: Callable[[str], str] = lambda prompt: "stop"
+
+    def add(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None]) -> None:
+        self.added = leaves, on_result
+
+    def run(self, stop: Any) -> None:
+        leaves, on_result = self.added
+        for leaf in leaves:
+            if len(self.answered) == self.most:
+                raise Killed
+            prompt = self.decode(leaf.request.tokens.tolist())
+            self.answered.append(prompt)
+            on_result(
+                Result(
+                    row=leaf.request.row, text=f"{self.model}: {prompt}", finish_reason=self.reason(prompt),
+                    prompt_tokens=len(leaf.request.tokens), completion_tokens=1, token_ids=(1,),
+                )
+            )  # fmt: skip
+
+    def under_way(self) -> dict[int, dict[int, Completion]]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class Runs:
+    """Runs of one output, with one of several models of the same shapes."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.output = folder, folder / "o.jsonl"
+        self.models = {}
+        for name in "ab":
+            self.models[name] = Path(shutil.copytree(model, folder / name))
+            with (self.models[name] / "model.safetensors").open("r+b") as file:
+                file.seek(-8, 2)
+                file.write(name.encode() * 8)
+        self.tokenizer = load_tokenizer(ModelConfig(model=str(model)))
+        self.reason: Callable[[str], str] = lambda prompt: "stop"
+
+    def run(
+        self, rows: Sequence[str | None], *, model: str = "a", most: int | None = None, **options: Any
+    ) -> tuple[list[str], JobReport | None]:
+        """The prompts that were answered, and the report; None if the run was killed after `most` answers. None in `rows` is a malformed row."""
+        lines = ("[]" if prompt is None else json.dumps({"prompt": prompt}) for prompt in rows)
+        (self.folder / "in.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        decode = self.tokenizer.hf_tokenizer.decode
+        oracle = Oracle(model, lambda tokens: str(decode(tokens, skip_special_tokens=True)))
+        oracle.most, oracle.reason = most, self.reason
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
+            patch.setattr(batchgen.job, "load_tokenizer", lambda _: self.tokenizer)
+            config = JobConfig(
+                inputs=(str(self.folder / "in.jsonl"),),
+                output=str(self.output),
+                model=ModelConfig(model=str(self.models[model])),
+                sampling=SamplingParams(max_tokens=4),
+                **options,
+            )
+            try:
+                return oracle.answered, run_job(config)
+            except Killed:
+                return oracle.answered, None
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
+
+    def texts(self) -> list[str | None]:
+        return [row["text"] for row in self.rows()]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
+    return Runs(tmp_path, tiny_model_dir)
+
+
+PROMPTS = [f"p{i}" for i in range(40)]
+
+
+def test_an_empty_input_does_not_empty_a_finished_output(runs: Runs) -> None:
+    runs.run(PROMPTS)
+    before = {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
+    with pytest.raises(UsageError) as error:
+        runs.run([])
+    assert str(error.value) == (
+        f"40 of the 40 finished rows of {runs.output} are not in the input any more, and would go from it; "
+        "check the input, or use --prune to let them go, or another -o"
+    )
+    assert before == {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
+    assert runs.run(PROMPTS)[0] == []
+    assert runs.run([], prune=True)[1] is not None
+    assert runs.rows() == []
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_up_to_a_tenth_of_the_rows_may_go_and_their_results_come_back(runs: Runs, window: int | None) -> None:
+    runs.run(PROMPTS, window=window)
+    assert runs.run(PROMPTS[:36], window=window)[0] == []
+    assert len(runs.rows()) == 36
+    with pytest.raises(UsageError, match="20 of the 36 finished rows"):
+        runs.run(PROMPTS[:16], window=window)
+    assert len(runs.rows()) == 36
+    assert runs.run(PROMPTS, window=window)[0] == []
+    assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
+
+
+def test_rows_that_take_the_place_of_others_are_no_loss_unless_all_are_others(runs: Runs) -> None:
+    runs.run(PROMPTS)
+    changed = [f"{prompt}!" if i % 2 else prompt for i, prompt in enumerate(PROMPTS)]
+    assert len(runs.run(changed)[0]) == 20
+    with pytest.raises(UsageError, match="40 of the 40 finished rows"):
+        runs.run([f"{prompt}?" for prompt in PROMPTS])
+    assert runs.run(PROMPTS)[0] == []
+
+
+def test_prune_removes_the_results_that_no_row_asks_for(runs: Runs) -> None:
+    runs.run(PROMPTS)
+    kept = runs.folder / "o.jsonl.job" / "kept.sqlite"
+    runs.run(PROMPTS[:38])
+    assert kept.exists()
+    runs.run(PROMPTS[:10], prune=True)
+    assert not kept.exists()
+    assert sorted(runs.run(PROMPTS)[0]) == sorted(PROMPTS[10:])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_limit_generates_no_more_rows_and_takes_none_away(runs: Runs, window: int | None) -> None:
+    rows = [*PROMPTS[:20], None, *PROMPTS[20:]]
+    assert sorted(runs.run(rows, limit=5, window=window)[0]) == sorted(PROMPTS[:5])
+    assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS[:5]]
+    runs.run(rows, window=window)
+    whole = runs.output.read_bytes()
+    assert runs.run(rows, limit=5, window=window)[0] == []
+    assert runs.output.read_bytes() == whole
+    new = ["new", *rows, "later"]
+    assert runs.run(new, limit=3, window=window)[0] == ["new"]
+    assert [row["id"] for row in runs.rows()] == [*range(42)]
+
+
+def test_a_limit_does_not_forget_the_results_of_a_stopped_job(runs: Runs) -> None:
+    answered, report = runs.run(PROMPTS, most=21)
+    assert (len(answered), report) == (21, None)
+    runs.run(PROMPTS, limit=2)
+    assert set(runs.texts()) >= {f"a: {prompt}" for prompt in answered}
+    again, _ = runs.run(PROMPTS)
+    assert not set(again) & set(answered)
+
+
+def test_rows_that_ended_for_a_reason_run_again_when_that_is_asked_for(runs: Runs) -> None:
+    runs.reason = lambda prompt: {"1": "timeout", "2": "length"}.get(prompt[-1], "stop")
+    _, report = runs.run(PROMPTS)
+    assert report is not None
+    expected = {"stop": 32, "length": 4, "timeout": 4, "error": 0}
+    assert report.stats["finish_reasons"] == report.stats["job"]["finish_reasons"] == expected
+    assert runs.run(PROMPTS, retry_errors=True)[0] == []
+    answered, report = runs.run(PROMPTS, retry=("timeout",), most=2)
+    assert (len(answered), report) == (2, None)
+    runs.reason = lambda prompt: "stop"
+    again, report = runs.run(PROMPTS, retry=("timeout",))
+    assert sorted([*answered, *again]) == ["p1", "p11", "p21", "p31"]
+    assert report is not None
+    assert report.stats["job"]["finish_reasons"] == {"stop": 34, "length": 4, "timeout": 2, "error": 0}
+    assert len(runs.run(PROMPTS, retry=("timeout", "length"))[0]) == 6
+    assert runs.run(PROMPTS, retry=("timeout", "length"))[0] == []
+
+
+def test_results_without_a_manifest_are_not_thrown_away(runs: Runs) -> None:
+    runs.run(PROMPTS, most=21)
+    (runs.folder / "o.jsonl.job" / "manifest.json").unlink()
+    with pytest.raises(
+        UsageError, match=r"has 21 results but no manifest\.json, so the settings that made them are not known"
+    ):
+        runs.run(PROMPTS)
+
+
+class AnyRuns(RuleBasedStateMachine):
+    """Random sequences of runs. `base` and `model` are set by the test."""
+
+    base: Path
+    model: Path
+
+    @initialize()
+    def begin(self) -> None:
+        folder = self.base / str(len(list(self.base.iterdir())))
+        folder.mkdir()
+        self.runs = Runs(folder, self.model)
+        self.pool: list[str | None] = [*PROMPTS[:8]]
+        self.made: dict[str, int] = {}
+        """How many completions there were ever made of a prompt, for this job's settings."""
+        self.of = "a"
+
+    @rule(data=st.data())
+    def change_the_input(self, data: st.DataObject) -> None:
+        self.pool = data.draw(st.lists(st.sampled_from([*PROMPTS[:ROWS], None]), max_size=ROWS, unique=False))
+
+    @rule(data=st.data())
+    def grow_the_input(self, data: st.DataObject) -> None:
+        self.pool = [*self.pool, *data.draw(st.lists(st.sampled_from(PROMPTS[:ROWS]), max_size=3))]
+
+    @rule(data=st.data())
+    def reorder_the_input(self, data: st.DataObject) -> None:
+        self.pool = data.draw(st.permutations(self.pool))
+
+    @rule(
+        limit=st.none() | st.integers(0, ROWS),
+        most=st.none() | st.integers(0, 6),
+        prune=st.booleans(),
+        window=st.sampled_from([None, 3]),
+        order=st.sampled_from(["input", "done"]),
+    )
+    def run(self, limit: int | None, most: int | None, prune: bool, window: int | None, order: str) -> None:
+        before = self.runs.texts()
+        have = dict(self.made)
+        try:
+            answered, report = self.runs.run(
+                self.pool,
+                model=self.of,
+                limit=limit,
+                most=most,
+                prune=prune,
+                window=window,
+                order=order if window else "input",
+            )
+        except UsageError as e:
+            assert "are not in the input any more" in str(e)  # noqa: PT017 - whether there is one depends on the run
+            assert not prune
+            assert self.runs.texts() == before
+            return
+        wanted = {prompt: self.pool.count(prompt) for prompt in self.pool if prompt is not None}
+        for prompt in answered:
+            self.made[prompt] = self.made.get(prompt, 0) + 1
+            assert self.made[prompt] <= wanted[prompt], "a completion was made twice"
+        if report is None:
+            assert self.runs.texts() == before
+            return
+        texts = self.runs.texts()
+        for prompt, count in wanted.items():
+            there = texts.count(f"{self.of}: {prompt}")
+            assert there >= min(count, have.get(prompt, 0)), "a completion that was finished is not in the output"
+            if limit is None:
+                assert there == count
+        if limit is None:
+            assert len(texts) == len(self.pool)
+        if prune:
+            self.made = {prompt: min(n, wanted.get(prompt, 0)) for prompt, n in self.made.items()}
+
+    @precondition(lambda self: self.made)
+    @rule()
+    def try_another_model(self) -> None:
+        before = self.runs.texts()
+        other = "b" if self.of == "a" else "a"
+        with pytest.raises(UsageError, match=r"was made with other settings: model file model\.safetensors"):
+            self.runs.run(self.pool, model=other, most=0)
+        assert self.runs.texts() == before
+
+    @rule()
+    def start_over_with_another_model(self) -> None:
+        self.of = "b" if self.of == "a" else "a"
+        answered, _ = self.runs.run(self.pool, model=self.of, overwrite=True)
+        self.made = {prompt: answered.count(prompt) for prompt in answered}
+
+    @invariant()
+    def the_output_is_of_one_model(self) -> None:
+        if hasattr(self, "runs"):
+            assert all(text is None or text.startswith(f"{self.of}: ") for text in self.runs.texts())
+
+
+def check_any_runs(base: Path, model: Path, examples: int) -> None:
+    class Machine(AnyRuns):
+        pass
+
+    Machine.base, Machine.model = base, model
+    Machine.TestCase.settings = settings(
+        max_examples=examples,
+        stateful_step_count=12,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+    Machine.TestCase().runTest()
+
+
+def test_over_any_runs_a_finished_completion_is_kept_made_once_and_never_another_models(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    check_any_runs(tmp_path, tiny_model_dir, 8)
+
+
+@pytest.mark.nightly
+def test_over_many_more_runs_a_finished_completion_is_kept_made_once_and_never_another_models(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    check_any_runs(tmp_path, tiny_model_dir, 300)

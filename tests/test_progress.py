@@ -1,0 +1,174 @@
+"""How far a run is, how fast, and how much time is left."""
+
+import pytest
+
+from batchgen.progress import Snapshot, Tracker
+from batchgen.stats import RunFigures
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Heard:
+    """A `Progress` that remembers."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.seen: list[Snapshot] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def update(self, now: Snapshot) -> None:
+        self.seen.append(now)
+
+
+class Job:
+    """A run that is told what happens."""
+
+    def __init__(self, *, done: int = 0, kept: int = 0, total: int | None = 100, expected: float = 0.0) -> None:
+        self.clock, self.shown, self.run = Clock(), Heard(), RunFigures()
+        self.tracker = Tracker(self.shown, self.run, self.clock)
+        self.tracker.expected_tokens = expected
+        self.tracker.phase("planning")
+        self.run.rows_resumed, self.run.rows_ok = kept, done - kept
+        self.tracker.total = total
+        self.tracker.phase("generating")
+
+    def after(
+        self, seconds: float, *, done: int, completion: int, kept: int = 0, tokens: int | None = None, running: int = 0
+    ) -> Snapshot:
+        """`completion` tokens of rows that are done, `tokens` of all rows of this run."""
+        self.clock.now += seconds
+        self.run.rows_resumed, self.run.rows_ok, self.run.completion_tokens = kept, done - kept, completion
+        self.tracker.generated(completion if tokens is None else tokens, running)
+        return self.tracker.snapshot()
+
+
+def test_time_left_comes_from_the_rows_that_this_run_has_generated() -> None:
+    now = Job().after(10, done=20, completion=1000)
+    assert (now.rows_per_s, now.completion_tokens_per_s, now.seconds_left) == (2.0, 100.0, 40.0)
+
+
+def test_rows_kept_from_earlier_runs_do_not_make_it_look_fast() -> None:
+    now = Job(done=60, kept=60).after(10, done=70, kept=60, completion=500)
+    assert (now.rows_per_s, now.seconds_left) == (1.0, 30.0)
+
+
+def test_rows_that_fail_before_they_are_requests_do_not_either() -> None:
+    now = Job(done=50).after(10, done=60, completion=500)
+    assert (now.rows_per_s, now.seconds_left) == (1.0, 40.0)
+
+
+def test_what_unfinished_rows_have_is_counted_in_rows_of_the_mean_length() -> None:
+    job = Job()
+    job.after(10, done=20, completion=1000)
+    now = job.after(10, done=20, completion=1000, tokens=1500, running=20)
+    assert (now.rows_under_way, now.completion_tokens, now.completion_tokens_per_s) == (10.0, 1500, 75.0)
+    assert now.seconds_left == 70 * 20 / 30
+    assert now.share == 0.3
+
+
+def test_a_first_short_row_does_not_promise_an_early_end() -> None:
+    now = Job().after(10, done=1, completion=2, tokens=5002, running=50)
+    assert now.seconds_left == 98 * 10 / 2
+
+
+def test_before_a_row_is_finished_the_longest_completions_are_expected() -> None:
+    job = Job(expected=200.0)
+    now = job.after(10, done=0, completion=0, tokens=1000, running=50)
+    assert (now.rows_under_way, now.seconds_left, now.share) == (5.0, 95 * 10 / 5, 0.05)
+
+
+def test_tokens_of_earlier_runs_count_as_done_and_not_as_speed() -> None:
+    job = Job(expected=200.0)
+    job.tracker.begun_tokens = 3000
+    now = job.after(10, done=0, completion=0, tokens=1000, running=50)
+    assert (now.completion_tokens, now.completion_tokens_per_s, now.rows_under_way) == (4000, 100.0, 20.0)
+
+
+def test_time_left_is_not_known_without_a_total_nor_after_generating() -> None:
+    assert Job(total=None).after(10, done=20, completion=1000).seconds_left is None
+    job = Job()
+    assert job.after(10, done=100, completion=5000).seconds_left == 0.0
+    job.tracker.phase("writing")
+    assert job.tracker.snapshot().seconds_left is None
+
+
+def test_time_after_the_last_step_does_not_slow_the_speed_and_time_between_steps_does() -> None:
+    job = Job()
+    job.after(10, done=20, completion=1000)
+    job.tracker.phase("planning rows 21–40")
+    job.clock.now += 10
+    assert job.tracker.snapshot().completion_tokens_per_s == 100.0
+    job.tracker.phase("generating")
+    job.clock.now += 10
+    assert job.tracker.snapshot().completion_tokens_per_s == 1000 / 30
+
+
+def test_rows_that_only_pass_have_a_speed_of_their_own() -> None:
+    job = Job()
+    job.tracker.phase("writing")
+    job.clock.now += 4
+    job.tracker.passed(50)
+    now = job.tracker.snapshot()
+    assert (now.rows_passed, now.rows_per_s, now.share) == (50, 12.5, 0.5)
+    job.tracker.phase("generating")
+    assert (job.tracker.snapshot().rows_passed, job.tracker.snapshot().rows_per_s) == (None, 0.0)
+
+
+def test_the_figures_are_plain_values() -> None:
+    job = Job(done=10, kept=10)
+    job.run.prompt_tokens, job.run.rows_failed = 4000, 2
+    job.run.finish_reasons.update({"stop": 17, "length": 1, "error": 2})
+    job.run.resumed_reasons.update({"stop": 10})
+    now = job.after(10, done=28, kept=10, completion=900, tokens=1000, running=2)
+    assert now.figures() == {
+        "phase": "generating",
+        "rows_total": 100,
+        "rows_done": 30,
+        "rows_failed": 2,
+        "rows_kept": 10,
+        "rows_passed": None,
+        "prompt_tokens": 4000,
+        "completion_tokens": 1000,
+        "completion_tokens_per_s": 100.0,
+        "rows_per_s": 2.0,
+        "seconds": 10.0,
+        "eta_seconds": 30.9,
+        "finish_reasons": {"error": 2, "length": 1, "stop": 27},
+    }
+
+
+def test_every_change_is_shown_and_one_a_second_is_kept_and_the_first_of_each_phase() -> None:
+    clock, shown, kept = Clock(), Heard(), list[Snapshot]()
+    run = RunFigures()
+    tracker = Tracker(shown, run, clock)
+    tracker.tell = kept.append
+    tracker.note("a note")
+    tracker.phase("planning")
+    tracker.passed(5)
+    tracker.phase("generating")
+    for done in range(1, 25):
+        clock.now += 0.125
+        run.rows_ok = done
+        tracker.rows_changed()
+    tracker.phase("generating")
+    assert [(k.phase, k.rows_done) for k in kept] == [
+        ("planning", 0),
+        ("generating", 0),
+        ("generating", 8),
+        ("generating", 16),
+        ("generating", 24),
+    ]
+    assert shown.notes == ["a note"]
+    assert [s.rows_done for s in shown.seen] == [0, 0, 0, *range(1, 25)]
+
+
+@pytest.mark.parametrize(("total", "share"), [(None, None), (0, 1.0)])
+def test_the_share_of_no_rows(total: int | None, share: float | None) -> None:
+    assert Snapshot(rows_total=total).share == share
