@@ -67,7 +67,7 @@ class DeviceAttention:
         from batchgen.attention import triton_kernels as kernels
 
         self.generation = 0
-        """Grows when a static buffer had to be allocated anew: a captured graph is void then."""
+        """Increases when a static buffer was reallocated. Graphs that were captured before are void then."""
         self.positions_host: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         """[T] of the present step."""
         self.num_parts = 0

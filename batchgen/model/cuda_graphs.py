@@ -121,7 +121,7 @@ class Graphs:
         return True
 
     def void(self) -> None:
-        """The buffers that graphs read are no more: they are captured anew, as soon as that pays."""
+        """Drops all graphs because the buffers that they read have been replaced. Graphs are captured again once that pays."""
         self._capture = self._new_capture()
         self._graphs.clear()
         self._met.clear()

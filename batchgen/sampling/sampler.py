@@ -1,11 +1,11 @@
 """Logits to tokens, for rows with different parameters at once. Knows slots and token ids, not text nor when to stop.
 
-A sequence has a slot while it decodes; its parameters lie there (slots.py), and what penalties need (penalties.py). `sample`
+A sequence has a slot while it decodes; its parameters lie there (batch_params.py), and what penalties need (penalties.py). `sample`
 gathers by slot and works on the whole batch, and nothing in it waits for the device: which rows need what is known on the host.
 
 The order is that of transformers' processors: repetition penalty, presence and frequency, a grammar's mask, temperature, top-k, top-p,
 min-p. A token is then drawn by the inverse of the cumulative distribution in vocabulary order, from one uniform
-number (randoms.py), so that a row's draw does not depend on the batch. No filter depends on how a sort orders equal
+number (philox.py), so that a row's draw does not depend on the batch. No filter depends on how a sort orders equal
 logits.
 
 Shapes: N rows, V vocabulary, n rows of a subset, k tokens of a sorted head.
