@@ -9,9 +9,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from batchgen.progress import Tracker
+from batchgen.stats import RunFigures
 from batchgen_cli import stderr
 from batchgen_cli.progress import (
     Bar,
@@ -26,6 +29,49 @@ from batchgen_cli.progress import (
     speed,
 )
 from batchgen_cli.stderr import Stderr
+
+
+class Told:
+    """What a job tells of its run, in calls of one line: `Tracker` makes the snapshots of it."""
+
+    def __init__(self, shown: Notes) -> None:
+        self.run = RunFigures()
+        self.tracker = Tracker(shown, self.run, shown.clock)
+
+    def rows(self, done: int, failed: int, total: int | None) -> None:
+        self.run.rows_ok, self.run.rows_failed = done - failed - self.run.rows_resumed, failed
+        self.tracker.total = total
+
+    def kept(self, rows: int) -> None:
+        self.run.rows_resumed = rows
+
+    def tokens(self, prompt: int, completion: int) -> None:
+        self.run.prompt_tokens, self.run.completion_tokens = prompt, completion
+        self.tracker.generated(completion, 0)
+
+    def running(self, tokens: int) -> None:
+        self.tracker.generated(self.run.completion_tokens + tokens, 10)
+
+    def phase(self, name: str) -> None:
+        self.tracker.phase(name)
+
+    def passed(self, rows: int) -> None:
+        self.tracker.passed(rows)
+
+    def figures(self) -> dict[str, Any]:
+        return self.tracker.snapshot().figures()
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown has these methods here, each with a run of its own."""
+    runs: dict[int, Told] = {}
+    for name in ("rows", "kept", "tokens", "running", "phase", "passed", "figures"):
+
+        def call(self: Notes, *args: Any, _name: str = name) -> Any:
+            return getattr(runs.setdefault(id(self), Told(self)), _name)(*args)
+
+        monkeypatch.setattr(Notes, name, call, raising=False)
 
 
 class Clock:
