@@ -176,6 +176,13 @@ def not_for_scores(params: SamplingParams) -> str | None:
     return next((name for name in ("choices", "regex", "json_schema") if getattr(params, name)), None)
 
 
+def check_scored(prompts: PromptConfig, sampling: SamplingParams) -> None:
+    """Raises `UsageError` for an option that asks for something else than the scores that `--score` asks for."""
+    other = not_for_scores(sampling) if prompts.score else None
+    if other is not None:
+        raise UsageError(f"--score cannot be combined with --{other.replace('_', '-')}", "leave one of them out")
+
+
 def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: SamplingParams) -> str:
     """The text to score, maybe empty. Raises `RowError` for a row that has none, or asks for something else."""
     other = not_for_scores(params)
