@@ -143,6 +143,11 @@ class Stopper:
             # What was held back counts now.
             answer = self._decoded() if self._stop else None
             self.finish_reason = "stop" if answer is not None and self._cut(answer) is not None else "length"
+        if self.finish_reason is not None and self._thoughts is not None:
+            start = self._thoughts.answer_start
+            self._thoughts.look_back(self.tokens)
+            if self._thoughts.answer_start != start:
+                self._text = None
         return self.finish_reason
 
     @property
