@@ -20,7 +20,7 @@ from batchgen.records.tables import header_hint
 from batchgen.sampling_params import SamplingParams
 
 _DEFAULT = PromptConfig()
-_MOST_NAMES = 20
+_MAX_NAMES = 20
 _MANY = 1000  # the rows that are looked at: fewer are all there are
 
 
@@ -35,8 +35,8 @@ class Source(Enum):
 
 def quoted(names: Sequence[str]) -> str:
     """The names for a message, so many of them as a line can hold."""
-    shown = ", ".join(repr(name) for name in names[:_MOST_NAMES])
-    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
 
 class Columns:
