@@ -58,7 +58,7 @@ class Leaf:
     choice: int
     """Its number among the request's completions or texts."""
     tokens: TokenArray
-    """What is run before the first token is drawn: the prompt; of a text to score also all its tokens but the last."""
+    """What is run before the first token is sampled: the prompt; of a text to score also all its tokens but the last."""
 
     @property
     def scored(self) -> TokenArray:

@@ -31,7 +31,7 @@ class Completion:
     reasoning: str | None = None
     """The thoughts before the answer; None where there are none."""
     token_ids: tuple[int, ...] = ()
-    """As drawn, an end token included."""
+    """As sampled, an end token included."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One per token id; None where they were not asked for."""
 
@@ -64,7 +64,7 @@ class Result:
     reasoning_tokens: int = 0
     """Of the completion tokens, those of thoughts and their marks."""
     token_ids: tuple[int, ...] = ()
-    """The (first) completion's tokens as drawn, an end token included."""
+    """The (first) completion's tokens as sampled, an end token included."""
     truncated: bool = False
     completions: tuple[Completion, ...] = ()
     """All of them, where there are several or log-probabilities were asked for; else empty."""

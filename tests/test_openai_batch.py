@@ -271,4 +271,4 @@ def test_the_option_works_on_the_command_line(
         check_form(record, request)
     refused = cli("run", source, "-m", tiny_chat_model_dir, "--output-format", "batch")
     assert (refused.code, refused.out) == (2, "")
-    assert "--output-format 'batch' is unknown; use rows or openai" in refused.err
+    assert "--output-format must be rows or openai, not 'batch'" in refused.err

@@ -33,7 +33,7 @@ class LayerOptions:
 
 
 class Backend(Protocol):
-    """Attention of one step. Built anew for each step's plan; called once for each layer."""
+    """Attention of one step. Built for each step's plan, and called once for each layer."""
 
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions

@@ -122,7 +122,7 @@ class Cuts:
 
 
 def plan_attention(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int = SHARED_READS) -> AttentionPlan:
-    """Plans a step whose works are in depth-first order."""
+    """Plans the attention of spans that are in depth-first order."""
     cuts = cut(spans, block_size, shared_reads, CAUSAL_CHUNK)
     paged = _paged([b for b in cuts.chunks if b.q_end - b.q_start == 1], block_size)
     causal = _causal([b for b in cuts.chunks if b.q_end - b.q_start > 1], cuts.num_tokens, block_size)
@@ -130,7 +130,7 @@ def plan_attention(spans: Sequence[ScheduledSpan], block_size: int, shared_reads
 
 
 def cut(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> Cuts:
-    """Cuts a step whose works are in depth-first order, into chunks of at most `chunk` queries of one span."""
+    """Cuts a step, whose spans are in depth-first order, into chunks of at most `chunk` queries of one span."""
     sizes = [w.stop - w.start for w in spans]
     num_tokens = sum(sizes)
     positions = np.concatenate([np.arange(w.start, w.stop) for w in spans])

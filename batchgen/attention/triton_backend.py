@@ -1,7 +1,7 @@
 """Attention on one CUDA device: the plan of each step in static buffers, the kernels behind one operator of torch.
 
 So a model compiles whole, and a CUDA graph captured once serves every step of its padded size. In tests the same runs on the CPU, on
-Triton's interpreter. Imports triton only where it is used.
+Triton's interpreter; it has not run on a GPU yet. Imports triton only where it is used.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DeviceAttention:
         from batchgen.attention import triton_kernels as kernels
 
         self.generation = 0
-        """Grows when a static buffer had to be allocated anew: a captured graph is void then."""
+        """Increases when a static buffer was reallocated. Graphs that were captured before are void then."""
         self.positions_host: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         """[T] of the present step."""
         self.num_parts = 0

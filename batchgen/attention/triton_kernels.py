@@ -1,7 +1,8 @@
 """The kernels of `DeviceAttention`: writing a step's KV, attention over a work list, the merge of partial results.
 
 Scores are kept as powers of two: weights are exp2(score), the log-sum-exp is to base 2. Everything between the matrix products is
-float32. Layout of the plan: `device.py`; columns of an item: `work_list.py`.
+float32. Layout of the plan: `triton_backend.py`; columns of an item: `work_list.py`. The kernels have run on Triton's interpreter only,
+not on a GPU.
 """
 
 # mypy: ignore-errors

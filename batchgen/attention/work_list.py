@@ -2,7 +2,8 @@
 
 An item is a tile of consecutive packed queries and a range of keys at consecutive positions. A shared part gives an item for
 each tile of its queries, a span's own blocks one for each tile of its own. Long ranges are split, so that all of the device is
-busy; a query of several items gets its result from the merge of their partial ones (FlashInfer, arXiv:2501.01005).
+busy; a query of several items gets its result from the merge of their partial ones (FlashInfer, arXiv:2501.01005). It has not run on a
+GPU yet.
 """
 
 from __future__ import annotations

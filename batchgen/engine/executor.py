@@ -62,6 +62,8 @@ class StepExecutor:
         self._runner = runner
         self._sampler = sampler
         self._constraints = constraints
+        self._guided: set[Hashable] = set()
+        """The sequences that `Constraints` knows."""
         self._node_logits: dict[PrefixNodeSpan, torch.Tensor] = {}
         """[vocabulary] after the last token of nodes at which prompts end that have not sampled yet."""
         self.seconds = 0.0
@@ -70,7 +72,7 @@ class StepExecutor:
     @property
     def needs_tokens(self) -> bool:
         """Whether `sample` depends on the tokens of the steps before: a grammar allows tokens by what has been sampled."""
-        return self._constraints.used
+        return bool(self._guided)
 
     def launch(self, batch: ScheduledBatch) -> InFlightStep:
         """Launches the forward and what is scored in it. `sample` follows, before the next launch."""
@@ -80,9 +82,10 @@ class StepExecutor:
                 params = seq.request.params
                 self._sampler.add(seq.slot, params, seq.request.key, seq.request.tokens, seq.generated, seq.leaf.choice)
                 if params.guided:
+                    self._guided.add(_name(seq))
                     self._constraints.add(_name(seq), params, seq.generated, seq.request.tokens)
         with self._timed():
-            if not len(batch.packed.pending_places):
+            if self._guided and not len(batch.packed.pending_places):
                 self._constraints.start(_names(batch.samples))  # computed in another thread while the model runs
             logits = self._runner.run(batch, self._sampler.last)
             step = InFlightStep(batch, logits)
@@ -102,7 +105,7 @@ class StepExecutor:
                     self._logits(step),
                     [sample.slot for sample in step.samples],
                     [sample.position for sample in step.samples],
-                    self._constraints.mask(_names(step.samples)),
+                    self._constraints.mask(_names(step.samples)) if self._guided else None,
                 )
             step.logits = None
             parts = [*step.scores, *(step.sampled.tensors if step.sampled else ())]
@@ -130,7 +133,9 @@ class StepExecutor:
         for slot in freed.slots:
             self._sampler.remove(slot)
         for seq in freed.sequences:
-            self._constraints.remove(_name(seq))
+            if _name(seq) in self._guided:
+                self._guided.discard(_name(seq))
+                self._constraints.remove(_name(seq))
         for node_span in freed.nodes:
             self._node_logits.pop(node_span, None)
 
@@ -138,6 +143,7 @@ class StepExecutor:
         """Forgets all sequences."""
         self._sampler.clear()
         self._constraints.clear()
+        self._guided.clear()
         self._node_logits.clear()
 
     def _logits(self, step: InFlightStep) -> torch.Tensor:

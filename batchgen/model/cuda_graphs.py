@@ -1,6 +1,7 @@
 """Forwards of fixed shapes, captured once and replayed: which shapes there are, when a capture pays, and how CUDA does it.
 
-Knows nothing of models and plans: a forward is a function without arguments that reads and writes static buffers.
+Knows nothing of models and plans: a forward is a function without arguments that reads and writes static buffers. This code has not
+run on a GPU yet; tests run it with a capture in name only.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Graphs:
         return True
 
     def void(self) -> None:
-        """The buffers that graphs read are no more: they are captured anew, as soon as that pays."""
+        """Drops all graphs because the buffers that they read have been replaced. Graphs are captured again once that pays."""
         self._capture = self._new_capture()
         self._graphs.clear()
         self._met.clear()

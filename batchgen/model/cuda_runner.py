@@ -1,6 +1,7 @@
-"""A step on one CUDA device: its inputs in a static buffer, filled by one asynchronous copy, and its forward a graph where that pays.
+"""Runs a step on one CUDA device: the inputs lie in a static buffer that one asynchronous copy fills, and the forward is a CUDA graph
+where that pays.
 
-Nothing here waits for the device, but the capture of a graph.
+Nothing here waits for the device except the capture of a graph. This code has not run on a GPU yet; tests run it on the CPU.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def device_step(model: LoadedModel, cache: KVCache, limits: Limits, notes: list[
 
 
 class DeviceStep:
-    """Runs the works of a step. What it needs of them lies at the same addresses in every step of a shape."""
+    """Runs packed spans. The inputs lie at the same addresses in every step of a shape."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class DeviceStep:
         return logits
 
     def _keep(self, shape: Shape) -> None:
-        """A forward whose logits are put where all graphs put them: held by none, their own memory is the next graph's too."""
+        """Runs the forward and copies the logits to a buffer that all graphs share, so that the next graph can reuse this graph's private memory."""
         logits = self._forward(shape)
         if self._logits is None:
             assert self._graphs is not None

@@ -114,7 +114,7 @@ class Runner:
         return [output.logits[0].to(device)] if len(packed.logits_places) else []
 
     def _recurrent(self, spans: Sequence[ScheduledSpan]) -> AbstractContextManager[None]:
-        """The works' states for the model's recurrent layers."""
+        """Gives the model's recurrent layers the states of the spans."""
         if self.model.recurrent is None or self.states is None:
             return nullcontext()
         return self.model.recurrent.running(

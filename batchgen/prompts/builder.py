@@ -8,7 +8,7 @@ from typing import Any
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts.columns import not_for_scores
+from batchgen.prompts.columns import check_scored
 from batchgen.prompts.encoding import Encoder, TextEncoder, Texts
 from batchgen.prompts.params import CHOICES_NAMES, RowParams
 from batchgen.prompts.rendering import Rendered, Renderer, Text
@@ -68,10 +68,7 @@ class PromptBuilder:
         self._check_ids = len(tokenizer.hf_tokenizer) > tokenizer.vocab_size
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
-        other = not_for_scores(sampling) if self._prompts.score else None
-        if other is not None:
-            option = other.replace("_", "-")
-            raise UsageError(f"--score cannot be combined with --{option}", "leave one of them out")
+        check_scored(self._prompts, sampling)
         texts = self._texts.choices(sampling.choices) if sampling.choices else ()
         if isinstance(texts, RowError):
             raise UsageError(f"--choices: {texts.message}")

@@ -20,7 +20,7 @@ from batchgen.records.tables import header_hint
 from batchgen.sampling_params import SamplingParams
 
 _DEFAULT = PromptConfig()
-_MOST_NAMES = 20
+_MAX_NAMES = 20
 _MANY = 1000  # the rows that are looked at: fewer are all there are
 
 
@@ -35,8 +35,8 @@ class Source(Enum):
 
 def quoted(names: Sequence[str]) -> str:
     """The names for a message, so many of them as a line can hold."""
-    shown = ", ".join(repr(name) for name in names[:_MOST_NAMES])
-    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
 
 class Columns:
@@ -174,6 +174,13 @@ def not_for_scores(params: SamplingParams) -> str | None:
     if params.logprobs is not None:
         return "logprobs"
     return next((name for name in ("choices", "regex", "json_schema") if getattr(params, name)), None)
+
+
+def check_scored(prompts: PromptConfig, sampling: SamplingParams) -> None:
+    """Raises `UsageError` for an option that asks for something else than the scores that `--score` asks for."""
+    other = not_for_scores(sampling) if prompts.score else None
+    if other is not None:
+        raise UsageError(f"--score cannot be combined with --{other.replace('_', '-')}", "leave one of them out")
 
 
 def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: SamplingParams) -> str:

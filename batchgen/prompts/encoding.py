@@ -16,8 +16,8 @@ from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
 from batchgen.request import TokenArray
 
 # One call's texts at most. The tokenizers library needs some 200 bytes a token until a call's ids are taken, so also by characters.
-_MOST_TEXTS = 2048
-_MOST_CHARACTERS = 2_000_000
+_MAX_TEXTS = 2048
+_MAX_CHARACTERS = 2_000_000
 _LONGEST_TEXT = 10_000_000  # characters; that of 100,000,000 would need 25 GB, and no model takes it
 
 
@@ -130,7 +130,7 @@ def _python(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]]
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
     start = characters = 0
     for i, text in enumerate(texts):
-        if i > start and (i - start == _MOST_TEXTS or characters + len(text) > _MOST_CHARACTERS):
+        if i > start and (i - start == _MAX_TEXTS or characters + len(text) > _MAX_CHARACTERS):
             yield texts[start:i]
             start, characters = i, 0
         characters += len(text)

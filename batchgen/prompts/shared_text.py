@@ -21,9 +21,9 @@ from batchgen.request import TokenArray
 Encode = Callable[[Sequence[str], bool], list[TokenArray | None]]
 """Tokens of texts, with special ones around each or without; None for one that cannot be tokenized."""
 
-_LEAST = 200
+_MIN_PIECE = 200
 """Characters that are worth a piece of their own."""
-_LEAST_CALL = 10_000
+_MIN_CALL = 10_000
 """Characters of a call that is worth a look."""
 _CACHE_BYTES = 1 << 26
 _CHECKED = 4
@@ -66,7 +66,7 @@ class SharedText:
 
     def encode(self, texts: Sequence[str], special: bool) -> list[TokenArray | None] | None:
         """The tokens of each text, None for one that may not be tokenized; None where whole tokenization is the way."""
-        if not self._on or len(texts) < 2 or sum(map(len, texts)) < _LEAST_CALL or not self._cuts.any:
+        if not self._on or len(texts) < 2 or sum(map(len, texts)) < _MIN_CALL or not self._cuts.any:
             return None
         around = self._around if special else (_NO_IDS, _NO_IDS)
         if around is None:
@@ -178,7 +178,7 @@ def _tree(texts: Sequence[str], cuts: Cuts) -> list[_Node | None]:
             length = common_length(text, texts[order[place + 1]], max(length, agreed))
         else:
             length = 0
-        cut = cuts.last(text, length) or 0 if length >= _LEAST else 0
+        cut = cuts.last(text, length) or 0 if length >= _MIN_PIECE else 0
         if cut > (stack[-1].end if stack else 0):
             stack.append(_Node(text, cut, stack[-1] if stack else None))
         above[i] = stack[-1] if stack else None
@@ -200,7 +200,7 @@ def _worth(node: _Node | None, known: dict[_Node, _Node | None]) -> _Node | None
     above = known[node] if node is not None else None
     for one in reversed(path):
         one.parent = above
-        above = known[one] = one if one.end - (above.end if above else 0) >= _LEAST else above
+        above = known[one] = one if one.end - (above.end if above else 0) >= _MIN_PIECE else above
     return above
 
 

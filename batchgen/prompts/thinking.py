@@ -34,7 +34,8 @@ class ThinkingFormat:
         """Whether a completion of this prompt (its end, special tokens written out) begins inside of thoughts."""
         if self.always:
             return self.answer.search(prompt[prompt.rfind("<|start|>") + 1 :]) is None
-        return prompt.rfind(self.open) > prompt.rfind(self.close)
+        _, mark, after = prompt.rpartition(self.open.rstrip())
+        return bool(mark) and not after.strip()  # further up it is what somebody wrote
 
     def ending(self, *, begun: bool) -> str:
         """What ends the thoughts of a completion that has begun, or not."""
@@ -81,6 +82,7 @@ class ThoughtStream:
         """Whether the last token was a thought's or the mark behind it."""
         self.ended = False
         """Whether what follows is the answer."""
+        self._closed = format.close in prompt
         self.answer_start = 0
         """Tokens before the answer, once it has begun."""
         self.begins = ""
@@ -108,6 +110,21 @@ class ThoughtStream:
                 return True
             self._tail = self._tail[-self._format.longest :]
         return False
+
+    def look_back(self, tokens: Sequence[int]) -> None:
+        """Of a whole completion that began as an answer: finds the end of thoughts that the prompt began, or that were never opened.
+
+        Such are the thoughts of models that leave the opening mark out, and those that go on where a last message of the assistant stops.
+        """
+        if not self.ended or self.answer_start or self._closed or self._format.always:
+            return
+        tail = ""
+        for count, token in enumerate(tokens, 1):
+            tail = tail[-self._format.longest :] + self._piece(token)
+            mark = self._format.answer.search(tail)
+            if mark:
+                self.answer_start, self.begins = count, tail[mark.end() :]
+                return
 
 
 def thoughts_of(

@@ -67,9 +67,8 @@ def read_csv(
     `on_rename` is called with the old and the new name of each column whose name is repeated. The rest of a line longer than `max_line`
     characters is skipped, `skip_chars` at a time.
     """
-    csv.field_size_limit(
-        max_line
-    )  # holds for the whole process, there is no other way; the default ends a job at 128 KiB
+    # It holds for the whole process; there is no other way. The default would end a job at 128 KiB.
+    csv.field_size_limit(max_line)
     # surrogateescape: a byte that is not UTF-8 makes its row malformed, not the file.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:

@@ -1,11 +1,11 @@
-"""Which tokens the running sequences may draw next. Knows token ids, no logits, nor how grammars are written.
+"""Which tokens the running sequences may sample next. Knows token ids, no logits, nor how grammars are written.
 
 A sequence goes by any name that its caller gives it, from its `add` to its `remove`.
 
-A token may follow when what was drawn and its bytes begin a text of the row's grammar (grammars.py). The row's end tokens,
+A token may follow when what was sampled and its bytes begin a text of the row's grammar (grammars.py). The row's end tokens,
 the model's and its `stop_token_ids`, may follow where the text is whole and nowhere else; other special tokens never. So a
 completion that ends with `stop` is a text of the grammar; one that was cut (`length`) is the beginning of one. Within that
-the draw is the model's own: no spelling in tokens is preferred or forced.
+the choice is the model's own: no spelling in tokens is preferred or forced.
 
 A model that marks its thoughts has them first: while it thinks every token may follow but the end tokens, and the grammar begins
 with the answer. Where the prompt has not opened the thoughts, the mark that opens them may be the first token. Thoughts that have taken
@@ -47,7 +47,7 @@ class _Row:
     ends: frozenset[int]
     """The tokens that end its completion."""
     tokens: list[int]
-    """What was drawn of the answer, without an end token."""
+    """What was sampled of the answer, without an end token."""
     error: RowError | None
     thoughts: ThoughtStream | None = None
     """None once the answer has begun."""
@@ -110,7 +110,7 @@ class Constraints:
     def add(
         self, name: Hashable, params: SamplingParams, generated: Sequence[int] = (), prompt: TokenArray | None = None
     ) -> None:
-        """A sequence begins. After a preemption `generated` are the tokens it had already drawn. `prompt` tells whether it begins in thoughts.
+        """A sequence begins. After a preemption `generated` are the tokens that it had already sampled. `prompt` tells whether it begins in thoughts.
 
         A grammar that cannot be used is raised by `accept`, for its row alone; `UsageError` as in `check`.
         """
@@ -137,7 +137,7 @@ class Constraints:
             if error is None and not self._thought(row, token):
                 row.tokens.append(token)
         if row.error is None and row.tokens and row.matcher is not None and not row.matcher.consume_tokens(row.tokens):
-            self._mend(row)
+            self._replace_matcher(row)
 
     def _thoughts(self, params: SamplingParams, prompt: TokenArray | None) -> ThoughtStream | None:
         """Follows a completion through its thoughts, if it may have any and they matter here."""
@@ -148,7 +148,7 @@ class Constraints:
         return stream if stream.thinking or self._opening is not None else None
 
     def _thought(self, row: _Row, token: int) -> bool:
-        """Takes a token that was drawn; whether it is one of the thoughts or their marks, not of the answer."""
+        """Takes a token that was sampled; whether it is one of the thoughts or their marks, not of the answer."""
         if row.thoughts is None:
             return False
         if row.matcher is not None and not row.thinking:  # by the mask it opens the thoughts, or begins the answer
@@ -213,7 +213,7 @@ class Constraints:
         return torch.from_numpy(masks.view(np.int32)[:, : (self._vocab_size + 31) // 32])
 
     def accept(self, name: Hashable, token: int) -> bool:
-        """The token was drawn, by the sequence's mask. Returns whether the text is whole and nothing may follow: the completion ends with `stop`.
+        """The token was sampled, under the sequence's mask. Returns whether the text is whole and nothing may follow: the completion ends with `stop`.
 
         Raises `RowError("constraint_error")` when the row's grammar went wrong, here or before.
         """
@@ -233,7 +233,7 @@ class Constraints:
         elif row.error is None and not ended:
             row.tokens.append(token)
             if not row.matcher.consume_token(token):
-                self._mend(row)
+                self._replace_matcher(row)
         if row.error is not None:
             raise row.error
         return ended or row.matcher.is_stopped()
@@ -258,7 +258,7 @@ class Constraints:
         self._vocabulary.fill(masks, [(row.matcher, i) for i, row in ours.items() if row.error is None and row.matcher])
         for i, row in ours.items():
             if row.error is None and row.matcher is not None and row.matcher.is_error():
-                self._mend(row)
+                self._replace_matcher(row)
                 if row.error is None:
                     self._vocabulary.fill(masks, [(row.matcher, i)])
         self._place_ends(masks, ours)
@@ -295,8 +295,8 @@ class Constraints:
             if len(row.ends) > len(self._eos):
                 _put(masks, np.array([i]), row.ends - self._eos, whole[place : place + 1])
 
-    def _mend(self, row: _Row) -> None:
-        """Gives a row whose matcher gave up one of its own, or an error.
+    def _replace_matcher(self, row: _Row) -> None:
+        """Replaces a failed matcher by one with its own lexer. Marks the row failed if that fails too.
 
         The rows of a grammar share a lexer, and may together have come to its limits; alone the row may go on.
         """

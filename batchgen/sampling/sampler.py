@@ -1,11 +1,11 @@
 """Logits to tokens, for rows with different parameters at once. Knows slots and token ids, not text nor when to stop.
 
-A sequence has a slot while it decodes; its parameters lie there (slots.py), and what penalties need (penalties.py). `sample`
+A sequence has a slot while it decodes; its parameters lie there (batch_params.py), and what penalties need (penalties.py). `sample`
 gathers by slot and works on the whole batch, and nothing in it waits for the device: which rows need what is known on the host.
 
 The order is that of transformers' processors: repetition penalty, presence and frequency, a grammar's mask, temperature, top-k, top-p,
 min-p. A token is then drawn by the inverse of the cumulative distribution in vocabulary order, from one uniform
-number (randoms.py), so that a row's draw does not depend on the batch. No filter depends on how a sort orders equal
+number (philox.py), so that a row's draw does not depend on the batch. No filter depends on how a sort orders equal
 logits.
 
 Shapes: N rows, V vocabulary, n rows of a subset, k tokens of a sorted head.
@@ -114,22 +114,6 @@ class Sampler:
         counts, (_, chosen) = records["logprobs"][wanted], batch.part(wanted)
         measured = measure(logits[chosen], tokens[chosen], int(counts.max()))
         return SamplerOutput(tokens, valid, measured, dict(zip(wanted.tolist(), counts.tolist(), strict=True)))
-
-    @torch.no_grad()
-    def probabilities(
-        self, logits: torch.Tensor, slots: Sequence[int], mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What `sample` draws from: float32 [N, V], penalties, mask and filters applied; greedy rows have 1 on one token."""
-        records = self._records(logits, slots)
-        batch, _ = self._slots.batch(slots, records, np.zeros(len(records)))
-        scores = self._masked(self._penalties.applied(logits, batch), mask)
-        best, tokens = scores.max(dim=-1)
-        result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)
-        for _, at, ids, weights in self._choices(scores, best, batch):
-            if ids is not None:
-                weights = torch.zeros((len(ids), self._vocab_size)).scatter_add_(1, ids, weights)
-            result[at] = weights / weights.sum(dim=-1, keepdim=True)
-        return result
 
     def _sample(
         self, logits: torch.Tensor, batch: Batch, mask: torch.Tensor | None

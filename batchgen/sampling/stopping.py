@@ -27,7 +27,7 @@ from batchgen.sampling_params import SamplingParams
 PROMPT_END = 32  # prompt tokens that are looked at for open thoughts
 _CONTEXT = 8  # prompt tokens decoded before a completion: more than a character cut by their beginning
 _OPEN = 4  # tokens whose text is looked at again with every next token; settling them costs a decode
-_MOST_OPEN = 64  # of those, where a run of bytes goes on; twice as many are no character but invalid bytes
+_MAX_OPEN = 64  # of those, where a run of bytes goes on; twice as many are no character but invalid bytes
 _REPLACEMENT = "\ufffd"
 
 
@@ -117,7 +117,7 @@ class Stopper:
         prompt: TokenArray,
     ) -> None:
         self.tokens: list[int] = []
-        """The completion as drawn, an end token included."""
+        """The completion as sampled, an end token included."""
         self.finish_reason: str | None = None
         self._max_tokens = max_tokens
         ends = frozenset() if params.ignore_eos else eos_token_ids
@@ -143,6 +143,11 @@ class Stopper:
             # What was held back counts now.
             answer = self._decoded() if self._stop else None
             self.finish_reason = "stop" if answer is not None and self._cut(answer) is not None else "length"
+        if self.finish_reason is not None and self._thoughts is not None:
+            start = self._thoughts.answer_start
+            self._thoughts.look_back(self.tokens)
+            if self._thoughts.answer_start != start:
+                self._text = None
         return self.finish_reason
 
     @property
@@ -246,8 +251,8 @@ class _GrowingText:
             # Text is settled after a visible token (special ones may stand inside a run of bytes) at whose end no
             # character is open, but not inside a run of bytes: that may still turn out invalid from its beginning.
             complete = self._decoded != before and not self._decoded.endswith(_REPLACEMENT)
-            inside = token in self._detokenizer.byte_tokens and waiting < _MOST_OPEN
-            if (complete and not inside) or waiting >= 2 * _MOST_OPEN:
+            inside = token in self._detokenizer.byte_tokens and waiting < _MAX_OPEN
+            if (complete and not inside) or waiting >= 2 * _MAX_OPEN:
                 self._settle(end)
         return end
 

@@ -1,8 +1,8 @@
 """What the engine runs: spans of tokens that follow one another on a path of the prefix tree. Integers only.
 
 A span is a run of tokens with a block table; there is no prefill phase and no decode phase, only tokens computed so far
-catching up with tokens there are. A `Branch` is a prefix node made resident, a `Sequence` a leaf under way: a completion
-being generated, or a text being scored.
+catching up with tokens there are. A `PrefixNodeSpan` is a prefix node made resident, a `GenerationSequence` a leaf in progress: a
+completion being generated, or a text being scored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class State(Enum):
     DECODING = "decoding"
     PREEMPTED = "preempted"
     FINISHING = "finishing"
-    """All of it is drawn or scored, on the device: it holds no blocks and no slot any more, only its last numbers are to come."""
+    """All of its tokens are sampled or scored on the device. It holds no blocks and no slot any more; only its last numbers are in flight."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -208,9 +208,9 @@ class GenerationSequence(Span):
     stops: Stops | None
     """None for a text to score."""
     generated: list[int] = field(default_factory=list)
-    """The tokens drawn, as far as the host has seen them."""
+    """The sampled tokens that the host knows."""
     num_pending_tokens: int = 0
-    """Tokens drawn beyond those: on the device only."""
+    """Number of tokens sampled beyond those, which only the device knows yet."""
     state: State = State.WAITING
     slot: int = -1
     """Its row in the sampler while it runs."""
@@ -252,7 +252,7 @@ class GenerationSequence(Span):
 
     @property
     def num_sampled(self) -> int:
-        """Tokens drawn so far, seen or not."""
+        """Number of tokens sampled so far, pending ones included."""
         return len(self.generated) + self.num_pending_tokens
 
     @property

@@ -108,4 +108,4 @@ def test_blocks_behind_every_sliding_window_are_given_back(ahead):
     later = [[*root, 1, 2], [*root[:90], 3]]
     again = run(engine, make_requests(later, [20, 20]))
     assert [list(r.token_ids) for r in again] == [generate(reference_model(name), p, 20) for p in later]
-    assert engine_for(packed_model("gemma3_text")).block_manager.sliding is None  # some layers see everything
+    assert engine_for(packed_model("gemma3_text")).block_manager.sliding_window is None  # some layers see everything

@@ -9,8 +9,8 @@ from batchgen.prompts.encoding import Encoder
 
 
 def test_texts_go_to_the_tokenizer_in_large_batches(tools, monkeypatch):
-    monkeypatch.setattr(encoding, "_MOST_TEXTS", 3)
-    monkeypatch.setattr(encoding, "_MOST_CHARACTERS", 10)
+    monkeypatch.setattr(encoding, "_MAX_TEXTS", 3)
+    monkeypatch.setattr(encoding, "_MAX_CHARACTERS", 10)
     texts = ["a", "b", "c", "d", "0123456789012", "e", "012345678", "f", "g"]
     assert [list(batch) for batch in encoding._batches(texts)] == [
         ["a", "b", "c"], ["d"], ["0123456789012"], ["e", "012345678"], ["f", "g"],

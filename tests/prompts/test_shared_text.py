@@ -21,7 +21,7 @@ class Watched:
     """An encoder, and what goes to the tokenizer."""
 
     def __init__(self, tools, monkeypatch, **options):
-        monkeypatch.setattr(shared_text, "_LEAST_CALL", 0)
+        monkeypatch.setattr(shared_text, "_MIN_CALL", 0)
         self.notes: list[str] = []
         self.encoder = Encoder(tools.byte_tokenizer(**options), self.notes.append)
         self.whole = Encoder(tools.byte_tokenizer(**options))

@@ -267,7 +267,7 @@ def test_what_is_no_record_of_ours_is_left_out(tmp_path, spoil):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"output_format": "OpenAI"}, "--output-format 'OpenAI' is unknown; use rows or openai"),
+        ({"output_format": "OpenAI"}, "--output-format must be rows or openai, not 'OpenAI'"),
         ({"output_format": "openai", "keep": ("a",)}, "--output-format openai carries no columns; leave it out, or --keep"),
         ({"output_format": "openai", "prompts": PromptConfig(score=True)}, "--output-format openai has no place for scores; leave it out, or --score"),
     ],

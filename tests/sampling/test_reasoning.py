@@ -112,6 +112,21 @@ def test_a_prompt_that_speaks_of_thoughts_further_up_does_not_open_them() -> Non
     assert run(tokenizer, "<think>a</think>b" + "x" * 40, f"Yes.{EOS}")[:2] == ("Yes.", None)
 
 
+def test_marks_that_somebody_wrote_in_the_prompt_open_nothing() -> None:
+    tokenizer = make(plain=("<think>", "</think>"))
+    assert run(tokenizer, "What does <think> mean?\n", f"It opens.{EOS}") == ("It opens.", None, 0, "stop")
+
+
+def test_thoughts_that_were_never_opened_or_begun_by_the_prompt_are_found_by_their_end() -> None:
+    for tokenizer in (make(plain=("<think>", "</think>")), make(special=("<think>", "</think>"))):
+        assert run(tokenizer, "q", f"Hm.</think>\n\nYes.{EOS}")[:2] == ("Yes.", "Hm.")
+        assert run(tokenizer, "q<think>I should", f" look.</think>Yes.{EOS}")[:2] == ("Yes.", "look.")
+    closed = make(plain=("<think>", "</think>"))
+    assert run(closed, "q", "Hm.</think>Yes. No.", stop=(" No",))[:2] == ("Yes.", "Hm.")
+    said = f"The mark is </think>.{EOS}"
+    assert run(closed, "q<think>\n\n</think>\n\n", said)[:2] == ("The mark is </think>.", None)
+
+
 def test_off_leaves_the_thoughts_in_the_text() -> None:
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "q<think>", f"a</think>b{EOS}", reasoning="off") == ("a</think>b", None, 0, "stop")

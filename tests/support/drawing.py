@@ -1,8 +1,12 @@
-"""A sampler that waits for what it draws."""
+"""A sampler that waits for what it samples, and tells the probabilities that it samples from."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 from batchgen.kernels.transfer import Readback
 from batchgen.sampling import sampler
@@ -13,3 +17,19 @@ class Sampler(sampler.Sampler):
     def sample(self, *args: Any, **kwargs: Any) -> SampledTokens:  # type: ignore[override]
         drawn = super().sample(*args, **kwargs)
         return drawn.read(Readback(drawn.tensors, drawn.tokens.device).lists())
+
+    @torch.no_grad()
+    def probabilities(
+        self, logits: torch.Tensor, slots: Sequence[int], mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What `sample` draws from: float32 [N, V], penalties, mask and filters applied; greedy rows have 1 on one token."""
+        records = self._records(logits, slots)
+        batch, _ = self._slots.batch(slots, records, np.zeros(len(records)))
+        scores = self._masked(self._penalties.applied(logits, batch), mask)
+        best, tokens = scores.max(dim=-1)
+        result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)
+        for _, at, ids, weights in self._choices(scores, best, batch):
+            if ids is not None:
+                weights = torch.zeros((len(ids), self._vocab_size)).scatter_add_(1, ids, weights)
+            result[at] = weights / weights.sum(dim=-1, keepdim=True)
+        return result
