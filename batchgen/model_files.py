@@ -40,6 +40,9 @@ QUANTIZERS = {
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_TOKENIZERS = {"tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model"}
+"""Files that can hold a vocabulary; tokenizer_config.json alone holds none."""
+_VOCABULARIES = (".model", ".tiktoken", ".tekken", ".spm", ".bpe")
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
@@ -294,7 +297,7 @@ def _shards(folder: Path) -> list[Path]:
         )
     if loose:
         raise ModelError(
-            f"model folder {str(folder)!r} has no model.safetensors; it has {loose[0]}",
+            f"model folder {str(folder)!r} has {loose[0]}, but no model.safetensors",
             "rename it if it holds all weights in the format of transformers, or download the version that has model.safetensors",
         )
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
@@ -378,8 +381,20 @@ def _check_vocabulary(folder: Path, settings: Mapping[str, Any], tensors: Mappin
 
 
 def _check_tokenizer(folder: Path) -> None:
+    """Refuses a folder without a tokenizer, and a tokenizer.json that is a pointer, a web page or cut."""
+    names = {p.name for p in folder.iterdir()}
+    own = any(name.startswith("tokenization_") for name in names)  # code of the model's own may read any file
+    if not own and not names & _TOKENIZERS and not any(name.endswith(_VOCABULARIES) for name in names):
+        raise ModelError(
+            f"model folder {str(folder)!r} has no tokenizer files",
+            "copy tokenizer.json and tokenizer_config.json of the model into it",
+        )
     path = folder / "tokenizer.json"
     if not path.exists():
         return
     with path.open("rb") as f:
         _check_content(path, f.read(512))
+        f.seek(-min(64, path.stat().st_size), 2)
+        whole = f.read().rstrip().endswith(b"}")
+    if not whole:
+        read_json(path)  # raises what is wrong with it

@@ -49,7 +49,12 @@ def models(good: Path, work: Path) -> None:
     (work / "rows.jsonl").write_text('{"prompt": "x"}\n')
     for i, name in enumerate(BROKEN):
         folder = broken_model(name, good, work / f"model-{i}")
-        tell(name, ["run", "rows.jsonl", "-m", str(folder), "--no-progress"], work, {str(folder): "M"})
+        tell(
+            name,
+            ["run", "rows.jsonl", "-m", str(folder), "-o", f"{i}.jsonl", "--no-progress"],
+            work,
+            {str(folder): "M"},
+        )
 
 
 def misuse(good: Path, work: Path) -> None:

@@ -41,22 +41,10 @@ def _unreadable(config: ModelConfig, what: str, error: BaseException) -> ModelEr
 
 
 def _folder_failure(config: ModelConfig, what: str, error: BaseException) -> ModelError:
-    if what == "tokenizer" and not _tokenizer_files(Path(config.model)):
-        return ModelError(
-            f"model folder {config.model!r} has no tokenizer files",
-            "copy tokenizer.json and tokenizer_config.json of the model into it",
-        )
     for name in ("tokenizer.json", "tokenizer_config.json") if what == "tokenizer" else ():
         if (Path(config.model) / name).exists():
             read_json(Path(config.model) / name)  # raises what is wrong with the file itself
     return _unreadable(config, what, error)
-
-
-def _tokenizer_files(folder: Path) -> list[str]:
-    """Files that can hold a vocabulary; tokenizer_config.json alone holds none."""
-    endings = (".model", ".tiktoken", ".tekken")
-    names = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
-    return [p.name for p in folder.iterdir() if p.name in names or p.name.endswith(endings)]
 
 
 def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None:

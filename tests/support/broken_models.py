@@ -260,7 +260,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "weights of another name": (
         renamed("model.safetensors", "consolidated.safetensors"),
-        "model folder 'M' has no model.safetensors; it has consolidated.safetensors; rename it if it holds all weights in the format of "
+        "model folder 'M' has consolidated.safetensors, but no model.safetensors; rename it if it holds all weights in the format of "
         "transformers, or download the version that has model.safetensors",
     ),
     "a shard is gone": (
