@@ -1,5 +1,6 @@
 """Misuse is told in one line with its exit code, before a tokenizer is loaded."""
 
+import fcntl
 import re
 import subprocess
 import sys
@@ -55,3 +56,21 @@ def test_misuse_imports_nothing_that_is_slow(
         [sys.executable, "-c", code, *words], env=command_environment, cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "[]\n")
+
+
+def test_a_held_output_is_told_before_a_tokenizer_is_loaded(
+    cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.job.load_tokenizer", None)
+    make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "o.jsonl.job"
+    folder.mkdir()
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write('{"pid": 7, "host": "here", "started": "2026-03-04T05:00:00+00:00"}')
+        lock.flush()
+        outcome = cli("run", "rows.jsonl", "-m", tiny_model_dir, "-o", "o.jsonl")
+    assert (outcome.code, outcome.out) == (75, "")
+    assert outcome.err.startswith("batchgen: error: another run holds o.jsonl (process 7 on here, since 2026-03-04")
+    assert (folder / "lock").read_text() != ""
