@@ -56,7 +56,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --out o.jsonl", 2, unknown("--out", "--output", "--output-format")),
     ("run R -m M --max-tokens", 2, f"option '--max-tokens' requires an argument; {RUN}"),
     # values
-    ("run R -m M --max-tokens many", 2, "--max-tokens must be a whole number, not 'many'"),
+    ("run R -m M --max-tokens many", 2, "--max-tokens must be a whole number or auto, not 'many'"),
     ("run R -m M --max-tokens 0", 2, "--max-tokens must be at least 1, not 0"),
     ("run R -m M --temperature -1", 2, "--temperature must be at least 0, not -1.0"),
     ("run R -m M --temperature nan", 2, "--temperature must be a number, not nan"),
