@@ -352,7 +352,7 @@ def test_bytes_without_end_cost_no_more_and_more(name, data, monkeypatch):
     decode, lengths = stop._detokenizer.decode, []
     monkeypatch.setattr(stop._detokenizer, "decode", lambda tokens: (lengths.append(len(tokens)), decode(tokens))[1])
     assert run(stop, raw_bytes(name, data))[:2] == (None, len(data))
-    assert max(lengths[:-2]) <= 4 * stopping._MOST_OPEN  # the last two are for the text itself
+    assert max(lengths[:-2]) <= 4 * stopping._MAX_OPEN  # the last two are for the text itself
 
 
 def test_only_the_end_of_a_long_completion_is_decoded_again(monkeypatch):
