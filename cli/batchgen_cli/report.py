@@ -82,6 +82,7 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
     lines = [
         ("output", _place(report)),
         ("rows", _rows(s)),
+        *_ends(s),
         ("prompts", "through the chat template" if report.chat else "raw text"),
     ]
     if s["steps"]:
@@ -137,6 +138,18 @@ def _rows(s: dict[str, Any]) -> str:
     if s["rows_resumed"]:
         parts.append(f"{s['rows_resumed']:,} kept from an earlier run")
     return ", ".join(parts)
+
+
+def _ends(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """How this run's rows ended, if not all ended with `stop` and whole prompts. Failed rows are counted beside the others already."""
+    counts = {name: n for name, n in s["finish_reasons"].items() if n and name != "error"}
+    truncated = s["rows_truncated"]
+    if not truncated and counts.keys() <= {"stop", "scored"}:
+        return []
+    parts = [f"{n:,} {name}" for name, n in counts.items()]
+    if truncated:
+        parts.append(f"{truncated:,} with a truncated prompt")
+    return [("ended", ", ".join(parts))]
 
 
 def _model(s: dict[str, Any]) -> str:

@@ -64,16 +64,23 @@ def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
     assert (process.returncode, out) == (code, "")
     assert err.splitlines()[-1] == (f"batchgen: error: interrupted by {name}; run the same command again to go on")
     assert "Traceback" not in err
-    assert not (tmp_path / "prompts.out.jsonl").exists()
+    output = tmp_path / "prompts.out.jsonl"
+    assert not output.exists()
+    _, finished = read_facts(Path(f"{output}.job"), ())
+    assert finished is not None
     stats = tmp_path / "stats.json"
     # Without the slow batches: how rows are batched is free.
     outcome = cli(
         "run", slow_job, "-m", tiny_model_dir, "--max-tokens", "100", "--ignore-eos", "--stats", stats, "--limit", "40"
     )
     assert outcome.code == 0
-    resumed = json.loads(stats.read_text())["rows_resumed"]
-    assert 1 <= resumed <= 40
-    assert len((tmp_path / "prompts.out.jsonl").read_text().splitlines()) == 40
+    figures = json.loads(stats.read_text())
+    assert figures["rows_resumed"] == finished >= 4
+    ids = [row["id"] for row in map(json.loads, output.read_text().splitlines())]
+    # Finished rows stay in the output, whatever --limit says.
+    assert ids[:40] == list(range(40))
+    assert ids == sorted({*ids})
+    assert len(ids) == finished + figures["rows"] <= 40 + finished
 
 
 @pytest.mark.slow

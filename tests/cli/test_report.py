@@ -1,10 +1,12 @@
 """The summary at the end of a run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from batchgen.job import JobReport
+from batchgen.result import Result
 from batchgen.stats import EngineStats, RunFigures, Setting, figures
 from batchgen_cli.report import show_report, size, summary
 from batchgen_cli.stderr import printable
@@ -39,13 +41,17 @@ def test_control_characters_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
+DONE = Result(row=0, text="x", finish_reason="stop", prompt_tokens=20, completion_tokens=5)
+FAILED = Result(row=0, text=None, finish_reason="error", error_type="invalid_row", error_message="not JSON")
+
+
 def report_of(*, rows: int = 2, failures: tuple[str, ...] = ()) -> JobReport:
     run = RunFigures(prefill_tokens_min=15, groups=1, prefix_nodes=1)
     for _ in range(rows):
-        run.count(failed=False, prompt_tokens=20, completion_tokens=5)
+        run.count(DONE)
     for _ in failures:
-        run.count(failed=True, prompt_tokens=0, completion_tokens=0)
-    run.count_resumed(failed=False, prompt_tokens=20, completion_tokens=5)
+        run.count(FAILED)
+    run.count_resumed(replace(DONE, finish_reason="length", truncated=True))
     run.seconds |= {"load": 1.0, "generate": 2.0}
     engine = EngineStats(
         prefill_tokens=15 if rows else 0,
@@ -79,6 +85,28 @@ def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
         ("memory", "1.0 GiB at most"),
         ("model", "m, float32 on cpu, attention cascade"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "truncated", "text"),
+    [
+        ({"stop": 1200}, 0, None),
+        ({"stop": 1200, "error": 7}, 0, None),
+        ({"scored": 3}, 0, None),
+        ({"stop": 1200, "length": 1034, "timeout": 2, "error": 7}, 0, "1,200 stop, 1,034 length, 2 timeout"),
+        ({"length": 5}, 0, "5 length"),
+        ({"stop": 4, "cancelled": 1}, 0, "4 stop, 1 cancelled"),
+        ({"stop": 4}, 3, "4 stop, 3 with a truncated prompt"),
+        ({"stop": 3, "length": 1}, 1, "3 stop, 1 length, 1 with a truncated prompt"),
+    ],
+)
+def test_how_rows_ended_is_told_if_not_all_stopped_or_prompts_were_truncated(
+    reasons: dict[str, int], truncated: int, text: str | None
+) -> None:
+    run = RunFigures(rows_truncated=truncated)
+    run.finish_reasons.update(reasons)
+    stats = figures(run, EngineStats(), Setting("m"))
+    assert dict(summary(JobReport(stats, "out.jsonl", 0, False))).get("ended") == text
 
 
 def test_a_run_of_labels_tells_rows_per_second_and_no_completions() -> None:

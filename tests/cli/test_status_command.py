@@ -17,13 +17,14 @@ Cli = Callable[..., Any]
 NOW = dt.datetime(2026, 3, 4, 5, 6, 10, tzinfo=dt.UTC)
 WHO = {"pid": 12, "host": "here", "started": "2026-03-04T05:00:00+00:00", "alive": True}
 FIGURES = """
-    process phase rows_total rows_done rows_failed rows_kept rows_passed results prompt_tokens completion_tokens
-    completion_tokens_per_s rows_per_s seconds eta_seconds updated job
+    process phase rows_total rows_done rows_failed rows_kept rows_passed results finish_reasons prompt_tokens
+    completion_tokens completion_tokens_per_s rows_per_s seconds eta_seconds updated job
 """
 NOTHING = dict.fromkeys(FIGURES.split())
 RUNNING: dict[str, Any] = NOTHING | {
     "output": "o.jsonl", "state": "running", "process": WHO, "phase": "generating", "rows_total": 5000, "rows_done": 1234,
-    "rows_failed": 3, "rows_kept": 1000, "prompt_tokens": 23_400, "completion_tokens": 12_345,
+    "rows_failed": 3, "rows_kept": 1000, "finish_reasons": {"error": 3, "length": 31, "stop": 1200, "timeout": 0},
+    "prompt_tokens": 23_400, "completion_tokens": 12_345,
     "completion_tokens_per_s": 240.4, "rows_per_s": 4.6, "seconds": 51.2, "eta_seconds": 815.0, "results": 1234,
     "updated": "2026-03-04T05:06:08.500+00:00",
 }  # fmt: skip
@@ -39,6 +40,7 @@ def test_a_running_job() -> None:
         "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00",
         "phase: generating",
         "rows: 1,234 of 5,000 done (24%), 3 failed, 1,000 kept from earlier runs",
+        "ended: 3 error, 31 length, 1,200 stop",
         "tokens: 23,400 of prompts, 12,345 of completions, 240 tokens/s",
         "time: 51 s",
         "left: about 14 min",
@@ -54,6 +56,7 @@ def test_a_job_that_reads_its_input() -> None:
         "completion_tokens_per_s": 0.0,
         "rows_failed": 0,
         "rows_kept": 0,
+        "finish_reasons": {},
     }
     assert lines(found)[2:5] == [
         "phase: planning, 70,000 rows read",
@@ -94,6 +97,7 @@ def test_a_finished_job_is_told_in_lines_and_as_json(
         f"output   {output}",
         "state    finished",
         "rows     3 of 3 done (100%), 1 failed",
+        "ended    2 length, 1 error",
         "tokens   4 of prompts, 6 of completions, N tokens/s",
         "time     N s",
     ]
