@@ -46,9 +46,9 @@ class InPlace:
         self.seconds = 0.0
         self.steps = 0
 
-    def run(self, step: Any) -> Any:
+    def run(self, batch: Any) -> Any:
         """Logits for the places that want some; other rows of the random ones each time, so that texts differ."""
-        wanted = sum(work.stop - work.logits for work in step.spans)
+        wanted = sum(scheduled.stop - scheduled.logits for scheduled in batch.spans)
         self.steps += 1
         self.next = (self.next + 37) % (LOGITS_KEPT // 2)
         if wanted > LOGITS_KEPT // 2:

@@ -115,10 +115,10 @@ class Seen:
         def run(step: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
             logits = inner(step, *args, **kwargs)
             at = 0
-            for work in step.spans:
-                for position in range(work.logits, work.stop):
-                    if logits is not None and isinstance(work.span, GenerationSequence):
-                        request = work.span.request
+            for scheduled in step.spans:
+                for position in range(scheduled.logits, scheduled.stop):
+                    if logits is not None and isinstance(scheduled.span, GenerationSequence):
+                        request = scheduled.span.request
                         # A copy: the next step may put its logits where these are.
                         copied = logits[at].to(torch.float32, copy=True)
                         self._found.append((request.row, position - len(request.tokens) + 1, copied))

@@ -60,11 +60,11 @@ def test_what_stands_in_for_the_forward_is_not_counted_and_gives_other_logits_ea
     from batchgen.scheduling.batch import ScheduledSpan
 
     in_place = InPlace(5, torch.float32)
-    works = [ScheduledSpan(None, 0, 4, 3), ScheduledSpan(None, 0, 2, 2), ScheduledSpan(None, 7, 8, 7)]  # type: ignore[arg-type]
-    step = type("Step", (), {"works": works})()
-    first, second = in_place.run(step), in_place.run(step)
+    spans = [ScheduledSpan(None, 0, 4, 3), ScheduledSpan(None, 0, 2, 2), ScheduledSpan(None, 7, 8, 7)]  # type: ignore[arg-type]
+    batch = type("Batch", (), {"spans": spans})()
+    first, second = in_place.run(batch), in_place.run(batch)
     assert first.shape == (2, 5)
     assert not torch.equal(first, second)
-    assert in_place.run(type("Step", (), {"works": works[1:2]})()) is None
+    assert in_place.run(type("Batch", (), {"spans": spans[1:2]})()) is None
     assert in_place.not_counted(lambda: 7)() == 7
     assert in_place.seconds > 0

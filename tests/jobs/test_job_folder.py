@@ -69,7 +69,7 @@ def test_an_interrupted_job_goes_on_where_it_stopped(run, texts, write_input):
 KILLED = """
 import os, sys
 sys.path[:0] = sys.argv[1:]
-from conftest import answer, job_open, key_of
+from support.jobs import answer, job_open, key_of
 job, source = job_open()
 for row in list(source.rows())[:2]:
     job.append(key_of(row), answer(row))
@@ -81,7 +81,7 @@ import time; time.sleep(60)
 def test_a_job_that_is_killed_loses_nothing_and_its_lock_is_recognised(run, open_, texts, write_input):
     write_input(["a", "b", "c"])
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-c", KILLED, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[1])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout.readline() == b"appended\n"
         with pytest.raises(OutputLocked, match=f"process {process.pid} on {socket.gethostname()}"):

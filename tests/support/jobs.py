@@ -1,0 +1,102 @@
+"""Jobs without a model: for the tests of the job's folder and of what it reads and writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchgen.errors import RowError
+from batchgen.jobs.job_folder import open_job
+from batchgen.records import RowForm, open_input
+from batchgen.result import Result
+
+SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
+
+
+def write_input_rows(prompts, name="in.jsonl"):
+    Path(name).write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+
+
+def job_open(output="o.jsonl", inputs=("in.jsonl",), settings=SETTINGS, mentions=None, **options):
+    defaults = {"limit": None, "work_dir": None}
+    defaults |= {"overwrite": False, "flush_every": 0.0, "order": "input"}
+    source = open_input(list(inputs), format=None, output=output)
+    form = RowForm(**{name: options.pop(name) for name in ("keep", "id_column", "token_ids") if name in options})
+    return open_job(
+        output, settings=settings, mentions=mentions or {}, input=source, form=form, **(defaults | options)
+    ), source
+
+
+def key_of(row) -> bytes:
+    return hashlib.blake2b(json.dumps(row.columns, default=str).encode(), digest_size=16).digest()
+
+
+def answer(row) -> Result:
+    """What a model might say; a prompt of `fail` fails in the engine."""
+    prompt = row.columns["prompt"]
+    if prompt == "fail":
+        return Result.failed(row.number, RowError("does_not_fit", "too big"), prompt_tokens=7)
+    return Result(
+        row=row.number, text=prompt.upper(), finish_reason="stop", prompt_tokens=len(prompt), completion_tokens=2,
+        token_ids=(1, 2), truncated=prompt == "cut",
+    )  # fmt: skip
+
+
+def job_run(output="o.jsonl", *, stop_after=None, stats=None, answer=answer, **options):
+    """A job as `job.py` runs it. Returns the job and the prompts that were generated; stops without finishing after `stop_after`."""
+    job, source = job_open(output, **options)
+    generated = []
+    with job:
+        if job.finished is not None:
+            return job, generated
+        rows = list(source.rows(options.get("limit")))
+        keys = {r.number: key_of(r) for r in rows if r.error is None}
+        stored = job.stored(list(keys.values()))
+        job.add_rows(
+            [r.number for r in rows], keys, {r.number: Result.failed(r.number, r.error) for r in rows if r.error}
+        )
+        job.check_dropped(prune=options.get("prune", False))
+        results = {n: replace(stored[k], row=n) for n, k in keys.items() if k in stored}
+        results |= {r.number: Result.failed(r.number, r.error) for r in rows if r.error is not None}
+        for row in reversed(rows):  # as an engine would, in an order of its own
+            if row.number not in results:
+                if len(generated) == stop_after:
+                    return job, generated
+                generated.append(row.columns["prompt"])
+                results[row.number] = answer(row)
+                job.append(keys[row.number], results[row.number])
+        job.write(rows, results, keys)
+        job.finish(stats or {"rows": len(rows)})
+    return job, generated
+
+
+def job_texts(output="o.jsonl"):
+    return [json.loads(line)["text"] for line in Path(output).read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return job_run
+
+
+@pytest.fixture(name="open_")
+def open_fixture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return job_open
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return job_texts
+
+
+@pytest.fixture
+def write_input(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_input_rows
