@@ -46,10 +46,10 @@ _VOCABULARIES = (".model", ".tiktoken", ".tekken", ".spm", ".bpe")
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
-def check_model_files(config: ModelConfig) -> None:
+def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
     """Raises `ModelError` if the model is a folder, or a file, that cannot be loaded and its files say why. A name on the hub is not looked up.
 
-    Weights are not looked for: see `check_weight_files`.
+    Weights are not looked for: see `check_weight_files`. `tokenizer`: whether the folder must hold one.
     """
     folder = Path(config.model).expanduser()
     if folder.is_file():
@@ -71,15 +71,16 @@ def check_model_files(config: ModelConfig) -> None:
     _check_task(folder, settings)
     _check_quantization(folder, settings)
     _check_dtype(folder, settings)
-    _check_tokenizer(folder)
+    if tokenizer:
+        _check_tokenizer(folder)
 
 
-def check_weight_files(config: ModelConfig, *, needed: bool = True) -> None:
+def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: bool = True) -> None:
     """Checks like `check_model_files`, and the weights too: they may be missing (unless not `needed`), cut, pointers, damaged or another model's.
 
     Reads the headers of the shards only. Raises `ModelError`.
     """
-    check_model_files(config)
+    check_model_files(config, tokenizer=tokenizer)
     folder = Path(config.model).expanduser()
     if not folder.is_dir() or not (needed or any(p.name.endswith(_WEIGHTS) for p in folder.iterdir())):
         return

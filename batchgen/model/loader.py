@@ -171,7 +171,7 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
-    check_weight_files(config)
+    check_weight_files(config, tokenizer=False)  # it has been loaded already
     notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
     kernels = Kernels(config, device)
