@@ -108,6 +108,23 @@ def test_a_window_may_be_added_while_another_runs(fleet: Fleet) -> None:
     assert sorted(results) == [*range(30), *range(100, 130), *range(200, 230)]
 
 
+def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.devices.worker.UNDER_WAY_SECONDS", 0.0)  # with every report
+    workers = fleet.workers()
+    seen: dict[int, int] = {}
+
+    def stop() -> None:
+        for row, begun in workers.under_way().items():
+            assert set(begun) == {0}
+            assert set(begun[0].token_ids) <= {row}
+            seen[row] = max(seen.get(row, 0), len(begun[0].token_ids))
+
+    results = run(workers, [request(i, [i], max_tokens=400) for i in range(4)], stop)
+    assert sorted(results) == [0, 1, 2, 3]
+    assert any(0 < count < 400 for count in seen.values())
+    assert workers.under_way() == {}
+
+
 def test_tokens_are_told_in_order_and_before_the_result(fleet: Fleet) -> None:
     workers = fleet.workers()
     told: dict[int, list[Any]] = {}

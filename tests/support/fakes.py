@@ -20,7 +20,7 @@ from batchgen.devices.transport import Setup
 from batchgen.devices.worker import serve
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of
-from batchgen.result import Result
+from batchgen.result import Completion, Result
 from batchgen.sampling_params import SamplingParams
 from batchgen.stats import EngineStats
 
@@ -78,6 +78,12 @@ class FakeEngine:
     def end(self, request: Request, reason: str) -> None:
         on_result, _, count = self.running.pop(request)
         on_result(Result(row=request.row, text=self.name, finish_reason=reason, completion_tokens=count))
+
+    def under_way(self) -> dict[int, dict[int, Completion]]:
+        return {
+            request.row: {0: Completion(text="", finish_reason="", token_ids=(request.row,) * count)}
+            for request, (_, _, count) in self.running.items()
+        }
 
     def cancel(self, request: Request) -> None:
         self.cancelled.add(request)
