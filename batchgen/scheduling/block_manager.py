@@ -223,7 +223,7 @@ class BlockManager:
                 if (
                     node_span.complete
                     and slot >= 0
-                    and self.slots.is_held_once(slot)
+                    and self.slots.num_references(slot) == 1
                     and not node_span.window.begins_at(n)
                 ):
                     self.slots.release([node_span.state_slot])
@@ -297,11 +297,17 @@ class BlockManager:
             full, tail = first, 0  # nothing can be shared or copied: it is loaded into blocks of its own
         wanted = self.blocks_for(span.end) - full
         # A node of its own blocks is better in one run, so it copies its parent's tail; others write on in that block.
-        may_claim = tail > 0 and source is parent and parent is not None and not parent.has_tail_writer
+        writable = parent if tail > 0 and source is parent else None
         run = isinstance(span, PrefixNodeSpan) and span.end // size > first
-        claims = may_claim and not run
+        claims = writable is not None and not run and not self.has_tail_writer(writable)
         if not self._make_room(wanted - claims + reserve):
-            if not may_claim or claims or not self._make_room(wanted - 1 + reserve):
+            # For that room, what was written behind the parent's tokens may have been given up.
+            if (
+                writable is None
+                or claims
+                or self.has_tail_writer(writable)
+                or not self._make_room(wanted - 1 + reserve)
+            ):
                 return False
             claims = True
         above = parent.table[:first] if parent else []
@@ -313,7 +319,7 @@ class BlockManager:
             assert parent is not None
             tail_block = parent.table[full]
             self.pool.share([tail_block])
-            parent.has_tail_writer = span.writes_parent_tail = True
+            span.writes_parent_tail = True
             fresh = [tail_block, *fresh]
         elif tail:
             assert source is not None
@@ -325,14 +331,23 @@ class BlockManager:
         span.computed = known
         return True
 
+    def has_tail_writer(self, node_span: PrefixNodeSpan) -> bool:
+        """Whether the block of the node's last tokens holds tokens behind them: of a child, or of what is below a child that was given up."""
+        index, tail = divmod(node_span.end, self.block_size)
+        if not tail:
+            return False
+        block = node_span.table[index]
+        above = (*node_span.path, node_span)
+        return self.pool.num_references(block) > sum(
+            span.dropped <= index < len(span.table) and span.table[index] == block for span in above
+        )
+
     def _release(self, span: Span) -> None:
         self.pool.release(span.table[span.dropped :])
         span.table, span.dropped = [], 0
         if self.slots is not None:
             self.slots.release(self.slots_of(span))
             span.state_slot = span.read_slot = -1
-        if span.writes_parent_tail and span.parent is not None:
-            span.parent.has_tail_writer = False
         span.writes_parent_tail = False
 
     def _make_room(self, blocks: int) -> bool:

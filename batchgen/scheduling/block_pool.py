@@ -73,9 +73,9 @@ class BlockPool:
                 self._free_map[block] = _FREE
                 self.num_free += 1
 
-    def is_held_once(self, block: int) -> bool:
-        """Whether exactly one holds the block."""
-        return self._references[block] == 1
+    def num_references(self, block: int) -> int:
+        """How many hold the block."""
+        return self._references[block]
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Raises `AssertionError` unless the references are exactly those of `tables` and the free map agrees."""

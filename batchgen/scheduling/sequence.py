@@ -140,8 +140,6 @@ class PrefixNodeSpan(Span):
     node: PrefixNode
     prompt: TokenArray
     """The tokens of a leaf below; the first `node.end` are the path's."""
-    has_tail_writer: bool = False
-    """Whether a child writes on in the block of the last tokens."""
     evicted: bool = False
     swapped: SwappedBlocks | None = None
     """Its KV in host memory, where it was moved there when it was evicted."""

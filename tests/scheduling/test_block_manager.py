@@ -68,7 +68,11 @@ def test_the_first_sequence_writes_on_in_its_nodes_last_block_and_the_others_cop
         assert memory.open_sequence(seq, node_span, reserve=0)
         assert (seq.start, seq.computed) == (10, 10)
     assert [s.table for s in (first, second, third)] == [[0, 1, 2, 19], [0, 1, 18, 17], [0, 1, 16, 15]]
-    assert (first.writes_parent_tail, second.writes_parent_tail, node_span.has_tail_writer) == (True, False, True)
+    assert (first.writes_parent_tail, second.writes_parent_tail, memory.has_tail_writer(node_span)) == (
+        True,
+        False,
+        True,
+    )
     assert copies(memory) == ((2, 18), (2, 16))
     assert copies(memory) == ()
     check(memory, node_span, first, second, third)
@@ -79,9 +83,22 @@ def test_the_last_block_can_be_claimed_again_once_its_writer_is_gone(memory):
     first, second = (sequence(sim, 7, 1, i) for i in range(2))
     memory.open_sequence(first, node_span, reserve=0)
     memory.close(first)
-    assert (first.table, node_span.has_tail_writer) == ([], False)
+    assert (first.table, memory.has_tail_writer(node_span)) == ([], False)
     memory.open_sequence(second, node_span, reserve=0)
     assert (second.table, copies(memory)) == ([0, 1], ())
+
+
+def test_the_last_block_cannot_be_claimed_while_something_below_its_writer_holds_it(memory):
+    node_span = opened(memory, 0, 5)
+    writer = opened(memory, 5, 6, node_span)
+    below = opened(memory, 6, 7, writer)
+    memory.evict(writer)
+    assert (below.table, memory.has_tail_writer(node_span)) == ([0, 1], True)
+    other = opened(memory, 5, 6, node_span)
+    assert (other.table, copies(memory)) == ([0, 19], ((1, 19),))
+    memory.evict(below)
+    assert not memory.has_tail_writer(node_span)
+    check(memory, node_span, other)
 
 
 def test_a_node_that_ends_with_a_block_has_no_tail_to_copy(memory):
@@ -90,21 +107,21 @@ def test_a_node_that_ends_with_a_block_has_no_tail_to_copy(memory):
     memory.open_sequence(first, node_span, reserve=0)
     memory.open_sequence(second, node_span, reserve=0)
     assert (first.table, second.table, copies(memory)) == ([0, 1, 19], [0, 1, 18], ())
-    assert not node_span.has_tail_writer
+    assert not memory.has_tail_writer(node_span)
 
 
 def test_a_node_with_blocks_of_its_own_copies_its_parents_tail_to_stay_in_one_run(memory):
     parent = opened(memory, 0, 6)
     child = opened(memory, 6, 13, parent)
     assert (parent.table, child.table) == ([0, 1], [0, 2, 3, 4])
-    assert (copies(memory), parent.has_tail_writer) == (((1, 2),), False)
+    assert (copies(memory), memory.has_tail_writer(parent)) == (((1, 2),), False)
 
 
 def test_a_node_claims_its_parents_tail_where_there_is_no_block_for_a_copy():
     memory = BlockManager(BlockPool(4), block_size=4)
     parent = opened(memory, 0, 6)
     child = opened(memory, 6, 13, parent)
-    assert (child.table, copies(memory), parent.has_tail_writer) == ([0, 1, 2, 3], (), True)
+    assert (child.table, copies(memory), memory.has_tail_writer(parent)) == ([0, 1, 2, 3], (), True)
 
 
 def test_tiny_nodes_along_one_path_cost_no_block_each(memory):
@@ -121,7 +138,7 @@ def test_nothing_is_taken_where_memory_is_short(memory):
     seq = sequence(sim, 90, 1)
     assert not memory.open_sequence(seq, node_span, reserve=None)
     assert memory.open_node(window(60, 90, node_span), 0, 0) is None
-    assert (seq.table, memory.pool.num_used, node_span.has_tail_writer) == ([], 15, False)
+    assert (seq.table, memory.pool.num_used, memory.has_tail_writer(node_span)) == ([], 15, False)
     assert copies(memory) == ()
 
 

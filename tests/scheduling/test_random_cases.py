@@ -6,7 +6,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from batchgen.scheduling.waiting import POLICIES
@@ -116,6 +116,8 @@ cases = given(
 )
 
 
+# A node below one that was given up for its state slot held a block that another child then wrote on in.
+@example(seed=171253, spare=0, policy="prefill-first", sliding=None, scored=0.5, cancels=False, ends=(), slots=3)
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @cases
 def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
