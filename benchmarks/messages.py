@@ -20,10 +20,9 @@ ENVIRONMENT = os.environ | {
     "HF_HUB_OFFLINE": "1",
 }
 
-from conftest import save_tiny_llama  # noqa: E402
-
 from support.broken_models import BROKEN, broken_model  # noqa: E402
 from support.misuse import MISUSES, make_files  # noqa: E402
+from support.tiny_model import save_tiny_llama  # noqa: E402
 
 
 def tell(name: str, arguments: list[str], folder: Path, hidden: dict[str, str]) -> None:

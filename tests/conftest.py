@@ -25,6 +25,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from support.tiny_model import save_tiny_llama
+
 hypothesis.settings.register_profile("batchgen", deadline=None)  # no test measures time
 hypothesis.settings.load_profile("batchgen")
 
@@ -37,71 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Triton's kernels run on its interpreter, on the CPU, but under `-m gpu`. It is decided when triton is imported, by whomever."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["TRITON_INTERPRET"] = "1"
-
-
-BYTE_COUNT = 256
-"""Ids 0..255 of the tiny tokenizer are the bytes of UTF-8 in the order of its alphabet; the special tokens follow."""
-SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
-BOS_ID, EOS_ID, PAD_ID = BYTE_COUNT, BYTE_COUNT + 1, BYTE_COUNT + 2
-CONTEXT_LENGTH = 512
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if not loop.last or add_generation_prompt or m.role != 'assistant' %}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def save_tiny_tokenizer(folder: Path, *, chat: bool) -> None:
-    """One token a byte, no merges; a prompt gets the begin token, as Llama's does."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin|> $A", pair="<|begin|> $A $B", special_tokens=[("<|begin|>", BOS_ID)]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|begin|>",
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False,
-    )
-    if chat:
-        fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-
-
-def save_tiny_llama(folder: Path, *, chat: bool = False, seed: int = 0, **config: Any) -> Path:
-    """A random Llama (hidden 64, 2 layers) and its tokenizer. `initializer_range` keeps greedy margins far above float noise."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    settings: dict[str, Any] = {
-        "vocab_size": BYTE_COUNT + len(SPECIAL_TOKENS),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT_LENGTH,
-        "initializer_range": 0.1,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
-        "tie_word_embeddings": False,
-        "dtype": torch.float32,
-    }
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(settings | config))).eval()
-    model.save_pretrained(folder)
-    save_tiny_tokenizer(folder, chat=chat)
-    return folder
 
 
 @pytest.fixture(scope="session")

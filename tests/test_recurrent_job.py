@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EOS_ID, save_tiny_tokenizer
 from transformers import AutoTokenizer
 
 from support.models import build, generate
+from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
 Rows = list[dict[str, Any]]
 

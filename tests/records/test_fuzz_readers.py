@@ -15,7 +15,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,11 +29,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import ROW_ERROR_TYPES, InputCorrupt, UsageError
-from batchgen.prompts import PromptBuilder
 from batchgen.records import open_input
 from batchgen.records.rows import Row
 from batchgen.request import Request
 from batchgen.result import Result
+from support.tokenizers_by_hand import CHATML, builder
 
 SECONDS = 10
 """No small file takes that long."""
@@ -334,13 +333,7 @@ def fuzz(folder: Path, build: Built, *, seed: int, count: int, build_every: int,
 @pytest.fixture(scope="module")
 def build() -> Built:
     """What makes drafts or results of rows, of a model with a chat template."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "prompts"))
-    try:
-        import conftest as tools  # type: ignore[import-not-found]
-    finally:
-        sys.path.pop(0)
-    builder: PromptBuilder = tools.builder(chat_template=tools.CHATML, context=200)
-    return builder.build
+    return builder(chat_template=CHATML, context=200).build
 
 
 def test_the_oracles_and_the_readers_agree_on_the_valid_files(tmp_path, build):

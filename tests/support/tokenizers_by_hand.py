@@ -1,0 +1,131 @@
+"""Tiny tokenizers, made on the fly, whose ids can be told by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from batchgen.config import PromptConfig
+from batchgen.prompts import LoadedTokenizer, PromptBuilder
+from batchgen.records.rows import Row
+from batchgen.sampling_params import SamplingParams
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = len(SPECIAL) + 256
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_ids(text: str) -> list[int]:
+    """The ids of `byte_tokenizer`, by hand: 0 to 3 for the special tokens, 4 + byte for all else."""
+    out: list[int] = []
+    while text:
+        for i, token in enumerate(SPECIAL):
+            if text.startswith(token):
+                out.append(i)
+                text = text[len(token) :]
+                break
+        else:
+            out += [len(SPECIAL) + b for b in text[0].encode()]
+            text = text[1:]
+    return out
+
+
+def byte_tokenizer(*, bos: bool = True, eos: bool = False, chat_template: Any = None, **options: Any) -> Any:
+    """Byte-level BPE without merges. `bos`, `eos`: whether it puts them around a text."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    character = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+    vocab = {token: i for i, token in enumerate(SPECIAL)} | {character[b]: len(SPECIAL) + b for b in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    around = f"{'<s> ' if bos else ''}$A{' </s>' if eos else ''}"
+    tokenizer.post_processor = processors.Sequence([
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(single=around, pair=None, special_tokens=[("<s>", 0), ("</s>", 1)]),
+    ])  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=chat_template, **options
+    )
+
+
+def metaspace_tokenizer() -> Any:
+    """As SentencePiece makes them: a blank is put before a text, blanks are ▁, unknown characters are bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "h", "i", "▁h", "▁hi"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[("▁", "h"), ("▁h", "i")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def loaded(tokenizer: Any, *, context: int = 1000, vocab_size: int | None = None) -> LoadedTokenizer:
+    return LoadedTokenizer(
+        hf_tokenizer=tokenizer,
+        hf_config=LlamaConfig(max_position_embeddings=context),
+        context_length=context,
+        eos_token_ids=(1,),
+        vocab_size=vocab_size or len(tokenizer),
+    )
+
+
+def builder(
+    *,
+    chat_template: Any = None,
+    context: int = 1000,
+    bos: bool = True,
+    sampling: SamplingParams | None = None,
+    **prompts: Any,
+) -> PromptBuilder:
+    """Over the byte tokenizer; `chat_template` is the model's own, `prompts` are the user's options."""
+    tokenizer = loaded(byte_tokenizer(bos=bos, chat_template=chat_template), context=context)
+    return PromptBuilder(tokenizer, PromptConfig(**prompts), sampling or SamplingParams())
+
+
+def rows(*columns: dict[str, Any]) -> list[Row]:
+    return [Row(number=i, columns=c, error=None, source=f"in.jsonl:{i + 1}") for i, c in enumerate(columns)]
+
+
+def text_of(draft: Any) -> str:
+    """The prompt of a draft as text, special tokens written out."""
+    assert not hasattr(draft, "error_type"), draft
+    return str(byte_tokenizer().decode(draft.tokens.tolist(), skip_special_tokens=False))
+
+
+def error_of(result: Any) -> tuple[str, str]:
+    """Type and message of a row that failed."""
+    assert hasattr(result, "error_type"), result
+    assert result.finish_reason == "error"
+    return result.error_type, result.error_message
+
+
+def save_model(
+    folder: Path, *, tokenizer: Any = None, config: dict[str, Any] | None = None, generation: Any = None
+) -> str:
+    """A model's folder without weights. A configuration of another type is left its own default of positions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    values = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": VOCAB_SIZE, "eos_token_id": 1}
+    if config and "model_type" in config:
+        del values["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(values | (config or {})))
+    if generation is not None:
+        text = generation if isinstance(generation, str) else json.dumps(generation)
+        (folder / "generation_config.json").write_text(text)
+    return str(folder)
