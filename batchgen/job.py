@@ -184,6 +184,8 @@ def _run_as_rows_come(
     job, outcomes, signals = generation.job, generation.outcomes, generation.signals
     tracker = outcomes.tracker
     job.begin_rows()
+    if not rows:  # --limit 0: later rows that have a result are in the output all the same
+        rows = reader.take(stream, size)
     while rows:
         with signals.interruptible():
             tracker.phase(f"planning rows {rows[0].number + 1:,}–{rows[-1].number + 1:,}")

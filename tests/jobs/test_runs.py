@@ -182,10 +182,12 @@ def test_a_limit_generates_no_more_rows_and_takes_none_away(runs: Runs, window: 
     assert [row["id"] for row in runs.rows()] == [*range(42)]
 
 
-def test_a_limit_does_not_forget_the_results_of_a_stopped_job(runs: Runs) -> None:
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_limit_does_not_forget_the_results_of_a_stopped_job(runs: Runs, limit: int, window: int | None) -> None:
     answered, report = runs.run(PROMPTS, most=21)
     assert (len(answered), report) == (21, None)
-    runs.run(PROMPTS, limit=2)
+    runs.run(PROMPTS, limit=limit, window=window)
     assert set(runs.texts()) >= {f"a: {prompt}" for prompt in answered}
     again, _ = runs.run(PROMPTS)
     assert not set(again) & set(answered)
