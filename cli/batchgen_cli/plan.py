@@ -47,7 +47,7 @@ def show_plan(given: dict[str, Any]) -> int:
     config = job_config(given)
     from batchgen.planning import plan_job  # after the options are known to be good: it takes half a second
 
-    showing = progress_for(None, quiet=display.quiet, as_json=display.log_format == "json")
+    showing = progress_for(display.progress, quiet=display.quiet, as_json=display.log_format == "json")
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = plan_job(config, shown)
     if given.get("as_json"):
