@@ -56,7 +56,7 @@ def supports(cache: KVCache, device: torch.device) -> bool:
 
 
 class DeviceAttention:
-    """A step's attention on one device whose plan lies in static buffers: built once for an engine, planned anew for each step.
+    """A step's attention on one device whose plan lies in static buffers: built once for an engine, planned again for each step.
 
     The plan is one buffer of int32: a header, positions (int64), slots, then what varies in length: items, blocks, and the lists
     of the merge. One copy moves it.

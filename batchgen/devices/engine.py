@@ -393,7 +393,7 @@ class Workers:
         )
 
     def _ended(self, worker: _Worker, error: BatchgenError) -> None:
-        """A process is no more. Its rows are begun anew elsewhere, after all others: should it be one of them that ends processes, the others
+        """A process is no more. Its rows are begun again elsewhere, after all others: should it be one of them that ends processes, the others
         are done by then."""
         del self._alive[worker.place]
         worker.process.kill()

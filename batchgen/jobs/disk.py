@@ -45,7 +45,7 @@ _HINTS = {
 
 @contextmanager
 def writing(what: str | Path) -> Iterator[None]:
-    """Turns an error of the disk into `OutputError`: what cannot be written, why, and the way out."""
+    """Turns an error of the disk into `OutputError`: what cannot be written, why, and what to do about it."""
     with _in_words(f"{what} cannot be written"):
         yield
 

@@ -183,7 +183,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[N, K] of a plain layer, unpacked anew each time: for models that look at it."""
+        """[N, K] of a plain layer, unpacked each time: for models that look at it."""
         rows = self.weights.transpose(1, 2).reshape(-1, self.weights.shape[1])[: self.out_features]
         return rows.contiguous().view(self._weight_dtype).to(self.dtype)
 

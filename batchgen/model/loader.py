@@ -310,7 +310,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def check_device_map(places: dict[str, int | str | torch.device]) -> None:
-    """Raises `ModelError` where parts of a model were left on the disk, or on the CPU beside accelerators: each step would load them anew."""
+    """Raises `ModelError` where parts of a model were left on the disk, or on the CPU beside accelerators: each step would load them again."""
     kinds = [str(place).partition(":")[0] for place in places.values()]
     away = [
         part
