@@ -75,7 +75,9 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             mentions=versions(),
             input=source,
             limit=config.limit,
-            form=row_form(config, output, chat=prompts.chat, reasoning=prompts.reasoning),
+            form=row_form(
+                config, output, chat=prompts.chat, reasoning=prompts.reasoning, tool_calls=prompts.tool_calls
+            ),
             work_dir=config.work_dir,
             overwrite=config.overwrite,
             flush_every=config.flush_every,

@@ -38,6 +38,8 @@ class Request:
     completion. Nothing is generated then."""
     priority: float = 0.0
     """Lower ones are started first."""
+    tools: str = ""
+    """The row's tools as JSON, where calls of them are looked for in the answer; else empty."""
     begun: Mapping[int, Completion] = field(default_factory=dict)
     """Completions that an earlier run began, by number: they are continued. One with a finish reason is whole."""
 
@@ -94,9 +96,10 @@ def leaves_of(requests: Iterable[Request]) -> list[Leaf]:
     return leaves
 
 
-def row_digest(tokens: TokenArray, params: SamplingParams, texts: Sequence[TokenArray] = ()) -> bytes:
-    """Digest (16 bytes) of a request's final tokens, effective parameters and texts to score; equal requests have equal digests."""
+def row_digest(tokens: TokenArray, params: SamplingParams, texts: Sequence[TokenArray] = (), tools: str = "") -> bytes:
+    """Digest (16 bytes) of a request's final tokens, effective parameters, texts to score and tools; equal requests have equal digests."""
     h = hashlib.blake2b(params.digest(), digest_size=16)
+    h.update(tools.encode("utf-8", "backslashreplace"))
     for part in (tokens, *texts):
         h.update(len(part).to_bytes(8, "little"))
         h.update(part.astype("<i4", copy=False).tobytes())

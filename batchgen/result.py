@@ -20,6 +20,16 @@ class TokenLogprob:
     """The likeliest tokens in its place, falling; their own `top` is empty."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of one of the row's tools."""
+
+    id: str
+    name: str
+    arguments: str
+    """An object as JSON text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One of the completions of a prompt."""
@@ -30,6 +40,8 @@ class Completion:
     """stop, length, timeout or cancelled; empty for a completion that is under way"""
     reasoning: str | None = None
     """The thoughts before the answer; None where there are none."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of tools in the answer; `text` is then what stands beside them."""
     token_ids: tuple[int, ...] = ()
     """As sampled, an end token included."""
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -63,6 +75,8 @@ class Result:
     """The thoughts before the (first) answer; None where there are none."""
     reasoning_tokens: int = 0
     """Of the completion tokens, those of thoughts and their marks."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of tools in the (first) answer; `text` is then what stands beside them."""
     token_ids: tuple[int, ...] = ()
     """The (first) completion's tokens as sampled, an end token included."""
     truncated: bool = False

@@ -22,6 +22,7 @@ from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
 from batchgen.model.runner import Runner
 from batchgen.prefix import PrefixPlan
 from batchgen.prompts.thinking import ThinkingFormat
+from batchgen.prompts.tool_calls import ToolFormat
 from batchgen.request import Leaf, Request
 from batchgen.result import Completion, Result
 from batchgen.sampling.constraints import Constraints
@@ -114,6 +115,8 @@ class Tokenizer(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def thinking(self) -> ThinkingFormat | None: ...
+    @property
+    def tool_format(self) -> ToolFormat | None: ...
 
 
 class Engine:
@@ -146,7 +149,7 @@ class Engine:
         # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
         self.loop = StepLoop(self.scheduler, self.executor, int(model.device.type == "cuda" and not model.spread))
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking)
+        self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 
@@ -281,7 +284,7 @@ class Engine:
         self._unfit.clear()
 
     def _stopper(self, request: Request) -> Stops:
-        arguments = (request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens)
+        arguments = (request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens, request.tools)
         return GrammarStopper(self.constraints, *arguments) if request.params.guided else Stopper(*arguments)
 
     # -- memory and figures

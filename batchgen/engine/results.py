@@ -69,6 +69,7 @@ class RequestState:
             completion_tokens=sum(len(c.token_ids) for c in completions),
             token_ids=first.token_ids,
             reasoning=first.reasoning,
+            tool_calls=first.tool_calls,
             reasoning_tokens=self.reasoning_tokens,
             truncated=self.request.truncated,
             completions=completions if params.n > 1 or params.logprobs is not None else (),
@@ -236,11 +237,13 @@ class ResultAssembler:
         stops = seq.stops
         if stops is None or not reason:
             return Completion(text="", finish_reason=reason, token_ids=tuple(seq.generated), logprobs=logprobs)
+        calls = stops.tool_calls(f"call_{row.request.key.hex()[:16]}_{seq.leaf.choice}")
         row.reasoning_tokens += stops.reasoning_tokens
         return Completion(
             text=stops.text,
             finish_reason=reason,
             reasoning=stops.reasoning,
+            tool_calls=calls,
             token_ids=tuple(seq.generated),
             logprobs=logprobs,
         )

@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.jobs.disk import network_file_system
-from batchgen.records.result_values import choices_of, completions_of, plain_score, probs_of, score_of
+from batchgen.records.result_values import (
+    calls_of,
+    choices_of,
+    completions_of,
+    plain_calls,
+    plain_score,
+    probs_of,
+    score_of,
+)
 from batchgen.result import Completion, Result
 
 FILE = "results.sqlite"
@@ -475,6 +483,8 @@ def encode(result: Result) -> bytes:
     values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
     if result.completions:
         values["completions"] = choices_of(result, token_ids=True)
+    if result.tool_calls:
+        values["tool_calls"] = plain_calls(result.tool_calls)
     if result.score is not None:
         values["score"] = plain_score(result.score)
     return _json(values)
@@ -495,6 +505,8 @@ def _result(values: dict[str, Any]) -> Result:
         values["token_ids"] = tuple(values["token_ids"])
     if "completions" in values:
         values["completions"] = completions_of(values["completions"])
+    if "tool_calls" in values:
+        values["tool_calls"] = calls_of(values["tool_calls"])
     if "choice_probs" in values:
         values["choice_probs"] = probs_of(values["choice_probs"])
     if "score" in values:

@@ -11,7 +11,7 @@ from batchgen.records.files import InputFile
 from batchgen.records.inputs import Input
 from batchgen.records.openai_batch import result_of
 from batchgen.records.output import RowForm, output_format
-from batchgen.records.result_values import completions_of, probs_of, score_of
+from batchgen.records.result_values import calls_of, completions_of, probs_of, score_of
 from batchgen.result import Result
 
 KEY_BYTES = 16
@@ -87,6 +87,7 @@ def _of_row(columns: dict[str, Any]) -> Result | None:
         completion_tokens=usage["completion_tokens"],
         reasoning=columns.get("reasoning") if thought else None,
         reasoning_tokens=thought or 0,
+        tool_calls=calls_of(columns.get("tool_calls")),
         token_ids=tuple(token_ids),
         truncated=bool(columns.get("truncated")),
         completions=completions,

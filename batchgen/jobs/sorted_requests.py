@@ -57,6 +57,7 @@ _SCHEMA = pa.schema(
         ("max_tokens", pa.int32()),
         ("truncated", pa.bool_()),
         ("priority", pa.float64()),
+        ("tools", pa.dictionary(pa.int32(), pa.large_string())),
         ("settings", pa.dictionary(pa.int32(), pa.large_string())),  # the parameters, and the tokens of their choices
     ]
 )
@@ -254,6 +255,7 @@ def _to_arrow(requests: Sequence[Request]) -> pa.RecordBatch:
         pa.array([r.max_tokens for r in requests], pa.int32()),
         pa.array([r.truncated for r in requests], pa.bool_()),
         pa.array([r.priority for r in requests], pa.float64()),
+        pa.array([r.tools for r in requests], pa.large_string()).dictionary_encode(),
         pa.array(_settings(requests), pa.large_string()).dictionary_encode(),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
@@ -286,12 +288,13 @@ def _read_settings(text: str) -> tuple[SamplingParams, tuple[TokenArray, ...]]:
 
 
 def _from_arrow(batch: pa.RecordBatch) -> list[Request]:
-    row, key, tokens, completion, max_tokens, truncated, priority, settings = batch.columns
+    row, key, tokens, completion, max_tokens, truncated, priority, tools, settings = batch.columns
     values, offsets = tokens.values.to_numpy(), tokens.offsets.to_pylist()
     known = [_read_settings(text) for text in settings.dictionary.to_pylist()]
-    columns = (row, key, completion, max_tokens, truncated, priority, settings.indices)
+    known_tools = tools.dictionary.to_pylist()
+    columns = (row, key, completion, max_tokens, truncated, priority, tools.indices, settings.indices)
     requests = []
-    for i, (number, row_key, scored, limit, was_truncated, level, setting) in enumerate(
+    for i, (number, row_key, scored, limit, was_truncated, level, own_tools, setting) in enumerate(
         zip(*(column.to_pylist() for column in columns), strict=True)
     ):
         params, choices = known[setting]
@@ -305,6 +308,7 @@ def _from_arrow(batch: pa.RecordBatch) -> list[Request]:
                 truncated=was_truncated,
                 texts=choices if scored is None else (np.array(scored, dtype=np.int32),),
                 priority=level,
+                tools=known_tools[own_tools],
             )
         )
     return requests

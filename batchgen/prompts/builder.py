@@ -50,6 +50,8 @@ class PromptBuilder:
             and not sampling.choices
         )
         """Whether completions have thoughts that are separated from their text."""
+        self.tool_calls = self.chat and tokenizer.tool_format is not None and not prompts.score and not sampling.choices
+        """Whether answers may have calls of tools, if rows have tools."""
         used = {} if sampling.choices else {n: v for n, v in model.items() if n not in sampling.given}
         if used:
             shown = ", ".join(f"{name} {value:g}" for name, value in used.items())
@@ -88,6 +90,10 @@ class PromptBuilder:
         found = set()
         if self.reasoning:
             found.add("reasoning")
+        if self.tool_calls and (
+            not types.keys().isdisjoint(("tools", "body")) or self._prompts.chat_template_kwargs.get("tools")
+        ):
+            found.add("tool_calls")
         if command.n > 1 or command.logprobs is not None or may_have(("n", "logprobs"), types):
             found.add("choices")
         if command.choices or may_have(CHOICES_NAMES, types):
@@ -191,9 +197,10 @@ class PromptBuilder:
             params=params,
             max_tokens=0 if texts else min(params.max_tokens, self._tokenizer.context_length - len(fitted)),
             truncated=truncated,
-            key=row_digest(fitted, params, texts if scored else ()),
+            key=row_digest(fitted, params, texts if scored else (), rendered.tools),
             texts=texts,
             priority=rendered.priority,
+            tools=rendered.tools,
         )
 
     def _fitted(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> TokenArray:

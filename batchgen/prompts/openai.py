@@ -36,6 +36,8 @@ class Body:
     """Its `chat_template_kwargs`, not yet checked, with what else of a body is the chat template's."""
     tools: Any
     """The tools of a chat, not yet checked."""
+    calls: bool
+    """Whether the answer may call them (`tool_choice` is not `none`)."""
     params: Mapping[str, Any]
     """Its sampling parameters, under our names."""
 
@@ -69,6 +71,7 @@ def read_body(columns: Mapping[str, Any]) -> Body:
         model=model if isinstance(model, str) else None,
         variables=_variables(body),
         tools=body.get("tools") if chat else None,
+        calls=body.get("tool_choice") != "none",
         params=translated({name: value for name, value in body.items() if name not in ignored}),
     )
 

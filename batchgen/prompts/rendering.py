@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ class Rendered:
     completion: str | None
     """To be scored; None where the row is to be generated, or labelled."""
     priority: float
+    tools: str = ""
+    """The row's tools as JSON, where calls of them are looked for in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,11 @@ class Renderer:
                     self.note(both)
                 prompt = self._render_from[source](row.columns, how)
             completion = completion_of(row.columns, self._prompts, own) if self._prompts.score else None
-            return Rendered(prompt, own, completion, priority_of(row.columns, self._prompts.priority_column))
+            priority = priority_of(row.columns, self._prompts.priority_column)
+            tools = (
+                "" if labelled or own.constrained or not isinstance(prompt, Text) else self._tools(row.columns, body)
+            )
+            return Rendered(prompt, own, completion, priority, tools)
         except RowError as e:
             return e
         except RecursionError:  # JSON in a field of text, which no reader has measured
@@ -206,6 +213,22 @@ class Renderer:
                 why = "prompts are raw" if self._chat is None else "it is not a list of objects"
                 self.note(f"column {name!r} is only carried to the output, not sent: {why}", name)
         return found
+
+    def _tools(self, columns: Mapping[str, Any], body: Body | None) -> str:
+        """The JSON of the tools that the row's prompt shows; empty where there are none, or calls are not to be looked for."""
+        if self._chat is None or not self._chat.uses("tools"):
+            return ""
+        if body is not None:
+            tools = objects(body.tools) if body.chat and body.calls and body.tools else None
+        else:
+            tools = objects(columns["tools"]) if "tools" in self.columns.for_chat(columns) else None
+        tools = tools or objects(self._prompts.chat_template_kwargs.get("tools"))
+        if not tools:
+            return ""
+        if self._tokenizer.tool_format is None:
+            self.note("rows have tools, and how this model writes calls of them is not known: calls stay in the text")
+            return ""
+        return json.dumps(tools, ensure_ascii=False)
 
     def _note_unused(self, name: str) -> None:
         assert self._chat is not None

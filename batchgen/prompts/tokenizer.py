@@ -17,6 +17,7 @@ from batchgen.errors import ModelError, RowError
 from batchgen.model_files import check_model_files
 from batchgen.prompts.hub import load_failure
 from batchgen.prompts.thinking import ThinkingFormat, thinking_format
+from batchgen.prompts.tool_calls import ToolFormat, tool_format
 from batchgen.sampling_params import SamplingParams
 
 # Where configurations say how many positions a model has, the usual name first.
@@ -47,6 +48,8 @@ class LoadedTokenizer:
     """The sampling parameters that the model's generation_config.json asks for; none where it asks for no sampling."""
     thinking: ThinkingFormat | None = None
     """How the model marks its thoughts; None where it has no marks for them."""
+    tool_format: ToolFormat | None = None
+    """How the model writes calls of tools; None where that is not known."""
 
 
 def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
@@ -80,6 +83,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
         sampling=_sampling(_generation_config(config)),
         thinking=thinking_format(tokenizer),
+        tool_format=tool_format(tokenizer),
         vocab_size=_positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer),
     )
 

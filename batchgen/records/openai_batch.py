@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.records.result_values import ids_known, probs_of
+from batchgen.records.result_values import calls_of, ids_known, plain_calls, probs_of
 from batchgen.records.rows import Row
 from batchgen.result import Completion, Result, TokenLogprob
 
@@ -19,6 +19,8 @@ RAW = "/v1/completions"
 CREATED = 0
 """The time that the form asks for. It is always 0, so that the same rows give the same bytes."""
 _REASONS = ("stop", "length")
+_CALLS = "tool_calls"
+"""How a completion ends in this form that has called tools."""
 _UNLIKELIEST = -9999.0
 """What the form has for minus infinity, which JSON cannot write."""
 
@@ -60,7 +62,8 @@ class OpenAIForm:
 def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, token_ids: bool) -> dict[str, Any]:
     """Returns the record of one row: a response with status 200, or a null response and an error.
 
-    It has more than the form only if the result does: `reasoning_content` in the message, `truncated` and `choice_probs` in the body, `stop_reason` and (with
+    A completion with calls of tools has them in its message, and ends with `tool_calls` where it ended with `stop`.
+    The record has more than the form only if the result does: `reasoning_content` in the message, `truncated` and `choice_probs` in the body, `stop_reason` and (with
     `token_ids`) `token_ids` in the choices.
     """
     record: dict[str, Any] = {"id": f"batch_req_{row.number}", "custom_id": custom_id, "response": None, "error": None}
@@ -110,6 +113,7 @@ def _completions(result: Result) -> Sequence[Completion]:
             text=result.text,
             finish_reason=result.finish_reason,
             reasoning=result.reasoning,
+            tool_calls=result.tool_calls,
             token_ids=result.token_ids,
         ),
     )
@@ -121,6 +125,9 @@ def _choice(index: int, completion: Completion, *, chat: bool) -> dict[str, Any]
         choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
         if completion.reasoning is not None:
             choice["message"]["reasoning_content"] = completion.reasoning
+        if completion.tool_calls:
+            choice["message"]["content"] = completion.text or None
+            choice["message"]["tool_calls"] = plain_calls(completion.tool_calls)
     else:
         choice["text"] = completion.text or ""
     tokens = completion.logprobs
@@ -130,6 +137,8 @@ def _choice(index: int, completion: Completion, *, chat: bool) -> dict[str, Any]
         choice["logprobs"] = _chat_logprobs(tokens) if chat else _raw_logprobs(tokens, completion.text or "")
     known = completion.finish_reason in _REASONS
     choice["finish_reason"] = completion.finish_reason if known else "length"  # a time limit is a limit, too
+    if chat and completion.tool_calls and completion.finish_reason == "stop":
+        choice["finish_reason"] = _CALLS
     if not known:
         choice["stop_reason"] = completion.finish_reason
     return choice
@@ -198,6 +207,7 @@ def result_of(record: Mapping[str, Any]) -> Result | None:
         completion_tokens=usage["completion_tokens"],
         reasoning=first.reasoning,
         reasoning_tokens=usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0),
+        tool_calls=first.tool_calls,
         token_ids=first.token_ids,
         truncated=bool(body.get("truncated")),
         completions=(first, *others) if others else (),
@@ -208,8 +218,12 @@ def result_of(record: Mapping[str, Any]) -> Result | None:
 def _completion(choice: Mapping[str, Any]) -> Completion:
     message = choice.get("message", {})
     text, reasoning = message["content"] if message else choice["text"], message.get("reasoning_content")
+    calls = calls_of(message.get("tool_calls"))
+    if calls and text is None:
+        text = ""
     if not isinstance(text, str) and not (text is None and isinstance(reasoning, str)):
         raise TypeError(f"not text: {text!r}")
     reason = choice.get("stop_reason", choice["finish_reason"])
+    reason = "stop" if reason == _CALLS else reason
     ids = tuple(choice.get("token_ids") or ())
-    return Completion(text=text, finish_reason=reason, reasoning=reasoning, token_ids=ids)
+    return Completion(text=text, finish_reason=reason, reasoning=reasoning, tool_calls=calls, token_ids=ids)

@@ -15,14 +15,25 @@ from batchgen.records.files import split_name
 from batchgen.records.openai_batch import OpenAIForm, batch_record
 from batchgen.records.parquet_types import id_text
 from batchgen.records.remote import address, is_url, plain_name
-from batchgen.records.result_values import choices_of, ids_known, plain_score
+from batchgen.records.result_values import choices_of, ids_known, plain_calls, plain_score
 from batchgen.records.rows import Row
 from batchgen.result import Result
 
 _MAX_NAME = 100  # characters that the folder of a remote output's job takes from its name
 
 RESULT_NAMES = frozenset(
-    ("text", "finish_reason", "usage", "error", "truncated", "choices", "choice_probs", "score", "token_ids")
+    (
+        "text",
+        "finish_reason",
+        "usage",
+        "error",
+        "truncated",
+        "choices",
+        "choice_probs",
+        "score",
+        "token_ids",
+        "tool_calls",
+    )
 )
 """Names of result fields. An input column of such a name is carried as `input_…`."""
 INPUT_FILE = "input_file"
@@ -42,17 +53,29 @@ class RowForm:
     """Whether rows name the input file."""
     reasoning: bool = False
     """Whether rows have the thoughts before their text, and how many tokens they took."""
+    tool_calls: bool = False
+    """Whether Parquet's choices have a field for calls of tools."""
     openai: OpenAIForm | None = None
     """Rows are records of OpenAI's Batch output, which carry no columns; None for batchgen's own rows."""
 
 
-def row_form(config: JobConfig, output: str, *, chat: bool, reasoning: bool = False) -> RowForm:
-    """Returns the form of a job's rows. `chat` tells whether prompts go through a chat template, `reasoning` whether texts have thoughts.
+def row_form(
+    config: JobConfig, output: str, *, chat: bool, reasoning: bool = False, tool_calls: bool = False
+) -> RowForm:
+    """Returns the form of a job's rows.
+
+    `chat` tells whether prompts go through a chat template, `reasoning` whether texts have thoughts, `tool_calls` whether answers may have calls.
 
     Raises `UsageError` if the format of `output` cannot hold such rows.
     """
     if config.output_format == "rows":
-        return RowForm(keep=config.keep, id_column=config.id_column, token_ids=config.token_ids, reasoning=reasoning)
+        return RowForm(
+            keep=config.keep,
+            id_column=config.id_column,
+            token_ids=config.token_ids,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+        )
     if output != "-" and output_format(output)[0] != "jsonl":
         raise UsageError(f"--output-format openai is JSON lines, and {output} is not", "name a .jsonl output with -o")
     openai = OpenAIForm(model=config.model.model, chat=chat)
@@ -63,7 +86,7 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     """Returns the output row of an input row: id, carried columns as they came, and result; or its record of OpenAI's Batch output.
 
     `token_ids` is null if they are not known (a failed row, or a result of an output that had none). `truncated` is present only if
-    true; `choices`, `choice_probs` and `score` only if the result has them.
+    true; `tool_calls`, `choices`, `choice_probs` and `score` only if the result has them.
     """
     if form.openai is not None:
         custom_id = id_text(_first(row, (form.id_column, "custom_id", "id")))
@@ -82,6 +105,8 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
         out["usage"]["reasoning_tokens"] = result.reasoning_tokens
     if result.truncated:
         out["truncated"] = True
+    if result.tool_calls:
+        out["tool_calls"] = plain_calls(result.tool_calls)
     if result.completions:
         out["choices"] = choices_of(result, token_ids=form.token_ids)
     if result.choice_probs is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from batchgen.result import Completion, Result, Score, TokenLogprob
+from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 
 
 def choices_of(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
@@ -19,6 +19,8 @@ def choices_of(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
         choice: dict[str, Any] = {"index": index, "text": c.text, "finish_reason": c.finish_reason}
         if c.reasoning is not None:
             choice["reasoning"] = c.reasoning
+        if c.tool_calls:
+            choice["tool_calls"] = plain_calls(c.tool_calls)
         choice["logprobs"] = None if c.logprobs is None else [_entry(t) | {"top": _top(t)} for t in c.logprobs]
         if token_ids:
             choice["token_ids"] = list(c.token_ids) if known else None
@@ -40,6 +42,7 @@ def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
                 text=None if text is None and reasoning is not None else _text(text),
                 finish_reason=_text(choice["finish_reason"]),
                 reasoning=None if reasoning is None else _text(reasoning),
+                tool_calls=calls_of(choice.get("tool_calls")),
                 token_ids=tuple(ids),
                 logprobs=logprobs,
             )
@@ -52,6 +55,17 @@ def ids_known(result: Result) -> bool:
     sampled = result.token_ids or any(c.token_ids for c in result.completions)
     generated = result.error_type is None and result.score is None
     return generated and (bool(sampled) or not result.completion_tokens)
+
+
+def plain_calls(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """Returns calls of tools in OpenAI's form."""
+    return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+
+
+def calls_of(values: Iterable[Mapping[str, Any]] | None) -> tuple[ToolCall, ...]:
+    """Returns the calls that `plain_calls` was given; none for None."""
+    calls = [(value["id"], value["function"]) for value in values or ()]
+    return tuple(ToolCall(_text(name), _text(f["name"]), _text(f["arguments"])) for name, f in calls)
 
 
 def plain_score(score: Score) -> dict[str, Any]:

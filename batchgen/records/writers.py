@@ -50,19 +50,29 @@ _CHOICE = [
     ("finish_reason", pa.string()),
     ("logprobs", pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))),
 ]
+_CALLS = pa.list_(
+    pa.struct(
+        [
+            ("id", pa.string()),
+            ("type", pa.string()),
+            ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+        ]
+    )
+)
 RESULT_FIELDS = {
     "text": pa.string(),
     "finish_reason": pa.string(),
     "reasoning": pa.string(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
     "truncated": pa.bool_(),
+    "tool_calls": _CALLS,
     "choices": pa.list_(pa.struct([*_CHOICE, ("token_ids", pa.list_(pa.int32()))])),
     "choice_probs": pa.map_(pa.string(), pa.float64()),
     "score": pa.struct([("logprob", pa.float64()), ("tokens", pa.int64()), ("greedy", pa.bool_())]),
     "token_ids": pa.list_(pa.int32()),
     "error": pa.struct([("type", pa.string()), ("message", pa.string())]),
 }
-OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score", "reasoning"))
+OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score", "reasoning", "tool_calls"))
 """Fields that only some results have."""
 
 
@@ -141,6 +151,8 @@ def open_writer(
         results["choices"] = pa.list_(pa.struct([*results["choices"].value_type, ("reasoning", pa.string())]))
     else:
         del results["reasoning"]  # a column of the input may be called so
+    if form.tool_calls:
+        results["choices"] = pa.list_(pa.struct([*results["choices"].value_type, ("tool_calls", _CALLS)]))
     if schema is None:
         return SpoolingWriter(file, spool, results, form, optional, limits)
     results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}

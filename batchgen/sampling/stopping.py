@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from batchgen.prompts.thinking import ThinkingFormat, ThoughtStream, thoughts_of
+from batchgen.prompts.tool_calls import HARMONY_CALLS, ToolFormat, find_calls, harmony_call_start
 from batchgen.request import TokenArray
+from batchgen.result import ToolCall
 from batchgen.sampling_params import SamplingParams
 
 PROMPT_END = 32  # prompt tokens that are looked at for open thoughts
@@ -42,10 +44,17 @@ class Tokenizer(Protocol):
 class Detokenizer:
     """Tokens to text; made once for a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, thinking: ThinkingFormat | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        thinking: ThinkingFormat | None = None,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self.thinking = thinking
         """How the model marks its thoughts."""
+        self.tool_format = tool_format
+        """How the model writes calls of tools."""
         self._decode = _rust(tokenizer) or _python(tokenizer)
         self._pieces: dict[int, str] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -58,6 +67,10 @@ class Detokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens` without special tokens, not tidied."""
         return self._decode(tokens)
+
+    def marked(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens` with special tokens, not tidied."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def piece(self, token: int) -> str:
         """The text of one token in the middle of a text, special or not."""
@@ -105,7 +118,7 @@ def _python(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
 class Stopper:
     """Says when a completion ends, token by token, and then its text.
 
-    `max_tokens` (at most `params.max_tokens`) and `prompt` are the request's; `eos_token_ids` are the model's.
+    `max_tokens` (at most `params.max_tokens`), `prompt` and `tools` are the request's; `eos_token_ids` are the model's.
     """
 
     def __init__(
@@ -115,6 +128,7 @@ class Stopper:
         eos_token_ids: frozenset[int],
         detokenizer: Detokenizer,
         prompt: TokenArray,
+        tools: str = "",
     ) -> None:
         self.tokens: list[int] = []
         """The completion as sampled, an end token included."""
@@ -124,6 +138,7 @@ class Stopper:
         self._ends = ends | frozenset(params.stop_token_ids) if params.stop_token_ids else ends
         self._stop = params.stop
         self._detokenizer = detokenizer
+        self._prompt, self._tools = prompt, tools
         self._context = detokenizer.context(prompt)
         self._growing: _GrowingText | None = None
         self._thoughts: ThoughtStream | None = None
@@ -182,6 +197,34 @@ class Stopper:
         if thoughts is None:
             return 0
         return thoughts.answer_start if thoughts.ended else len(self.tokens) if thoughts.thinking else 0
+
+    def tool_calls(self, id_start: str) -> tuple[ToolCall, ...]:
+        """The calls in a completion that its end token has ended, if its row has tools; `text` is then what stands beside them.
+
+        Their ids begin with `id_start`, except where the model gives them ids.
+        """
+        written = self._detokenizer.tool_format
+        if not self._tools or written is None or self.finish_reason != "stop" or self.tokens[-1] not in self._ends:
+            return ()
+        harmony, tokens, begins = written is HARMONY_CALLS, self.tokens[:-1], ""
+        if self._thoughts is not None and not harmony and not written.whole:
+            if self._thoughts.thinking and not self._thoughts.ended:
+                return ()
+            tokens, begins = tokens[self._thoughts.answer_start :], self._thoughts.begins
+        prompt = self._detokenizer.marked(self._prompt.tolist()) if written.whole else ""
+        answer = begins + self._detokenizer.marked(tokens)
+        found = find_calls(written, answer, self._tools, prompt=prompt, id_start=id_start)
+        if found is None:
+            return ()
+        self._text, calls = found
+        if harmony:  # its messages to functions are neither thoughts nor answer
+            start = harmony_call_start([self._detokenizer.piece(token) for token in self.tokens])
+            if self._thoughts is None:
+                self._text = self._detokenizer.text(self._context, self.tokens[:start])
+            elif not self._thoughts.ended or self._thoughts.answer_start > start:
+                self._text = ""
+                self._thoughts.answer_start, self._thoughts.begins, self._thoughts.ended = start, "", True
+        return calls
 
     def _decoded(self) -> str | None:
         """The answer so far; None where it has not begun."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from batchgen.prefix import PrefixNode
 from batchgen.request import Leaf, Request, TokenArray
+from batchgen.result import ToolCall
 
 if TYPE_CHECKING:
     from batchgen.scheduling.waiting import Window
@@ -194,6 +195,7 @@ class Stops(Protocol):
     def reasoning(self) -> str | None: ...
     @property
     def reasoning_tokens(self) -> int: ...
+    def tool_calls(self, id_start: str) -> tuple[ToolCall, ...]: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -19,11 +19,11 @@ def tokens(*ids: int):
     return np.array(ids, dtype=np.int32)
 
 
-def request(row: int, ids, *, priority: float = 0.0, params: SamplingParams = DEFAULT, texts=(), truncated=False):
+def request(row: int, ids, *, priority: float = 0.0, params: SamplingParams = DEFAULT, texts=(), truncated=False, tools=""):
     key = row.to_bytes(16, "big")
     return Request(
         row=row, tokens=tokens(*ids), params=params, max_tokens=7 + row, key=key, truncated=truncated,
-        texts=tuple(tokens(*t) for t in texts), priority=priority,
+        texts=tuple(tokens(*t) for t in texts), priority=priority, tools=tools,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_everything_of_a_request_comes_back_from_disk(tmp_path) -> None:
         request(1, [3], params=labels, texts=[[4, 5], [6]], priority=2.5),
         request(2, [3], params=labels, texts=[[4, 5], [6]]),
         request(3, [7], texts=[[1, 2, 3]]),
-        request(4, range(300)),
+        request(4, range(300), tools='[{"name": "é"}]'),
     ]
     made = sorted_requests(tmp_path, requests, limits(rows=1, batch=2))
     back = {r.row: r for w in SortedRequests.of(tmp_path, made.digests).windows() for r in w}

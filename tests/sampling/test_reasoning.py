@@ -4,49 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from batchgen.prompts.thinking import FORMATS, HARMONY, thinking_format, thinking_off
-from batchgen.sampling.stopping import Detokenizer, Stopper
-from batchgen.sampling_params import SamplingParams
-
-EOS = "<eos>"
-HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|return|>", "<|call|>")
-
-
-def make(special: tuple[str, ...] = (), plain: tuple[str, ...] = (), template: str | None = None) -> Any:
-    """One token a byte; `special` and `plain` are tokens of their own, the first kind left out of texts."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (EOS, *special)])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, chat_template=template)
-
-
-def run(
-    tokenizer: Any, prompt: str, completion: str, *, stop: tuple[str, ...] = (), most: int = 1000, **params: Any
-) -> Any:
-    """(text, reasoning, tokens of it, reason) of a completion that comes token by token."""
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    detokenizer = Detokenizer(tokenizer, thinking_format(tokenizer))
-    eos = frozenset(
-        tokenizer.convert_tokens_to_ids(t) for t in (EOS, "<|return|>", "<|call|>") if t in tokenizer.get_vocab()
-    )
-    stopper = Stopper(
-        SamplingParams(max_tokens=most, stop=stop, **params), most, eos, detokenizer, np.array(ids, dtype=np.int32)
-    )
-    reason = None
-    for token in tokenizer.encode(completion, add_special_tokens=False):
-        reason = stopper.append(token)
-        if reason is not None:
-            break
-    return stopper.text, stopper.reasoning, stopper.reasoning_tokens, reason
-
+from support.marked import EOS, HARMONY_TOKENS, make, run
 
 TAGS = [f for f in FORMATS if not f.always]
 KINDS = ["special", "plain", "none"]
@@ -90,7 +51,7 @@ def test_every_cut_gives_null_inside_of_the_thoughts_and_the_answers_beginning_b
     ids = tokenizer.encode(whole, add_special_tokens=False)
     inside = len(tokenizer.encode(f"Hm é.{format.close}", add_special_tokens=False))
     for most in range(1, len(ids) + 1):
-        text, reasoning, tokens, reason = run(tokenizer, prompt, whole, most=most)
+        text, reasoning, tokens, reason = run(tokenizer, prompt, whole, max_tokens=most)
         assert reason == "length"
         if most < inside:
             assert (text, tokens) == (None, most)
@@ -104,7 +65,7 @@ def test_a_completion_that_does_not_think_is_an_answer() -> None:
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "q", f"Yes.{EOS}") == ("Yes.", None, 0, "stop")
     assert run(tokenizer, "q<think>\n\n</think>\n\n", f"Yes.{EOS}") == ("Yes.", None, 0, "stop")
-    assert run(tokenizer, "q", "<thin air>", most=6) == ("<thin ", None, 0, "length")
+    assert run(tokenizer, "q", "<thin air>", max_tokens=6) == ("<thin ", None, 0, "length")
 
 
 def test_a_prompt_that_speaks_of_thoughts_further_up_does_not_open_them() -> None:
@@ -137,7 +98,7 @@ def test_stop_strings_are_looked_for_in_the_answer_only() -> None:
         found = run(tokenizer, "q<think>", f"one. two.</think>three. four.{EOS}", stop=(". ",))
         assert found[:2] == ("three", "one. two.")
         assert found[3] == "stop"
-        assert run(tokenizer, "q<think>", "a</think>b</s>c", stop=("</s>",), most=99)[:2] == ("b", "a")
+        assert run(tokenizer, "q<think>", "a</think>b</s>c", stop=("</s>",), max_tokens=99)[:2] == ("b", "a")
         assert run(tokenizer, "q", "no thoughts. here", stop=(". ",))[:2] == ("no thoughts", None)
 
 
@@ -164,7 +125,7 @@ def test_harmony_that_is_cut_before_its_final_channel_has_no_text() -> None:
     whole = "<|channel|>analysis<|message|>Think 🙂.<|end|><|start|>assistant<|channel|>final<|message|>2."
     ids = tokenizer.encode(whole, add_special_tokens=False)
     for most in range(1, len(ids) + 1):
-        text, reasoning, tokens, _ = run(tokenizer, PROMPT, whole, most=most)
+        text, reasoning, tokens, _ = run(tokenizer, PROMPT, whole, max_tokens=most)
         if most < len(ids) - 2:
             assert (text, tokens) == (None, most)
             assert "Think 🙂.".startswith(reasoning.rstrip("\ufffd"))

@@ -1,0 +1,243 @@
+"""How models write calls of tools: the formats that are known, which one a tokenizer has, and the calls in an answer.
+
+The formats are response templates of transformers (`transformers.utils.chat_parsing`), which has the parser. A checkpoint may bring its
+own (`response_template` of its tokenizer); otherwise the chat template tells the format by its marks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from batchgen.result import ToolCall
+
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_OBJECT = {"type": "function", "function": "{content}"}
+_EACH = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+_TEXT = {"content": "text", "repeats": True, "join": "\n"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToolFormat:
+    """How one family of models writes its calls."""
+
+    template: Mapping[str, Any]
+    """The response template, with the fields `content` and `tool_calls`."""
+    whole: bool = False
+    """Whether it is for the whole completion behind its prompt, not for an answer behind thoughts."""
+    only_known: bool = False
+    """Whether only names of the row's own tools are calls: an answer of other JSON would look the same."""
+
+
+def _format(only_known: bool = False, **calls: Any) -> ToolFormat:
+    fields = {"content": _TEXT, "tool_calls": calls}
+    return ToolFormat({"start_anchor": "\0", "fields": fields}, only_known=only_known)
+
+
+HARMONY_CALLS = _format(
+    open_pattern=r"to=functions\.(?P<name>[\w.-]+)[^{]*<\|message\|>",
+    close="<|call|>",
+    repeats=True,
+    content="json",
+    transform=_CALL,
+)
+"""gpt-oss: messages to a function, in the channel `commentary`."""
+_BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
+    (  # MiniMax M2
+        "<minimax:tool_call>",
+        _format(
+            open_pattern=r'\s*(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
+            close_pattern=r"</invoke>(?:\s*</minimax:tool_call>)?",
+            repeats=True,
+            content="xml-inline",
+            content_args={"tag_pattern": r'<parameter name="(?P<key>[^"]+)">\s*(?P<value>.*?)\s*</parameter>'},
+            transform=_CALL,
+        ),
+    ),
+    (  # Kimi K2
+        "<|tool_calls_section_begin|>",
+        _format(
+            open_pattern=r"\s*(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
+            r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+            close_pattern=r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+            repeats=True,
+            content="json",
+            transform={"id": "{id}", **_CALL},
+        ),
+    ),
+    (  # DeepSeek R1 and V3 with the code fence, V3.1 without
+        "<｜tool▁calls▁begin｜>",
+        _format(
+            open_pattern=r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+            r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
+            close_pattern=r"(?:\n```)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+            repeats=True,
+            content="json",
+            transform=_CALL,
+        ),
+    ),
+    (  # Gemma 4
+        "<|tool_call>",
+        _format(
+            open_pattern=r"\s*<\|tool_call>call:(?P<name>[\w.-]+)",
+            close="<tool_call|>",
+            repeats=True,
+            content="json",
+            content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            transform=_CALL,
+        ),
+    ),
+    (  # Mistral since Small 3.2, Magistral, Devstral
+        "[ARGS]",
+        _format(
+            open_pattern=r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+            close_pattern=r"(?=\[TOOL_CALLS\])",
+            repeats=True,
+            content="json",
+            transform=_CALL,
+        ),
+    ),
+    (  # Mistral before
+        "[TOOL_CALLS]",
+        _format(open_pattern=r"\s*\[TOOL_CALLS\]", content="json", transform=_EACH, transform_each=True),
+    ),
+    (  # GLM 4.5 and later
+        "<arg_key>",
+        _format(
+            open_pattern=r"\s*<tool_call>\s*(?P<name>[^\s<]+)",
+            close="</tool_call>",
+            repeats=True,
+            content="xml-inline",
+            content_args={
+                "tag_pattern": r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>\s*(?P<value>.*?)\s*</arg_value>"
+            },
+            transform=_CALL,
+        ),
+    ),
+    (  # Qwen 3 Coder, 3.5 and later, Nemotron 3
+        "<function=",
+        _format(
+            open_pattern=r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+            close_pattern=r"</function>(?:\s*</tool_call>)?",
+            repeats=True,
+            content="xml-inline",
+            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            transform=_CALL,
+        ),
+    ),
+    (  # Hermes, Qwen 2.5 and 3, SmolLM 3, Granite 4, Hunyuan
+        "<tool_call>",
+        _format(open_pattern=r"\s*<tool_call>", close="</tool_call>", repeats=True, content="json", transform=_OBJECT),
+    ),
+    (  # Nemotron Nano 2
+        "<TOOLCALL>",
+        _format(
+            open_pattern=r"\s*<TOOLCALL>", close="</TOOLCALL>", content="json", transform=_EACH, transform_each=True
+        ),
+    ),
+    (  # Command A, Command R7B
+        "<|START_ACTION|>",
+        _format(
+            open_pattern=r"\s*<\|START_ACTION\|>",
+            close="<|END_ACTION|>",
+            content="json",
+            transform={"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}},
+            transform_each=True,
+        ),
+    ),
+    (  # Granite 3
+        "<|tool_call|>",
+        _format(open_pattern=r"\s*<\|tool_call\|>", content="json", transform=_EACH, transform_each=True),
+    ),
+    (  # Llama 3.1 to 3.3: the whole answer is an object
+        '"parameters": dictionary of argument name and its value',
+        _format(
+            only_known=True,
+            open_pattern=r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:type|name)")',
+            content="json",
+            transform={"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+        ),
+    ),
+)
+
+
+def tool_format(tokenizer: Any) -> ToolFormat | None:
+    """The format in which a model with this transformers tokenizer writes calls; None where it is not known."""
+    own = getattr(tokenizer, "response_template", None)
+    if isinstance(own, Mapping) and "tool_calls" in own.get("fields", {}):
+        return ToolFormat(own, whole=True)
+    known: Mapping[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    templates = getattr(tokenizer, "chat_template", None)
+    text = "\n".join(templates.values() if isinstance(templates, dict) else [templates or ""])
+    if {"<|channel|>", "<|message|>"} <= known.keys():
+        return HARMONY_CALLS
+    text = text.replace("\\n", "\n").replace('\\"', '"')
+    return next((found for mark, found in _BY_MARK if mark in text), None)
+
+
+def find_calls(
+    format: ToolFormat, answer: str, tools: str, *, prompt: str = "", id_start: str = "call"
+) -> tuple[str, tuple[ToolCall, ...]] | None:
+    """The text of an answer and the calls in it; None where it has none, or one that cannot be read.
+
+    `answer` has its special tokens written out, but not its end token. `tools` is the JSON of the row's tools, by whose schemas arguments
+    that are written as text get their types. Calls are numbered behind `id_start`, except where the model numbers them itself.
+    """
+    from transformers.utils.chat_parsing import parse_response
+
+    known = json.loads(tools)
+    try:
+        message = parse_response(answer, _loaded(format), prefix=prompt if format.whole else "", tools=known)
+        found = message.get("tool_calls") or []
+        calls = tuple(
+            _call(value, f"{id_start}_{i}") for i, value in enumerate(found if isinstance(found, list) else [found])
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not calls or (format.only_known and not {call.name for call in calls} <= _names(known)):
+        return None
+    content = message.get("content") or ""
+    return (content.strip() if isinstance(content, str) else ""), calls
+
+
+@lru_cache(maxsize=64)
+def _loaded(format: ToolFormat) -> Any:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(dict(format.template))
+
+
+def _call(value: Any, id: str) -> ToolCall:
+    """Raises `TypeError` or `KeyError` where the value is no call."""
+    function = value["function"]
+    name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):  # JSON as text, as OpenAI has it
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise TypeError("not a call")
+    own = value.get("id") or function.get("id")
+    return ToolCall(own if isinstance(own, str) else id, name.strip(), json.dumps(arguments, ensure_ascii=False))
+
+
+def _names(tools: Sequence[Any]) -> set[str]:
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    return {str(f["name"]) for f in functions if isinstance(f, Mapping) and "name" in f}
+
+
+def harmony_call_start(pieces: Sequence[str]) -> int:
+    """The number of tokens before the first message to a function in a harmony completion; `pieces` are the texts of its tokens."""
+    start, header = 0, ""
+    for at, piece in enumerate(pieces):
+        if piece == "<|start|>":
+            start, header = at, ""
+        elif piece == "<|message|>":
+            if re.search(r"\bto=functions\.", header):
+                return start
+            header = ""
+        else:
+            header += piece
+    return len(pieces)

@@ -1,0 +1,201 @@
+"""Calls of tools in answers: every format that is known, as its family writes it, behind thoughts or not, in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchgen.prompts.tool_calls import HARMONY_CALLS, find_calls, tool_format
+from support.marked import EOS, HARMONY_TOKENS, complete, make
+
+PARAMETERS = {"city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PARAMETERS}}}
+    for name in ("weather", "news")
+]
+ARGUMENTS = {"city": "Bern, «é»", "days": 3, "metric": True}
+J = json.dumps(ARGUMENTS, ensure_ascii=False)
+OBJECTS = json.dumps([{"name": n, "arguments": ARGUMENTS} for n in ("weather", "news")], ensure_ascii=False)
+ACTIONS = json.dumps(
+    [{"tool_call_id": "0", "tool_name": n, "parameters": ARGUMENTS} for n in ("weather", "news")], ensure_ascii=False
+)
+
+
+def xml(open: str, close: str) -> str:
+    return "".join(open.format(k) + (v if isinstance(v, str) else json.dumps(v)) + close for k, v in ARGUMENTS.items())
+
+
+def both(call: str) -> str:
+    return call.replace("NAME", "weather") + call.replace("NAME", "news")
+
+
+FORMATS = {
+    "Hermes, Qwen 3": ("<tool_call>", both('\n<tool_call>\n{"name": "NAME", "arguments": ' + J + "}\n</tool_call>")),
+    "Qwen 3.5": (
+        "<tool_call>\n<function=",
+        both(
+            "\n<tool_call>\n<function=NAME>\n"
+            + xml("<parameter={}>\n", "\n</parameter>\n")
+            + "</function>\n</tool_call>"
+        ),
+    ),
+    "GLM": (
+        "<arg_key>",
+        both("\n<tool_call>NAME\n" + xml("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n") + "</tool_call>"),
+    ),
+    "MiniMax": (
+        "<minimax:tool_call>",
+        "\n<minimax:tool_call>\n"
+        + both('<invoke name="NAME">\n' + xml('<parameter name="{}">', "</parameter>\n") + "</invoke>\n")
+        + "</minimax:tool_call>",
+    ),
+    "Kimi": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_begin|>"
+        + both("<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>" + J + "<|tool_call_end|>")
+        + "<|tool_calls_section_end|>",
+    ),
+    "DeepSeek V3": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁begin｜>"
+        + both("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n" + J + "\n```<｜tool▁call▁end｜>\n")
+        + "<｜tool▁calls▁end｜>",
+    ),
+    "DeepSeek V3.1": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁begin｜>"
+        + both("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>" + J + "<｜tool▁call▁end｜>")
+        + "<｜tool▁calls▁end｜>",
+    ),
+    "Gemma 4": (
+        "<|tool_call>",
+        both('<|tool_call>call:NAME{city:<|"|>Bern, «é»<|"|>,days:3,metric:true}<tool_call|>'),
+    ),
+    "Mistral": ("[TOOL_CALLS] [ARGS]", both("[TOOL_CALLS]NAME[ARGS]" + J)),
+    "Mistral before": ("[TOOL_CALLS]", "[TOOL_CALLS]" + OBJECTS),
+    "Nemotron Nano 2": ("<TOOLCALL>", "<TOOLCALL>" + OBJECTS + "</TOOLCALL>"),
+    "Command A": ("<|START_ACTION|>", "<|START_ACTION|>" + ACTIONS + "<|END_ACTION|>"),
+    "Granite 3": ("<|tool_call|>", "<|tool_call|>" + OBJECTS),
+}
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("thoughts", ["", "Hm, <b> é.</think>\n\n"])
+@pytest.mark.parametrize("beside", ["", "I will look."])
+def test_calls_are_read_as_the_family_writes_them(family: str, thoughts: str, beside: str) -> None:
+    mark, written = FORMATS[family]
+    tokenizer = make(template=mark + ("<think></think>" if thoughts else ""))
+    prompt = "q<think>" if thoughts else "q"
+    stopper = complete(tokenizer, prompt, thoughts + beside + written + EOS, tools=json.dumps(TOOLS))
+    calls = stopper.tool_calls("c")
+    assert [call.name for call in calls] == ["weather", "news"]
+    assert [json.loads(call.arguments) for call in calls] == [ARGUMENTS, ARGUMENTS]
+    assert (stopper.text, stopper.reasoning) == (beside, "Hm, <b> é." if thoughts else None)
+    ids = ["functions.weather:0", "functions.news:0"] if family == "Kimi" else ["c_0", "c_1"]
+    assert [call.id for call in calls] == ids
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_completion_that_is_cut_before_its_end_token_stays_text(family: str) -> None:
+    mark, written = FORMATS[family]
+    tokenizer = make(template=mark)
+    size = len(tokenizer.encode(written))
+    for max_tokens in (size, size // 2):
+        stopper = complete(tokenizer, "q", written, max_tokens=max_tokens, tools=json.dumps(TOOLS))
+        text = stopper.text
+        assert (stopper.finish_reason, stopper.tool_calls("c"), stopper.text) == ("length", (), text)
+        assert text is not None
+        assert text.startswith(written[:20])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["It is sunny.", "<tool_call>\nweather(Bern)\n</tool_call>", '<tool_call>{"arguments": {}}</tool_call>', ""],
+)
+def test_an_answer_without_a_call_that_can_be_read_stays_as_it_is(answer: str) -> None:
+    stopper = complete(make(template="<tool_call>"), "q", answer + EOS, tools=json.dumps(TOOLS))
+    assert (stopper.tool_calls("c"), stopper.text) == ((), answer)
+
+
+def test_a_row_without_tools_has_no_calls() -> None:
+    mark, written = FORMATS["Hermes, Qwen 3"]
+    stopper = complete(make(template=mark), "q", written + EOS)
+    assert (stopper.tool_calls("c"), stopper.text) == ((), written)
+
+
+LLAMA = make(
+    template='Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+)
+
+
+def test_an_object_in_place_of_an_answer_is_a_call_if_it_names_a_tool() -> None:
+    written = json.dumps({"name": "weather", "parameters": ARGUMENTS})
+    for before in ("", "<|python_tag|>"):
+        stopper = complete(LLAMA, "q", before + written + EOS, tools=json.dumps(TOOLS))
+        (call,) = stopper.tool_calls("c")
+        assert (call.name, json.loads(call.arguments), stopper.text) == ("weather", ARGUMENTS, "")
+    other = json.dumps({"name": "Ada", "parameters": {}})
+    stopper = complete(LLAMA, "q", other + EOS, tools=json.dumps(TOOLS))
+    assert (stopper.tool_calls("c"), stopper.text) == ((), other)
+
+
+PROMPT = "<|start|>user<|message|>q<|end|><|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+        " to=functions.weather<|channel|>commentary json<|message|>",
+    ],
+)
+@pytest.mark.parametrize("thought", [True, False])
+def test_harmonys_messages_to_functions_are_calls_and_no_thoughts(header: str, thought: bool) -> None:
+    tokenizer = make(special=HARMONY_TOKENS)
+    assert tool_format(tokenizer) is HARMONY_CALLS
+    written = (THOUGHT if thought else "") + header + J + "<|call|>"
+    stopper = complete(tokenizer, PROMPT, written, tools=json.dumps(TOOLS))
+    (call,) = stopper.tool_calls("c")
+    assert (call.id, call.name, json.loads(call.arguments)) == ("c_0", "weather", ARGUMENTS)
+    assert (stopper.text, stopper.reasoning) == ("", "Think." if thought else None)
+    before = THOUGHT.removesuffix("<|start|>assistant") if thought else ""
+    assert stopper.reasoning_tokens == len(tokenizer.encode(before, add_special_tokens=False))
+    unsplit = complete(tokenizer, PROMPT, written, tools=json.dumps(TOOLS), reasoning="off")
+    assert len(unsplit.tool_calls("c")) == 1
+    assert unsplit.text == ("analysisThink." if thought else "")
+
+
+def test_a_checkpoint_may_bring_its_own_format() -> None:
+    tokenizer = make(template="<tool_call>")
+    tokenizer.response_template = {
+        "start_anchor": "<bot>",
+        "fields": {
+            "content": {"content": "text"},
+            "tool_calls": {
+                "open_pattern": r"CALL (?P<name>\w+) ",
+                "close": ";",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    }
+    stopper = complete(tokenizer, "q CALL no {};<bot>", f"Yes.CALL weather {J};{EOS}", tools=json.dumps(TOOLS))
+    (call,) = stopper.tool_calls("c")
+    assert (call.name, json.loads(call.arguments), stopper.text) == ("weather", ARGUMENTS, "Yes.")
+
+
+def test_a_template_that_shows_no_known_mark_has_no_format() -> None:
+    assert tool_format(make(template="{{ tools }}")) is None
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_no_answer_however_broken_raises(family: str) -> None:
+    mark, written = FORMATS[family]
+    known: Any = tool_format(make(template=mark))
+    for at in range(len(written)):
+        for answer in (written[:at], written[at:], written[:at] + "}" + written[at:]):
+            find_calls(known, answer, json.dumps(TOOLS))

@@ -1,0 +1,64 @@
+"""Tokenizers of one token a byte whose marks (of thoughts, of calls) are tokens of a chosen kind, and completions that come token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from batchgen.prompts.thinking import thinking_format
+from batchgen.prompts.tool_calls import tool_format
+from batchgen.sampling.stopping import Detokenizer, Stopper
+from batchgen.sampling_params import SamplingParams
+
+EOS = "<eos>"
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|return|>", "<|call|>")
+
+
+def make(special: tuple[str, ...] = (), plain: tuple[str, ...] = (), template: str | None = None) -> Any:
+    """One token a byte; `special` and `plain` are tokens of their own, the first kind left out of texts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (EOS, *special)])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, chat_template=template)
+
+
+def run(tokenizer: Any, prompt: str, completion: str, **options: Any) -> Any:
+    """(text, reasoning, tokens of it, reason) of a completion that comes token by token."""
+    stopper = complete(tokenizer, prompt, completion, **options)
+    return stopper.text, stopper.reasoning, stopper.reasoning_tokens, stopper.finish_reason
+
+
+def complete(
+    tokenizer: Any,
+    prompt: str,
+    completion: str,
+    *,
+    stop: tuple[str, ...] = (),
+    max_tokens: int = 1000,
+    tools: str = "",
+    **params: Any,
+) -> Stopper:
+    """The stopper after the tokens of a completion, up to where it ended."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, thinking_format(tokenizer), tool_format(tokenizer))
+    eos = frozenset(
+        tokenizer.convert_tokens_to_ids(t) for t in (EOS, "<|return|>", "<|call|>") if t in tokenizer.get_vocab()
+    )
+    stopper = Stopper(
+        SamplingParams(max_tokens=max_tokens, stop=stop, **params),
+        max_tokens,
+        eos,
+        detokenizer,
+        np.array(ids, dtype=np.int32),
+        tools,
+    )
+    for token in tokenizer.encode(completion, add_special_tokens=False):
+        if stopper.append(token) is not None:
+            break
+    return stopper

@@ -1,0 +1,142 @@
+"""Tools in rows and in OpenAI bodies: the chat template shows them, and calls of them come back in every form of output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen import JobConfig, PromptConfig, run_job
+from batchgen.progress import Silent
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}<|assistant|>"
+# Whatever the model writes is a call: its lines `key: value` are the arguments.
+RESPONSE = {
+    "start_anchor": "<|user|>",
+    "fields": {
+        "tool_calls": {
+            "open": "<|assistant|>",
+            "content": "kv-lines",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "weather", "arguments": "{content}"}},
+        }
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+ENDS = {"max_tokens": 3, "stop_token_ids": list(range(260))}
+"""The first token ends a completion."""
+CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
+@pytest.fixture(scope="module")
+def calling_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "calling"
+    shutil.copytree(tiny_model_dir, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"response_template": RESPONSE}))
+    return folder
+
+
+def run(model: Path, rows: list[dict[str, Any]], output: Path, **options: Any) -> None:
+    source = output.parent / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampling = ENDS | options.pop("sampling", {})
+    assert run_job(JobConfig(inputs=source, output=output, model=model, sampling=sampling, **options)).exit_code == 0
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+ROWS = [{"prompt": "a", "tools": TOOLS, "tool_calls": "the input's own"}, {"prompt": "a"}]
+
+
+def without_ids(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return None if calls is None else [{k: v for k, v in call.items() if k != "id"} for call in calls]
+
+
+def test_a_row_with_tools_has_the_calls_in_its_answer(calling_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    run(calling_model, ROWS, output)
+    first, second = lines(output)
+    assert without_ids(first["tool_calls"]) == [CALL]
+    assert first["tool_calls"][0]["id"].startswith("call_")
+    assert (first["text"], first["finish_reason"], first["input_tool_calls"]) == ("", "stop", "the input's own")
+    assert "tool_calls" not in second
+    assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"] + len(json.dumps(TOOLS))
+
+
+def test_openais_form_has_them_in_the_message(calling_model: Path, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
+    rows = [
+        {"custom_id": f"{i}", "method": "POST", "url": "/v1/chat/completions", "body": body | more}
+        for i, more in enumerate(({}, {"tool_choice": "none"}, {"n": 2}))
+    ]
+    output = tmp_path / "out.jsonl"
+    run(calling_model, rows, output, output_format="openai")
+    called, silent, twice = (row["response"]["body"]["choices"] for row in lines(output))
+    assert called[0]["finish_reason"] == "tool_calls"
+    assert called[0]["message"]["content"] is None
+    assert without_ids(called[0]["message"]["tool_calls"]) == [CALL]
+    assert (silent[0]["finish_reason"], silent[0]["message"]["content"]) == ("stop", "")
+    assert "tool_calls" not in silent[0]["message"]
+    ids = {choice["message"]["tool_calls"][0]["id"] for choice in twice}
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_parquet_has_columns_for_them(calling_model: Path, tmp_path: Path, suffix: str) -> None:
+    source, output = tmp_path / f"in.{suffix}", tmp_path / "out.parquet"
+    rows = [{"prompt": "a", "tools": json.dumps(TOOLS)}, {"prompt": "a", "tools": None}]
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    else:
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampling = ENDS | {"n": 2, "temperature": 1.0}
+    run_job(JobConfig(inputs=source, output=output, model=calling_model, sampling=sampling))
+    first, second = pq.read_table(output).to_pylist()
+    assert without_ids(first["tool_calls"]) == [CALL]
+    assert [without_ids(choice["tool_calls"]) for choice in first["choices"]] == [[CALL], [CALL]]
+    assert second["tool_calls"] is None
+    assert [choice["tool_calls"] for choice in second["choices"]] == [None, None]
+
+
+@pytest.mark.parametrize("options", [{}, {"output_format": "openai"}, {"sampling": {"n": 2}}])
+def test_calls_are_kept_when_the_input_grows(calling_model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    output = tmp_path / "out.jsonl"
+    run(calling_model, ROWS[:1], output, **options)
+    before = output.read_text()
+    run(calling_model, [*ROWS[:1], {"prompt": "more"}], output, **options)
+    stats = json.loads((tmp_path / "out.jsonl.job" / "stats.json").read_text())
+    assert output.read_text().splitlines()[0] == before.splitlines()[0]
+    assert (stats["rows"], stats["rows_resumed"]) == (1, 1)
+
+
+def test_tools_of_the_command_are_every_rows(calling_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    run(calling_model, [{"prompt": "a"}], output, prompts=PromptConfig(chat_template_kwargs={"tools": TOOLS}))
+    assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_model_whose_calls_are_not_known_says_so(tiny_model_dir: Path, tmp_path: Path) -> None:
+    output, told = tmp_path / "out.jsonl", Told()
+    prompts = PromptConfig(chat_template=TEMPLATE)
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(ROWS[0]) + "\n")
+    run_job(JobConfig(inputs=source, output=output, model=tiny_model_dir, sampling=ENDS, prompts=prompts), told)
+    assert "tool_calls" not in lines(output)[0]
+    assert "rows have tools, and how this model writes calls of them is not known: calls stay in the text" in told.notes
