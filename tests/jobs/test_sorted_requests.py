@@ -19,7 +19,9 @@ def tokens(*ids: int):
     return np.array(ids, dtype=np.int32)
 
 
-def request(row: int, ids, *, priority: float = 0.0, params: SamplingParams = DEFAULT, texts=(), truncated=False, tools=""):
+def request(
+    row: int, ids, *, priority: float = 0.0, params: SamplingParams = DEFAULT, texts=(), truncated=False, tools=""
+):
     key = row.to_bytes(16, "big")
     return Request(
         row=row, tokens=tokens(*ids), params=params, max_tokens=7 + row, key=key, truncated=truncated,
