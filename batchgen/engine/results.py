@@ -120,7 +120,7 @@ class ResultAssembler:
         """Takes in the rows of a window whose leaves are to run."""
         self.watched |= on_token is not None
         for place, leaf in enumerate(window.leaves):
-            if place not in window.ended:
+            if not window.has_ended(place):
                 if leaf.request not in self._rows:
                     row = RequestState(leaf.request, on_result, on_token, window)
                     row.completions = {n: c for n, c in leaf.request.begun.items() if c.finish_reason}
@@ -176,8 +176,7 @@ class ResultAssembler:
             # Of a completion with thoughts their number of tokens would be lost: it is generated again.
             begun = {choice: c for choice, c in row.completions.items() if c.reasoning is None}
             for choice, place in row.places.items():
-                w = row.window
-                seq = w.running.get(place) or w.finishing.get(place) or w.returning.get(place)
+                seq = row.window.sequence(place)
                 if choice not in row.completions and seq is not None and seq.generated:
                     begun[choice] = self._completion(row, seq, "")
             if begun:

@@ -13,13 +13,11 @@ from batchgen.config import EngineConfig, parse_memory
 from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
 from batchgen.model.adapter import LoadedModel
 from batchgen.model.runner import Runner
-from batchgen.prefix import plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
 from batchgen.sampling.sampler import AT_ONCE
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
-from batchgen.scheduling.sequence import GenerationSequence
-from batchgen.scheduling.waiting import POLICIES, Window
+from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence
 from batchgen.state.cache import StateCache, bytes_per_slot
 
 
@@ -61,8 +59,6 @@ def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
         for row in range(limits.batch_size)
     ]
     leaves = leaves_of(requests)
-    plan = plan_prefixes([leaf.tokens for leaf in leaves], block_size, share=False)
-    window = Window.of(leaves, plan, POLICIES["prefix"], 0)
     spans: list[ScheduledSpan] = []
     block = 0
     for i, leaf in enumerate(leaves):
@@ -70,8 +66,8 @@ def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
         table = list(range(block, block - (-size // block_size)))
         block += len(table)
         span = GenerationSequence(
-            window=window, place=window.place(~i), parent=None, start=0, table=table, computed=0, writes_parent_tail=False,
-            leaf=leaf, index=i, stops=None, slot=i, state_slot=i,
+            window=0, place=(i, AFTER_NODES), parent=None, start=0, table=table, computed=0, leaf=leaf, index=i, stops=None,
+            slot=i, state_slot=i,
         )  # fmt: skip
         spans.append(ScheduledSpan(span, 0, size, size - 1))
     return spans

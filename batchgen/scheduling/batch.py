@@ -206,7 +206,7 @@ class ScheduledBatch:
             if span.scoring:
                 _score(scheduled, first, targets)
             if isinstance(span, PrefixNodeSpan):
-                if stop == span.end and span.is_sampled_at:
+                if stop == span.end and span.wanted.sampled:
                     kept.append(KeptRow(span, row - 1))
             elif isinstance(span, GenerationSequence) and span.scoring:
                 if stop == span.end:

@@ -1,13 +1,13 @@
-"""Which blocks a span holds: tables opened, shared, copied on write, grown and given back. Integers only.
+"""Which blocks each span holds: tables are opened, shared, copied on write, grown and released. Integers only.
 
-Storage is in whole blocks, compute exact to the token. A span's block table begins with its parent's full blocks, shared;
-the block with the parent's last tokens is either written on by one child (a claim) or copied into each child's first own
-block. Nodes that nothing descends from any more stay for the next windows, up to `MAX_CACHED_NODES` and while memory lasts, the least
-recently used first to go.
+Storage is in whole blocks; what is computed is exact to the token. A span's block table begins with its parent's full blocks, which
+are shared. The block with the parent's last tokens is either written on by one child or copied into the first own block of each other
+child. Nodes that no leaf needs any more stay for later windows, at most `max_cached_nodes` of them and while memory lasts. The
+least recently used one is evicted first.
 
-A model with recurrent layers needs a state slot, besides, for each sequence that runs and each node that something still begins at: a node's
-slot is read by all of its children, each of which writes its own. So a state is there exactly where the tree branches, and nothing can begin
-between two nodes. Once all of a node's children have begun, its slot is only kept while no other needs it.
+A model with recurrent layers also needs a state slot for each running sequence and for each node that something still begins at. A
+node's slot is read by all of its children, and each child writes its own. So states exist exactly where the tree branches, and nothing
+can begin between two nodes. Once all children of a node have begun, its slot is only kept while no other span needs it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, SwappedBlocks
 from batchgen.scheduling.waiting import Window
 
-MAX_CACHED_NODES = 1024
-"""Most nodes kept for later windows, the most recently used: else a long file would fill the whole pool with them."""
-
 
 class BlockManager:
-    """The block pool, and the spans that hold its blocks.
+    """The block pool and the spans that hold its blocks.
 
-    `sliding` is the widest sliding window, where every layer has one: blocks behind it are given back. `host_blocks` is how many
-    blocks of idle nodes are kept in host memory once the pool has no room for them. `slots` (two at least) are those of recurrent states,
-    None for a model without.
+    `sliding_window` is the widest sliding window in tokens if every layer has one; blocks behind it are released. `host_blocks` is the
+    number of blocks of cached nodes that host memory takes when the pool has no room for them. `slots` (at least two) are the slots of
+    recurrent states; None for a model without recurrent layers. `max_cached_nodes` limits the nodes kept for later windows: a long
+    file would otherwise fill the whole pool with them.
     """
 
     def __init__(
@@ -40,44 +38,52 @@ class BlockManager:
         sliding_window: int | None = None,
         host_blocks: int = 0,
         slots: BlockPool | None = None,
+        max_cached_nodes: int = 1024,
     ) -> None:
         self.pool = pool
         self.slots = slots
         self.block_size = block_size
         self.sliding_window = sliding_window
-        self.live: dict[PrefixNodeSpan, None] = {}  # nodes that leaves descend from, complete or being computed
-        self.cached: dict[PrefixNodeSpan, None] = {}  # complete nodes without descendants, least recently used first
+        self.max_cached_nodes = max_cached_nodes
+        self.windows: dict[int, Window] = {}  # by number: those that are not done
+        self.live: dict[PrefixNodeSpan, None] = {}  # nodes that leaves need, complete or being computed
+        self.cached: dict[PrefixNodeSpan, None] = {}  # complete nodes that no leaf needs, least recently used first
         self.host_blocks = host_blocks
-        self.swapped: dict[PrefixNodeSpan, None] = {}  # idle nodes in host memory, least recently used first
+        self.swapped: dict[PrefixNodeSpan, None] = {}  # evicted nodes in host memory, least recently used first
+        self._sources: dict[int, dict[int, tuple[PrefixNodeSpan, int]]] = {}
+        """By window and item: a node of an earlier window, and the number of positions whose KV can be taken over from it."""
         self._freed_nodes: list[PrefixNodeSpan] = []
         self._moves: list[CopyBlock | SwapOut | SwapIn] = []
-        self._reserved_blocks = 0  # blocks that the running sequences can still ask for
+        self._reserved_blocks = 0  # blocks that the running sequences may still need
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` positions."""
+        """Number of blocks that hold `tokens` positions."""
         return -(-tokens // self.block_size)
 
     def take_moves(self) -> tuple[CopyBlock | SwapOut | SwapIn, ...]:
-        """What is to be done to blocks since the last call, in order."""
+        """Returns the copies of blocks that were decided on since the last call, in order."""
         moves, self._moves = tuple(self._moves), []
         return moves
 
     def take_freed_nodes(self) -> tuple[PrefixNodeSpan, ...]:
-        """The nodes that no prompt samples from any more, since the last call."""
+        """Returns the nodes that no prompt samples from any more, of those since the last call."""
         nodes = tuple(self._freed_nodes)
         self._freed_nodes.clear()
         return nodes
 
     # -- across windows
 
-    def match(self, w: Window) -> None:
-        """Finds what nodes of earlier windows hold of a new window's tree; its spans take it over when they are opened.
+    def add_window(self, w: Window) -> None:
+        """Registers a window, and finds what nodes of earlier windows hold of its tree. Its spans take that over when they are opened.
 
-        Exact to the token, with recurrent layers to the end of such a node; what has to be run for its logits is left out.
+        The match is exact to the token, or with recurrent layers to the end of such a node. Tokens that must run for their logits
+        are left out.
         """
+        self.windows[w.number] = w
+        self._sources[w.number] = {}
         if not w.leaves:
             return
-        node_spans = [*self.cached, *self.swapped, *(b for b in self.live if b.complete and b.window is not w)]
+        node_spans = [*self.cached, *self.swapped, *(b for b in self.live if b.complete)]
         prompts: list[TokenArray] = [w.leaves[0].tokens] * len(w.leaves)
         for i, leaf in enumerate(w.leaves):
             prompts[int(w.plan.order[i])] = leaf.tokens
@@ -89,7 +95,7 @@ class BlockManager:
             found = self._offer(w, ~i, node_span, min(shared, len(leaf.request.tokens) - 1), start)
             while n >= 0:
                 node = w.plan.nodes[n]
-                found |= self._offer(w, n, node_span, min(shared, node.end, w.logits_from[n]), node.start)
+                found |= self._offer(w, n, node_span, min(shared, node.end, w.wanted[n].start), node.start)
                 n = node.parent
             for kept in (self.cached, self.swapped):
                 if found and node_span in kept:
@@ -100,22 +106,29 @@ class BlockManager:
             return False
         if self.slots is not None and (length < node_span.end or node_span.state_slot < 0):
             return False
-        known = w.sources.get(item)
-        # Of equally good ones that which ends first: the node itself, not one below it, is what the new one replaces.
+        known = self._sources[w.number].get(item)
+        # Of equally good nodes the one that ends first is chosen: the new node replaces that one, not a node below it.
         if known is None or (known[1], -known[0].end) < (length, -node_span.end):
-            w.sources[item] = (node_span, length)
+            self._sources[w.number][item] = (node_span, length)
         return True
+
+    def remove_window(self, w: Window) -> None:
+        """Forgets a window that is done. Its nodes may stay for later ones."""
+        self.windows.pop(w.number, None)
+        self._sources.pop(w.number, None)
 
     # -- spans come and go
 
     def open_node(self, w: Window, n: int, reserve: int) -> PrefixNodeSpan | None:
-        """Node n with blocks for all its tokens; None when that would not leave `reserve` blocks free beside the promised."""
+        """Returns node n with blocks for all its tokens, or None if too few blocks are free.
+
+        With `reserve`, that many blocks must stay free, and half of those that the running sequences may still need.
+        """
         node = w.plan.nodes[n]
-        parent = w.node_spans[node.parent] if node.parent >= 0 else None
+        parent = w.node_span(node.parent)
         node_span = PrefixNodeSpan(
-            window=w, place=w.place(n), parent=parent, start=node.start, table=[], computed=node.start,
-            writes_parent_tail=False, path=(*parent.path, parent) if parent else (), node=node,
-            prompt=w.leaves[node.first].tokens,
+            window=w.number, place=w.place(n), parent=parent, start=node.start, table=[], computed=node.start,
+            path=(*parent.path, parent) if parent else (), node=node, wanted=w.wanted[n], prompt=w.leaves[node.first].tokens,
         )  # fmt: skip
         if not self._open(node_span, reserve + self._reserved_blocks // 2 if reserve else 0):
             return None
@@ -123,10 +136,10 @@ class BlockManager:
         return node_span
 
     def open_sequence(self, seq: GenerationSequence, parent: PrefixNodeSpan | None, reserve: int | None) -> bool:
-        """Gives the sequence blocks for the tokens that it has. False when there are not enough.
+        """Allocates blocks for the tokens that the sequence has. Returns False if too few are free.
 
-        Unless it runs alone (None), `reserve` blocks must stay free, and half of what the running sequences can still ask for:
-        a sequence that is preempted is work done twice.
+        `reserve` is None if the sequence runs alone. Otherwise `reserve` blocks must stay free, or half of those that the running
+        sequences may still need if that is more: a preempted sequence is work done twice.
         """
         seq.parent = parent
         seq.path = (*parent.path, parent) if parent else ()
@@ -138,7 +151,7 @@ class BlockManager:
         return True
 
     def grow(self, seq: GenerationSequence) -> bool:
-        """Makes room for the sequence's next token. False when no block is free."""
+        """Makes room for the sequence's next token. Returns False if no block is free."""
         if seq.computed < len(seq.table) * self.block_size:
             return True
         if not self._make_room(1):
@@ -148,36 +161,36 @@ class BlockManager:
         return True
 
     def close(self, seq: GenerationSequence) -> None:
-        """Takes a sequence's blocks back."""
+        """Releases a sequence's blocks."""
         self._reserved_blocks -= self.blocks_for(seq.max_kv_tokens) - len(seq.table)
         self._release(seq)
 
     def drop_behind(self, span: Span) -> None:
-        """Gives back the blocks that no query from the last computed position on can see."""
+        """Releases the blocks that no query from the last computed position on can see."""
         last = self._needed_from(span.computed) // self.block_size
         if last > span.dropped:
             self.pool.release(span.table[span.dropped : last])
             span.dropped = last
 
     def _needed_from(self, computed: int) -> int:
-        """First position that queries behind `computed` ones can see, or the last of those should it be run again."""
+        """First position that a query at position `computed - 1` or later can see."""
         return 0 if self.sliding_window is None else max(0, computed - self.sliding_window)
 
     def retire(self, node_span: PrefixNodeSpan) -> None:
-        """Nothing descends from the node any more: it stays while memory lasts."""
+        """Keeps a node that no leaf needs any more for later windows, while memory lasts."""
         if not self.has_state(node_span):
             self.evict(node_span)
             return
         del self.live[node_span]
         self._freed_nodes.append(node_span)
         node_span.scores.clear()
-        node_span.prompt = node_span.prompt[: node_span.end].copy()  # not a part of whatever it was read with
+        node_span.prompt = node_span.prompt[: node_span.end].copy()  # not a view of a larger array
         self.cached[node_span] = None
-        if len(self.cached) > MAX_CACHED_NODES:
+        if len(self.cached) > self.max_cached_nodes:
             self.evict(next(iter(self.cached)))
 
     def evict(self, node_span: PrefixNodeSpan) -> None:
-        """Takes a node's blocks back. Sequences below keep theirs."""
+        """Releases a node's blocks. Sequences below keep their references to them."""
         self.cached.pop(node_span, None)
         self.live.pop(node_span, None)
         node_span.evicted = True
@@ -185,7 +198,7 @@ class BlockManager:
         self._release(node_span)
 
     def evict_all(self, kept: Container[PrefixNodeSpan | None] = ()) -> None:
-        """Takes the blocks of idle nodes back, and of all complete ones but those `kept`."""
+        """Evicts the cached nodes, and all complete ones that leaves need but those in `kept`."""
         for node_span in [*self.cached, *(b for b in self.live if b.complete and b not in kept)]:
             if node_span in self.cached:
                 self._swap_out(node_span)
@@ -194,39 +207,38 @@ class BlockManager:
     # -- states of recurrent layers
 
     def has_state(self, node_span: PrefixNodeSpan) -> bool:
-        """Whether something can begin at the node's end: its state is there, or the model has none."""
+        """Whether something can begin at the node's end: the node has its state, or the model has no recurrent layers."""
         return self.slots is None or node_span.state_slot >= 0
 
     def has_slots(self, count: int) -> bool:
-        """Whether so many slots are free, or are so when idle nodes are given up; true for a model without states."""
+        """Whether `count` state slots are free, or would be if cached nodes were evicted. True for a model without recurrent layers."""
         return self.slots is None or self.slots.num_free + len(self.cached) >= count
 
     def wrote_state(self, span: Span) -> None:
-        """The span's first forward is launched: its state is in its own slot now."""
+        """The span's first forward is launched: from now on its state is in its own slot."""
         if span.read_slot != span.state_slot:
             if span.read_slot >= 0 and self.slots is not None:
                 self.slots.release([span.read_slot])
             span.read_slot = span.state_slot
 
     def slots_of(self, span: Span) -> list[int]:
-        """The slots that the span holds."""
+        """The state slots that the span holds."""
         return [slot for slot in dict.fromkeys((span.state_slot, span.read_slot)) if slot >= 0]
 
     def _make_slot(self) -> bool:
-        """Whether a slot is free: idle nodes are given up for it where need be, then the state of a node that nothing begins at any more."""
+        """Makes a state slot free. Returns False if that is impossible.
+
+        Evicts cached nodes if need be, then releases the state of a node that nothing begins at any more.
+        """
         assert self.slots is not None
         while not self.slots.num_free and self.cached:
             self.evict(next(iter(self.cached)))
         if not self.slots.num_free:
             for node_span in self.live:
-                slot, n = node_span.state_slot, node_span.node.index
-                if (
-                    node_span.complete
-                    and slot >= 0
-                    and self.slots.num_references(slot) == 1
-                    and not node_span.window.begins_at(n)
-                ):
-                    self.slots.release([node_span.state_slot])
+                slot = node_span.state_slot
+                own = node_span.complete and slot >= 0 and self.slots.num_references(slot) == 1
+                if own and not self.windows[node_span.window].begins_at(node_span.node.index):
+                    self.slots.release([slot])
                     node_span.state_slot = node_span.read_slot = -1
                     break
         return self.slots.num_free > 0
@@ -234,22 +246,22 @@ class BlockManager:
     # -- tables
 
     def _open(self, span: Span, reserve: int) -> bool:
-        """Fills the span's table for positions [0, end), leaving `reserve` blocks free, and gives it a state slot. False when
-        memory is short.
+        """Fills the span's table for positions [0, end) so that `reserve` blocks stay free, and gives it a state slot. Returns False
+        if memory is short.
         """
-        kept, known = span.window.sources.get(span.item, (None, 0))
-        while kept is not None and kept.evicted and kept.swapped is None:  # since the window was matched
+        kept, known = self._sources.get(span.window, {}).get(span.item, (None, 0))
+        while kept is not None and kept.evicted and kept.swapped is None:  # evicted since the window was added
             kept = kept.successor
             known = min(known, kept.computed if kept else 0)
         gone = kept is None or (self.slots is not None and (kept.state_slot < 0 or known != kept.end))
         if kept is None or gone or known <= span.start or kept.dropped * self.block_size > self._needed_from(known):
             return self._fill(span, span.parent, span.start, None, reserve)
-        # What it takes over must not be given up to make room for it.
+        # The node to take over must not be evicted to make room.
         shelf = self.cached if kept in self.cached else self.swapped if kept in self.swapped else None
         if shelf is not None:
             del shelf[kept]
         filled = self._fill(span, kept, known, kept.swapped, reserve)
-        # Else every window would leave one more copy of a prefix that all of them have.
+        # Otherwise every window would leave one more copy of a prefix that all of them have.
         replaced = filled and isinstance(span, PrefixNodeSpan) and _covers(span, kept, known)
         # With recurrent layers no other node can take over from the middle of the new one.
         replaced = replaced and (self.slots is None or span.end == kept.end)
@@ -262,22 +274,21 @@ class BlockManager:
         elif shelf is not None:
             kept.swapped = None
         if not filled and kept.swapped is not None:
-            # What is loaded has blocks of its own. Run again, it can write on in its parent's last one: where memory is short, that is less.
+            # Blocks that are loaded are all new ones. A node that is computed again can write on in its parent's last block and so
+            # needs one less.
             filled = self._fill(span, span.parent, span.start, None, reserve)
         return filled
 
     def _fill(
         self, span: Span, source: PrefixNodeSpan | None, known: int, swapped: SwappedBlocks | None, reserve: int
     ) -> bool:
-        """`_open`, with the KV of positions before `known` taken over from `source`, or from host memory where it was `saved`."""
+        """Does what `_open` does. Takes the KV of positions before `known` from `source`, or from host memory if `swapped` is given."""
         if self.slots is None:
             return self._fill_table(span, source, known, swapped, reserve)
         before = source.state_slot if source is not None else -1
-        if before >= 0:  # held first, so that no room is made of it
+        if before >= 0:  # held first, so that it is not released to make room
             self.slots.share([before])
-        whole = (
-            isinstance(span, PrefixNodeSpan) and known == span.end
-        )  # nothing is to be run: the state is the source's
+        whole = isinstance(span, PrefixNodeSpan) and known == span.end  # nothing has to run: the state is the source's
         if (whole or self._make_slot()) and self._fill_table(span, source, known, swapped, reserve):
             span.state_slot = before if whole else self.slots.allocate(1)[0]
             span.read_slot = before
@@ -294,20 +305,17 @@ class BlockManager:
         first = span.start // size
         full, tail = divmod(known, size)  # blocks taken over whole, and tokens of the next one
         if swapped is not None:
-            full, tail = first, 0  # nothing can be shared or copied: it is loaded into blocks of its own
+            full, tail = first, 0  # nothing can be shared or copied: the KV is loaded into new blocks
         wanted = self.blocks_for(span.end) - full
-        # A node of its own blocks is better in one run, so it copies its parent's tail; others write on in that block.
+        # A node with full blocks of its own should have them in one run, so it copies its parent's tail. Others write on in that block.
         writable = parent if tail > 0 and source is parent else None
         run = isinstance(span, PrefixNodeSpan) and span.end // size > first
         claims = writable is not None and not run and not self.has_tail_writer(writable)
         if not self._make_room(wanted - claims + reserve):
-            # For that room, what was written behind the parent's tokens may have been given up.
-            if (
-                writable is None
-                or claims
-                or self.has_tail_writer(writable)
-                or not self._make_room(wanted - 1 + reserve)
-            ):
+            # One block less is enough if the evictions have freed the tail of the parent's last block.
+            if writable is None or claims or self.has_tail_writer(writable):
+                return False
+            if not self._make_room(wanted - 1 + reserve):
                 return False
             claims = True
         above = parent.table[:first] if parent else []
@@ -319,7 +327,6 @@ class BlockManager:
             assert parent is not None
             tail_block = parent.table[full]
             self.pool.share([tail_block])
-            span.writes_parent_tail = True
             fresh = [tail_block, *fresh]
         elif tail:
             assert source is not None
@@ -332,7 +339,7 @@ class BlockManager:
         return True
 
     def has_tail_writer(self, node_span: PrefixNodeSpan) -> bool:
-        """Whether the block of the node's last tokens holds tokens behind them: of a child, or of what is below a child that was given up."""
+        """Whether the block with the node's last tokens also holds tokens of a span below the node."""
         index, tail = divmod(node_span.end, self.block_size)
         if not tail:
             return False
@@ -348,10 +355,9 @@ class BlockManager:
         if self.slots is not None:
             self.slots.release(self.slots_of(span))
             span.state_slot = span.read_slot = -1
-        span.writes_parent_tail = False
 
     def _make_room(self, blocks: int) -> bool:
-        """Whether so many blocks are free, idle nodes given up for it where need be."""
+        """Evicts cached nodes until so many blocks are free. Returns False if that is not enough."""
         while self.pool.num_free < blocks and self.cached:
             node_span = next(iter(self.cached))
             self._swap_out(node_span)
@@ -359,7 +365,7 @@ class BlockManager:
         return self.pool.num_free >= blocks
 
     def _swap_out(self, node_span: PrefixNodeSpan) -> None:
-        """Has an idle node's KV moved to host memory, where there is room; the least recently used ones go for it."""
+        """Copies a cached node's KV to host memory if it fits there. Drops the least recently used nodes for it."""
         count = len(node_span.table)
         if count > self.host_blocks or node_span.dropped:
             return
@@ -373,6 +379,6 @@ class BlockManager:
 
 
 def _covers(node_span: PrefixNodeSpan, kept: PrefixNodeSpan, known: int) -> bool:
-    """Whether all of the `kept` node's tokens are the branch's too, which has taken over `known` of them."""
+    """Whether `node_span` has all tokens of `kept`, from which it has taken over `known`."""
     last = kept.end - 1
     return known >= last and node_span.end > last and bool(node_span.prompt[last] == kept.prompt[last])

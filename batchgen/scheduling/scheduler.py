@@ -1,11 +1,11 @@
-"""What runs in the next step: which running sequences, which prompts, what is started, who gives blocks up.
+"""Decides what runs in the next step: which running sequences, which prompts, what starts, and which sequence is preempted.
 
-Each node is prefilled once, and its children wait for it; a finished sequence's place is taken in the next step. Nothing
-a step does is linear in the number of waiting leaves: what can start next lies in a queue of cursors, one for each
-resident node that still has children to start. The policy says in which order.
+Each node is prefilled once, and its children wait for it. The place of a finished sequence is taken in the next step. Nothing that
+a step does is linear in the number of waiting leaves: what can start next is in a queue of cursors, one for each resident node
+that still has children to start. The policy says in which order.
 
-A step may be scheduled before the tokens of the step before it are known: `advance` does what is certain as soon as a step is
-launched, `apply` what its tokens mean. A sequence that turns out to have ended has run once too often; that token is dropped.
+A step may be scheduled before the tokens of the step before it are known. `advance` does what is certain as soon as a step is
+launched; `apply` does what its tokens mean. A sequence that turns out to have ended has run once too often, and that token is dropped.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from batchgen.scheduling.waiting import POLICIES, Cursor, Policy, Queue, Window
 
 
 class RunningSet:
-    """At most `batch_size` running sequences, each in a slot of its own, and what else holds blocks. The scheduler's book."""
+    """At most `batch_size` running sequences, each in a slot of its own, and the spans whose prompts are being run."""
 
-    def __init__(self, memory: BlockManager, batch_size: int) -> None:
-        self.block_manager = memory
+    def __init__(self, block_manager: BlockManager, batch_size: int) -> None:
+        self.block_manager = block_manager
         self.queue = Queue()
         """What may start next."""
         self.running: dict[GenerationSequence, None] = {}  # in the order of admission: the newest is preempted first
         self.prefilling: dict[Span, None] = {}
-        self.unfinished = 0  # leaves that still have something to run
-        self.held_tokens = 0  # what the running sequences would hold, each with a prefix of its own
+        self.unfinished = 0  # leaves that have something to run
+        self.held_tokens = 0  # what the running sequences would hold without sharing
         self._slots = list(range(batch_size))
         self._freed_slots: list[int] = []
         self._ended: list[GenerationSequence] = []
@@ -45,8 +45,8 @@ class RunningSet:
         return not self._slots
 
     @property
-    def free_seats(self) -> int:
-        """Sequences that may still start."""
+    def num_free_slots(self) -> int:
+        """Number of sequences that may still start."""
         return len(self._slots)
 
     @property
@@ -54,68 +54,72 @@ class RunningSet:
         """Whether a node is being computed."""
         return any(isinstance(span, PrefixNodeSpan) for span in self.prefilling)
 
+    def window_of(self, span: Span) -> Window:
+        return self.block_manager.windows[span.window]
+
     def start(self, seq: GenerationSequence) -> None:
-        """A sequence that has its blocks takes a slot."""
+        """Gives a slot to a sequence that has its blocks."""
         seq.slot = heapq.heappop(self._slots)
         self.running[seq] = None
-        seq.window.running[seq.index] = seq
         self.held_tokens += seq.end
-        # A prompt that ends at a node has nothing to run: it draws from the logits computed there.
+        # A prompt that ends at a node has nothing to run: its first token is sampled from logits that the node keeps.
         seq.become(State.PREFILLING if seq.computed < seq.end else State.DECODING)
+        self.window_of(seq).add_sequence(seq)
 
     def preempt(self, seq: GenerationSequence) -> None:
-        """A running sequence gives its blocks up; its leaf waits again, in its turn."""
+        """A running sequence gives up its blocks; its leaf waits again, in its start order."""
         assert not seq.num_pending_tokens, "a sequence with pending tokens cannot be preempted"
         self._stop(seq, State.PREEMPTED)
         self._ended.append(seq)
-        w = seq.window
-        w.returning[seq.index] = seq
-        self.queue.push(Cursor(w, seq.parent.node.index if seq.parent else -1, [seq.item]))
+        self.queue.push(Cursor(self.window_of(seq), seq.parent.node.index if seq.parent else -1, [seq.item]))
 
     def start_finishing(self, seq: GenerationSequence) -> None:
-        """All of a sequence's work is launched: its leaf has nothing more to run, and `end` follows when its last numbers are here.
+        """All of a sequence's work is launched: its leaf has nothing more to run. `end` follows when its last numbers are on the host.
 
-        What it held may go to others at once: they run after it, in the order in which the device is given its work.
+        What it held may go to others at once: the device runs them after it, in the order of the launches.
         """
         if seq in self.running:
             self._stop(seq, State.FINISHING)
         else:
             seq.become(State.FINISHING)
-        self.drop_leaf(seq.window, seq.index)
-        seq.window.finishing[seq.index] = seq
+        w = self.window_of(seq)
+        w.add_sequence(seq)
+        self.end_leaf(w, seq.index)
 
     def end(self, seq: GenerationSequence, state: State) -> None:
         """Ends a sequence that runs or is finishing."""
         self._ended.append(seq)
+        w = self.window_of(seq)
+        w.remove_sequence(seq.index)
         if seq.state is State.FINISHING:
-            del seq.window.finishing[seq.index]
             seq.become(state)
+            self._close_if_done(w)
         else:
             self._stop(seq, state)
-            self.drop_leaf(seq.window, seq.index)
+            self.end_leaf(w, seq.index)
 
     def cancel(self, w: Window, i: int) -> GenerationSequence | None:
-        """Ends leaf i, wherever it stands. Returns its sequence if it had begun; a leaf that is done stays so."""
-        seq = w.running.get(i) or w.finishing.get(i)
-        if seq is not None:
+        """Ends leaf i in any state. Returns its sequence if it had begun and was not done."""
+        seq = w.sequence(i)
+        if seq is not None and seq.state is not State.PREEMPTED:
             self.end(seq, State.CANCELLED)
             return seq
-        seq = w.returning.pop(i, None)
         if seq is not None:
             seq.become(State.CANCELLED)
-        if i not in w.ended:
-            self.drop_leaf(w, i)
+            w.remove_sequence(i)
+        if not w.has_ended(i):
+            self.end_leaf(w, i)
         return seq
 
     def take_freed(self) -> Freed:
-        """What was freed since the last call."""
+        """Returns what was freed since the last call."""
         freed = Freed(tuple(self._ended), tuple(self._freed_slots), self.block_manager.take_freed_nodes())
         self._ended.clear()
         self._freed_slots.clear()
         return freed
 
     def abandon(self) -> None:
-        """Drops what runs and waits."""
+        """Drops everything that runs or waits."""
         for seq in list(self.running):
             self._stop(seq, State.CANCELLED)
         for node_span in list(self.block_manager.live):
@@ -123,50 +127,45 @@ class RunningSet:
                 self.block_manager.retire(node_span)
             else:
                 self.block_manager.evict(node_span)
+        self.block_manager.windows.clear()
         self.prefilling.clear()
         self.queue.clear()
         self.unfinished = 0
 
-    def drop_leaf(self, w: Window, i: int) -> None:
-        """Leaf i has nothing more to run: nodes that nothing descends from any more become idle."""
-        w.ended.add(i)
-        w.left -= 1
+    def end_leaf(self, w: Window, i: int) -> None:
+        """Leaf i has nothing more to run: nodes that no leaf needs any more are retired."""
         self.unfinished -= 1
-        n = int(w.plan.leaf_parent[i])
-        while n >= 0:
-            w.unfinished[n] -= 1
-            node_span = w.node_spans[n]
-            if w.unfinished[n] == 0 and node_span is not None:
-                if node_span.complete:
-                    self.block_manager.retire(node_span)
-                elif not node_span.evicted:  # its leaves were cancelled
-                    del self.prefilling[node_span]
-                    self.block_manager.evict(node_span)
-                w.node_spans[n] = None
-            n = w.plan.nodes[n].parent
-        if w.left == 0:
-            w.forget()
+        for node_span in w.end_leaf(i):
+            if node_span.complete:
+                self.block_manager.retire(node_span)
+            elif not node_span.evicted:  # its leaves were cancelled
+                del self.prefilling[node_span]
+                self.block_manager.evict(node_span)
+        self._close_if_done(w)
 
     def complete(self, node_span: PrefixNodeSpan) -> None:
         """A node is computed: what waits for it may start."""
-        w, n = node_span.window, node_span.node.index
+        w, n = self.window_of(node_span), node_span.node.index
         self.queue.complete(w, n)
-        if w.unfinished[n] == 0:
+        if not w.is_needed(n):
             self.block_manager.retire(node_span)
-            w.node_spans[n] = None
+            w.close_node(n)
 
     def drop_node(self, node_span: PrefixNodeSpan) -> None:
         """Gives up a node that is still being computed; its children wait for it to start again."""
         self.prefilling.pop(node_span, None)
         self.block_manager.evict(node_span)
-        w, n = node_span.window, node_span.node.index
-        w.node_spans[n] = None
-        self.queue.lost(w, n)
+        w, n = self.window_of(node_span), node_span.node.index
+        w.close_node(n)
+        self.queue.restart_lost(w, n)
+
+    def _close_if_done(self, w: Window) -> None:
+        if w.done:
+            self.block_manager.remove_window(w)
 
     def _stop(self, seq: GenerationSequence, state: State) -> None:
         self.prefilling.pop(seq, None)
         del self.running[seq]
-        del seq.window.running[seq.index]
         heapq.heappush(self._slots, seq.slot)
         if not seq.scoring:
             self._freed_slots.append(seq.slot)
@@ -177,16 +176,16 @@ class RunningSet:
 
 
 class Admission:
-    """Starts what waits, in the order of its turns; `stops` makes what ends a completion."""
+    """Starts what waits, in start order. `stops` makes the object that ends a request's completions."""
 
-    def __init__(self, under: RunningSet, policy: Policy, stops: Callable[[Request], Stops]) -> None:
-        self._running = under
-        self._block_manager = under.block_manager
+    def __init__(self, running: RunningSet, policy: Policy, stops: Callable[[Request], Stops]) -> None:
+        self._running = running
+        self._block_manager = running.block_manager
         self._policy = policy
         self._stops = stops
 
     def admit(self, budget: Budget, started: list[GenerationSequence], scored: list[GenerationSequence]) -> None:
-        """Fills what is left of a step; adds the sequences that begin in it, and the texts that nodes have scored to their end."""
+        """Fills the rest of a step. Adds to `started` the sequences that begin in it, and to `scored` the texts that nodes have scored whole."""
         queue = self._running.queue
         while queue:
             cursor = queue.top
@@ -194,9 +193,9 @@ class Admission:
             if w.is_done(item):
                 queue.advance()
                 continue
-            parent = w.node_spans[cursor.node] if cursor.node >= 0 else None
+            parent = w.node_span(cursor.node)
             if parent is not None and parent.complete and not self._block_manager.has_state(parent):
-                self._block_manager.evict(parent)  # its state was given up: it is run again for what still begins there
+                self._block_manager.evict(parent)  # its state was released: it is run again for what still begins there
             if cursor.node >= 0 and (parent is None or not parent.complete):
                 queue.wait()
                 continue
@@ -220,20 +219,20 @@ class Admission:
                 budget.slice(span)
 
     def bring_back(self, w: Window, i: int, tokens: Iterable[int]) -> None:
-        """Leaf i continues after these tokens, as a preempted sequence does."""
+        """Leaf i continues after these tokens of an earlier run, as a preempted sequence does."""
         seq = self._sequence(w, i)
         assert seq.stops is not None
         for token in tokens:
             if seq.stops.append(token) is not None:
-                return  # it had ended, and that was not kept: it starts from its prompt
+                return  # the completion had ended, but was not kept: it starts from its prompt
             seq.generated.append(token)
         seq.state = State.PREEMPTED
-        w.returning[i] = seq
+        w.add_sequence(seq)
 
     def clear(self, path: bool) -> None:
-        """Gives up all nodes but the parent of what comes next and, with `path`, those above it."""
+        """Evicts all nodes but the parent of what comes next and, with `path`, the nodes above that parent."""
         top = self._running.queue.top
-        parent = top.window.node_spans[top.node] if top.node >= 0 else None
+        parent = top.window.node_span(top.node)
         self._block_manager.evict_all({parent, *(parent.path if parent and path else ())})
 
     def _score(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence:
@@ -246,42 +245,35 @@ class Admission:
 
     def _start_node(self, w: Window, n: int) -> PrefixNodeSpan | None:
         node = w.plan.nodes[n]
+        blocks = self._block_manager
         reserve = 0
-        if (
-            self._running.running or self._running.prefilling
-        ):  # a node ahead of its turn must not take the room of those before it
-            ahead = self._block_manager.blocks_for(w.leaves[node.first].max_kv_tokens) - self._block_manager.blocks_for(
-                node.end
-            )
+        if self._running.running or self._running.prefilling:
+            # A node that starts early must not take the room of what started before it.
+            ahead = blocks.blocks_for(w.leaves[node.first].max_kv_tokens) - blocks.blocks_for(node.end)
             reserve = max(2 * ahead, self._margin)
-            # Beside other nodes that are computed only while slots last: what follows each of them needs as many as the tree is deep.
-            if (
-                not self._block_manager.has_slots(1 + self._running.free_seats + w.depth)
-                and self._running.computes_a_node
-            ):
+            # While other nodes are computed it needs free state slots: what follows each node takes as many as the tree is deep.
+            if self._running.computes_a_node and not blocks.has_slots(1 + self._running.num_free_slots + w.depth):
                 return None
-        node_span = self._block_manager.open_node(w, n, reserve)
+        node_span = blocks.open_node(w, n, reserve)
         if node_span is not None:
-            w.node_spans[n] = node_span
-            w.restarting.pop(n, None)
+            w.open_node(node_span)
         return node_span
 
     def _start_leaf(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence | None:
         if self._running.full:
             return None
-        seq = w.returning.get(i) or self._sequence(w, i)
+        seq = w.sequence(i) or self._sequence(w, i)
         alone = not self._running.running and not self._running.prefilling
         if not self._block_manager.open_sequence(seq, parent, None if alone else self._margin):
             return None
-        w.returning.pop(i, None)
         self._running.start(seq)
         return seq
 
     def _sequence(self, w: Window, i: int) -> GenerationSequence:
         leaf = w.leaves[i]
         return GenerationSequence(
-            window=w, place=w.place(~i), parent=None, start=0, table=[], computed=0, writes_parent_tail=False, leaf=leaf,
-            index=i, stops=None if leaf.request.texts else self._stops(leaf.request),
+            window=w.number, place=w.place(~i), parent=None, start=0, table=[], computed=0, leaf=leaf, index=i,
+            stops=None if leaf.request.texts else self._stops(leaf.request),
         )  # fmt: skip
 
     @property
@@ -294,20 +286,20 @@ class Scheduler:
 
     def __init__(
         self,
-        memory: BlockManager,
+        block_manager: BlockManager,
         limits: Limits,
         stops: Callable[[Request], Stops],
         policy: Policy = POLICIES["prefix"],
     ) -> None:
-        self.block_manager = memory
+        self.block_manager = block_manager
         self.limits = limits
         self.policy = policy
         self.counts = TokenCounts()
         self.preemptions = 0
         self.peak_held_tokens = 0
-        self._running = RunningSet(memory, limits.batch_size)
+        self._running = RunningSet(block_manager, limits.batch_size)
         self._admission = Admission(self._running, policy, stops)
-        self._numbers = 0  # leaves of all windows so far
+        self._num_windows = self._num_leaves = 0  # so far
 
     @property
     def running(self) -> dict[GenerationSequence, None]:
@@ -321,43 +313,43 @@ class Scheduler:
 
     @property
     def unfinished(self) -> int:
-        """Leaves that still have something to run."""
+        """Number of leaves that have something to run."""
         return self._running.unfinished
 
     # -- windows come and go
 
-    def load(self, leaves: Sequence[Leaf], plan: PrefixPlan, unfit: Iterable[int] = ()) -> Window:
-        """Takes a window in, beside those that are not done: `leaves` in depth-first order, and positions that fail without running.
+    def load(self, leaves: Sequence[Leaf], plan: PrefixPlan, ended: Iterable[int] = ()) -> Window:
+        """Adds a window to those that are not done. `leaves` are in depth-first order; those at the places `ended` have nothing to run.
 
-        What nodes of other windows hold is taken over where the tokens match.
+        Its nodes take over the KV of other windows' nodes where the tokens match.
         """
-        w = Window.of(leaves, plan, self.policy, self._numbers)
-        self._numbers += len(leaves)
+        w = Window(leaves, plan, self.policy, self._num_windows, self._num_leaves)
+        self._num_windows += 1
+        self._num_leaves += len(leaves)
         self._running.unfinished += len(leaves)
-        self.block_manager.match(w)
-        for i in unfit:
-            self._running.drop_leaf(w, i)
+        self.block_manager.add_window(w)
+        for i in ended:
+            self._running.end_leaf(w, i)
         for i, leaf in enumerate(leaves):
-            if leaf.choice in leaf.request.begun and i not in w.ended:
+            if leaf.choice in leaf.request.begun and not w.has_ended(i):
                 self._admission.bring_back(w, i, leaf.request.begun[leaf.choice].token_ids)
         if w.left:
-            self._running.queue.push(w.cursors[-1])
+            self._running.queue.push(w.root)
         return w
 
     def abandon(self) -> None:
-        """Drops what runs and waits: the job is being interrupted."""
+        """Drops everything that runs or waits: the job is being interrupted."""
         self._running.abandon()
 
     def cancel(self, w: Window, i: int) -> GenerationSequence | None:
-        """Ends leaf i, wherever it stands. Returns its sequence if it had begun; a leaf that is done stays so."""
+        """Ends leaf i in any state. Returns its sequence if it had begun and was not done."""
         return self._running.cancel(w, i)
 
     def shrink(self, max_batch_tokens: int) -> None:
-        """Steps have at most so many tokens from now on."""
-        least = max(1, min(max_batch_tokens, self.limits.max_batch_tokens))
-        self.limits = replace(
-            self.limits, max_batch_tokens=least, max_prefill_tokens=min(least, self.limits.max_prefill_tokens)
-        )
+        """Limits steps to this many tokens from now on."""
+        tokens = max(1, min(max_batch_tokens, self.limits.max_batch_tokens))
+        prefill = min(tokens, self.limits.max_prefill_tokens)
+        self.limits = replace(self.limits, max_batch_tokens=tokens, max_prefill_tokens=prefill)
 
     # -- a step
 
@@ -381,8 +373,8 @@ class Scheduler:
         scored: list[GenerationSequence] = []
         if admit and not preempted:
             self._admission.admit(budget, started, scored)
-            # Nothing runs, so what holds the blocks is nodes: those beside the next item's path go, then those above
-            # its parent too. With these alone it fits, or it was refused (`unfit`) from the start.
+            # If nothing runs, nodes hold the blocks. Those beside the next item's path are evicted first, then those above its
+            # parent too. With its parent alone the item fits, or the engine refused its request from the start.
             for path in (True, False):
                 if budget.spans or started or scored or decoding or not self.unfinished:
                     break
@@ -392,7 +384,7 @@ class Scheduler:
             assert not (idle and self.unfinished), "nothing runs and nothing can start"
         if not self.policy.decode_first:
             self._decode(decoding, budget)
-        spans = sorted(budget.spans, key=lambda w: w.span.place)
+        spans = sorted(budget.spans, key=lambda scheduled: scheduled.span.place)
         held = self._running.held_tokens + sum(seq.end for seq in scored)
         self.peak_held_tokens = max(self.peak_held_tokens, held)
         batch = ScheduledBatch.of(
@@ -402,7 +394,7 @@ class Scheduler:
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """The batch is launched: does what is certain before its tokens are known."""
+        """Does what is certain once the batch is launched and before its tokens are known."""
         for scheduled in batch.spans:
             span = scheduled.span
             span.computed = scheduled.stop
@@ -431,9 +423,9 @@ class Scheduler:
                 self._running.start_finishing(seq)
 
     def apply(self, output: StepOutput) -> Iterator[SequenceUpdate]:
-        """Applies what a step has computed, in the order of the batches. What it says of sequences that have ended since is dropped.
+        """Applies what a step has computed. Steps are applied in the order of their batches; tokens of sequences that have ended since are dropped.
 
-        Yields an update for each sequence; it may be used to cancel others before the next is asked for.
+        Yields an update for each sequence. The caller may cancel other sequences between two updates.
         """
         scores = zip(output.batch.score_targets.entries, output.score_logprobs, output.score_likeliest, strict=True)
         for entry, logprob, likeliest in scores:
@@ -448,7 +440,7 @@ class Scheduler:
                 yield self._append(seq, token, valid, logprobs)
 
     def _append(self, seq: GenerationSequence, token: int, valid: bool, logprobs: Any) -> SequenceUpdate:
-        """Adds a sampled token to its sequence, and ends the sequence where it has ended or failed."""
+        """Adds a sampled token to its sequence. Ends the sequence if its completion has ended or failed."""
         self.counts.decode_sequences += 1
         assert seq.stops is not None
         try:
@@ -470,13 +462,13 @@ class Scheduler:
         return SequenceUpdate(seq, token, reason)
 
     def take_freed(self) -> Freed:
-        """What was freed since the last call."""
+        """Returns what was freed since the last call."""
         return self._running.take_freed()
 
     # -- running
 
     def _decode(self, decoding: list[GenerationSequence], budget: Budget) -> None:
-        """The next token of every decoding sequence; where not all fit, of those that have waited longest."""
+        """Schedules the next token of every decoding sequence. If not all fit, those that have waited longest go first."""
         if self.limits.max_kv_read is not None or budget.tokens < len(decoding):
             decoding = sorted(decoding, key=lambda s: s.last_step)
         for seq in decoding:
@@ -485,9 +477,9 @@ class Scheduler:
             seq.last_step = self.counts.steps + 1
 
     def _grow_running(self) -> tuple[GenerationSequence, ...] | None:
-        """A block for every sequence whose next token begins one; the newest give theirs up where none is free.
+        """Allocates a block for every sequence whose next token begins one. If no block is free, the newest sequences are preempted.
 
-        None where that is to be put off (`schedule`).
+        Returns the preempted sequences, or None if a preemption must wait (`schedule`).
         """
         preempted: list[GenerationSequence] = []
         for seq in list(self.running):
@@ -507,5 +499,5 @@ class Scheduler:
         return tuple(preempted)
 
     def _newest(self) -> GenerationSequence:
-        """Who is preempted: of the least urgent sequences the newest."""
+        """The sequence to preempt: the newest of those with the lowest priority."""
         return max(reversed(self.running), key=lambda s: s.request.priority)

@@ -1,8 +1,8 @@
 """What the engine runs: spans of tokens that follow one another on a path of the prefix tree. Integers only.
 
-A span is a run of tokens with a block table; there is no prefill phase and no decode phase, only tokens computed so far
-catching up with tokens there are. A `PrefixNodeSpan` is a prefix node made resident, a `GenerationSequence` a leaf in progress: a
-completion being generated, or a text being scored.
+A span is a run of tokens with a block table. There is no prefill phase and no decode phase, only tokens computed so far
+that catch up with the tokens there are. A `PrefixNodeSpan` is a prefix node made resident. A `GenerationSequence` is a leaf in
+progress: a completion being generated, or a text being scored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,26 +18,23 @@ from batchgen.prefix import PrefixNode
 from batchgen.request import Leaf, Request, TokenArray
 from batchgen.result import ToolCall
 
-if TYPE_CHECKING:
-    from batchgen.scheduling.waiting import Window
-
 
 class State(Enum):
-    """Where a sequence stands; `LEGAL` lists what may follow."""
+    """The states of a sequence; `LEGAL` lists what may follow each."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PREEMPTED = "preempted"
     FINISHING = "finishing"
-    """All of its tokens are sampled or scored on the device. It holds no blocks and no slot any more; only its last numbers are in flight."""
+    """All of its tokens are sampled or scored on the device. It holds no blocks and no slot any more; its last numbers are in flight."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
 
 LEGAL: dict[State, frozenset[State]] = {
-    # A text to score that lies whole on the nodes above it has nothing left to run.
+    # A text to score whose tokens all lie on the nodes above it has nothing left to run.
     State.WAITING: frozenset({State.PREFILLING, State.DECODING, State.FINISHING, State.FAILED, State.CANCELLED}),
     State.PREFILLING: frozenset({State.DECODING, State.PREEMPTED, State.FINISHING, State.FAILED, State.CANCELLED}),
     State.DECODING: frozenset({State.PREEMPTED, State.FINISHING, State.FINISHED, State.FAILED, State.CANCELLED}),
@@ -50,52 +47,67 @@ LEGAL: dict[State, frozenset[State]] = {
 
 _RUNNING = frozenset({State.PREFILLING, State.DECODING, State.FINISHING})
 
-# Place in depth-first order: (first leaf below, depth); a leaf comes after the nodes that begin with it. Leaves are numbered
+# Place in depth-first order: (first leaf below, depth). A leaf comes after the nodes that begin with it. Leaves are numbered
 # through all windows.
 Place = tuple[int, int]
 AFTER_NODES = 1 << 40
 
+NEVER = 1 << 60
+"""The position of logits that nobody wants."""
+
+
+class WantedLogits(NamedTuple):
+    """Which logits along a prefix node the leaves below it want."""
+
+    start: int = NEVER
+    """The first position after which logits are wanted, to sample from or to score texts."""
+    prompt_end: int = 0
+    """Positions before this belong to a prompt. Those from here on belong to texts that are scored."""
+    sampled: bool = False
+    """Whether a completion samples its first token from the logits after the node's last token."""
+    targets: tuple[int, ...] = ()
+    """The tokens that follow the node's last token in texts that are scored."""
+
 
 @dataclass(slots=True)
 class TokenScore:
-    """Of a token of a given text; filled in when the numbers come from the device, with all others of its step."""
+    """The score of one token of a given text. Filled in when the numbers of its step reach the host."""
 
     logprob: float = math.nan
     likeliest: bool = False
-    """Whether it is the likeliest in its place."""
+    """Whether no other token is likelier in its place."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Span:
-    """Tokens at positions `start` and on, behind those of `parent`."""
+    """Tokens at positions `start` and on, after those of `parent`."""
 
-    window: Window
+    window: int
+    """Number of its window (`waiting.Window`)."""
     place: Place
     parent: PrefixNodeSpan | None
     start: int
-    """First position of its own; its parent's end."""
+    """First position of its own: its parent's end."""
     table: list[int]
-    """Block table: the block of positions i*block_size and on, from position 0. The span holds a reference to each but the
-    first `dropped`."""
+    """Block table: entry i is the block of positions i * block_size and on, from position 0. The span holds a reference to each
+    block but the first `dropped`."""
     computed: int
     """Positions before this have their KV in the blocks."""
-    writes_parent_tail: bool
-    """Whether it writes on in the block that holds its parent's last tokens (at most one child does; others copy it)."""
     path: tuple[PrefixNodeSpan, ...] = ()
-    """The branches above, from the root down."""
+    """The nodes above it, from the root down."""
     dropped: int = 0
-    """Blocks at the beginning of the table that lie behind every sliding window and were given back."""
+    """Number of blocks at the beginning of the table that lie behind every sliding window and were released."""
     state_slot: int = -1
     """Slot of the state of the recurrent layers after `computed` tokens; -1 without such layers."""
     read_slot: int = -1
-    """Slot that the next forward reads the state from: its own, but at first that of the node it goes on from, which the span holds
-    too until then. -1: a text's beginning."""
+    """Slot that the next forward reads the state from. Before the first forward it is the slot of the node that the span follows,
+    which the span holds too until then; afterwards its own. -1 at the beginning of a text."""
     scores: dict[tuple[int, int], TokenScore] = field(default_factory=dict)
-    """By (position, next token), where a text is scored."""
+    """By (position, next token), where texts are scored."""
 
     @property
     def item(self) -> int:
-        """Which of its window's it is: node n as n, leaf i as ~i."""
+        """Its number in its window: n for node n, ~i for leaf i."""
         raise NotImplementedError
 
     @property
@@ -104,7 +116,7 @@ class Span:
         raise NotImplementedError
 
     def next_tokens(self, position: int) -> list[int]:
-        """What may follow the token at `position` in the texts that are scored here."""
+        """The tokens that follow the one at `position` in the texts that are scored here."""
         return [int(token) for token in self.tokens(position + 1, position + 2)]
 
     @property
@@ -123,29 +135,30 @@ class Span:
         raise NotImplementedError
 
     def tokens(self, start: int, stop: int) -> TokenArray:
-        """Token ids at positions [start, stop), int32; of those that the host has seen."""
+        """Token ids at positions [start, stop), int32, as far as the host knows them."""
         raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)
 class SwappedBlocks:
-    """A place in host memory for the KV of some blocks; filled by the runner."""
+    """A copy of the KV of some blocks in host memory; the runner fills it."""
 
     kv: Any = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixNodeSpan(Span):
-    """A prefix node whose KV is, or is being, computed. One node may have several in turn, if memory ran short."""
+    """A prefix node whose KV is computed or being computed. A node that was evicted gets another one."""
 
     node: PrefixNode
+    wanted: WantedLogits
     prompt: TokenArray
-    """The tokens of a leaf below; the first `node.end` are the path's."""
+    """The tokens of a leaf below the node; the first `node.end` of them are the node's path."""
     evicted: bool = False
     swapped: SwappedBlocks | None = None
-    """Its KV in host memory, where it was moved there when it was evicted."""
+    """Its KV in host memory, if it was moved there when the node was evicted."""
     successor: PrefixNodeSpan | None = None
-    """The node that has its tokens now, where it was evicted because of that."""
+    """The node that took over its tokens, if it was evicted because of that."""
 
     @property
     def item(self) -> int:
@@ -153,25 +166,18 @@ class PrefixNodeSpan(Span):
 
     @property
     def scoring(self) -> bool:
-        return self.node.index in self.window.targets
+        return bool(self.wanted.targets)
 
     def next_tokens(self, position: int) -> list[int]:
-        if position == self.end - 1:
-            return sorted(self.window.targets[self.node.index])
-        return Span.next_tokens(self, position)
-
-    @property
-    def is_sampled_at(self) -> bool:
-        """Whether a completion samples its first token from the logits at the node's end."""
-        return self.window.sampled_at[self.node.index]
+        return list(self.wanted.targets) if position == self.end - 1 else Span.next_tokens(self, position)
 
     @property
     def logits_from(self) -> int:
-        return self.window.logits_from[self.node.index]
+        return self.wanted.start
 
     @property
     def prompt_end(self) -> int:
-        return self.window.prompt_end[self.node.index]
+        return self.wanted.prompt_end
 
     @property
     def end(self) -> int:
@@ -200,31 +206,31 @@ class Stops(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GenerationSequence(Span):
-    """A leaf under way: a completion being generated for a request, or a text being scored after its prompt."""
+    """A leaf in progress: a completion being generated for a request, or a text being scored after its prompt."""
 
     leaf: Leaf
     index: int
-    """Its place among its window's leaves."""
+    """Its place among the leaves of its window."""
     stops: Stops | None
     """None for a text to score."""
     generated: list[int] = field(default_factory=list)
     """The sampled tokens that the host knows."""
     num_pending_tokens: int = 0
-    """Number of tokens sampled beyond those, which only the device knows yet."""
+    """Number of tokens sampled after those, which only the device knows yet."""
     state: State = State.WAITING
     slot: int = -1
     """Its row in the sampler while it runs."""
     last_step: int = 0
     """The last step that it decoded in."""
     logprobs: list[Any] = field(default_factory=list)
-    """By drawn token, where they are wanted: `sampler.TokenLogprobs`."""
+    """`logprobs.TokenLogprobs` of each sampled token, if they are wanted."""
     text_scores: list[TokenScore] = field(default_factory=list)
-    """Of a text that has been scored: its tokens'."""
-    # Of the leaf, asked for several times a token.
+    """The scores of a text's tokens, once it has been scored."""
+    # Copied from the leaf because they are read several times a token.
     request: Request = field(init=False)
     scoring: bool = field(init=False)
     start_tokens: int = field(init=False)
-    """What is run before the first token is drawn."""
+    """Number of tokens that run before the first one is sampled."""
 
     def __post_init__(self) -> None:
         self.request = self.leaf.request
@@ -257,20 +263,20 @@ class GenerationSequence(Span):
 
     @property
     def running(self) -> bool:
-        """Whether it runs, or is leaving: what is drawn for it counts."""
+        """Whether it runs or is finishing: what is sampled for it counts."""
         return self.state in _RUNNING
 
     @property
     def max_kv_tokens(self) -> int:
-        """Positions that it can need KV for: the last token drawn is never run."""
+        """Number of positions that it can need KV for; the last sampled token is never run."""
         return self.leaf.max_kv_tokens
 
     def tokens(self, start: int, stop: int) -> TokenArray:
         prompt = self.leaf.tokens
         if stop <= len(prompt):
             return prompt[start:stop]
-        drawn = np.asarray(self.generated[max(start - len(prompt), 0) : stop - len(prompt)], dtype=np.int32)
-        return np.concatenate([prompt[start:], drawn]) if start < len(prompt) else drawn
+        sampled = np.asarray(self.generated[max(start - len(prompt), 0) : stop - len(prompt)], dtype=np.int32)
+        return np.concatenate([prompt[start:], sampled]) if start < len(prompt) else sampled
 
     def gather(self) -> None:
         """Collects the scores of the text's tokens from the spans that they lie on."""

@@ -5,31 +5,39 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 from batchgen.prefix import PrefixPlan
 from batchgen.request import Leaf
-from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, Place, PrefixNodeSpan
+from batchgen.scheduling.sequence import (
+    AFTER_NODES,
+    NEVER,
+    GenerationSequence,
+    Place,
+    PrefixNodeSpan,
+    State,
+    WantedLogits,
+)
 
 StartOrder = tuple[float, int]
-"""When a leaf's turn comes: priority, then number. Lower ones first."""
+"""Sort key of a leaf: its priority, then its number. Lower keys start first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order of admission and the order of work inside a step."""
+    """The order in which leaves start, and the order of work inside a step."""
 
     name: str
     arrival: bool
-    """In the order of the input; else depth-first through the prefix tree."""
+    """Whether leaves start in the order of the input; otherwise in depth-first order of the prefix tree."""
     decode_first: bool
-    """Running sequences have the step's tokens before prompts; else prompts before them."""
+    """Whether running sequences take their tokens of a step before prompts do; otherwise after them."""
     margin: float
-    """Share of the blocks that must stay free when something new starts beside what runs."""
+    """Share of the blocks that must stay free when something starts while others run."""
 
     def start_orders(self, leaves: Sequence[Leaf], plan: PrefixPlan, base: int) -> list[StartOrder]:
-        """The turns of a window's leaves, given in depth-first order; they are numbered from `base` through all windows."""
+        """Returns the sort keys of a window's leaves, given in depth-first order. Numbers count from `base` through all windows."""
         numbers = plan.order.tolist() if self.arrival else range(len(leaves))
         return [(leaf.request.priority, base + n) for leaf, n in zip(leaves, numbers, strict=True)]
 
@@ -39,26 +47,22 @@ POLICIES = {
     for p in (
         Policy("prefix", arrival=False, decode_first=True, margin=0.0),
         Policy("prefill-first", arrival=False, decode_first=False, margin=0.0),
-        # The margin is what transformers' continuous batching keeps: in the order of arrival little is shared, so that
-        # running sequences take new blocks sooner.
+        # transformers' continuous batching keeps the same margin. In the order of arrival little is shared, so running
+        # sequences need new blocks sooner.
         Policy("fifo", arrival=True, decode_first=True, margin=0.2),
     )
 }
 
 
-NEVER = 1 << 60
-"""The position of logits that nobody wants."""
-
-
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """Children still to be started under a node (-1: the root), in the order of their turns: node n as n, leaf i as ~i."""
+    """Items still to be started under a node (-1: the root), sorted by their start order: n for node n, ~i for leaf i."""
 
     window: Window
     node: int
     items: list[int]
     since: StartOrder = (-math.inf, -1)
-    """A node that is started again comes in the turn of the first leaf that waits for it, not ahead of others."""
+    """A node that is started again has the start order of the first leaf that waits for it, so it does not overtake others."""
     next: int = 0
     queued: bool = False
 
@@ -71,134 +75,212 @@ class Cursor:
         return max(self.window.start_order(self.item), self.since)
 
 
-@dataclass(slots=True, eq=False)
 class Window:
-    """The leaves of one plan, and how far they are."""
+    """The leaves of one plan and how far they are. Only its own methods and the queue's change it.
 
-    leaves: Sequence[Leaf]
-    """In depth-first order."""
-    plan: PrefixPlan
-    base: int
-    """Number of the first leaf among those of all windows."""
-    leaf_order: list[StartOrder]
-    node_order: list[StartOrder]
-    """By node: the first of the turns below."""
-    cursors: list[Cursor] = field(default_factory=list)
-    """By node, the root's last (index -1)."""
-    unfinished: list[int] = field(default_factory=list)
-    """By node: leaves below it that are not done."""
-    sampled_at: list[bool] = field(default_factory=list)
-    """By node: whether a completion draws its first token from the logits at the node's end."""
-    logits_from: list[int] = field(default_factory=list)
-    """By node: the first position after which logits are wanted, to draw from or for texts that are scored."""
-    prompt_end: list[int] = field(default_factory=list)
-    """By node: positions before this belong to a prompt below; the others to texts that are scored."""
-    targets: dict[int, set[int]] = field(default_factory=dict)
-    """By node: the tokens that follow its last one in texts that are scored."""
-    node_spans: list[PrefixNodeSpan | None] = field(default_factory=list)
-    sources: dict[int, tuple[PrefixNodeSpan, int]] = field(default_factory=dict)
-    """By item: a node of an earlier window, and how many positions can be taken over from it."""
-    restarting: dict[int, StartOrder] = field(default_factory=dict)
-    """Nodes about to be started again: the turn of the first leaf that waits for each."""
-    waiters: dict[int, list[Cursor]] = field(default_factory=dict)
-    returning: dict[int, GenerationSequence] = field(default_factory=dict)
-    """Preempted sequences by depth-first position."""
-    running: dict[int, GenerationSequence] = field(default_factory=dict)
-    """Running ones."""
-    finishing: dict[int, GenerationSequence] = field(default_factory=dict)
-    """Those whose last numbers are to come."""
-    ended: set[int] = field(default_factory=set)
-    """Leaves that are done."""
-    left: int = 0
-    """Leaves that are not done."""
-    depth: int = 0
-    """Most nodes on a path."""
+    `leaves` are in depth-first order. `number` is the window's own; `base` is the number of its first leaf among those of all windows.
+    """
 
-    @classmethod
-    def of(cls, leaves: Sequence[Leaf], plan: PrefixPlan, policy: Policy, base: int) -> Window:
-        """`leaves` in depth-first order."""
-        count = len(plan.nodes)
-        w = cls(leaves, plan, base, policy.start_orders(leaves, plan, base), [(math.inf, 0)] * count, left=len(leaves))
-        w.cursors = [Cursor(w, n, []) for n in range(count)] + [Cursor(w, -1, [])]
-        w.unfinished = [node.last - node.first for node in plan.nodes]
-        w.node_spans = [None] * count
-        w.depth = max((node.depth + 1 for node in plan.nodes), default=0)
-        w.sampled_at = [False] * count
-        w.prompt_end = [0] * count
-        scored_from = [NEVER] * count  # the least of what texts below begin to be scored at
+    def __init__(
+        self, leaves: Sequence[Leaf], plan: PrefixPlan, policy: Policy, number: int = 0, base: int = 0
+    ) -> None:
+        self.number = number
+        self.leaves = leaves
+        self.plan = plan
+        self.depth = max((node.depth + 1 for node in plan.nodes), default=0)
+        """Number of nodes on the longest path."""
+        self.wanted = _wanted_logits(leaves, plan)
+        """By node."""
+        self.left = len(leaves)
+        """Number of leaves that have something to run."""
+        self._base = base
+        self._leaf_order = policy.start_orders(leaves, plan, base)
+        self._node_order = self._first_below(plan)  # by node: the first start order below it
+        self._node_spans: list[PrefixNodeSpan | None] = [None] * len(plan.nodes)
+        self._unfinished = [
+            node.last - node.first for node in plan.nodes
+        ]  # by node: leaves below with something to run
+        self._ended: set[int] = set()  # leaves that have nothing more to run
+        self._sequences: dict[int, GenerationSequence] = {}  # by leaf: those that have begun and are not done
+        self._cursors = self._all_cursors(plan)  # by node, the root's last (index -1)
+        self._waiters: dict[int, list[Cursor]] = {}  # by node: other cursors that wait for it
+        self._restarting: dict[int, StartOrder] = {}  # nodes about to be started again
+
+    def _first_below(self, plan: PrefixPlan) -> list[StartOrder]:
+        orders: list[StartOrder] = [(math.inf, 0)] * len(plan.nodes)
         for i, n in enumerate(plan.leaf_parent.tolist()):
-            w.cursors[n].items.append(~i)
             if n >= 0:
-                leaf, prompt, end = leaves[i], len(leaves[i].request.tokens), plan.nodes[n].end
-                w.prompt_end[n] = max(w.prompt_end[n], prompt)
-                w.node_order[n] = min(w.node_order[n], w.leaf_order[i])
-                if leaf.request.texts:
-                    scored_from[n] = min(scored_from[n], prompt - 1)
-                    own = leaf.tokens[end] if end < len(leaf.tokens) else leaf.scored[-1]
-                    w.targets.setdefault(n, set()).add(int(own))
-                elif end == prompt:
-                    w.sampled_at[n] = True
+                orders[n] = min(orders[n], self._leaf_order[i])
         for node in reversed(plan.nodes):  # children before their parents
-            n, parent = node.index, node.parent
-            w.cursors[parent].items.append(n)
-            if parent >= 0:
-                w.prompt_end[parent] = max(w.prompt_end[parent], w.prompt_end[n])
-                w.node_order[parent] = min(w.node_order[parent], w.node_order[n])
-                if scored_from[n] < NEVER:
-                    scored_from[parent] = min(scored_from[parent], scored_from[n])
-                    w.targets.setdefault(parent, set()).add(int(leaves[node.first].tokens[node.start]))
-        for cursor in w.cursors:
-            cursor.items.sort(key=w.start_order)
-        for node in plan.nodes:
-            drawn = node.end - 1 if w.sampled_at[node.index] else NEVER
-            scored = scored_from[node.index]
-            w.logits_from.append(min(drawn, max(scored, node.start) if scored < node.end else NEVER))
-        return w
+            if node.parent >= 0:
+                orders[node.parent] = min(orders[node.parent], orders[node.index])
+        return orders
 
-    def forget(self) -> None:
-        """All leaves are done. Nodes that stay for later windows keep this one, which must keep neither its leaves nor, through
-        `sources`, the windows before it."""
-        self.leaves = []
-        self.sources.clear()
+    def _all_cursors(self, plan: PrefixPlan) -> list[Cursor]:
+        cursors = [Cursor(self, n, []) for n in range(len(plan.nodes))] + [Cursor(self, -1, [])]
+        for i, n in enumerate(plan.leaf_parent.tolist()):
+            cursors[n].items.append(~i)
+        for node in reversed(plan.nodes):
+            cursors[node.parent].items.append(node.index)
+        for cursor in cursors:
+            cursor.items.sort(key=self.start_order)
+        return cursors
+
+    @property
+    def root(self) -> Cursor:
+        """The cursor of what has no node above it."""
+        return self._cursors[-1]
+
+    @property
+    def done(self) -> bool:
+        """Whether all leaves have ended, and no numbers of theirs are in flight."""
+        return not self.left and not self._sequences
 
     def start_order(self, item: int) -> StartOrder:
-        return self.leaf_order[~item] if item < 0 else self.node_order[item]
+        return self._leaf_order[~item] if item < 0 else self._node_order[item]
 
     def place(self, item: int) -> Place:
         if item < 0:
-            return (self.base + ~item, AFTER_NODES)
+            return (self._base + ~item, AFTER_NODES)
         node = self.plan.nodes[item]
-        return (self.base + node.first, node.depth)
+        return (self._base + node.first, node.depth)
+
+    # -- nodes
+
+    def node_span(self, n: int) -> PrefixNodeSpan | None:
+        """The span of node n while leaves below it have something to run; None before it starts and for the root (-1)."""
+        return self._node_spans[n] if n >= 0 else None
 
     def is_resident(self, n: int) -> bool:
-        """Whether the node has blocks: it is computed, or being computed."""
-        node_span = self.node_spans[n]
+        """Whether the node has blocks: it is computed or being computed."""
+        node_span = self._node_spans[n]
         return node_span is not None and not node_span.evicted
 
-    def is_done(self, item: int) -> bool:
-        """Whether there is nothing to start there any more."""
-        return ~item in self.ended if item < 0 else self.unfinished[item] == 0 or self.is_resident(item)
+    def is_needed(self, n: int) -> bool:
+        """Whether leaves below the node have something to run."""
+        return self._unfinished[n] > 0
 
-    def is_scored(self, i: int, parent: PrefixNodeSpan | None) -> bool:
-        """Whether leaf i is a text all of whose tokens the nodes above it have scored."""
-        leaf = self.leaves[i]
-        return parent is not None and bool(leaf.request.texts) and parent.end == len(leaf.tokens)
+    def open_node(self, node_span: PrefixNodeSpan) -> None:
+        """Node has got its blocks."""
+        self._node_spans[node_span.node.index] = node_span
+        self._restarting.pop(node_span.node.index, None)
 
-    def samples_without_a_forward(self, i: int, parent: PrefixNodeSpan | None) -> bool:
-        """Whether leaf i has nothing to run to start: its prompt ends at the node, and it has drawn nothing yet."""
-        return parent is not None and parent.end == len(self.leaves[i].tokens) and i not in self.returning
+    def close_node(self, n: int) -> None:
+        """Node n is given up, or no longer needed."""
+        self._node_spans[n] = None
 
     def begins_at(self, n: int) -> bool:
         """Whether something is still to be started, or to come back, directly under node n."""
         return (
             bool(self.waiting(n))
-            or any(self.plan.leaf_parent[i] == n for i in self.returning)
-            or any(self.plan.nodes[m].parent == n for m in self.restarting)
+            or any(self.plan.leaf_parent[i] == n for i in self._sequences if self.is_preempted(i))
+            or any(self.plan.nodes[m].parent == n for m in self._restarting)
         )
 
     def waiting(self, n: int) -> list[Cursor]:
         """The cursors that have something to start under node n."""
-        return [c for c in (*self.waiters.get(n, ()), self.cursors[n]) if c.next < len(c.items)]
+        return [c for c in (*self._waiters.get(n, ()), self._cursors[n]) if c.next < len(c.items)]
+
+    def wait(self, cursor: Cursor) -> None:
+        """The cursor waits until its node is computed."""
+        if cursor is not self._cursors[cursor.node]:
+            self._waiters.setdefault(cursor.node, []).append(cursor)
+
+    def end_waiting(self, n: int) -> list[Cursor]:
+        """Node n is computed. Returns the cursors that have something to start under it."""
+        waiting = self.waiting(n)
+        self._waiters.pop(n, None)
+        return waiting
+
+    def restart(self, n: int, since: StartOrder) -> Cursor | None:
+        """Returns a cursor that starts node n again. None if it is resident, or will start at least as soon for another leaf."""
+        if self.is_resident(n) or (n in self._restarting and self._restarting[n] <= since):
+            return None
+        self._restarting[n] = since
+        return Cursor(self, self.plan.nodes[n].parent, [n], since)
+
+    # -- leaves
+
+    def sequence(self, i: int) -> GenerationSequence | None:
+        """The sequence of leaf i: it runs, was preempted, or its last numbers are in flight. None before it begins and once it is done."""
+        return self._sequences.get(i)
+
+    def has_ended(self, i: int) -> bool:
+        """Whether leaf i has nothing more to run."""
+        return i in self._ended
+
+    def is_preempted(self, i: int) -> bool:
+        """Whether leaf i has begun and waits to continue."""
+        seq = self._sequences.get(i)
+        return seq is not None and seq.state is State.PREEMPTED
+
+    def add_sequence(self, seq: GenerationSequence) -> None:
+        """A leaf has begun."""
+        self._sequences[seq.index] = seq
+
+    def remove_sequence(self, i: int) -> None:
+        """Leaf i is done."""
+        self._sequences.pop(i, None)
+
+    def end_leaf(self, i: int) -> list[PrefixNodeSpan]:
+        """Leaf i has nothing more to run. Returns the spans of the nodes that no leaf needs any more."""
+        self._ended.add(i)
+        self.left -= 1
+        freed: list[PrefixNodeSpan] = []
+        n = int(self.plan.leaf_parent[i])
+        while n >= 0:
+            self._unfinished[n] -= 1
+            node_span = self._node_spans[n]
+            if not self._unfinished[n] and node_span is not None:
+                freed.append(node_span)
+                self.close_node(n)
+            n = self.plan.nodes[n].parent
+        return freed
+
+    def is_done(self, item: int) -> bool:
+        """Whether there is nothing to start there."""
+        return ~item in self._ended if item < 0 else not self.is_needed(item) or self.is_resident(item)
+
+    def is_scored(self, i: int, parent: PrefixNodeSpan | None) -> bool:
+        """Whether leaf i is a text whose tokens the nodes above it have all scored."""
+        leaf = self.leaves[i]
+        return parent is not None and bool(leaf.request.texts) and parent.end == len(leaf.tokens)
+
+    def samples_without_a_forward(self, i: int, parent: PrefixNodeSpan | None) -> bool:
+        """Whether leaf i can sample its first token from logits that its node keeps: its prompt ends there."""
+        return parent is not None and parent.end == len(self.leaves[i].tokens) and i not in self._sequences
+
+
+def _wanted_logits(leaves: Sequence[Leaf], plan: PrefixPlan) -> list[WantedLogits]:
+    """By node, which logits the leaves below want."""
+    count = len(plan.nodes)
+    sampled = [False] * count
+    prompt_end = [0] * count
+    scored_from = [NEVER] * count  # the first position after which a text below is scored
+    targets: list[set[int]] = [set() for _ in range(count)]
+    for i, n in enumerate(plan.leaf_parent.tolist()):
+        if n >= 0:
+            leaf, prompt, end = leaves[i], len(leaves[i].request.tokens), plan.nodes[n].end
+            prompt_end[n] = max(prompt_end[n], prompt)
+            if leaf.request.texts:
+                scored_from[n] = min(scored_from[n], prompt - 1)
+                targets[n].add(int(leaf.tokens[end] if end < len(leaf.tokens) else leaf.scored[-1]))
+            elif end == prompt:
+                sampled[n] = True
+    for node in reversed(plan.nodes):  # children before their parents
+        n, parent = node.index, node.parent
+        if parent >= 0:
+            prompt_end[parent] = max(prompt_end[parent], prompt_end[n])
+            if scored_from[n] < NEVER:
+                scored_from[parent] = min(scored_from[parent], scored_from[n])
+                targets[parent].add(int(leaves[node.first].tokens[node.start]))
+    wanted: list[WantedLogits] = []
+    for node in plan.nodes:
+        n = node.index
+        for_texts = max(scored_from[n], node.start) if scored_from[n] < node.end else NEVER
+        start = min(node.end - 1 if sampled[n] else NEVER, for_texts)
+        wanted.append(WantedLogits(start, prompt_end[n], sampled[n], tuple(sorted(targets[n]))))
+    return wanted
 
 
 class Queue:
@@ -206,7 +288,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[StartOrder, int, int, Cursor]] = []
-        self._tick = count()  # tells cursors of equal turn apart
+        self._tick = count()  # orders cursors whose start order and depth are equal
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -223,7 +305,7 @@ class Queue:
             heapq.heappush(self._heap, (cursor.start_order, depth, next(self._tick), cursor))
 
     def pop(self) -> Cursor:
-        """Takes the top out."""
+        """Removes and returns the top."""
         cursor = heapq.heappop(self._heap)[3]
         cursor.queued = False
         return cursor
@@ -236,30 +318,26 @@ class Queue:
             self.push(cursor)
 
     def wait(self) -> None:
-        """The node of the top is not resident: start it (again), and go on when it is complete."""
+        """The node of the top is not computed: the top waits for it, and the node is started if it is not resident."""
         cursor = self.pop()
-        w, n = cursor.window, cursor.node
-        if cursor is not w.cursors[n]:
-            w.waiters.setdefault(n, []).append(cursor)
-        self.restart(w, n, cursor.start_order)
+        cursor.window.wait(cursor)
+        self._restart(cursor.window, cursor.node, cursor.start_order)
 
     def complete(self, w: Window, n: int) -> None:
         """Node n is computed: what waits for it may start."""
-        for cursor in w.waiting(n):
+        for cursor in w.end_waiting(n):
             self.push(cursor)
-        w.waiters.pop(n, None)
 
-    def lost(self, w: Window, n: int) -> None:
-        """Node n was given up while it was computed: it starts again for what waits for it."""
+    def restart_lost(self, w: Window, n: int) -> None:
+        """Node n was given up while it was computed. It starts again if something waits for it."""
         waiting = w.waiting(n)
         if waiting:
-            self.restart(w, n, min(c.start_order for c in waiting))
-
-    def restart(self, w: Window, n: int, since: StartOrder) -> None:
-        """Has node n started again for a leaf with this turn, unless it is resident or on its way for an earlier one."""
-        if not w.is_resident(n) and (n not in w.restarting or since < w.restarting[n]):
-            w.restarting[n] = since
-            self.push(Cursor(w, w.plan.nodes[n].parent, [n], since))
+            self._restart(w, n, min(c.start_order for c in waiting))
 
     def clear(self) -> None:
         self._heap.clear()
+
+    def _restart(self, w: Window, n: int, since: StartOrder) -> None:
+        cursor = w.restart(n, since)
+        if cursor is not None:
+            self.push(cursor)

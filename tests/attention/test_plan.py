@@ -5,7 +5,7 @@ from batchgen.attention import plan as module
 from batchgen.attention.plan import PADDING, SharedPart, plan_attention
 from batchgen.prefix import PrefixNode
 from batchgen.scheduling.batch import ScheduledSpan
-from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, PrefixNodeSpan
+from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, PrefixNodeSpan, WantedLogits
 from support import simulation as sim
 
 
@@ -13,8 +13,8 @@ def node_span(table, start, end, parent=None):
     node = PrefixNode(0, -1, start, end, 0, 9, 0)
     path = (*parent.path, parent) if parent else ()
     return PrefixNodeSpan(
-        window=None, place=(0, len(path)), parent=parent, start=start, table=table, computed=end, writes_parent_tail=False, path=path,
-        node=node, prompt=np.arange(end, dtype=np.int32),
+        window=0, place=(0, len(path)), parent=parent, start=start, table=table, computed=end, path=path,
+        node=node, wanted=WantedLogits(), prompt=np.arange(end, dtype=np.int32),
     )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def sequence(sim, table, parent, at=0, prompt=50):
     (leaf,) = sim.make_leaves([range(prompt)], [9])
     start = parent.end if parent else 0
     return GenerationSequence(
-        window=None, index=at, place=(at, AFTER_NODES), parent=parent, start=start, table=table, computed=start, writes_parent_tail=False,
+        window=0, index=at, place=(at, AFTER_NODES), parent=parent, start=start, table=table, computed=start,
         path=(*parent.path, parent) if parent else (), leaf=leaf, stops=sim.Length(9),
     )  # fmt: skip
 

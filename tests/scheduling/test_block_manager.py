@@ -1,13 +1,14 @@
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from batchgen.prefix import PrefixNode, plan_prefixes
-from batchgen.scheduling import block_manager as module
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
-from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, PrefixNodeSpan
+from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, PrefixNodeSpan, WantedLogits
 from batchgen.scheduling.waiting import POLICIES, Window
 from support import simulation as sim
 
@@ -25,8 +26,8 @@ def window(start, end, parent=None):
     """A window with one node, 0, that hangs on a branch."""
     leaf = SimpleNamespace(tokens=np.arange(100, dtype=np.int32))
     return SimpleNamespace(
-        plan=SimpleNamespace(nodes=[node(start, end, 0, -1 if parent is None else 1)]), node_spans={1: parent},
-        leaves=[leaf], sources={}, place=lambda item: (0, 0),
+        number=-1, plan=SimpleNamespace(nodes=[node(start, end, 0, -1 if parent is None else 1)]), leaves=[leaf],
+        wanted=[WantedLogits()], node_span=lambda n: parent, place=lambda item: (0, 0),
     )  # fmt: skip
 
 
@@ -44,8 +45,8 @@ def opened(memory, start, end, parent=None):
 def sequence(sim, prompt, length, at=0):
     (leaf,) = sim.make_leaves([range(prompt)], [length])
     return GenerationSequence(
-        window=SimpleNamespace(sources={}), place=(at, AFTER_NODES), parent=None, start=0, table=[], computed=0,
-        writes_parent_tail=False, leaf=leaf, index=at, stops=sim.Length(length),
+        window=-1, place=(at, AFTER_NODES), parent=None, start=0, table=[], computed=0, leaf=leaf, index=at,
+        stops=sim.Length(length),
     )  # fmt: skip
 
 
@@ -68,11 +69,7 @@ def test_the_first_sequence_writes_on_in_its_nodes_last_block_and_the_others_cop
         assert memory.open_sequence(seq, node_span, reserve=0)
         assert (seq.start, seq.computed) == (10, 10)
     assert [s.table for s in (first, second, third)] == [[0, 1, 2, 19], [0, 1, 18, 17], [0, 1, 16, 15]]
-    assert (first.writes_parent_tail, second.writes_parent_tail, memory.has_tail_writer(node_span)) == (
-        True,
-        False,
-        True,
-    )
+    assert memory.has_tail_writer(node_span)
     assert copies(memory) == ((2, 18), (2, 16))
     assert copies(memory) == ()
     check(memory, node_span, first, second, third)
@@ -225,8 +222,8 @@ def test_sequences_keep_the_blocks_of_a_node_that_is_evicted(memory):
 def adopt(memory, sim, prompts):
     leaves = sim.make_leaves(prompts, [1] * len(prompts))
     plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
-    later = Window.of([leaves[i] for i in plan.order], plan, POLICIES["prefix"], 0)
-    memory.match(later)
+    later = Window([leaves[i] for i in plan.order], plan, POLICIES["prefix"], len(memory.windows))
+    memory.add_window(later)
     return later
 
 
@@ -259,7 +256,7 @@ def test_a_node_that_is_longer_than_what_is_resident_goes_on_from_there(memory):
 def test_a_request_alone_takes_over_all_but_its_last_token(memory):
     kept = resident(memory, 12)
     seq = sequence(sim, 8, 1)
-    seq.window = adopt(memory, sim, [range(8)])
+    seq.window = adopt(memory, sim, [range(8)]).number
     assert memory.open_sequence(seq, None, reserve=None)
     assert (seq.computed, seq.table[0], copies(memory)) == (7, kept.table[0], ((1, seq.table[1]),))
 
@@ -382,10 +379,10 @@ def test_a_successor_that_is_still_computed_is_taken_over_as_far_as_it_is(memory
     assert memory.open_node(second, 0, 0).computed == 6
 
 
-def test_only_so_many_idle_nodes_are_kept(monkeypatch):
+def test_only_so_many_idle_nodes_are_kept():
     """Else a long file would fill the pool with nodes that nobody asks for again."""
-    monkeypatch.setattr(module, "MAX_CACHED_NODES", 3)
     s = sim.Simulation(block_size=2)
+    s.block_manager.max_cached_nodes = 3
     for first in range(0, 100, 10):
         s.load([[first, *range(5), 50], [first, *range(5), 60]], [1, 1])
         s.finish()
@@ -434,14 +431,17 @@ def test_of_a_node_in_host_memory_a_part_can_come_back():
     assert s.prefilled - before == 2
 
 
-def test_a_window_that_is_done_keeps_neither_its_leaves_nor_the_window_before():
-    """Nodes that stay for later windows keep their window, and so a long file would keep all of them."""
+def test_nodes_that_stay_for_later_windows_keep_neither_the_leaves_nor_the_window_of_their_own():
+    """A long file would otherwise keep all of its windows in memory."""
     s = sim.Simulation(block_size=2)
-    windows = []
+    prompts = []
     for _ in range(3):
         s.load([[*range(9), 50], [*range(9), 60]], [1, 1])
-        windows.append(s.window)
-        assert bool(s.window.sources) == (len(windows) > 1)
+        prompts += [weakref.ref(leaf.request.tokens) for leaf in s.window.leaves]
         s.finish()
-    assert s.block_manager.cached
-    assert [(w.leaves, w.sources) for w in windows] == [([], {})] * 3
+        assert (s.block_manager.windows, len(s.block_manager.cached)) == ({}, 1)
+        del s.window, s.batch
+        s.sampled.clear()
+        s.scheduler.take_freed()
+    gc.collect()
+    assert [prompt() is None for prompt in prompts] == [True] * 6

@@ -212,7 +212,7 @@ def test_requests_that_are_said_not_to_fit_are_done_at_once():
     s = sim.Simulation()
     leaves = sim.make_leaves([[1, 1, 5], [1, 1, 6], [1, 1, 7]], [1, 1, 1])
     plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
-    s.scheduler.load(leaves, plan, unfit=[1])
+    s.scheduler.load(leaves, plan, ended=[1])
     assert s.scheduler.unfinished == 2
     s.finish()
     assert s.rows == [0, 2]
@@ -223,7 +223,7 @@ def test_a_node_under_which_nothing_fits_is_not_computed():
     s = sim.Simulation()
     leaves = sim.make_leaves([[1, 1, 5], [1, 1, 6], [2]], [1, 1, 1])
     plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
-    s.scheduler.load(leaves, plan, unfit=[0, 1])
+    s.scheduler.load(leaves, plan, ended=[0, 1])
     s.finish()
     assert s.prefilled == 1
 
