@@ -61,7 +61,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             with run.timed("load"):
                 tokenizer = load_tokenizer(config.model)
             prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
-            grammars = GrammarCheck(tokenizer)
+            grammars = GrammarCheck(tokenizer.hf_tokenizer, tokenizer.vocab_size)
             grammars.of_command(config.sampling)
             tracker.phase("reading")
             window_size = window_rows(config, source, output)

@@ -82,7 +82,7 @@ class LLM:
         self.tokenizer: LoadedTokenizer = load_tokenizer(config)
         self._engine: AnyEngine | None = open_engine(config, self.tokenizer, self.config)
         self._stats: EngineStats | None = None
-        self._grammars = GrammarCheck(self.tokenizer)
+        self._grammars = GrammarCheck(self.tokenizer.hf_tokenizer, self.tokenizer.vocab_size)
         self._numbers = count()
         self._arriving: deque[_Arrival] = deque()
         self._requests: dict[int, Request] = {}

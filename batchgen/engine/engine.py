@@ -20,9 +20,9 @@ from batchgen.engine.results import OnResult, OnToken, ResultAssembler
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
 from batchgen.model.runner import Runner
+from batchgen.parsers.thinking import ThinkingFormat
+from batchgen.parsers.tool_calls import ToolFormat
 from batchgen.prefix import PrefixPlan
-from batchgen.prompts.thinking import ThinkingFormat
-from batchgen.prompts.tool_calls import ToolFormat
 from batchgen.request import Leaf, Request
 from batchgen.result import Completion, Result
 from batchgen.sampling.constraints import Constraints

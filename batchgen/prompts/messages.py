@@ -8,7 +8,7 @@ from typing import Any
 
 from batchgen.config import PromptConfig
 from batchgen.errors import BatchgenError, RowError, UsageError
-from batchgen.prompts.thinking import thinking_off
+from batchgen.parsers.thinking import thinking_off
 
 Message = dict[str, Any]
 _MARK = "batchgen-trial"

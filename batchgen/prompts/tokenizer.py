@@ -15,9 +15,9 @@ from typing import Any
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
 from batchgen.model_files import check_model_files
+from batchgen.parsers.thinking import ThinkingFormat, thinking_format
+from batchgen.parsers.tool_calls import ToolFormat, tool_format
 from batchgen.prompts.hub import load_failure
-from batchgen.prompts.thinking import ThinkingFormat, thinking_format
-from batchgen.prompts.tool_calls import ToolFormat, tool_format
 from batchgen.sampling_params import SamplingParams
 
 # Where configurations say how many positions a model has, the usual name first.

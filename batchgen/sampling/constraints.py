@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchgen.errors import RowError
-from batchgen.prompts.thinking import ThinkingFormat, ThoughtStream
+from batchgen.parsers.thinking import ThinkingFormat, ThoughtStream
 from batchgen.request import TokenArray
 from batchgen.sampling.grammars import Grammar, Vocabulary, one_line
 from batchgen.sampling.stopping import PROMPT_END, Detokenizer

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
@@ -291,10 +290,11 @@ def _check(vocabulary: Vocabulary, params: SamplingParams) -> None:
 
 
 class GrammarCheck:
-    """Checks grammars against a model's tokenizer; costs nothing where there are none."""
+    """Checks grammars against a model's tokenizer. Costs nothing if there are no grammars."""
 
-    def __init__(self, tokenizer: LoadedTokenizer) -> None:
-        self._vocabulary = Vocabulary(tokenizer.hf_tokenizer, tokenizer.vocab_size)
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        """`tokenizer` is transformers'; token ids are below `vocab_size`."""
+        self._vocabulary = Vocabulary(tokenizer, vocab_size)
 
     def of_command(self, params: SamplingParams) -> None:
         """Raises `UsageError` for a grammar that cannot be used, or where there can be none."""

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from batchgen.prompts.thinking import ThinkingFormat, ThoughtStream, thoughts_of
-from batchgen.prompts.tool_calls import HARMONY_CALLS, ToolFormat, find_calls, harmony_call_start
+from batchgen.parsers.thinking import ThinkingFormat, ThoughtStream, thoughts_of
+from batchgen.parsers.tool_calls import HARMONY_CALLS, ToolFormat, find_calls, harmony_call_start
 from batchgen.request import TokenArray
 from batchgen.result import ToolCall
 from batchgen.sampling_params import SamplingParams

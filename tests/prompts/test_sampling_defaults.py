@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from batchgen.config import ModelConfig, PromptConfig
+from batchgen.parsers.thinking import FORMATS
 from batchgen.prompts import PromptBuilder, load_tokenizer
-from batchgen.prompts.thinking import FORMATS
 from batchgen.sampling_params import SamplingParams
 
 QWEN = {

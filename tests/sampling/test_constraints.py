@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
-from batchgen.prompts.thinking import thinking_format
+from batchgen.parsers.thinking import thinking_format
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.grammars import Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.prompts.thinking import FORMATS, HARMONY, thinking_format, thinking_off
+from batchgen.parsers.thinking import FORMATS, HARMONY, thinking_format, thinking_off
 from support.marked import EOS, HARMONY_TOKENS, make, run
 
 TAGS = [f for f in FORMATS if not f.always]

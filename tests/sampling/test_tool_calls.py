@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.prompts.tool_calls import HARMONY_CALLS, find_calls, tool_format
+from batchgen.parsers.tool_calls import HARMONY_CALLS, find_calls, tool_format
 from support.marked import EOS, HARMONY_TOKENS, complete, make
 
 PARAMETERS = {"city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}}

@@ -8,8 +8,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from batchgen.prompts.thinking import thinking_format
-from batchgen.prompts.tool_calls import tool_format
+from batchgen.parsers.thinking import thinking_format
+from batchgen.parsers.tool_calls import tool_format
 from batchgen.sampling.stopping import Detokenizer, Stopper
 from batchgen.sampling_params import SamplingParams
 
