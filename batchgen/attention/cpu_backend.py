@@ -16,7 +16,7 @@ import torch
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
-from batchgen.attention.plan import cut
+from batchgen.attention.plan import contiguous_parts, cut
 from batchgen.scheduling.batch import ScheduledSpan
 
 VECTOR = 16
@@ -69,13 +69,21 @@ class PackedAttention:
         blocks: list[int] = []
         indices: list[int] = []
         chunks: list[tuple[int, int]] = []
+        parts = list(cuts.shared)
         for chunk in cuts.chunks:
             chunks.append((chunk.q_start, len(blocks)))
+            if chunk.q_end - chunk.q_start > 1 and chunk.flat:
+                # The kernel reads all shared parts before what a chunk has for itself.
+                for first, last in chunk.flat:
+                    parts += contiguous_parts(chunk.table, first, last, chunk.q_start, chunk.q_end, size)
+                chunk = replace(chunk, flat=[])
             read = chunk.indices(size)
             indices += read
             blocks += [chunk.table[i] for i in read]
         chunks.append((cuts.num_tokens, len(blocks)))
-        shared = [(p.block, p.num_blocks, p.q_start, p.q_end, p.position) for p in cuts.shared]
+        shared = sorted(
+            ((p.block, p.num_blocks, p.q_start, p.q_end, p.position) for p in parts), key=lambda part: part[-1]
+        )
         arrays: tuple[Any, ...] = (cuts.positions, cuts.slots, shared, chunks, blocks, np.array(indices) * size)
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
         counts = (cuts.num_tokens, size, len(shared), len(cuts.chunks))

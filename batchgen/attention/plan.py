@@ -104,7 +104,7 @@ class QueryChunk:
         """Indices in the table of the blocks that it reads, in the order of their positions."""
         last = (self.start + self.q_end - self.q_start - 1) // block_size
         own = range(self.own_block, last + 1)
-        return [*(i for first, end in self.flat for i in range(first, end)), *own] if self.flat else list(own)
+        return [*(i for first, end in sorted(self.flat) for i in range(first, end)), *own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def _node_parts(
             if scheduled - first_work > 1 and (query - q_start) * (last - first) >= shared_reads:
                 # Of the spans below, that which has given back least: what others see no more is masked for them.
                 span = min((w.span for w in spans[first_work:scheduled]), key=lambda span: span.dropped)
-                parts.extend(_runs(span.table, max(first, span.dropped), last, q_start, query, block_size))
+                parts.extend(contiguous_parts(span.table, max(first, span.dropped), last, q_start, query, block_size))
             else:
                 for w in range(first_work, scheduled):
                     flat[w].append((max(first, spans[w].span.dropped), last))
@@ -187,7 +187,9 @@ def _node_parts(
     return parts, flat
 
 
-def _runs(table: list[int], first: int, last: int, q_start: int, q_end: int, block_size: int) -> list[SharedPart]:
+def contiguous_parts(
+    table: list[int], first: int, last: int, q_start: int, q_end: int, block_size: int
+) -> list[SharedPart]:
     """Table entries [first, last) as parts of blocks that follow one another in the pool."""
     parts: list[SharedPart] = []
     begin = first
@@ -217,7 +219,7 @@ def _query_chunks(
             q_start, q_end = at + offset, at + min(offset + most, size)
             behind = start // block_size
             if size > 1 and (q_end - q_start) * (behind - own) >= shared_reads:
-                parts.extend(_runs(table, own, behind, q_start, q_end, block_size))
+                parts.extend(contiguous_parts(table, own, behind, q_start, q_end, block_size))
                 chunks.append(QueryChunk(q_start, q_end, start, table, behind, ranges))
             else:
                 chunks.append(QueryChunk(q_start, q_end, start, table, own, ranges))

@@ -1,12 +1,17 @@
 // Attention of one step over the paged KV pool, and the writing of the step's KV into it.
 //
-// The step's queries are cut into tiles of neighbours. A tile meets its keys in pieces: the shared parts above it, each read once
-// for all of its rows, then every block's own pages. The softmax goes along (online softmax: Milakov and Gimelshein,
-// arXiv:1805.02867; tiles: FlashAttention, arXiv:2205.14135), so that scores never leave the cache and nothing is merged through
-// memory. A row is a query head of a token; the heads that share a key/value head are neighbouring rows.
+// The step's queries are cut into tiles of neighbours. A tile meets its keys group by group: GROUP x 16 keys at fixed positions of the
+// sequences, in rising order, with a running softmax (online softmax: Milakov and Gimelshein, arXiv:1805.02867; tiles: FlashAttention,
+// arXiv:2205.14135). Keys that several rows share are read once for all of them; what a row has of its own is read for that row.
+// A row is a query head of a token; the heads that share a key/value head are neighbouring rows.
+//
+// Results do not depend on what else is in the step. For one row the order of all sums follows from the positions of its keys alone:
+// a score is one chain of products over the head, the largest score and the weights are those of whole groups, and the weighted values
+// are added key by key. Whether keys are read as a shared part or as a row's own changes which rows are computed side by side,
+// and nothing else. A key that a row does not see has the weight 0, which changes no sum.
 //
 // In the pool a page of keys is [words of D][page_size] and a page of values [words of page_size][V rounded up to 16]: whatever the
-// products read is 16 words that lie side by side. See `vec.h` for words, packed.py for the same layout in Python.
+// products read is 16 words that lie side by side. See `vec.h` for words, cpu_backend.py for the same layout in Python.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -17,18 +22,19 @@
 namespace {
 
 constexpr int GROUP = 32;  // times 16 keys, whose scores a row has in hand at a time: fewer cost more in largest scores and sums
+constexpr int64_t SPAN = GROUP * 16;  // positions of a group
 constexpr double LOG2E = 1.44269504088896340736;
-constexpr int FETCHED = 4;  // pages of the next block that are asked for ahead
+constexpr int FETCHED = 8;  // times 16 keys of the next sequence that are asked for ahead
 constexpr int PIECES = 16 / LANES;  // vectors to 16 keys
 
 struct Plan {  // a step; `_Plan` in packed.py is the same
     int64_t num_tokens, page_size, num_shared, num_blocks, tile;
     const int32_t* positions;  // [num_tokens]
     const int32_t* slots;      // [num_tokens] place in the pool of each token's KV: page * page_size + offset
-    const int32_t* shared;     // [num_shared][5] first page, pages, first query, end of the queries, position of the first key
-    const int32_t* blocks;     // [num_blocks + 1][2] first query, first of its pages
+    const int32_t* shared;     // [num_shared][5] first page, pages, first query, end of the queries, position of the first key; by position
+    const int32_t* blocks;     // [num_blocks + 1][2] first query, first of its pages; each query is in one, whose keys come after all shared ones
     const int32_t* pages;      // of all blocks, one after the other
-    const int32_t* starts;     // position of each of these pages' first key
+    const int32_t* starts;     // position of each of these pages' first key, rising within a block
 };
 
 struct Layer {  // `_Layer` in packed.py is the same
@@ -47,6 +53,13 @@ INLINE int64_t width_of(int64_t v_size) { return (v_size + 15) / 16 * 16; }
 struct Keys {  // 16 keys of a page
     const uint32_t *keys, *values;
     int64_t position;  // of the first
+    int place;         // among the GROUP of its group
+};
+
+struct Part {  // keys of one group that a run of queries reads
+    int64_t from, to;  // queries
+    int first, count;  // of the group's keys
+    bool own;          // of one sequence
 };
 
 template <class E>
@@ -57,7 +70,7 @@ class Tile {
           width_(width_of(layer.v_size)) {
         int64_t rows = plan.tile * group_;
         q_.assign(rows * words_ * E::a_words, 0);
-        scores_.resize(ROWS * GROUP * 16);
+        scores_.resize(rows * SPAN);
         sums_.resize(rows * width_);
         top_.resize(rows);
         total_.resize(rows);
@@ -68,20 +81,37 @@ class Tile {
         end_ = std::min(begin_ + plan_.tile, plan_.num_tokens);
         head_ = head;
         take_queries();
-        for (int64_t i = 0; i < plan_.num_shared; i++) {
-            const int32_t* part = plan_.shared + 5 * i;
-            read(part[2], part[3], part[1], [=](int64_t i) { return part[0] + i; }, [=](int64_t i) { return part[4] + i * plan_.page_size; });
-        }
+        const int32_t* position = plan_.positions;
+        const int64_t high = *std::max_element(position + begin_, position + end_);
+        own_.clear();
         for (int64_t i = first_block(); i < plan_.num_blocks && plan_.blocks[2 * i] < end_; i++) {
             const int32_t* block = plan_.blocks + 2 * i;
-            const int32_t *pages = plan_.pages + block[1], *starts = plan_.starts + block[1];
-            if (i + 1 < plan_.num_blocks && block[2] < end_) fetch(block[3], std::min(block[5], block[3] + FETCHED));
-            read(block[0], block[2], block[3] - block[1], [=](int64_t i) { return pages[i]; }, [=](int64_t i) { return starts[i]; });
+            own_.push_back({std::max<int64_t>(block[0], begin_), std::min<int64_t>(block[2], end_), block[1], block[3]});
+        }
+        for (int64_t start = 0; start <= high; start += SPAN) {
+            gather(start);
+            for (size_t i = 0; i < parts_.size();) {
+                // Parts that share queries with each other: mostly one part, or some above the sequences' own.
+                size_t next = i + 1;
+                int64_t to = parts_[i].to;
+                bool same = true;
+                for (; next < parts_.size() && parts_[next].from < to; next++) {
+                    same = same && parts_[next].from == parts_[i].from && parts_[next].to == to;
+                    to = std::max(to, parts_[next].to);
+                }
+                if (next < parts_.size() && parts_[next].own) fetch(parts_[next]);
+                same ? together(&parts_[i], &parts_[0] + next) : apart(&parts_[i], &parts_[0] + next, to);
+                i = next;
+            }
         }
         give();
     }
 
    private:
+    struct Own {  // queries of one block, and those of its pages that have not been read
+        int64_t from, to, page, end;
+    };
+
     int64_t first_block() const {  // the one that the tile's first query is in
         int64_t low = 0, high = plan_.num_blocks;
         while (high - low > 1) {
@@ -111,48 +141,99 @@ class Tile {
 
     int64_t row(int64_t token, int64_t g) const { return (token - begin_) * group_ + g; }
 
-    // A decoding sequence's own pages are read once a step, and so come from memory: asked for while another's are worked on.
-    void fetch(int64_t from, int64_t to) const {
-        const int64_t key_words = plan_.page_size * words_, value_words = plan_.page_size / E::per_word * width_;
-        const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + head_ * layer_.num_pages * key_words;
-        const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + head_ * layer_.num_pages * value_words;
-        for (int64_t i = from; i < to; i++) {
-            const uint32_t *k = keys + plan_.pages[i] * key_words, *v = values + plan_.pages[i] * value_words;
-            for (int64_t at = 0; at < key_words; at += 16) __builtin_prefetch(k + at, 0, 2);
-            for (int64_t at = 0; at < value_words; at += 16) __builtin_prefetch(v + at, 0, 2);
+    // The parts of the group that begins at position `start`: by their first query, and above each other in the order of positions.
+    void gather(int64_t start) {
+        keys_.clear();
+        parts_.clear();
+        const int64_t size = plan_.page_size;
+        for (int64_t i = 0; i < plan_.num_shared; i++) {
+            const int32_t* part = plan_.shared + 5 * i;
+            const int64_t from = std::max<int64_t>(part[2], begin_), to = std::min<int64_t>(part[3], end_), at = part[4];
+            if (from >= to || at >= start + SPAN || at + part[1] * size <= start) continue;
+            const int first = int(keys_.size());
+            const auto [low, high] = seen_by(from, to);
+            for (int64_t p = std::max<int64_t>(0, (start - at) / size); p < part[1] && at + p * size < start + SPAN; p++)
+                take(part[0] + p, at + p * size, start, low, high);
+            put({from, to, first, int(keys_.size()) - first, false});
         }
-    }
-
-    // Queries [from, to), as far as they are in the tile, against `num_pages` pages.
-    template <class Page, class Start>
-    INLINE void read(int64_t from, int64_t to, int64_t num_pages, Page page, Start start) {
-        from = std::max(from, begin_), to = std::min(to, end_);
-        if (from >= to) return;
-        auto [lowest, highest] = std::minmax_element(plan_.positions + from, plan_.positions + to);
-        const int64_t low = *lowest, high = *highest, size = plan_.page_size;
-        const int64_t key_words = size * words_, value_words = size / E::per_word * width_;
-        const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + head_ * layer_.num_pages * key_words;
-        const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + head_ * layer_.num_pages * value_words;
-        Keys some[GROUP];
-        int n = 0;
-        for (int64_t i = 0; i < num_pages; i++) {
-            const int64_t p = page(i), position = start(i);
-            for (int64_t at = 0; at < size; at += 16) {
-                if (position + at > high || (layer_.window && position + at + 15 <= low - layer_.window)) continue;
-                some[n++] = {keys + p * key_words + at, values + p * value_words + at / E::per_word * width_, position + at};
-                if (n == GROUP) meet(from, to, some, n), n = 0;
+        for (Own& own : own_) {
+            if (own.page == own.end || plan_.starts[own.page] >= start + SPAN) continue;
+            const int first = int(keys_.size());
+            const auto [low, high] = seen_by(own.from, own.to);
+            for (; own.page < own.end && plan_.starts[own.page] < start + SPAN; own.page++) {
+                take(plan_.pages[own.page], plan_.starts[own.page], start, low, high);
+                if (plan_.starts[own.page] + size > start + SPAN) break;  // the rest of it is the next group's
             }
+            put({own.from, own.to, first, int(keys_.size()) - first, true});
         }
-        if (n) meet(from, to, some, n);
     }
 
-    void meet(int64_t from, int64_t to, const Keys* keys, int n) {
-        const int64_t first = row(from, 0), end = row(to, 0);
-        in_blocks(first, end, [&](auto rows, int64_t r) {
-            score<rows()>(r, keys, n);
-            for (int i = 0; i < rows(); i++) weigh(r + i, &scores_[i * GROUP * 16], keys, n);
-            add<rows()>(r, keys, n);
+    void put(Part part) {
+        if (!part.count) return;
+        size_t at = parts_.size();
+        while (at > 0 && parts_[at - 1].from > part.from) at--;
+        parts_.insert(parts_.begin() + at, part);
+    }
+
+    // Positions of the first and the last key that any of these queries sees.
+    std::pair<int64_t, int64_t> seen_by(int64_t from, int64_t to) const {
+        const auto [low, high] = std::minmax_element(plan_.positions + from, plan_.positions + to);
+        return {layer_.window ? *low - layer_.window + 1 : 0, *high};
+    }
+
+    // The keys of a page that are in the group and between `low` and `high`.
+    void take(int64_t page, int64_t position, int64_t start, int64_t low, int64_t high) {
+        const int64_t size = plan_.page_size, key_words = size * words_, value_words = size / E::per_word * width_;
+        const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + (head_ * layer_.num_pages + page) * key_words;
+        const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + (head_ * layer_.num_pages + page) * value_words;
+        for (int64_t at = 0; at < size; at += 16) {
+            const int64_t p = position + at;
+            if (p < start || p >= start + SPAN || p > high || p + 15 < low) continue;
+            keys_.push_back({keys + at, values + at / E::per_word * width_, p, int(p - start) / 16});
+        }
+    }
+
+    // A decoding sequence's own pages are read once a step, and so come from memory: asked for while another's are worked on.
+    void fetch(const Part& part) const {
+        for (int i = part.first; i < part.first + std::min(part.count, FETCHED); i++) {
+            const Keys& some = keys_[i];
+            for (int64_t w = 0; w < words_; w++) __builtin_prefetch(some.keys + w * plan_.page_size, 0, 2);
+            for (int64_t at = 0; at < 16 / E::per_word * width_; at += 16) __builtin_prefetch(some.values + at, 0, 2);
+        }
+    }
+
+    // Parts that the same queries read: a block of rows at a time, whose scores stay in the nearest cache.
+    void together(const Part* part, const Part* end) {
+        const Keys* keys = &keys_[part->first];
+        int n = 0;
+        for (const Part* p = part; p < end; p++) n += p->count;
+        if (end - part > 1) {  // side by side
+            some_.clear();
+            for (const Part* p = part; p < end; p++) some_.insert(some_.end(), &keys_[p->first], &keys_[p->first] + p->count);
+            keys = some_.data();
+        }
+        in_blocks(row(part->from, 0), row(part->to, 0), [&](auto rows, int64_t r) {
+            score<rows()>(r, &scores_[0], keys, n);
+            for (int i = 0; i < rows(); i++) weigh(r + i, &scores_[i * SPAN], keys, n);
+            add<rows()>(r, &scores_[0], keys, n);
         });
+    }
+
+    // Parts whose queries differ, below each other: the scores of all, then each row's weights over all that it reads, then the values.
+    void apart(const Part* parts, const Part* end, int64_t to) {
+        for (const Part* p = parts; p < end; p++) {
+            if (p + 1 < end && p[1].own) fetch(p[1]);
+            in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { score<rows()>(r, &scores_[r * SPAN], &keys_[p->first], p->count); });
+        }
+        for (const Own& own : own_) {
+            if (own.to <= parts->from || own.from >= to) continue;
+            some_.clear();
+            for (const Part* p = parts; p < end; p++)
+                if (p->from <= own.from && own.to <= p->to) some_.insert(some_.end(), &keys_[p->first], &keys_[p->first] + p->count);
+            for (int64_t r = row(own.from, 0); r < row(own.to, 0); r++) weigh(r, &scores_[r * SPAN], some_.data(), int(some_.size()));
+        }
+        for (const Part* p = parts; p < end; p++)
+            in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { add<rows()>(r, &scores_[r * SPAN], &keys_[p->first], p->count); });
     }
 
     // Vectors of sums that R rows have in registers: with few rows more, so that enough sums are under way at once.
@@ -167,55 +248,60 @@ class Tile {
         if (r < end) do_rows(std::integral_constant<int, 1>(), r);
     }
 
-    // Scores of rows r to r + R against 16 n keys.
+    // Scores of rows r to r + R against 16 n keys, to their places in `scores` [R][SPAN].
     template <int R>
-    void score(int64_t r, const Keys* keys, int n) {
+    void score(int64_t r, float* scores, const Keys* keys, int n) {
         constexpr int N = vectors_of(R);
         int v = 0;
-        for (; v + N <= n * PIECES; v += N) score<R, N>(r, keys, v);
-        for (; v < n * PIECES; v++) score<R, 1>(r, keys, v);
+        for (; v + N <= n * PIECES; v += N) score<R, N>(r, scores, keys, v);
+        for (; v < n * PIECES; v++) score<R, 1>(r, scores, keys, v);
     }
 
     template <int R, int N>
-    INLINE void score(int64_t r, const Keys* keys, int v) {
+    INLINE void score(int64_t r, float* scores, const Keys* keys, int v) {
         floats sums[R][N] = {};
         const uint32_t* b[N];
         for (int i = 0; i < N; i++) b[i] = keys[(v + i) / PIECES].keys + (v + i) % PIECES * LANES;
         const int64_t a_row = words_ * E::a_words;
         product<E, R, N>(sums, &q_[r * a_row], a_row, b, plan_.page_size, words_);
-        for (int i = 0; i < R; i++)
-            for (int j = 0; j < N; j++) store(&scores_[i * GROUP * 16 + (v + j) * LANES], sums[i][j]);
+        for (int j = 0; j < N; j++) {
+            float* to = scores + keys[(v + j) / PIECES].place * 16 + (v + j) % PIECES * LANES;
+            for (int i = 0; i < R; i++) store(to + i * SPAN, sums[i][j]);
+        }
     }
 
-    // A row's scores become its weights, in place, as words; what it had is scaled to the new largest score. Scores are in powers
-    // of 2.
+    // A row's scores of a group become its weights, in place, as words; what it had is scaled to the new largest score. Scores are in
+    // powers of 2. Only the places of these keys are read and written.
     void weigh(int64_t r, float* row, const Keys* keys, int n) {
         const int64_t position = plan_.positions[begin_ + r / group_];
-        const int vectors = n * PIECES;
         float factor = float(layer_.scale * LOG2E);
         if (layer_.softcap != 0) {
-            for (int v = 0; v < vectors; v++) store(row + v * LANES, capped(load<floats>(row + v * LANES) * float(layer_.scale)) * float(LOG2E));
+            for (int g = 0; g < n; g++)
+                for (int at = keys[g].place * 16; at < keys[g].place * 16 + 16; at += LANES)
+                    store(row + at, capped(load<floats>(row + at) * float(layer_.scale)) * float(LOG2E));
             factor = 1;
         }
         for (int g = 0; g < n; g++)
             if (keys[g].position + 15 > position || (layer_.window && keys[g].position <= position - layer_.window))
-                for (int v = g * PIECES; v < (g + 1) * PIECES; v++) {
-                    const ints where = seen(keys[g].position + v % PIECES * LANES, position);
-                    store(row + v * LANES, select(where, load<floats>(row + v * LANES), splat(-INFINITY)));
+                for (int i = 0; i < 16; i += LANES) {
+                    float* at = row + keys[g].place * 16 + i;
+                    store(at, select(seen(keys[g].position + i, position), load<floats>(at), splat(-INFINITY)));
                 }
         floats most[2] = {splat(-INFINITY), splat(-INFINITY)};
-        for (int v = 0; v < vectors; v += 2) {
-            most[0] = max(most[0], load<floats>(row + v * LANES));
-            if (v + 1 < vectors) most[1] = max(most[1], load<floats>(row + (v + 1) * LANES));
-        }
+        for (int g = 0; g < n; g++)
+            for (int i = 0; i < PIECES; i++) {
+                floats& m = most[(PIECES == 1 ? g : i) & 1];
+                m = max(m, load<floats>(row + keys[g].place * 16 + i * LANES));
+            }
         const float top = std::max(top_[r], largest(max(most[0], most[1])) * factor);
         const float shift = top == -INFINITY ? 0 : top;  // all masked so far: the weights are 0
         floats total = {};
-        for (int v = 0; v < vectors; v++) {
-            const floats weight = exp2_of_negative(load<floats>(row + v * LANES) * factor - shift);
-            total += weight;
-            store_floats(reinterpret_cast<typename E::a_type*>(row) + v * LANES, weight);
-        }
+        for (int g = 0; g < n; g++)
+            for (int at = keys[g].place * 16; at < keys[g].place * 16 + 16; at += LANES) {
+                const floats weight = exp2_of_negative(load<floats>(row + at) * factor - shift);
+                total += weight;
+                store_floats(reinterpret_cast<typename E::a_type*>(row) + at, weight);
+            }
         if (top != top_[r]) {
             const float scale = top_[r] == -INFINITY ? 0.0f : std::exp2(top_[r] - top);
             total_[r] *= scale;
@@ -237,26 +323,26 @@ class Tile {
         return layer_.window ? yes & (at > ints{} + int32_t(query - layer_.window)) : yes;
     }
 
-    // Weights times values of rows r to r + R.
+    // Adds values times the weights in `scores` [R][SPAN] to the sums of rows r to r + R.
     template <int R>
-    void add(int64_t r, const Keys* keys, int n) {
+    void add(int64_t r, const float* scores, const Keys* keys, int n) {
         constexpr int N = vectors_of(R);
         int64_t c = 0;
-        for (; c + N * LANES <= width_; c += N * LANES) add<R, N>(r, keys, n, c);
-        for (; c < width_; c += LANES) add<R, 1>(r, keys, n, c);
+        for (; c + N * LANES <= width_; c += N * LANES) add<R, N>(r, scores, keys, n, c);
+        for (; c < width_; c += LANES) add<R, 1>(r, scores, keys, n, c);
     }
 
     template <int R, int N>
-    INLINE void add(int64_t r, const Keys* keys, int n, int64_t c) {
+    INLINE void add(int64_t r, const float* scores, const Keys* keys, int n, int64_t c) {
         floats sums[R][N];
         for (int i = 0; i < R; i++)
             for (int j = 0; j < N; j++) sums[i][j] = load<floats>(&sums_[(r + i) * width_ + c + LANES * j]);
-        const uint32_t* weights = reinterpret_cast<const uint32_t*>(scores_.data());
+        const uint32_t* weights = reinterpret_cast<const uint32_t*>(scores);
         constexpr int count = 16 / E::per_word;
         for (int g = 0; g < n; g++) {
             const uint32_t* b[N];
             for (int j = 0; j < N; j++) b[j] = keys[g].values + c + LANES * j;
-            product<E, R, N>(sums, weights + g * count * E::a_words, GROUP * 16, b, width_, count);
+            product<E, R, N>(sums, weights + keys[g].place * count * E::a_words, SPAN, b, width_, count);
         }
         for (int i = 0; i < R; i++)
             for (int j = 0; j < N; j++) store(&sums_[(r + i) * width_ + c + LANES * j], sums[i][j]);
@@ -283,10 +369,14 @@ class Tile {
     const Layer& layer_;
     const int64_t group_, words_, width_;
     std::vector<uint32_t> q_;    // [rows][words of D]
-    std::vector<float> scores_;  // [ROWS][GROUP * 16], then weights in their place
+    std::vector<float> scores_;  // [rows][SPAN], then weights in their place
     std::vector<float> sums_;    // [rows][V], unnormalised
     std::vector<float> top_;     // [rows] largest score yet, as a power of 2
     std::vector<float> total_;   // [rows] sum of the weights relative to it
+    std::vector<Own> own_;
+    std::vector<Part> parts_;  // of the group
+    std::vector<Keys> keys_;   // of all its parts
+    std::vector<Keys> some_;   // of several parts, side by side
     int64_t begin_ = 0, end_ = 0, head_ = 0;
 };
 
