@@ -88,8 +88,8 @@ class Tile {
             const int32_t* block = plan_.blocks + 2 * i;
             own_.push_back({std::max<int64_t>(block[0], begin_), std::min<int64_t>(block[2], end_), block[1], block[3]});
         }
-        for (int64_t start = 0; start <= high; start += SPAN) {
-            gather(start);
+        for (start_ = 0; start_ <= high; start_ += SPAN) {
+            gather(start_);
             for (size_t i = 0; i < parts_.size();) {
                 // Parts that share queries with each other: mostly one part, or some above the sequences' own.
                 size_t next = i + 1;
@@ -108,6 +108,9 @@ class Tile {
     }
 
    private:
+    struct Run {  // of places in a row of scores
+        int begin, end;
+    };
     struct Own {  // queries of one block, and those of its pages that have not been read
         int64_t from, to, page, end;
     };
@@ -212,9 +215,10 @@ class Tile {
             for (const Part* p = part; p < end; p++) some_.insert(some_.end(), &keys_[p->first], &keys_[p->first] + p->count);
             keys = some_.data();
         }
+        find_runs(part, end, part->from, part->to);
         in_blocks(row(part->from, 0), row(part->to, 0), [&](auto rows, int64_t r) {
             score<rows()>(r, &scores_[0], keys, n);
-            for (int i = 0; i < rows(); i++) weigh(r + i, &scores_[i * SPAN], keys, n);
+            for (int i = 0; i < rows(); i++) weigh(r + i, &scores_[i * SPAN]);
             add<rows()>(r, &scores_[0], keys, n);
         });
     }
@@ -227,10 +231,8 @@ class Tile {
         }
         for (const Own& own : own_) {
             if (own.to <= parts->from || own.from >= to) continue;
-            some_.clear();
-            for (const Part* p = parts; p < end; p++)
-                if (p->from <= own.from && own.to <= p->to) some_.insert(some_.end(), &keys_[p->first], &keys_[p->first] + p->count);
-            for (int64_t r = row(own.from, 0); r < row(own.to, 0); r++) weigh(r, &scores_[r * SPAN], some_.data(), int(some_.size()));
+            find_runs(parts, end, own.from, own.to);
+            for (int64_t r = row(own.from, 0); r < row(own.to, 0); r++) weigh(r, &scores_[r * SPAN]);
         }
         for (const Part* p = parts; p < end; p++)
             in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { add<rows()>(r, &scores_[r * SPAN], &keys_[p->first], p->count); });
@@ -271,33 +273,33 @@ class Tile {
     }
 
     // A row's scores of a group become its weights, in place, as words; what it had is scaled to the new largest score. Scores are in
-    // powers of 2. Only the places of these keys are read and written.
-    void weigh(int64_t r, float* row, const Keys* keys, int n) {
+    // powers of 2. Only the places in `runs_` are read and written.
+    void weigh(int64_t r, float* row) {
         const int64_t position = plan_.positions[begin_ + r / group_];
         float factor = float(layer_.scale * LOG2E);
-        if (layer_.softcap != 0) {
-            for (int g = 0; g < n; g++)
-                for (int at = keys[g].place * 16; at < keys[g].place * 16 + 16; at += LANES)
-                    store(row + at, capped(load<floats>(row + at) * float(layer_.scale)) * float(LOG2E));
-            factor = 1;
-        }
-        for (int g = 0; g < n; g++)
-            if (keys[g].position + 15 > position || (layer_.window && keys[g].position <= position - layer_.window))
-                for (int i = 0; i < 16; i += LANES) {
-                    float* at = row + keys[g].place * 16 + i;
-                    store(at, select(seen(keys[g].position + i, position), load<floats>(at), splat(-INFINITY)));
-                }
         floats most[2] = {splat(-INFINITY), splat(-INFINITY)};
-        for (int g = 0; g < n; g++)
-            for (int i = 0; i < PIECES; i++) {
-                floats& m = most[(PIECES == 1 ? g : i) & 1];
-                m = max(m, load<floats>(row + keys[g].place * 16 + i * LANES));
+        for (const Run& run : runs_) {
+            if (layer_.softcap != 0) {
+                for (int at = run.begin; at < run.end; at += LANES) store(row + at, capped(load<floats>(row + at) * float(layer_.scale)) * float(LOG2E));
+                factor = 1;
             }
+            // Vectors before `low` have keys before the query's window, and those from `high` on have keys that come after it.
+            const int64_t low = layer_.window ? std::min<int64_t>(run.end, position + 1 - layer_.window - start_) : 0;
+            const int64_t high = std::max<int64_t>(run.begin, position < start_ ? 0 : (position + 1 - start_) / LANES * LANES);
+            for (int64_t at = run.begin; at < low; at += LANES) mask(row, at, position);
+            for (int64_t at = high; at < run.end; at += LANES) mask(row, at, position);
+            int at = run.begin;
+            for (; at + 2 * LANES <= run.end; at += 2 * LANES) {
+                most[0] = max(most[0], load<floats>(row + at));
+                most[1] = max(most[1], load<floats>(row + at + LANES));
+            }
+            if (at < run.end) most[0] = max(most[0], load<floats>(row + at));
+        }
         const float top = std::max(top_[r], largest(max(most[0], most[1])) * factor);
         const float shift = top == -INFINITY ? 0 : top;  // all masked so far: the weights are 0
         floats total = {};
-        for (int g = 0; g < n; g++)
-            for (int at = keys[g].place * 16; at < keys[g].place * 16 + 16; at += LANES) {
+        for (const Run& run : runs_)
+            for (int at = run.begin; at < run.end; at += LANES) {
                 const floats weight = exp2_of_negative(load<floats>(row + at) * factor - shift);
                 total += weight;
                 store_floats(reinterpret_cast<typename E::a_type*>(row) + at, weight);
@@ -311,9 +313,27 @@ class Tile {
         total_[r] += sum(total);
     }
 
+    // The places that these keys have in a row of scores, as few runs as there are.
+    void find_runs(const Part* part, const Part* end, int64_t from, int64_t to) {
+        runs_.clear();
+        for (const Part* p = part; p < end; p++)
+            if (p->from <= from && to <= p->to)
+                for (int i = p->first; i < p->first + p->count; i++) {
+                    const int at = keys_[i].place * 16;
+                    if (!runs_.empty() && runs_.back().end == at)
+                        runs_.back().end += 16;
+                    else
+                        runs_.push_back({at, at + 16});
+                }
+    }
+
     INLINE floats capped(floats s) const {  // cap tanh(s / cap)
         const float cap = float(layer_.softcap);
         return cap - 2.0f * cap / (exp(s * (2.0f / cap)) + 1.0f);
+    }
+
+    INLINE void mask(float* row, int64_t at, int64_t position) const {
+        store(row + at, select(seen(start_ + at, position), load<floats>(row + at), splat(-INFINITY)));
     }
 
     INLINE ints seen(int64_t key, int64_t query) const {
@@ -377,6 +397,8 @@ class Tile {
     std::vector<Part> parts_;  // of the group
     std::vector<Keys> keys_;   // of all its parts
     std::vector<Keys> some_;   // of several parts, side by side
+    std::vector<Run> runs_;
+    int64_t start_ = 0;  // position of the group's first key
     int64_t begin_ = 0, end_ = 0, head_ = 0;
 };
 
