@@ -32,9 +32,9 @@ _HEADS = {
 }
 """What a model is whose architecture's name ends so: none of them writes text."""
 QUANTIZERS = {
-    "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
+    "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
     "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
-    "auto-round": "AutoRound", "quark": "Quark", "modelopt": "ModelOpt",
+    "auto-round": "AutoRound", "quark": "Quark",
 }  # fmt: skip
 """How checkpoints are quantized in ways that batchgen does not read, by their `quant_method`."""
 

@@ -23,13 +23,16 @@ from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, is_verified
 from batchgen.model.lora import merge_adapter
-from batchgen.model.multimodal import is_multimodal, left_out, model_class
+from batchgen.model.multimodal import is_multimodal, left_out, model_class, own_class
+from batchgen.model.packed import PACKED, unpacked_weights
 from batchgen.model.quantized import (
     check_quantization,
     is_dequantized,
     note_of,
     num_weights,
+    packed_bits,
     quant_method,
+    quantization,
     with_dequantization,
 )
 from batchgen.model.self_check import self_check
@@ -48,7 +51,8 @@ def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
     dtype = dtype_of(config, hf_config)
     as_stored = quant_method(hf_config) is not None and not is_dequantized(hf_config)
     without = left_out(hf_config)
-    needed = weight_bytes(files, None if as_stored else dtype, without, dequantized=is_dequantized(hf_config))
+    unpacked = packed_bits(hf_config) if is_dequantized(hf_config) else 0
+    needed = weight_bytes(files, None if as_stored else dtype, without, unpacked=unpacked)
     if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
         free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
         check_fits(needed, dtype, device.index or 0, free)
@@ -97,8 +101,8 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
         return own
     files = weight_files(config)
     if files is not None:
-        unpacked = is_dequantized(hf_config)
-        needed: int | None = weight_bytes(files, torch.float32, left_out(hf_config), dequantized=unpacked)
+        unpacked = packed_bits(hf_config) if is_dequantized(hf_config) else 0
+        needed: int | None = weight_bytes(files, torch.float32, left_out(hf_config), unpacked=unpacked)
     else:
         needed = None if is_dequantized(hf_config) else _bytes_on_the_hub(config)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -133,9 +137,12 @@ def weight_bytes(
     dtype: torch.dtype | None,
     without: frozenset[str] = frozenset(),
     *,
-    dequantized: bool = False,
+    unpacked: int = 0,
 ) -> int:
-    """Bytes of the tensors in the files without those of the modules named: floating-point ones, and quantized ones that are `dequantized`, as `dtype` (None: as they are)."""
+    """Bytes of the tensors in the files without those of the modules named: floating-point ones as `dtype` (None: as they are).
+
+    `unpacked`: quantized ones too, whose packed words have numbers of so many bits; 0 leaves them as they are.
+    """
     total = 0
     for path in files:
         with path.open("rb") as f:
@@ -144,7 +151,7 @@ def weight_bytes(
             if name == "__metadata__" or not without.isdisjoint(name.split(".")):
                 continue
             start, end = tensor["data_offsets"]
-            quantized = num_weights(name, tensor["dtype"], tensor["shape"]) if dequantized else 0
+            quantized = num_weights(name, tensor["dtype"], tensor["shape"], unpacked) if unpacked else 0
             if dtype is not None and (quantized or tensor["dtype"] in _FLOATS):
                 total += (quantized or math.prod(tensor["shape"])) * dtype.itemsize
             else:
@@ -191,13 +198,18 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
         dtype = torch.float32
     multimodal = is_multimodal(tokenizer.hf_config)
     dequantized = is_dequantized(tokenizer.hf_config)
+    packed = quant_method(tokenizer.hf_config) in PACKED
     own: dict[str, Any] = {}
     if multimodal or dequantized:
         own["config"] = with_dequantization(language_config(tokenizer.hf_config))
     try:
+        if packed:
+            own["state_dict"] = _unpacked(config, tokenizer.hf_config)
+            dtype = dtype_of(config, tokenizer.hf_config) if dtype == "auto" else dtype
         with quiet():
-            module, found = model_class(tokenizer.hf_config).from_pretrained(
-                config.model,
+            kind = model_class(tokenizer.hf_config)
+            module, found = (own_class(kind, own["config"]) if packed else kind).from_pretrained(
+                None if packed else config.model,
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 dtype=dtype,
@@ -231,6 +243,20 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
         check_device_map(getattr(module, "hf_device_map", {}))
     library, note = kernels.wait()
     return prepare_model(module, notes + note, library, config.compile)
+
+
+def _unpacked(config: ModelConfig, hf_config: Any) -> dict[str, Any]:
+    """The weights of a packed checkpoint, downloaded where they are not on the disk yet."""
+    files = weight_files(config)
+    if files is None:
+        from huggingface_hub import snapshot_download
+
+        with quiet():
+            snapshot_download(config.model, revision=config.revision, allow_patterns=["*.safetensors", _INDEX])
+        files = weight_files(config)
+    settings = quantization(hf_config)
+    assert settings is not None
+    return unpacked_weights(config.model, files or [], settings)
 
 
 def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:

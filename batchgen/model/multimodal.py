@@ -106,6 +106,20 @@ def _other_parts(module: Any) -> Iterator[tuple[torch.nn.Module, str]]:
                 yield parent, name
 
 
+def own_class(kind: Any, config: Any) -> Any:
+    """The model's own class behind one of transformers' Auto classes, which take weights by their files only.
+
+    Raises `ValueError` for a model whose class is not one of transformers.
+    """
+    mapping = getattr(kind, "_model_mapping", None)
+    if mapping is None:
+        return kind
+    if type(config) not in mapping:
+        raise ValueError(f"{type(config).__name__} is not a model of transformers")
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, list | tuple) else found
+
+
 def left_out(config: Any) -> frozenset[str]:
     """Names of the modules that are not loaded; empty for a model of text alone."""
     kind = model_class(config)

@@ -1,7 +1,7 @@
 """Checkpoints whose weights are quantized: which of them are read, and what they are in memory.
 
-FP8, MXFP4 and compressed-tensors are dequantized as they are loaded, by transformers, on every kind of device: what runs are plain weights of 16 or 32 bits,
-under all of our kernels. torchao's stay as they are.
+FP8, MXFP4 and compressed-tensors are dequantized as they are loaded by transformers, AWQ, GPTQ, bitsandbytes and ModelOpt by `packed`, on
+every kind of device: what runs are plain weights of 16 or 32 bits, under all of our kernels. torchao's stay as they are.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from typing import Any
 import torch
 
 from batchgen.errors import ModelError
+from batchgen.model.packed import PACKED
 from batchgen.model_files import QUANTIZERS
 from batchgen.prompts.tokenizer import language_config, text_config
 
-DEQUANTIZED = {"fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors"}
+DEQUANTIZED = {
+    "fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
+    "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
+}  # fmt: skip
 """What is dequantized at load, by `quant_method`."""
 _PACKAGES = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors", "torchao": "torchao"}
 
 
 def quant_method(hf_config: Any) -> str | None:
     """How a checkpoint's weights are quantized, as its configuration calls it; None where they are not."""
-    found = _settings(hf_config)
+    found = quantization(hf_config)
     return None if found is None else str(found.get("quant_method", "unknown"))
 
 
@@ -50,17 +54,28 @@ def check_quantization(model: str, hf_config: Any) -> None:
 
 
 def with_dequantization(hf_config: Any) -> Any:
-    """A copy of the configuration that has transformers dequantize the weights, where they are of a kind that is dequantized."""
+    """A copy of the configuration that has transformers dequantize the weights, or find weights that were dequantized for it."""
     asked = copy.deepcopy(hf_config)
-    settings = _settings(asked)
-    if settings is not None and is_dequantized(asked):
+    settings = quantization(asked)
+    if quant_method(asked) in PACKED:
+        for part in _parts(asked):
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
+    elif settings is not None and is_dequantized(asked):
         settings["dequantize"] = True
     return asked
 
 
-def num_weights(name: str, dtype: str, shape: list[int]) -> int:
-    """How many plain numbers a quantized tensor of a safetensors file becomes; 0 for scales, and for tensors that are not quantized."""
+def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
+    """How many plain numbers a quantized tensor of a safetensors file becomes; 0 for scales, and for tensors that are not quantized.
+
+    `bits`: of a number in a packed word.
+    """
     count = math.prod(shape)
+    if name.endswith(".qweight"):  # AWQ and GPTQ
+        return count * 32 // bits
+    if name.endswith(".weight") and dtype == "U8":  # bitsandbytes and NVFP4
+        return 2 * count
     if name.endswith("_blocks"):  # MXFP4: two to a byte
         return 2 * count
     if name.endswith(".weight_packed"):  # compressed-tensors, of 4 bits
@@ -79,9 +94,19 @@ def note_of(hf_config: Any, module: torch.nn.Module) -> str:
     )
 
 
-def _settings(hf_config: Any) -> dict[str, Any] | None:
-    """The quantization's settings: the checkpoint's own, or of the language model in it."""
-    for part in (hf_config, language_config(hf_config), text_config(hf_config)):
+def packed_bits(hf_config: Any) -> int:
+    """Bits of a number in a packed word, as the configuration says."""
+    bits = (quantization(hf_config) or {}).get("bits")
+    return bits if isinstance(bits, int) and bits > 0 else 4
+
+
+def _parts(hf_config: Any) -> tuple[Any, ...]:
+    return hf_config, language_config(hf_config), text_config(hf_config)
+
+
+def quantization(hf_config: Any) -> dict[str, Any] | None:
+    """The quantization's settings: the checkpoint's own, or of the language model in it; None where it is not quantized."""
+    for part in _parts(hf_config):
         found = getattr(part, "quantization_config", None)
         if isinstance(found, dict):
             return found

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model.loader import load_model, weight_bytes
-from batchgen.model.quantized import check_quantization, with_dequantization
+from batchgen.model.quantized import check_quantization, packed_bits, with_dequantization
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
-from support.quantized import CHECKPOINTS, make
+from support.quantized import CHECKPOINTS, PACKED, dequantized, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries', of each other
-CORE = {"fp8", "mxfp4", "W4A16"}
+CORE = {"fp8", "W4A16", "awq", "gptq", "modelopt NVFP4", "bitsandbytes nf4"}
 PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12], list(range(70, 120))]
 LENGTHS = [12, 5, 20, 8]
 WIDEST = {
@@ -30,17 +30,30 @@ WIDEST = {
     "W4A16": 0.8,
     "NVFP4A16": 0.8,
     "mxfp4": 0.8,
+    "awq": 0.5,
+    "awq experts": 0.5,
+    "gptq": 0.5,
+    "gptq in order": 0.5,
+    "gptq 8 bits": 0.06,
+    "gptq_v2": 0.5,
+    "modelopt FP8": 0.25,
+    "modelopt NVFP4": 0.8,
+    "bitsandbytes nf4": 0.8,
+    "bitsandbytes fp4": 0.8,
+    "bitsandbytes int8": 0.06,
 }
 """Largest difference of a logit from the model that was quantized, relative to the largest: these models are random and tiny."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if name in CORE else pytest.mark.slow) for name in CHECKPOINTS],
+    params=[pytest.param(name, marks=[] if name in CORE else pytest.mark.slow) for name in (*CHECKPOINTS, *PACKED)],
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     if request.param.isupper() or request.param.startswith(("W", "N")):
         pytest.importorskip("compressed_tensors")
+    if request.param.startswith("bitsandbytes"):
+        pytest.importorskip("bitsandbytes")
     folder = tmp_path_factory.mktemp("quantized")
     return request.param, folder, make(request.param, folder)
 
@@ -53,8 +66,11 @@ def load(folder: Path, dtype: str) -> Any:
 @torch.inference_mode()
 def test_output_is_that_of_transformers_on_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, original = checkpoint
-    asked = with_dequantization(AutoConfig.from_pretrained(folder))
-    reference = AutoModelForCausalLM.from_pretrained(folder, config=asked, dtype=torch.float32).float().eval()
+    if name in PACKED:
+        reference = dequantized(name, folder)
+    else:
+        asked = with_dequantization(AutoConfig.from_pretrained(folder))
+        reference = AutoModelForCausalLM.from_pretrained(folder, config=asked, dtype=torch.float32).float().eval()
     model = load(folder, "float32")
     expected = [expect(reference, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     results = run(engine_for(model), make_requests(PROMPTS, LENGTHS))
@@ -68,7 +84,9 @@ def test_output_is_that_of_transformers_on_the_dequantized_weights(checkpoint: t
 def test_the_user_is_told_what_the_weights_take(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, _ = checkpoint
     model = load(folder, "bfloat16")
-    kind = "FP8" if name.startswith("fp8") else "MXFP4" if name == "mxfp4" else "compressed-tensors"
+    kinds = {"awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ", "fp8": "FP8", "mxfp4": "MXFP4"}
+    first = name.split()[0]
+    kind = kinds.get(first, {"modelopt": "ModelOpt"}.get(first, first if name in PACKED else "compressed-tensors"))
     assert model.notes[0] == (
         f"the {kind} weights were dequantized to bfloat16 and take 0.00 GiB; activations are not quantized"
     )
@@ -85,14 +103,16 @@ def test_nothing_of_the_quantization_is_left_for_our_kernels_to_avoid(checkpoint
 
 def test_the_room_they_need_is_that_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, original = checkpoint
-    needed = weight_bytes([folder / "model.safetensors"], torch.bfloat16, dequantized=True)
+    needed = weight_bytes(
+        [folder / "model.safetensors"], torch.bfloat16, unpacked=packed_bits(AutoConfig.from_pretrained(folder))
+    )
     real = sum(2 * p.numel() for p in original.parameters())
     assert (
         real <= needed < (2 if name == "W8A16" else 1.2) * real
     )  # and the scales; four numbers of 8 bits are taken for eight of 4
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "modelopt"])
+@pytest.mark.parametrize("method", ["aqlm", "hqq", "quark"])
 def test_what_is_not_read_is_refused_by_name_for_hub_models_too(method: str) -> None:
     config = AutoConfig.for_model("llama")
     config.quantization_config = {"quant_method": method}

@@ -214,7 +214,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
             quantized(method),
             f"the model in 'M' is quantized with {name}, which batchgen does not read; {ORIGINAL}",
         )
-        for method, name in (("awq", "AWQ"), ("gptq", "GPTQ"), ("bitsandbytes", "bitsandbytes"), ("modelopt", "ModelOpt"))
+        for method, name in (("aqlm", "AQLM"), ("hqq", "HQQ"), ("quark", "Quark"))
     },
     "float8 without scales": (
         settings(dtype="float8_e4m3fn"),

@@ -20,14 +20,24 @@ def original(name: str) -> Any:
     """The bfloat16 model that a checkpoint is made of."""
     if name == "mxfp4":
         return build("gpt_oss/yarn", intermediate_size=64).bfloat16()
-    if name == "fp8 experts":
+    if name.endswith(" experts"):
         return build("qwen3_moe").bfloat16()
+    if name.startswith(
+        "bitsandbytes"
+    ):  # whose CPU kernel takes rows that are no multiple of a block for others (0.50.2)
+        return build("llama", intermediate_size=128).bfloat16()
     return build("llama").bfloat16()
 
 
 def make(name: str, folder: Path) -> Any:
     """Writes the checkpoint and returns the model that it was made of."""
     model = original(name)
+    if name in PACKED:
+        if name.startswith("bitsandbytes"):
+            _bitsandbytes(model, name, folder)
+        else:
+            _packed(model, name, folder)
+        return model
     if name.startswith("fp8"):
         _fp8(model, folder)
     elif name == "mxfp4":
@@ -38,6 +48,25 @@ def make(name: str, folder: Path) -> Any:
 
 
 CHECKPOINTS = ("fp8", "fp8 experts", "mxfp4", "W8A8", "W8A16", "W4A16", "FP8_DYNAMIC", "NVFP4A16")
+"""Those that transformers dequantizes."""
+PACKED = (
+    "awq", "awq experts", "gptq", "gptq in order", "gptq 8 bits", "gptq_v2", "modelopt FP8", "modelopt NVFP4",
+    "bitsandbytes nf4", "bitsandbytes fp4", "bitsandbytes int8",
+)  # fmt: skip
+"""Those that we dequantize."""
+
+
+def dequantized(name: str, folder: Path) -> Any:
+    """The float32 model of the exact weights that a checkpoint of `PACKED` stands for: by its own library, or as they were written."""
+    from transformers import AutoModelForCausalLM
+
+    if name.startswith("bitsandbytes"):
+        made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for weight in made.parameters():
+            if getattr(weight, "quant_state", None) is not None:
+                weight.quant_state.dtype = torch.float32  # otherwise the library rounds to the checkpoint's type
+        return made.dequantize().float().eval()
+    return AutoModelForCausalLM.from_pretrained(folder / "exact", dtype=torch.float32).eval()
 
 
 def _write(model: Any, folder: Path, state: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
@@ -121,3 +150,107 @@ def _compressed_tensors(model: Any, preset: str, folder: Path) -> None:
     compressor.compress_model(made)
     made.save_pretrained(folder)
     compressor.update_config(folder)
+
+
+def _packed(model: Any, name: str, folder: Path) -> None:
+    """By the format's definition; what the numbers stand for exactly is written to the folder `exact`, in float32."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder)  # experts as the hub has them, one by one
+    state, exact = load_file(folder / "model.safetensors"), {}
+    pack = {"awq": _awq, "gptq": _gptq, "modelopt": _modelopt}[name.split()[0].removesuffix("_v2")]
+    for key, weight in list(state.items()):
+        if key.endswith("_proj.weight"):
+            parts, dense = pack(weight.float(), name)
+            exact[key] = dense
+            del state[key]
+            layer = key.removesuffix(".weight")
+            state |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
+        else:
+            exact[key] = weight.float()
+    settings = {
+        "awq": {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "version": "gemm", "zero_point": True},
+        "gptq": {"quant_method": "gptq", "bits": 8 if "8 bits" in name else 4, "group_size": BLOCK, "sym": False},
+        "modelopt": {"quant_method": "modelopt", "quant_algo": name.split()[-1]},
+    }[name.split()[0].removesuffix("_v2")]
+    if name == "gptq_v2":
+        settings["checkpoint_format"] = "gptq_v2"
+    (folder / "exact").mkdir()
+    save_file({k: v.contiguous() for k, v in exact.items()}, folder / "exact" / "model.safetensors", {"format": "pt"})
+    (folder / "exact" / "config.json").write_text((folder / "config.json").read_text())
+    _write(model, folder, state, settings)
+
+
+def _by_groups(weight: torch.Tensor, groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """Codes [in, out], zeros and scales [groups, out] of an asymmetric quantization, the group of each input, and the exact weights [out, in]."""
+    rows = weight.T.contiguous()
+    count = int(groups.max()) + 1
+    zeros, scales = torch.empty(count, rows.shape[1], dtype=torch.int32), torch.empty(count, rows.shape[1])
+    for group in range(count):
+        low, high = rows[groups == group].amin(0).clamp(max=0), rows[groups == group].amax(0).clamp(min=0)
+        scales[group] = ((high - low) / (2**bits - 1)).half().float()
+        zeros[group] = (-low / scales[group]).round().clamp(0, 2**bits - 1).int()
+    codes = (rows / scales[groups] + zeros[groups]).round().clamp(0, 2**bits - 1).int()
+    return codes, zeros, scales, ((codes - zeros[groups]) * scales[groups]).T
+
+
+def _words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """The last dimension packed into int32 words, the first number lowest, or by `order`: which number of a word is in each place."""
+    per_word = 32 // bits
+    blocks = codes.long().unflatten(-1, (-1, per_word))[..., list(order or range(per_word))]
+    words = (blocks << (torch.arange(per_word) * bits)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def _awq(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """AutoAWQ's WQLinear_GEMM."""
+    codes, zeros, scales, exact = _by_groups(weight, torch.arange(weight.shape[1]) // BLOCK, 4)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {"qweight": _words(codes, 4, order), "qzeros": _words(zeros, 4, order), "scales": scales.half()}
+    return parts, exact
+
+
+def _gptq(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """AutoGPTQ's QuantLinear; with its inputs sorted by their activations (`desc_act`) but for `in order`."""
+    bits = 8 if "8 bits" in name else 4
+    groups = torch.arange(weight.shape[1]) // BLOCK
+    if "in order" not in name:
+        groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))]
+    codes, zeros, scales, exact = _by_groups(weight, groups, bits)
+    stored = zeros if name == "gptq_v2" else (zeros - 1) % 2**bits
+    parts = {
+        "qweight": _words(codes.T, bits).T,
+        "qzeros": _words(stored, bits),
+        "scales": scales.half(),
+    }
+    return parts | ({} if "in order" in name else {"g_idx": groups.int()}), exact
+
+
+def _modelopt(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """NVIDIA's checkpoints: FP8 with one scale, or NVFP4."""
+    one = torch.tensor(1.0)
+    if name.endswith("FP8"):
+        scale = weight.abs().max() / 448
+        codes = (weight / scale).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scale, "input_scale": one}, codes.float() * scale
+    whole = weight.abs().max() / (6 * 448)
+    blocks = weight.unflatten(-1, (-1, 16))
+    scale = (blocks.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    scales = (scale.float() * whole)[..., None]
+    code = (blocks / scales.clamp(min=1e-12))[..., None].sub(E2M1).abs().argmin(-1)
+    exact = (E2M1[code] * scales).flatten(-2)
+    code = code.flatten(-2).to(torch.uint8)
+    parts = {"weight": code[..., 0::2] | (code[..., 1::2] << 4), "weight_scale": scale, "weight_scale_2": whole}
+    return parts | {"input_scale": one}, exact
+
+
+def _bitsandbytes(model: Any, name: str, folder: Path) -> None:
+    """By the library itself, through transformers."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    model.save_pretrained(folder / "plain")
+    kind = name.split()[1]
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": kind == "nf4"}
+    settings = BitsAndBytesConfig(**({"load_in_8bit": True} if kind == "int8" else four))
+    made = AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.bfloat16, quantization_config=settings)
+    made.save_pretrained(folder)

@@ -1,0 +1,181 @@
+"""Weights that are packed in formats which transformers reads with another package's kernels only: AWQ, GPTQ, bitsandbytes and ModelOpt.
+
+The files are read here, and the weights look to transformers like those of a model that was never quantized: each is unpacked when it
+is asked for, so that no more than a few are held twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchgen.errors import ModelError
+
+_Tensors = Mapping[str, torch.Tensor]
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the columns of a block of eight are among the nibbles of AWQ's words."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_PARTS = {
+    "awq": ("qweight", "qzeros", "scales"),
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "bitsandbytes": (
+        "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
+        "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format",
+    ),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"),
+}  # fmt: skip
+"""What a weight consists of, behind the name of its layer. Scales of activations and of the KV are not used."""
+PACKED = frozenset(_PARTS)
+"""The formats, by their `quant_method`."""
+
+
+class PackedWeight:
+    """A weight that is unpacked when it is indexed, as transformers does with the slices of a file."""
+
+    def __init__(self, parts: Mapping[str, Any], unpack: Callable[[_Tensors], torch.Tensor]) -> None:
+        self._parts, self._unpack = parts, unpack
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The whole weight, in float32 or as it is in the file; `index` is `...`."""
+        return self._unpack({name: part[...] for name, part in self._parts.items()})[index]
+
+
+def unpacked_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of the files by the names that they have in a model that is not quantized; `settings` are the quantization's.
+
+    Raises `ModelError` for a variant of the format that is not known.
+    """
+    from safetensors import safe_open
+
+    method = str(settings["quant_method"])
+    problem = _unknown_variant(method, settings)
+    slices: dict[str, Any] = {}
+    for path in files:
+        file: Any = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+        slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
+    if any(name.endswith("pre_quant_scale") for name in slices):
+        problem = "its activations are scaled (pre_quant_scale)"
+    if problem is not None:
+        raise ModelError(
+            f"the model {model!r} is quantized in a way that batchgen does not read: {problem}",
+            "give the original model, or one quantized in a way that docs/quantized.md lists",
+        )
+    layers: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    for name, part in slices.items():
+        suffix = next((s for s in sorted(_PARTS[method], key=len, reverse=True) if name.endswith(f".{s}")), None)
+        if suffix is None:
+            found[name] = part
+        else:
+            layers.setdefault(name.removesuffix(f".{suffix}"), {})[suffix] = part
+    for layer, parts in layers.items():
+        if "weight" in parts and len(parts) == 1:
+            found[f"{layer}.weight"] = parts["weight"]  # a layer that is not quantized
+        elif "weight" in parts or "qweight" in parts:
+            found[f"{layer}.weight"] = PackedWeight(parts, _UNPACK[method](settings))
+    return found
+
+
+def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
+    """What of a format's settings is not known here; None where all is."""
+    bits = settings.get("bits", settings.get("w_bit"))
+    if method == "awq":
+        version = str(settings.get("version", "gemm")).lower()
+        if version != "gemm" or bits not in (None, 4):
+            return f"AWQ of version {version!r} with {bits} bits"
+    if method == "gptq" and bits not in (2, 4, 8):
+        return f"GPTQ with {bits} bits"
+    return None
+
+
+def _nibbles(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers of `bits` bits in int32 words, from the lowest on, in a new last dimension."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words[..., None] >> shifts) & ((1 << bits) - 1)
+
+
+def _awq(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
+    """AutoAWQ's `gemm`: int32 [in, out/8], zeros [in/group, out/8] and scales [in/group, out]; each word has its columns in an order of its own."""
+    del settings
+
+    def columns(words: torch.Tensor) -> torch.Tensor:
+        return _nibbles(words, 4)[..., list(_AWQ_ORDER)].flatten(1)
+
+    def unpack(parts: _Tensors) -> torch.Tensor:
+        weight, scales = columns(parts["qweight"]), parts["scales"].float()
+        group = weight.shape[0] // scales.shape[0]
+        weight = weight.view(scales.shape[0], group, -1) - columns(parts["qzeros"])[:, None]
+        return (weight * scales[:, None]).flatten(0, 1).T.contiguous()
+
+    return unpack
+
+
+def _gptq(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
+    """AutoGPTQ's and GPTQModel's: int32 [in*bits/32, out], zeros [groups, out*bits/32], scales [groups, out]; `g_idx` [in] is a row's group.
+
+    Zeros are stored less one, but for `checkpoint_format` `gptq_v2`. The bits of a layer may differ from the settings' (`dynamic`).
+    """
+    shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+
+    def unpack(parts: _Tensors) -> torch.Tensor:
+        words, scales, groups = parts["qweight"], parts["scales"].float(), parts.get("g_idx")
+        bits = int(settings["bits"]) if groups is None else words.shape[0] * 32 // len(groups)
+        weight = _nibbles(words.T.contiguous(), bits).flatten(1)  # [out, in]
+        zeros = (_nibbles(parts["qzeros"], bits).flatten(1) + shift) & ((1 << bits) - 1)
+        if groups is None:
+            groups = torch.arange(weight.shape[1]) // (weight.shape[1] // scales.shape[0])
+        groups = groups.long()
+        return (weight - zeros[groups].T) * scales[groups].T
+
+    return unpack
+
+
+def _bitsandbytes(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
+    """NF4 and FP4 by a table of 16 numbers, with a scale for each block that may be quantized itself; int8 with a scale for each row."""
+    del settings
+
+    def unpack(parts: _Tensors) -> torch.Tensor:
+        state = next((part for name, part in parts.items() if ".quant_state." in name), None)
+        if state is None:
+            return parts["weight"].float() * parts["SCB"].float()[:, None] / 127
+        made = json.loads(bytes(state.tolist()))
+        scales = parts["weight.absmax"]
+        if "weight.nested_absmax" in parts:
+            nested = parts["weight.nested_absmax"].repeat_interleave(made["nested_blocksize"])[: len(scales)]
+            scales = parts["weight.nested_quant_map"][scales.long()] * nested + made["nested_offset"]
+        packed = parts["weight"].flatten()
+        codes = torch.stack([packed >> 4, packed & 15], -1).flatten().long()
+        size = torch.Size(made["shape"]).numel()
+        scales = scales.float().repeat_interleave(made["blocksize"])[:size]
+        return (parts["weight.quant_map"][codes[:size]].float() * scales).view(made["shape"])
+
+    return unpack
+
+
+def _modelopt(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
+    """NVIDIA's: FP8 with a scale for the tensor or each row; NVFP4, two numbers in a byte, with an FP8 scale for each 16 and one for the tensor."""
+    del settings
+
+    def unpack(parts: _Tensors) -> torch.Tensor:
+        weight, scale = parts["weight"], parts.get("weight_scale")
+        if scale is None:
+            return weight
+        if weight.dtype != torch.uint8:
+            return weight.float() * (scale.float()[:, None] if scale.dim() == 1 and len(scale) > 1 else scale.float())
+        codes = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()
+        scales = scale.float() * parts["weight_scale_2"].float()
+        return torch.tensor(_E2M1)[codes] * scales.repeat_interleave(codes.shape[-1] // scale.shape[-1], -1)
+
+    return unpack
+
+
+_UNPACK: dict[str, Callable[[Mapping[str, Any]], Callable[[_Tensors], torch.Tensor]]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
+}
