@@ -55,7 +55,7 @@ def unpacked_weights(model: str, files: Sequence[Path], settings: Mapping[str, A
     problem = _unknown_variant(method, settings)
     slices: dict[str, Any] = {}
     for path in files:
-        file: Any = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+        file: Any = safe_open(path, framework="pt")
         slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
     if any(name.endswith("pre_quant_scale") for name in slices):
         problem = "its activations are scaled (pre_quant_scale)"
