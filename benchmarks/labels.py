@@ -70,7 +70,8 @@ def main() -> None:
             engine = Engine(model, tokenizer, EngineConfig(kv_memory="2GiB"))
             began = time.perf_counter()
             leaves = leaves_of(requests(args.rows, params))
-            engine.generate(leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16), on_result=lambda result: None)
+            engine.add(leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16), lambda result: None)
+            engine.run()
             seconds[name].append(time.perf_counter() - began)
             print(name, f"{args.rows / seconds[name][-1]:.1f} rows/s", flush=True)
     figures = {name: {"seconds": s, "rows_per_s": args.rows / statistics.median(s)} for name, s in seconds.items()}

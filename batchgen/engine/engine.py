@@ -153,18 +153,6 @@ class Engine:
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
 
-    def generate(
-        self,
-        leaves: Sequence[Leaf],
-        plan: PrefixPlan,
-        *,
-        on_result: OnResult,
-        stop: Callable[[], str | None] | None = None,
-    ) -> None:
-        """`add` and `run`."""
-        self.add(leaves, plan, on_result)
-        self.run(stop)
-
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
     ) -> None:

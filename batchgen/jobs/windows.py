@@ -15,11 +15,6 @@ from batchgen.prefix import PrefixNode, PrefixPlan, carried_tokens, plan_prefixe
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
 from batchgen.result import Completion
 
-_PATHS_OF_A_WINDOW = 256
-"""Prefixes that are remembered of one window: those with the most tokens saved."""
-_MAX_PATHS = 2048
-"""Prefixes that are remembered in all; the oldest go first."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
@@ -126,7 +121,9 @@ class PlannedWindows:
 class KeptPrefixes:
     """The most shared prefixes of the windows so far, the newest last. Bounded, whatever the input is."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_paths: int = 2048, paths_of_a_window: int = 256) -> None:
+        """Keeps at most `max_paths`, and of each window the `paths_of_a_window` that save the most."""
+        self._max_paths, self._paths_of_a_window = max_paths, paths_of_a_window
         self._paths: dict[bytes, TokenArray] = {}
         self._last: TokenArray | None = None
 
@@ -140,12 +137,12 @@ class KeptPrefixes:
             paths.append(self._last)
         carried = carried_tokens(plan, prompts, paths)
         self._last = prompts[plan.order[-1]].copy()
-        for node in heapq.nlargest(_PATHS_OF_A_WINDOW, plan.nodes, key=_saved_tokens):
+        for node in heapq.nlargest(self._paths_of_a_window, plan.nodes, key=_saved_tokens):
             path = prompts[plan.order[node.first]][: node.end].copy()
             key = path.tobytes()
             self._paths.pop(key, None)
             self._paths[key] = path
-        while len(self._paths) > _MAX_PATHS:
+        while len(self._paths) > self._max_paths:
             self._paths.pop(next(iter(self._paths)))
         return carried
 

@@ -1,6 +1,6 @@
-"""What the sampler knows of each running sequence, by slot: on the host, and of all in one table on the device.
+"""The sampling parameters of the running sequences, by slot: records on the host and one table on the device.
 
-On the CPU there is no table: a column of a step's rows is a view of the host's records.
+On the CPU there is no table: a column of a step's rows is a copy from the host's records.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from batchgen.kernels.transfer import put
 from batchgen.sampling_params import SamplingParams
 
-# What a slot holds. `seen` and `counts` are rows of the penalty tensors, -1 where the sequence needs none.
+# The record of a slot. `seen` and `counts` are rows of the penalty tensors; -1 if the sequence needs none.
 _SLOT = np.dtype(
     [
         ("used", "?"),
@@ -29,14 +29,14 @@ _SLOT = np.dtype(
         ("seed", "i8"),
         ("key", "u8", 2),
         ("choice", "i8"),
-        ("logprobs", "i8"),  # how many of the likeliest tokens; -1 for none
+        ("logprobs", "i8"),  # number of likeliest tokens to report; -1 for no log-probabilities
         ("seen", "i8"),
         ("counts", "i8"),
     ]
 )
 _EMPTY = np.zeros((), dtype=_SLOT)
 
-# Of those, what the device needs, and as what.
+# The fields that the device needs, and their types there.
 _TABLE: dict[str, torch.dtype] = {
     "temperature": torch.float32,
     "top_k": torch.int64,
@@ -52,7 +52,7 @@ _COLUMNS = {name: i for i, name in enumerate((*_TABLE, "u"))}
 
 
 class Batch:
-    """The rows of a step, or some of them: what is known of each, and its uniform number."""
+    """The rows of a step, or some of them: the record and the uniform number of each."""
 
     def __init__(
         self, records: NDArray[Any], u: NDArray[np.float64], device: torch.device, table: torch.Tensor | None
@@ -67,7 +67,7 @@ class Batch:
         return len(self.records)
 
     def column(self, name: str) -> torch.Tensor:
-        """What the rows hold under this name [N, 1], on the device; `u` are their uniform numbers."""
+        """Returns a field of the rows' records [N, 1] on the device; the name `u` gives their uniform numbers."""
         if self._table is None:
             return put((self._u if name == "u" else self.records[name]).copy(), self._device)[:, None]
         at = _COLUMNS[name]
@@ -75,11 +75,11 @@ class Batch:
         return self._table[:, at : at + 1].to(self._table.dtype if dtype == torch.float64 else dtype)
 
     def rows(self, name: str) -> torch.Tensor:
-        """The same [N]."""
+        """Returns `column` as [N]."""
         return self.column(name)[:, 0]
 
     def part(self, rows: NDArray[np.int64]) -> tuple[Batch, torch.Tensor | slice]:
-        """These rows, and what picks them out of tensors that have all of them."""
+        """Returns these rows, and the index that selects them in tensors that have all rows."""
         if len(rows) == len(self):
             return self, slice(None)
         at = put(rows, self._device)
@@ -88,7 +88,7 @@ class Batch:
         ), at
 
     def chunk(self, rows: slice) -> Batch:
-        """Rows that follow one another."""
+        """Returns a run of adjacent rows."""
         if rows.start == 0 and rows.stop >= len(self):
             return self
         return Batch(
@@ -97,7 +97,7 @@ class Batch:
 
 
 class Slots:
-    """Takes sequences in and gives the rows of a step. `count` slots at first; `wide` is the device's widest float."""
+    """The records of all slots. `count` is the number of slots at first; `wide` is the device's widest float type."""
 
     def __init__(self, vocab_size: int, device: torch.device, wide: torch.dtype, count: int) -> None:
         self._vocab_size = vocab_size
@@ -106,16 +106,16 @@ class Slots:
         self._tabled = device.type != "cpu"
         self.records = np.zeros(0, dtype=_SLOT)
         self._params: SamplingParams | None = None
-        """Those that came last, and what a slot holds of them."""
+        """The parameters that came last; `_record_of` is the record made of them."""
         self._record_of = _EMPTY
-        self._changed: set[int] = set()  # slots that the table on the device has yet to learn of
+        self._changed: set[int] = set()  # slots whose rows of the table on the device are out of date
         with torch.inference_mode(False):
             self._table = torch.zeros((0, len(_TABLE)), dtype=wide, device=device)
             self.last = torch.zeros(0, dtype=torch.int64, device=device)
         self._make(count)
 
     def take(self, slot: int, params: SamplingParams, key: bytes, choice: int) -> Any:
-        """A sequence takes the slot; its record is returned, whose `seen` and `counts` the caller may still set."""
+        """A sequence takes the slot. Returns its record; the caller sets `seen` and `counts` in it. Raises `ValueError` if the slot is in use."""
         if slot >= len(self.records):
             self._make(max(slot + 1, 2 * len(self.records)))
         record = self.records[slot]
@@ -130,7 +130,7 @@ class Slots:
         return record
 
     def free(self, slot: int) -> Any:
-        """The sequence leaves; what its slot held is returned."""
+        """Frees the slot and returns the record that it held. Raises `ValueError` if the slot is not in use."""
         if slot >= len(self.records) or not self.records[slot]["used"]:
             raise ValueError(f"slot {slot} is not in use")
         record = self.records[slot].copy()
@@ -139,14 +139,14 @@ class Slots:
         return record
 
     def of(self, slots: Sequence[int]) -> NDArray[Any]:
-        """The records of these slots, all of which must be in use."""
+        """Returns the records of these slots. Raises `ValueError` if one of them is not in use."""
         records = self.records[np.asarray(slots, dtype=np.int64)]
         if not records["used"].all():
             raise ValueError(f"slots {np.asarray(slots)[~records['used']].tolist()} are not in use")
         return records
 
     def batch(self, slots: Sequence[int], records: NDArray[Any], u: NDArray[np.float64]) -> tuple[Batch, torch.Tensor]:
-        """The rows of these slots with their records and uniform numbers, and the slots on the device; it takes one small copy."""
+        """Returns the rows of these slots, and the slots on the device. Takes one small copy to the device."""
         at = np.asarray(slots, dtype=np.int64)
         if not self._tabled:
             return Batch(records, u, self._device, None), torch.from_numpy(at)
@@ -156,7 +156,7 @@ class Slots:
         return Batch(records, u, self._device, torch.cat([self._table[places], columns[1][:, None]], dim=1)), places
 
     def _send(self) -> None:
-        """What has changed since the last step goes into the table, in one copy."""
+        """Brings the table on the device up to date, in one copy."""
         if not self._changed:
             return
         at = np.fromiter(self._changed, dtype=np.int64)
@@ -174,13 +174,13 @@ class Slots:
             self.last = torch.cat([self.last, self.last.new_zeros(more)])
 
     def _settings(self, params: SamplingParams) -> NDArray[Any]:
-        """A slot's record with the parameters in it. Rows without parameters of their own have one object of them."""
+        """Returns a record with these parameters. It is kept for the next sequence: rows without parameters of their own share one object."""
         record = np.zeros((), dtype=_SLOT)
         for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
             record[name] = getattr(params, name)
         record["top_k"] = params.top_k if params.top_k < self._vocab_size else 0
         record["top_p"] = params.top_p if params.top_p < 1 else np.inf
-        # Divides differences of logits in float32, where it must become neither 0 nor infinite.
+        # It divides differences of logits in float32, and must not become 0 or infinite there.
         record["temperature"] = 0 if params.greedy else min(max(params.temperature, 1e-30), 1e30)
         record["logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         record["seen"] = record["counts"] = -1

@@ -1,18 +1,18 @@
-"""Which tokens the running sequences may sample next. Knows token ids, no logits, nor how grammars are written.
+"""Which tokens the running sequences may sample next. Knows token ids; knows neither logits nor how grammars are written.
 
-A sequence goes by any name that its caller gives it, from its `add` to its `remove`.
+A sequence has any name that its caller gives it, from its `add` to its `remove`.
 
-A token may follow when what was sampled and its bytes begin a text of the row's grammar (grammars.py). The row's end tokens,
-the model's and its `stop_token_ids`, may follow where the text is whole and nowhere else; other special tokens never. So a
-completion that ends with `stop` is a text of the grammar; one that was cut (`length`) is the beginning of one. Within that
-the choice is the model's own: no spelling in tokens is preferred or forced.
+A token is allowed if the sampled text with the token's bytes is the beginning of a text of the row's grammar (grammars.py). End tokens (the
+model's and the row's `stop_token_ids`) are allowed where the text is complete and nowhere else; other special tokens never. So a
+completion that ends with `stop` is a text of the grammar, and one that was cut (`length`) is the beginning of one. Within these limits
+the choice is the model's: no spelling in tokens is preferred or forced.
 
-A model that marks its thoughts has them first: while it thinks every token may follow but the end tokens, and the grammar begins
-with the answer. Where the prompt has not opened the thoughts, the mark that opens them may be the first token. Thoughts that have taken
-their budget are ended: the tokens of the mark behind them are the only ones that may follow.
+A model that marks its thoughts thinks first. While it thinks, every token but the end tokens is allowed; the grammar begins with the
+answer. If the prompt has not opened the thoughts, the mark that opens them may be the first token. Thoughts that have used up their
+budget are ended: only the tokens of the closing mark are allowed.
 
-The masks of the whole batch are computed in another thread, which does not hold the interpreter, while the model runs.
-Shapes: N rows, V vocabulary; 32 tokens to a word of a mask, the first in the lowest bit.
+The masks of a batch are computed in another thread while the model runs; that thread does not hold the interpreter lock.
+Shapes: N rows, V vocabulary. A word of a mask has 32 tokens, the first in the lowest bit.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(eq=False)
-class _Row:
+class _Guided:
+    """A sequence that may not sample every token."""
+
     grammar: Grammar | None
     matcher: LLMatcher | None
-    """None for a row whose thoughts alone are limited."""
+    """None if only the length of the thoughts is limited."""
     ends: frozenset[int]
     """The tokens that end its completion."""
     tokens: list[int]
-    """What was sampled of the answer, without an end token."""
+    """The sampled tokens of the answer, without an end token."""
     error: RowError | None
     thoughts: ThoughtStream | None = None
     """None once the answer has begun."""
     budget: int | None = None
     """Tokens that the thoughts may still take; None for no limit."""
     forced: list[int] = field(default_factory=list)
-    """The only tokens that may follow, one after the other: they end the thoughts."""
+    """The only tokens that are allowed, in this order: they end the thoughts."""
 
     @property
     def thinking(self) -> bool:
@@ -62,15 +64,17 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _MaskJob:
+    """Masks that are being computed in the other thread."""
+
     names: list[Hashable]
     masks: Future[NDArray[np.uint32]]
 
 
 class Constraints:
-    """Grammars of the running sequences, and the masks of their next tokens.
+    """The grammars of the running sequences, and the masks of their next tokens.
 
-    `tokenizer` is transformers'; `vocab_size` is the width of the logits, which may be more or less than the tokenizer's.
+    `tokenizer` is transformers'. `vocab_size` is the width of the logits; the tokenizer may have more or fewer tokens.
     """
 
     def __init__(
@@ -84,35 +88,21 @@ class Constraints:
         self._thinking = thinking
         self._piece = Detokenizer(tokenizer).piece if thinking is not None else None
         self._opening = None if thinking is None else _opening(tokenizer, thinking, vocab_size)
-        """The token that the mark which opens thoughts begins with, if that is a token of its own."""
+        """The first token of the mark that opens thoughts, if it is an added token."""
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
         self._vocab_size = vocab_size
         self._eos = frozenset(i for i in eos_token_ids if i < vocab_size)
-        self._rows: dict[Hashable, _Row] = {}
-        self._thread = ThreadPoolExecutor(1, "masks")  # begins with the first work
-        self._work: _Work | None = None
-
-    def check(self, params: SamplingParams) -> None:
-        """Raises `ValueError`, in one line, for a regex or schema that cannot be used. Any thread may call this, as often as it likes.
-
-        Raises `UsageError` where none can be used: llguidance is missing, or the tokenizer is of another kind.
-        """
-        if params.constrained:
-            fault = self._vocabulary.grammar(params).fault
-            if fault:
-                raise ValueError(fault)
-
-    @property
-    def used(self) -> bool:
-        """Whether any sequence has a grammar."""
-        return bool(self._rows)
+        self._rows: dict[Hashable, _Guided] = {}
+        self._thread = ThreadPoolExecutor(1, "masks")  # starts with the first job
+        self._job: _MaskJob | None = None
 
     def add(
         self, name: Hashable, params: SamplingParams, generated: Sequence[int] = (), prompt: TokenArray | None = None
     ) -> None:
-        """A sequence begins. After a preemption `generated` are the tokens that it had already sampled. `prompt` tells whether it begins in thoughts.
+        """Adds a sequence. After a preemption, `generated` are the tokens that it had already sampled. `prompt` shows whether it begins in thoughts.
 
-        A grammar that cannot be used is raised by `accept`, for its row alone; `UsageError` as in `check`.
+        If its grammar cannot be used, `accept` raises that for this sequence alone. Raises `UsageError` if no grammar can be used
+        (`Vocabulary.grammar`).
         """
         self._settle()
         if name in self._rows:
@@ -123,7 +113,7 @@ class Constraints:
         grammar = self._vocabulary.grammar(params) if params.constrained else None
         ends = self._eos | {i for i in params.stop_token_ids if i < self._vocab_size}
         error = RowError("constraint_error", grammar.fault) if grammar is not None and grammar.fault else None
-        row = self._rows[name] = _Row(
+        row = self._rows[name] = _Guided(
             grammar,
             None if grammar is None else grammar.matcher.deep_copy(),
             ends,
@@ -140,18 +130,20 @@ class Constraints:
             self._replace_matcher(row)
 
     def _thoughts(self, params: SamplingParams, prompt: TokenArray | None) -> ThoughtStream | None:
-        """Follows a completion through its thoughts, if it may have any and they matter here."""
+        """Returns what follows the completion through its thoughts; None if it cannot have any, or its row asks for the raw text."""
         if self._thinking is None or self._piece is None or prompt is None or params.reasoning != "auto":
             return None
         end = "".join(map(self._piece, prompt[-PROMPT_END:].tolist()))
         stream = ThoughtStream(self._thinking, end, self._piece)
         return stream if stream.thinking or self._opening is not None else None
 
-    def _thought(self, row: _Row, token: int) -> bool:
-        """Takes a token that was sampled; whether it is one of the thoughts or their marks, not of the answer."""
+    def _thought(self, row: _Guided, token: int) -> bool:
+        """Takes a sampled token. Returns whether it belongs to the thoughts or their marks, not to the answer."""
         if row.thoughts is None:
             return False
-        if row.matcher is not None and not row.thinking:  # by the mask it opens the thoughts, or begins the answer
+        if (
+            row.matcher is not None and not row.thinking
+        ):  # the mask allowed it to open the thoughts or to begin the answer
             row.thoughts.thinking = token == self._opening
             if not row.thinking:
                 row.thoughts = None
@@ -167,14 +159,14 @@ class Constraints:
         answered, rest = row.thoughts.answer_start == 0, row.thoughts.begins.strip()
         row.thoughts = None
         row.forced.clear()
-        if rest and row.matcher is not None:  # a token that ends the mark and begins the answer
+        if rest and row.matcher is not None:  # the token ends the mark and begins the answer
             row.tokens += self._tokenizer.encode(rest, add_special_tokens=False)
             if not row.matcher.consume_tokens(row.tokens):
                 row.error = _went_wrong(row, "the mark behind the thoughts runs into the answer")
         return not answered
 
-    def _limit(self, row: _Row) -> None:
-        """Ends the thoughts of a row that has no tokens left for them."""
+    def _limit(self, row: _Guided) -> None:
+        """Ends the thoughts of a sequence whose budget for them is used up."""
         if row.thoughts is None or not row.thinking or row.budget is None or row.budget > 0 or row.forced:
             return
         assert self._thinking is not None
@@ -182,40 +174,41 @@ class Constraints:
         row.forced = self._tokenizer.encode(ending, add_special_tokens=False)
 
     def remove(self, name: Hashable) -> None:
-        """The sequence leaves; nothing of it stays. Does nothing for one without a grammar."""
+        """Forgets a sequence. Does nothing for one without a grammar."""
         if name in self._rows:
             self._settle()
             del self._rows[name]
 
     def clear(self) -> None:
-        """All sequences leave."""
+        """Forgets all sequences."""
         self._settle()
         self._rows.clear()
 
     def start(self, names: Sequence[Hashable]) -> None:
-        """Begins to compute the masks of these sequences in another thread. `mask` of the same ones then takes them."""
+        """Starts to compute the masks of these sequences in another thread. `mask` of the same sequences then returns them."""
         self._settle()
         rows = [self._rows.get(name) for name in names] if self._rows else []
         if any(rows):
-            self._work = _Work(list(names), self._thread.submit(self._masks, rows))
+            self._job = _MaskJob(list(names), self._thread.submit(self._masks, rows))
 
     def mask(self, names: Sequence[Hashable]) -> torch.Tensor | None:
-        """The tokens that may follow, int32 [N, ceil(V / 32)] on the host, in the order of `names`; None when none of them has a grammar.
+        """Returns the allowed tokens, int32 [N, ceil(V / 32)] on the host, in the order of `names`; None if none of them has a grammar.
 
-        Waits for what `start` began, or computes it now. Rows without a grammar have all bits set; those whose grammar went
-        wrong have all but the end tokens', so that they come to `accept`.
+        Waits for what `start` began, or computes it now. Rows without a grammar have all bits set. Rows whose grammar has failed have
+        all bits but those of end tokens, so that a token reaches `accept`, which raises the error.
         """
-        if self._work is None or self._work.names != list(names):
+        if self._job is None or self._job.names != list(names):
             self.start(names)
-        if self._work is None:
+        if self._job is None:
             return None
-        masks = self._work.masks.result()
+        masks = self._job.masks.result()
         return torch.from_numpy(masks.view(np.int32)[:, : (self._vocab_size + 31) // 32])
 
     def accept(self, name: Hashable, token: int) -> bool:
-        """The token was sampled, under the sequence's mask. Returns whether the text is whole and nothing may follow: the completion ends with `stop`.
+        """Takes a token that was sampled under the sequence's mask. Returns whether the text is complete and nothing may follow: the completion
+        ends with `stop`.
 
-        Raises `RowError("constraint_error")` when the row's grammar went wrong, here or before.
+        Raises `RowError("constraint_error")` if the sequence's grammar has failed, here or before.
         """
         self._settle()
         row = self._rows.get(name)
@@ -229,7 +222,7 @@ class Constraints:
             return False
         ended = token in row.ends
         if row.error is None and ended and not row.matcher.is_accepting():
-            row.error = _went_wrong(row, "an end token was drawn inside the text")
+            row.error = _went_wrong(row, "an end token was sampled inside the text")
         elif row.error is None and not ended:
             row.tokens.append(token)
             if not row.matcher.consume_token(token):
@@ -239,13 +232,13 @@ class Constraints:
         return ended or row.matcher.is_stopped()
 
     def _settle(self) -> None:
-        """Before a matcher is touched: waits until none is at work. The masks are out of date then."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.masks.result()
+        """Waits until no matcher is in use by the other thread, and drops the masks that it has computed."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.masks.result()
 
-    def _masks(self, rows: Sequence[_Row | None]) -> NDArray[np.uint32]:
-        """[N, V // 32 + 1]: with a bit for llguidance's end, which is not set."""
+    def _masks(self, rows: Sequence[_Guided | None]) -> NDArray[np.uint32]:
+        """Returns the masks [N, V // 32 + 1]. They have room for llguidance's end token, whose bit is not set."""
         masks = np.full((len(rows), self._vocab_size // 32 + 1), _ALL, dtype=np.uint32)
         for i, row in enumerate(rows):
             if row is not None and row.thinking and row.error is None:
@@ -266,7 +259,7 @@ class Constraints:
             if row.error is None and row.thoughts is not None and self._opening is not None:
                 masks[i, self._opening // 32] |= np.uint32(1 << self._opening % 32)
         for i in np.flatnonzero(~masks.any(axis=1)).tolist():
-            if ours[i].error is None:  # the model has no end token, or it is one that the text would have gone on with
+            if ours[i].error is None:  # the model has no end token, or its end token is the only text that could follow
                 ours[i].error = _went_wrong(ours[i], "no token may follow")
         failed = {i: row for i, row in ours.items() if row.error is not None}
         if failed:
@@ -274,8 +267,8 @@ class Constraints:
             self._place_ends(masks, failed)
         return masks
 
-    def _mask_thoughts(self, mask: NDArray[np.uint32], row: _Row) -> None:
-        """What may follow in thoughts: anything but an end, which would leave the answer out; or what ends them."""
+    def _mask_thoughts(self, mask: NDArray[np.uint32], row: _Guided) -> None:
+        """Writes the mask of a sequence in its thoughts: all tokens but the end tokens, or the next token of the closing mark."""
         if row.forced:
             mask[:] = 0
             mask[row.forced[0] // 32] = np.uint32(1 << row.forced[0] % 32)
@@ -283,8 +276,8 @@ class Constraints:
             for token in row.ends:
                 mask[token // 32] &= ~np.uint32(1 << token % 32)
 
-    def _place_ends(self, masks: NDArray[np.uint32], rows: dict[int, _Row]) -> None:
-        """Allows the rows' end tokens where llguidance allows its end, and nowhere else."""
+    def _place_ends(self, masks: NDArray[np.uint32], rows: dict[int, _Guided]) -> None:
+        """Allows the end tokens of the rows where llguidance allows its own end token, and nowhere else."""
         at = np.fromiter(rows, dtype=np.int64, count=len(rows))
         end = self._vocabulary.end
         whole = masks[at, end // 32] >> np.uint32(end % 32) & np.uint32(1)
@@ -295,10 +288,10 @@ class Constraints:
             if len(row.ends) > len(self._eos):
                 _put(masks, np.array([i]), row.ends - self._eos, whole[place : place + 1])
 
-    def _replace_matcher(self, row: _Row) -> None:
+    def _replace_matcher(self, row: _Guided) -> None:
         """Replaces a failed matcher by one with its own lexer. Marks the row failed if that fails too.
 
-        The rows of a grammar share a lexer, and may together have come to its limits; alone the row may go on.
+        Rows with the same grammar share a lexer and may have reached its limits together; alone, the row may be able to go on.
         """
         assert row.grammar is not None
         row.matcher = self._vocabulary.fresh(row.grammar)
@@ -319,11 +312,11 @@ def _opening(tokenizer: Any, thinking: ThinkingFormat, vocab_size: int) -> int |
 def _put(
     masks: NDArray[np.uint32], rows: NDArray[np.int64], tokens: Iterable[int], allowed: NDArray[np.uint32]
 ) -> None:
-    """Sets each token's bit in some rows [n] to `allowed` [n], 0 or 1."""
+    """Sets the bit of each token, in the given rows [n], to `allowed` [n] (0 or 1)."""
     for token in tokens:
         word, bit = divmod(token, 32)
         masks[rows, word] = masks[rows, word] & ~np.uint32(1 << bit) | allowed << np.uint32(bit)
 
 
-def _went_wrong(row: _Row, why: str) -> RowError:
+def _went_wrong(row: _Guided, why: str) -> RowError:
     return RowError("constraint_error", f"the grammar went wrong after {len(row.tokens)} tokens: {why}")

@@ -1,4 +1,4 @@
-"""Which tokens may be drawn, and the draw: top-k, top-p, grammar masks, the inverse of the cumulative distribution.
+"""Filters of logits (top-k, top-p, grammar masks), and sampling by the inverse of the cumulative distribution.
 
 Shapes: n rows, V vocabulary, k tokens of a sorted head.
 """
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 
 def forbid(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """`scores` [n, V] with -inf where a token is not allowed by `words`, int32 [n, words]: bit t % 32 of word t // 32 allows token t.
+    """Returns `scores` [n, V] with -inf for the tokens that `words`, int32 [n, words], does not allow.
 
-    Tokens beyond the words are not allowed.
+    Bit t % 32 of word t // 32 allows token t. Tokens beyond the words are not allowed.
     """
     bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
     allowed = bits.view(len(words), -1)[:, : scores.shape[1]].bool()
@@ -23,7 +23,7 @@ def forbid(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
-    """The k largest of each row [n, k], in falling order."""
+    """Returns the k largest numbers of each row [n, k], the largest first."""
     if x.device.type != "cpu":
         return x.topk(k).values if k < x.shape[1] else x.sort(dim=-1, descending=True).values
     # numpy sorts and partitions floats with vector instructions: 25 and 4 times as fast as torch on [256, 8192].
@@ -34,15 +34,15 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def head_tokens(scores: torch.Tensor, k: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k[i] largest of each row of `scores` [n, V] on the CPU and all that equal the last: ids and float32 values, [n, most].
+    """Returns the ids and float32 values [n, width] of the k[i] largest `scores` [n, V] of each row, and of all that equal the last of them.
 
-    In the vocabulary's order; rows that have fewer end with id 0 and -inf. Tokens of -inf are left out.
+    For the CPU. Tokens are in the vocabulary's order; tokens of -inf are left out. Rows that have fewer end with id 0 and -inf.
     """
     values = scores.float().numpy()
-    rows, vocabulary, most = len(values), values.shape[1], int(k.max())
-    top = np.sort(np.partition(values, vocabulary - most, axis=-1)[:, vocabulary - most :], axis=-1)
-    least = np.maximum(top[np.arange(rows), most - k], np.finfo(np.float32).min)
-    row, token = np.divmod(np.flatnonzero(values >= least[:, None]), vocabulary)
+    rows, vocabulary, max_k = len(values), values.shape[1], int(k.max())
+    top = np.sort(np.partition(values, vocabulary - max_k, axis=-1)[:, vocabulary - max_k :], axis=-1)
+    last = np.maximum(top[np.arange(rows), max_k - k], np.finfo(np.float32).min)
+    row, token = np.divmod(np.flatnonzero(values >= last[:, None]), vocabulary)
     counts = np.bincount(row, minlength=rows)
     place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     ids = np.zeros((rows, max(1, int(counts.max()))), dtype=np.int64)
@@ -52,10 +52,10 @@ def head_tokens(scores: torch.Tensor, k: NDArray[np.int64]) -> tuple[torch.Tenso
 
 
 def nucleus(weights: torch.Tensor, x: torch.Tensor, head: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Top-p, in place: `weights` [n, V] = exp(`x`) become 0 but for the fewest tokens whose share reaches `top_p`.
+    """Applies top-p in place: keeps the fewest `weights` [n, V] = exp(`x`) whose share reaches `top_p`, and sets the others to 0.
 
-    Those are one at least; among equal ones at the edge the first in the vocabulary stay. `head` [n, k] is `x` in falling
-    order, as far as there are weights (further copies of the last need not be in it). `top_p` is [n, 1], infinite for off.
+    At least one token stays. Of equal tokens at the edge, the first in the vocabulary stay. `head` [n, k] is `x` sorted, the largest
+    first, as far as the weights go; it need not repeat its last number. `top_p` is [n, 1], infinite for off.
     """
     wide = top_p.dtype
     goal = top_p * weights.sum(dim=-1, keepdim=True, dtype=wide)
@@ -63,23 +63,25 @@ def nucleus(weights: torch.Tensor, x: torch.Tensor, head: torch.Tensor, top_p: t
     edge = head.gather(1, torch.searchsorted(reached, goal).clamp_(max=head.shape[1] - 1))
     above = (head > edge).sum(dim=-1, keepdim=True)
     missing = goal - torch.where(above > 0, reached.gather(1, (above - 1).clamp_(min=0)), 0)
-    room = (missing / edge.exp()).ceil_().clamp_(min=1, max=x.shape[1]).to(torch.int32)  # equal tokens that are needed
+    room = (
+        (missing / edge.exp()).ceil_().clamp_(min=1, max=x.shape[1]).to(torch.int32)
+    )  # how many of the equal tokens stay
     equal = x == edge
     weights.masked_fill_((x < edge) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) > room)), 0)
 
 
 def nucleus_head(x: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """`x` [n, V] in falling order as far as top-p reaches: on the CPU mostly not beyond the first eighth, which is quicker sorted."""
+    """Returns `x` [n, V] sorted, the largest first, as far as top-p reaches. On the CPU only the first eighth is sorted if that is enough."""
     if x.device.type == "cpu" and x.shape[1] >= 1024:
         head = largest(x, x.shape[1] // 8)
-        # With room for what rounding may do to the sums.
+        # The factor leaves room for rounding in the sums.
         if bool((head.exp().sum(-1, keepdim=True) > top_p * weights.sum(-1, keepdim=True) * 1.001).all()):
             return head
     return largest(x, x.shape[1])
 
 
 def inverse_cdf(weights: torch.Tensor, u: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
-    """Inverse of the cumulative distribution: the first token [n] at which it passes `u` [n] of its total."""
+    """Returns the first token [n] at which the cumulative distribution of `weights` [n, V] passes `u` [n] of its total."""
     cumulative = weights.cumsum(dim=-1)
     tokens = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     tokens.clamp_(max=weights.shape[1] - 1)

@@ -1,13 +1,13 @@
 """Regular expressions and JSON schemas as grammars over a model's vocabulary. Knows llguidance and token bytes, not sequences.
 
-llguidance is the extra `batchgen[structured]`, imported with the first grammar.
+llguidance is the extra `batchgen[structured]`; it is imported with the first grammar.
 
-- `regex` has the syntax of Rust's crate `regex`: no look-around, no back-references; `\\d` is any digit of Unicode (`[0-9]` those
-  of ASCII), likewise `\\w` and `\\s`. The whole text matches; `^` and `$` at its ends change nothing.
-- `json_schema` is JSON Schema 2020-12, the properties in the schema's order; a keyword that cannot be kept to is an error, and a
-  `format` is kept to by its shape (any year has a 29 February). The text is compact, without a blank or a line end outside of
-  strings; with `json_whitespace` up to 20 of them may stand between the tokens of JSON. `"x-guidance"` at the top of the schema
-  goes before both.
+- `regex` has the syntax of Rust's crate `regex`: no look-around and no back-references. `\\d` matches any Unicode digit (`[0-9]` only
+  those of ASCII); `\\w` and `\\s` are Unicode too. The whole text must match; `^` and `$` at its ends change nothing.
+- `json_schema` is JSON Schema 2020-12. Properties come in the schema's order. A keyword that cannot be enforced is an error. A
+  `format` is enforced by its shape only (every year has a 29 February). The text is compact, without blanks or line ends outside of
+  strings; with `json_whitespace`, up to 20 of them may stand between two JSON tokens. `"x-guidance"` at the top of the schema
+  overrides both.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
-_KEPT = 256  # grammars kept compiled: each row may bring its own
-# llguidance would otherwise spell what a grammar leaves no choice in as the tokenizer does: normalized, and with a special token
-# where the text has the name of one.
+_MAX_GRAMMARS = 256  # compiled grammars that are kept: each row may bring its own
+# Without this option llguidance tokenizes forced text as the tokenizer does: normalized, and with a special token where the text
+# contains the name of one.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _COMPACT = {"whitespace_flexible": False}
 _SPACED = {"whitespace_pattern": r"[ \n\t]{0,20}"}  # without a bound, a weak model may write nothing else
@@ -45,18 +45,18 @@ _MAPS = ("properties", "$defs", "definitions", "dependentSchemas")  # those that
 @dataclass(frozen=True, eq=False)
 class Grammar:
     text: str
-    """As llguidance reads it; empty for what could not be written down."""
+    """The grammar in llguidance's syntax; empty if the regex or schema could not be translated."""
     matcher: LLMatcher
-    """At the beginning of a text, never moved. Copies share its lexer, the states that it has found and its limits."""
+    """Stands at the beginning of a text and is never moved. Copies share its lexer with the states found so far and the limits."""
     fault: str
-    """Why it cannot be used, in one line; empty when it can."""
+    """Why the grammar cannot be used, in one line; empty if it can."""
 
 
 class Vocabulary:
-    """The tokens of a model as llguidance has them, and the grammars compiled for them. Any thread may call its methods.
+    """A model's tokens in llguidance's form, and the grammars compiled for them. Any thread may call its methods.
 
-    `tokenizer` is transformers'; None stands for one whose tokens are the 256 bytes. Of its tokens those below `size` count, the width of the logits. Behind them comes `end`,
-    which llguidance allows where a text is whole.
+    `tokenizer` is transformers'; None stands for one whose tokens are the 256 bytes. Only tokens below `size`, the width of the logits,
+    count. The token after them, `end`, is ours: llguidance allows it where a text is complete.
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
@@ -67,26 +67,26 @@ class Vocabulary:
         self._lock = Lock()
 
     def grammar(self, params: SamplingParams) -> Grammar:
-        """The grammar of `params`, compiled once as long as it is among the last ones used.
+        """Returns the grammar of `params`. The grammars used last are kept compiled.
 
-        Raises `UsageError` where there can be none: llguidance is missing, or the tokenizer is of another kind.
+        Raises `UsageError` if llguidance is missing, or if the tokenizer cannot be used (`token_bytes`).
         """
         key = (params.regex, params.json_schema, params.json_whitespace)
         with self._lock:
             grammar = self._grammars.pop(key, None) or self._compile(*key)
             self._grammars[key] = grammar
-            if len(self._grammars) > _KEPT:
+            if len(self._grammars) > _MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
         return grammar
 
     def fresh(self, grammar: Grammar) -> LLMatcher:
-        """A matcher with a lexer of its own. Rows to come do not get the lexer of `grammar` either."""
+        """Returns a matcher with a lexer of its own. Later rows do not get the lexer of `grammar` either."""
         with self._lock:
             self._grammars = OrderedDict((k, g) for k, g in self._grammars.items() if g is not grammar)
             return self._matcher(grammar.text)
 
     def fill(self, masks: NDArray[np.uint32], matchers: Sequence[tuple[LLMatcher, int]]) -> None:
-        """Writes each matcher's mask into its row of `masks` [N, end // 32 + 1]; one that goes wrong allows `end` and says so itself."""
+        """Writes each matcher's mask into its row of `masks` [N, end // 32 + 1]. A matcher that fails allows only `end`; see its `is_error`."""
         if matchers:
             rows, words = masks.shape
             _, executor = self._llguidance()
@@ -139,7 +139,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What llguidance's `TokenizerWrapper` asks for."""
+    """The attributes that llguidance's `TokenizerWrapper` reads."""
 
     tokens: list[bytes]
     eos_token_id: int
@@ -147,13 +147,14 @@ class _Tokens:
     special_token_ids: tuple[int, ...] = ()
 
     def __call__(self, text: bytes) -> list[int]:
-        return []  # the tokens of a text: of use only where tokens are forced
+        return []  # the tokens of a text; only needed to force tokens
 
 
 def token_bytes(tokenizer: Any, size: int) -> list[bytes]:
-    """What each of the ids below `size` adds to a text; b"" for special tokens and where there is no token.
+    """Returns the bytes that each id below `size` adds to a text; b"" for special tokens and for ids without a token.
 
-    Raises `UsageError` for a tokenizer whose texts are not simply its tokens' bytes one after the other.
+    Raises `UsageError` for a tokenizer whose texts are not the concatenation of its tokens' bytes. (Why not `llguidance.hf`:
+    docs/decisions/0010-own-code-beside-a-library.md.)
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
@@ -170,7 +171,7 @@ def token_bytes(tokenizer: Any, size: int) -> list[bytes]:
 
 
 def _piece_reader(decoder: Any) -> Callable[[str], bytes] | None:
-    """How a token's name becomes its bytes, from the description of a `tokenizers` decoder; None for decoders that do more."""
+    """Returns the function from a token's name to its bytes, given the description of a `tokenizers` decoder; None for decoders that do more."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds:
@@ -181,7 +182,7 @@ def _piece_reader(decoder: Any) -> Callable[[str], bytes] | None:
             spaces.append((step["pattern"]["String"], step["content"]))
         elif step["type"] == "Metaspace":
             spaces.append((step["replacement"], " "))
-        elif step["type"] == "Strip":  # of the whole text's beginning, which the prompt is
+        elif step["type"] == "Strip":  # strips the beginning of the text, which is in the prompt
             if "Fuse" not in kinds[:at] or step["stop"]:
                 return None
         elif step["type"] not in ("ByteFallback", "Fuse"):
@@ -222,7 +223,7 @@ def _of_schema(text: str, spaced: bool) -> str:
     except ValueError as e:
         raise ValueError(f"it is not JSON ({e})") from None
     schema = _kept_to(schema)
-    if isinstance(schema, dict):  # a user's own goes before ours
+    if isinstance(schema, dict):  # the user's own settings override ours
         schema = {"x-guidance": _SPACED if spaced else _COMPACT} | schema
     grammars = [{"lark_grammar": f"{_OPTIONS}start: @schema"}, {"name": "schema", "json_schema": schema}]
     return json.dumps({"grammars": grammars})
@@ -233,18 +234,18 @@ def _not_json(constant: str) -> None:
 
 
 def _kept_to(schema: Any) -> Any:
-    """The schema in words that llguidance keeps to. Raises `ValueError` where there are none.
+    """Returns the schema in a form that llguidance enforces. Raises `ValueError` if there is none.
 
-    Keys that `properties` does not name may repeat, and are counted each time. A class of characters in a pattern that has
-    all the control characters lets quotes and backslashes in (derivre 0.3): one of them is taken out of negated classes.
+    llguidance counts keys that `properties` does not name each time they repeat. A character class that contains all control
+    characters also lets quotes and backslashes in (derivre 0.3), so one control character is removed from negated classes.
     """
     if not isinstance(schema, dict):
         return [_kept_to(part) for part in schema] if isinstance(schema, list) else schema
-    least, required = schema.get("minProperties"), schema.get("required")
+    min_properties, required = schema.get("minProperties"), schema.get("required")
     named = len(required) if isinstance(required, list) else 0
-    if isinstance(least, int | float) and least > max(1, named):
+    if isinstance(min_properties, int | float) and min_properties > max(1, named):
         raise ValueError(
-            f"minProperties {least} cannot be kept to with {named} required properties, as other keys may repeat"
+            f"minProperties {min_properties} cannot be kept to with {named} required properties, as other keys may repeat"
         )
     kept: dict[str, Any] = {}
     for keyword, part in schema.items():
@@ -266,7 +267,7 @@ def _without_control(pattern: str) -> str:
 
 
 def one_line(message: str) -> str:
-    """What llguidance has to say, without places in texts that the user did not write."""
+    """Returns llguidance's message in one line, without positions in texts that the user did not write."""
     if message.startswith("NoExtensionBias"):
         return "no token may follow"
     parsing = re.search(r"\nerror: (.*)", message)
@@ -278,7 +279,7 @@ def one_line(message: str) -> str:
 
 
 def check_grammar(params: SamplingParams) -> None:
-    """Raises `UsageError` for a grammar that no tokenizer can be kept to, or where llguidance is missing. Needs no tokenizer."""
+    """Raises `UsageError` for a grammar that no tokenizer could follow, or if llguidance is missing. Needs no tokenizer."""
     _check(Vocabulary(None, 256), params)
 
 
@@ -297,11 +298,11 @@ class GrammarCheck:
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
 
     def of_command(self, params: SamplingParams) -> None:
-        """Raises `UsageError` for a grammar that cannot be used, or where there can be none."""
+        """Raises `UsageError` for a grammar that cannot be used, or if no grammar can be."""
         _check(self._vocabulary, params)
 
     def of_row(self, request: Request) -> Request | Result:
-        """The request, or the result of a row whose grammar cannot be used."""
+        """Returns the request, or the failed result of a row whose grammar cannot be used."""
         fault = self._vocabulary.grammar(request.params).fault if request.params.constrained else ""
         if fault:
             return Result.failed(request.row, RowError("constraint_error", fault), len(request.tokens))

@@ -7,29 +7,31 @@ from dataclasses import dataclass
 
 import torch
 
-CHUNK = 1 << 24
-"""Most logits turned to float32 at once."""
-CACHED = 1 << 19
-"""The same on the CPU, where it is three times as fast on what stays in its cache."""
+AT_ONCE = 1 << 24
+"""Number of logits converted to float32 at once."""
+AT_ONCE_CPU = 1 << 19
+"""The same on the CPU: three times as fast on what stays in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one drawn token."""
+    """The log-probability of a sampled token, and the likeliest tokens in its place."""
 
     logprob: float
     top_ids: tuple[int, ...]
-    """The likeliest tokens in its place, falling; of equal logits the first in the vocabulary, as greedy decoding takes them."""
+    """The likeliest first; of equal logits the first in the vocabulary, as in greedy decoding."""
     top_logprobs: tuple[float, ...]
 
 
-def measure(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> torch.Tensor:
-    """[n, 1 + 2k] for rows of `logits` [n, V] and their drawn `tokens` [n]: its log-probability, the k likeliest, and theirs.
+def measure(logits: torch.Tensor, tokens: torch.Tensor, k: int, at_once: int | None = None) -> torch.Tensor:
+    """Returns [n, 1 + 2k] for rows of `logits` [n, V] and their sampled `tokens` [n].
 
-    In float64 (float32 on MPS), which holds token ids exactly: so that all of it goes to the host at once.
+    The columns are the log-probability of the sampled token, the ids of the k likeliest tokens, and their log-probabilities. All are
+    float64 (float32 on MPS), which holds token ids exactly, so that one copy takes them to the host.
     """
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
-    size = max(1, (CACHED if logits.device.type == "cpu" else CHUNK) // logits.shape[1])
+    at_once = at_once or (AT_ONCE_CPU if logits.device.type == "cpu" else AT_ONCE)
+    size = max(1, at_once // logits.shape[1])
     chunks = []
     for start in range(0, len(logits), size):
         chunk = logits[start : start + size].float()
@@ -40,10 +42,10 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
-    """The `k` largest of each row of `x`, float32 [n, V]: their places [n, k], of equal ones the first.
+    """Returns the places [n, k] of the `k` largest numbers of each row of `x`, float32 [n, V]; of equal numbers the first.
 
-    What `topk` takes of equal ones depends on k, the largest that any row of the batch asks for; bfloat16 logits are often equal.
-    So a place is in the key: the float's bits, as an integer in the order of the floats, above those of the place.
+    Which of several equal numbers `topk` takes depends on k, and k is the largest that any row of the batch asks for. Logits in bfloat16
+    are often equal. So the sort key has the place in its low bits, below the float's bits as an integer that sorts as the floats do.
     """
     if not k:
         return torch.empty((len(x), 0), dtype=torch.int64, device=x.device)
@@ -55,7 +57,7 @@ def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def read(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """What `measure` gave, on the host: of each row the first `counts[i]` of the likeliest."""
+    """Reads rows of `measure` on the host. Row i keeps the first `counts[i]` of its likeliest tokens."""
     return [
         TokenLogprobs(
             row[0],
@@ -68,35 +70,35 @@ def read(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[TokenLo
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """A token per row, in the order of the rows."""
+    """One sampled token per row."""
 
     tokens: list[int]
     valid: list[bool]
     """False where the row's logits are not numbers: a NaN, +inf, or nothing but -inf. Its token means nothing."""
     logprobs: list[TokenLogprobs | None] | None = None
-    """By row, where a row wants them; None where none does."""
+    """By row, None for rows that do not want them; None if no row does."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """The same while it is on the device."""
+    """One sampled token per row, on the device."""
 
     tokens: torch.Tensor
     """int64 [N]"""
     valid: torch.Tensor
     """bool [N]"""
     measured: torch.Tensor | None
-    """`logprobs.measure` of the rows that want log-probabilities."""
+    """What `measure` returned for the rows that want log-probabilities; None if no row does."""
     wanted: dict[int, int]
-    """By such a row, in their order: how many of the likeliest tokens it wants."""
+    """The number of likeliest tokens that each of those rows wants, by row, in their order."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is to be read."""
+        """The tensors to copy to the host."""
         return [self.tokens, self.valid, *([] if self.measured is None else [self.measured])]
 
     def read(self, numbers: Sequence[Sequence[float]]) -> SampledTokens:
-        """`numbers` are those of `tensors`, each flat."""
+        """Returns the sampled tokens. `numbers` are the numbers of `tensors`, each flat."""
         tokens, valid = [int(t) for t in numbers[0]], [bool(v) for v in numbers[1]]
         if self.measured is None:
             return SampledTokens(tokens, valid)

@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties: the tokens that each sequence has had, on the device."""
+"""Repetition, presence and frequency penalties, and the tokens of each sequence that they need, on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchgen.sampling_params import SamplingParams
 
 
 class VocabularyRows:
-    """A tensor [rows, V] on the device whose rows are lent to sequences; allocated and grown when a row is taken."""
+    """A tensor [rows, V] on the device whose rows sequences take and give back. It grows when no row is free."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -23,7 +23,7 @@ class VocabularyRows:
         self._free: list[int] = []
 
     def take(self) -> int:
-        """A free row, set to zeros."""
+        """Returns a free row, set to zeros."""
         if not self._free:
             old = len(self.rows)
             self._free = list(range(2 * old + 7, old - 1, -1))
@@ -39,7 +39,7 @@ class VocabularyRows:
 
 
 class Penalties:
-    """Of the sequences that have any. What a slot's record names as `seen` and `counts` are rows here."""
+    """The penalties of all sequences. The fields `seen` and `counts` of a slot's record are rows here; -1 for none."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -47,31 +47,31 @@ class Penalties:
         self._counts = VocabularyRows(vocab_size, torch.int32, device)
 
     def add(self, record: Any, params: SamplingParams, prompt: TokenArray, generated: Sequence[int]) -> None:
-        """Takes the rows that a sequence needs and puts them into its slot's record."""
+        """Takes the rows that a sequence needs, and writes their numbers into its slot's record."""
         if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
             return
-        drawn = np.asarray(generated, dtype=np.int64)
+        sampled = np.asarray(generated, dtype=np.int64)
         if params.repetition_penalty != 1:
-            ids = np.unique(np.concatenate([prompt, drawn]))
+            ids = np.unique(np.concatenate([prompt, sampled]))
             ids = ids[ids < self._vocab_size]  # a prompt may hold ids that the model has no logits for
             row = record["seen"] = self._seen.take()
             self._seen.rows[row].index_fill_(0, put(ids, self._device), True)
         if params.presence_penalty or params.frequency_penalty:
             row = record["counts"] = self._counts.take()
-            if drawn.size:
-                ids, counts = np.unique(drawn, return_counts=True)
+            if sampled.size:
+                ids, counts = np.unique(sampled, return_counts=True)
                 self._counts.rows[row].index_copy_(
                     0, put(ids, self._device), put(counts.astype(np.int32), self._device)
                 )
 
     def remove(self, record: Any) -> None:
-        """The sequence leaves; whoever takes its rows next sets them after its last step, in the device's order."""
+        """Gives a sequence's rows back. The next owner sets them after this sequence's last step, in the order of the launches."""
         for name, rows in (("seen", self._seen), ("counts", self._counts)):
             if record[name] >= 0:
                 rows.give_back(int(record[name]))
 
     def applied(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The logits [N, V] themselves where no row has a penalty, else a float32 copy with the penalties in it."""
+        """Returns a float32 copy of the logits [N, V] with the penalties applied; `logits` themselves if no row has a penalty."""
         repetition, counted = (np.flatnonzero(batch.records[name] >= 0) for name in ("seen", "counts"))
         if not repetition.size and not counted.size:
             return logits
@@ -89,12 +89,12 @@ class Penalties:
         return scores
 
     def note(self, tokens: torch.Tensor, batch: Batch) -> None:
-        """These tokens [N] were drawn."""
+        """Remembers the tokens [N] that were sampled."""
         for name, state in (("seen", self._seen), ("counts", self._counts)):
             has = np.flatnonzero(batch.records[name] >= 0)
             if has.size:
                 some, at = batch.part(has)
                 rows, ids = some.rows(name), tokens[at]
-                # A number by itself would be copied to the device, for which the host waits.
+                # A Python number would be copied to the device, and the host would wait for that.
                 new = torch.ones_like(ids, dtype=torch.bool) if name == "seen" else state.rows[rows, ids] + 1
                 state.rows[rows, ids] = new

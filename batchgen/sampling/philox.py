@@ -1,8 +1,8 @@
-"""Uniform random numbers that depend on what they are for, and on nothing else. Host side, numpy only.
+"""Uniform random numbers that depend only on what they are for: seed, row key, completion and position. Numpy on the host.
 
 The generator is Philox4x64-10: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC
-2011), the `Random123` library. Being counter-based it has no state: a row draws the same numbers in any batch, order
-or resume.
+2011), the `Random123` library. It is counter-based and has no state, so a row gets the same numbers in any batch, in any order and
+after a resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HALF = np.uint64(32)
 def uniforms(
     keys: NDArray[np.uint64], seeds: NDArray[np.int64], choices: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) per row, a multiple of 2**-53.
+    """Returns one number in [0, 1) per row, a multiple of 2**-53.
 
     `keys` [N, 2] are the row keys as two little-endian words; `seeds`, `choices` and `positions` are [N].
     """
@@ -33,7 +33,7 @@ def uniforms(
 
 
 def philox4x64(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The Philox4x64-10 chunk [N, 4] of each counter [N, 4] under its key [N, 2]."""
+    """Returns the four words [N, 4] that Philox4x64-10 makes of each counter [N, 4] under its key [N, 2]."""
     even, odd = counters.T[[0, 2]], counters.T[[1, 3]]
     key = keys.T.copy()
     for i in range(_ROUNDS):
@@ -45,7 +45,7 @@ def philox4x64(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArra
 
 
 def _multiply(words: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """High and low halves of `words` [2, N] times the multipliers; numpy has no 128-bit product, hence by parts."""
+    """Returns the high and the low halves of `words` [2, N] times the multipliers, computed by parts: numpy has no 128-bit product."""
     w1, w0 = words >> _HALF, words & _LOW
     m1, m0 = _MULTIPLIERS >> _HALF, _MULTIPLIERS & _LOW
     cross = w1 * m0 + (w0 * m0 >> _HALF)  # no sum here passes 2**64 - 1

@@ -1,12 +1,11 @@
 """Logits to tokens, for rows with different parameters at once. Knows slots and token ids, not text nor when to stop.
 
-A sequence has a slot while it decodes; its parameters lie there (batch_params.py), and what penalties need (penalties.py). `sample`
-gathers by slot and works on the whole batch, and nothing in it waits for the device: which rows need what is known on the host.
+A sequence has a slot while it decodes. The slot holds its parameters (batch_params.py) and what penalties need (penalties.py). `sample`
+gathers by slot and works on the whole batch. Nothing in it waits for the device: which rows need which filter is known on the host.
 
-The order is that of transformers' processors: repetition penalty, presence and frequency, a grammar's mask, temperature, top-k, top-p,
-min-p. A token is then drawn by the inverse of the cumulative distribution in vocabulary order, from one uniform
-number (philox.py), so that a row's draw does not depend on the batch. No filter depends on how a sort orders equal
-logits.
+The order is that of transformers' processors: repetition penalty, presence and frequency penalties, the grammar's mask, temperature,
+top-k, top-p, min-p. A token is then sampled by the inverse of the cumulative distribution in vocabulary order, from one uniform
+number (philox.py). So a row's token does not depend on the batch. No filter depends on how a sort orders equal logits.
 
 Shapes: N rows, V vocabulary, n rows of a subset, k tokens of a sorted head.
 """
@@ -29,26 +28,31 @@ from batchgen.sampling.penalties import Penalties
 from batchgen.sampling.philox import uniforms
 from batchgen.sampling_params import SamplingParams
 
-CACHED = 1 << 18
-"""Logits that are filtered and drawn from at once on the CPU: as many as stay in its cache (twice as fast)."""
 AT_ONCE = 1 << 24
-"""The same on other devices: each takes some ten times its float32 size meanwhile."""
+"""Number of logits that are filtered and sampled from at once. This takes about ten times their size in float32."""
+AT_ONCE_CPU = 1 << 18
+"""The same on the CPU: as many as stay in its cache (twice as fast)."""
 
 
 class Sampler:
-    """Draws the next token of many sequences. `vocab_size` is the width of the logits, padding included; `slots` is how many there are at first."""
+    """Samples the next token of many sequences.
 
-    def __init__(self, vocab_size: int, device: torch.device, slots: int = 16) -> None:
+    `vocab_size` is the width of the logits, padding included. `slots` is the number of slots at first; more are made when needed.
+    `at_once` is the number of logits to filter and sample from at once; None for what suits the device.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, slots: int = 16, at_once: int | None = None) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        # Cumulative sums are in float64: in float32 their rounding would move the draws. MPS has no float64.
+        self._at_once = at_once or (AT_ONCE_CPU if device.type == "cpu" else AT_ONCE)
+        # Cumulative sums are in float64: rounding in float32 would move the samples. MPS has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._slots = Slots(vocab_size, device, self._wide, slots)
         self._penalties = Penalties(vocab_size, device)
 
     @property
     def last(self) -> torch.Tensor:
-        """[slots] int64 on the device: the token that was drawn last in each slot."""
+        """[slots] int64 on the device: the token that was sampled last in each slot."""
         return self._slots.last
 
     @property
@@ -65,16 +69,16 @@ class Sampler:
         generated: Sequence[int] = (),
         choice: int = 0,
     ) -> None:
-        """A sequence takes `slot`. After a preemption `generated` are the tokens it had already drawn."""
+        """A sequence takes `slot`. After a preemption, `generated` are the tokens that it had already sampled."""
         record = self._slots.take(slot, params, key, choice)
         self._penalties.add(record, params, prompt, generated)
 
     def remove(self, slot: int) -> None:
-        """The sequence leaves; nothing of it stays."""
+        """Forgets the sequence in `slot`."""
         self._penalties.remove(self._slots.free(slot))
 
     def clear(self) -> None:
-        """All sequences leave."""
+        """Forgets all sequences."""
         for slot in self.used:
             self.remove(slot)
 
@@ -86,11 +90,11 @@ class Sampler:
         positions: Sequence[int],
         mask: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Draws one token per row and remembers it for penalties and in `last`.
+        """Samples one token per row and remembers it, for penalties and in `last`.
 
-        Row i of `logits` [N, V] (any float dtype, on the device) belongs to `slots[i]`, a slot at most once;
-        `positions[i]` is the number of tokens that its completion had before. `mask`, int32 [N, words] on the host, says
-        which tokens may be drawn (filters.forbid); rows that may draw any have all bits set.
+        Row i of `logits` [N, V] (any float dtype, on the device) belongs to `slots[i]`; a slot occurs at most once. `positions[i]` is
+        the number of tokens that the completion had before. `mask`, int32 [N, words] on the host, says which tokens are allowed
+        (filters.forbid); rows without a limit have all bits set.
         """
         records = self._records(logits, slots)
         if not len(records):
@@ -123,16 +127,16 @@ class Sampler:
         best, tokens = scores.max(dim=-1)  # a NaN is the largest
         for some, at, ids, weights in self._choices(scores, best, batch):
             likeliest = tokens[at] if ids is None else weights.argmax(dim=-1)
-            drawn = inverse_cdf(weights.to(self._wide), some.rows("u"), likeliest)
-            tokens[at] = drawn if ids is None else ids.gather(1, drawn[:, None])[:, 0]
+            sampled = inverse_cdf(weights.to(self._wide), some.rows("u"), likeliest)
+            tokens[at] = sampled if ids is None else ids.gather(1, sampled[:, None])[:, 0]
         return tokens, torch.isfinite(best)
 
     def _chunks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
-        """The rows to work on at once: all, where the likeliest token is all that is asked for."""
+        """The rows to work on at once: all of them if each row only wants its likeliest token."""
         plain = (records["temperature"] == 0) & (records["seen"] < 0) & (records["counts"] < 0)
         size = len(records)
         if not (plain.all() and mask is None):
-            size = max(1, (CACHED if self._device.type == "cpu" else AT_ONCE) // self._vocab_size)
+            size = max(1, self._at_once // self._vocab_size)
         return [slice(i, i + size) for i in range(0, len(records), size)]
 
     def _records(self, logits: torch.Tensor, slots: Sequence[int]) -> NDArray[Any]:
@@ -141,7 +145,7 @@ class Sampler:
         return self._slots.of(slots)
 
     def _masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """`scores` themselves where every row may draw any token, else a copy with -inf for what may not be drawn."""
+        """Returns a copy of `scores` with -inf for the tokens that are not allowed; `scores` themselves if all tokens are."""
         at = np.flatnonzero((mask.numpy() != -1).any(axis=1)) if mask is not None else np.zeros(0)
         if mask is None or not at.size:
             return scores
@@ -155,9 +159,10 @@ class Sampler:
     def _choices(
         self, scores: torch.Tensor, best: torch.Tensor, batch: Batch
     ) -> Iterator[tuple[Batch, torch.Tensor | slice, torch.Tensor | None, torch.Tensor]]:
-        """Of the rows that are not greedy, by groups: which, and the unnormalised probabilities of all tokens [n, V], or of a few [n, k]
+        """Yields the rows that are not greedy, in groups: (rows, index of the rows, ids, unnormalised probabilities).
 
-        with their ids [n, k], in the vocabulary's order. A few are enough on the CPU where a small top-k leaves no more.
+        ids is None where the probabilities are those of all tokens [n, V]. On the CPU, rows with a small top-k have only the tokens that
+        it leaves: ids [n, k] in the vocabulary's order, with their probabilities [n, k].
         """
         records = batch.records
         warm = records["temperature"] > 0
@@ -202,14 +207,14 @@ class Sampler:
         return weights
 
     def _filter(self, weights: torch.Tensor, x: torch.Tensor, batch: Batch) -> None:
-        """Top-k, then top-p, in place: `weights` [n, V] = exp(`x`) become 0 where a token falls out.
+        """Applies top-k, then top-p, in place: `weights` [n, V] = exp(`x`) become 0 for the tokens that are filtered out.
 
-        Either all rows have a top-k or none has. Tokens are compared by `x`: more of them are equal as weights.
+        Either all rows have a top-k or none has. Tokens are compared by `x` because different `x` may have equal weights.
         """
         if batch.records["top_k"][0]:
             head = largest(x, int(batch.records["top_k"].max()))
-            least = head.gather(1, batch.column("top_k") - 1)
-            weights.masked_fill_(x < least, 0)  # tokens equal to the k-th stay, as in transformers
+            last = head.gather(1, batch.column("top_k") - 1)
+            weights.masked_fill_(x < last, 0)  # tokens equal to the k-th stay, as in transformers
         else:
             head = nucleus_head(x, weights, batch.column("top_p"))
         if (batch.records["top_p"] < 1).any():

@@ -1,4 +1,4 @@
-"""Log-probabilities of given texts under the logits of a step: for rows that score texts and sample nothing."""
+"""Log-probabilities of given texts under the logits of a step, for rows that score texts and sample nothing."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import torch
 
 from batchgen.kernels.transfer import put
 
-CHUNK = 1 << 24
-"""Most logits turned to float32 at once."""
+AT_ONCE = 1 << 24
+"""Number of logits converted to float32 at once."""
 
 
 @torch.inference_mode()
 def score_targets(
-    logits: torch.Tensor, rows: Sequence[int], targets: Sequence[int]
+    logits: torch.Tensor, rows: Sequence[int], targets: Sequence[int], at_once: int = AT_ONCE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each pair of a row of `logits` [N, V] and a target token: its log-probability, and whether it is the likeliest.
+    """Returns, for each pair of a row of `logits` [N, V] and a target token, its log-probability and whether no token is likelier.
 
-    Both on the device, the first in float64 (float32 on MPS); nothing waits for it. Of equally likely tokens the first is the likeliest, as in greedy decoding. The log-probability is that of the softmax over
-    the row in float32; NaN where the row's logits are not numbers (a NaN, +inf, or nothing but -inf), or the target has none.
+    Both are on the device, the first in float64 (float32 on MPS); nothing waits for the device. Of equally likely tokens the first
+    counts as the likeliest, as in greedy decoding. The log-probability is that of the softmax over the row in float32. It is NaN if
+    the row's logits are not numbers (a NaN, +inf, or nothing but -inf), or if the model has no logit for the target.
     """
     device = logits.device
     vocabulary = logits.shape[1]
-    size = max(1, CHUNK // vocabulary)
+    size = max(1, at_once // vocabulary)
     total = torch.empty(len(logits), dtype=torch.float32, device=device)
     best = torch.empty(len(logits), dtype=torch.int64, device=device)
     for start in range(0, len(logits), size):

@@ -1,18 +1,18 @@
 """When a completion ends, and what its text is. One `Stopper` per sequence; knows tokens and a tokenizer, not logits.
 
 A completion ends at an end token (the model's, unless they are ignored, and the request's own), at a stop string, or
-at its length. Its text is what the tokenizer makes of all its tokens at once: without special tokens, without the end
-token, cut before the earliest stop string. Bytes that are no whole character are U+FFFD, as `decode` gives them, also
-where a completion ends inside a character. The prompt's last tokens are decoded with it and taken off again, so that
-prompt and text concatenate: a tokenizer of the sentencepiece family drops the space before the first word it decodes.
+at its maximum length. Its text is all of its tokens decoded at once, without special tokens and without the end
+token, cut before the earliest stop string. Bytes that are not a complete character become U+FFFD, as in `decode`, also
+if a completion ends inside a character. The prompt's last tokens are decoded with the completion and their text is removed again,
+so that prompt and text concatenate: tokenizers of the sentencepiece family drop the space before the first word that they decode.
 
-Of a model that marks its thoughts the text is the answer alone: thoughts are split off, and stop strings are looked for behind them.
+If a model marks its thoughts, the text is the answer alone, and stop strings are only searched for in the answer.
 
-Without stop strings a token costs a set lookup and a comparison, and the text is decoded once, when it is asked for.
-With them the text is followed as it grows, by the two offsets known from text-generation-inference: only a few tokens
-are decoded again each time, and only the end of the text is searched. What is found there is then looked up in the
-whole text, which decides. Until the completion ends, U+FFFD at the end of the text is not searched: it may become a
-character.
+Without stop strings a token costs a set lookup and a comparison, and the text is decoded once, on demand. With stop strings the
+text is followed as it grows, with the two offsets of text-generation-inference: each token decodes only a few tokens
+again and searches only the end of the text. A match there is looked up again in the whole text, which decides. Until the
+completion ends, U+FFFD at the end of the text is not searched because it may still become a character. (Why not
+`tokenizers.decoders.DecodeStream`: docs/decisions/0010-own-code-beside-a-library.md.)
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from batchgen.request import TokenArray
 from batchgen.result import ToolCall
 from batchgen.sampling_params import SamplingParams
 
-PROMPT_END = 32  # prompt tokens that are looked at for open thoughts
-_CONTEXT = 8  # prompt tokens decoded before a completion: more than a character cut by their beginning
-_OPEN = 4  # tokens whose text is looked at again with every next token; settling them costs a decode
-_MAX_OPEN = 64  # of those, where a run of bytes goes on; twice as many are no character but invalid bytes
+PROMPT_END = 32  # number of prompt tokens that are searched for open thoughts
+_CONTEXT = 8  # number of tokens decoded before a completion; a character that they begin inside of is shorter
+_OPEN = 4  # number of tokens whose text is decoded again with every next token; settling them costs a decode
+_MAX_OPEN = 64  # the same inside a run of bytes; a run of twice as many bytes is not a character
 _REPLACEMENT = "\ufffd"
 
 
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+class HFTokenizer(Protocol):
+    """The methods of a transformers tokenizer that are used here."""
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
     def convert_tokens_to_ids(self, tokens: Any) -> Any: ...
@@ -42,11 +42,11 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """Tokens to text; made once for a tokenizer."""
+    """Turns tokens into text. Made once for a tokenizer."""
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: HFTokenizer,
         thinking: ThinkingFormat | None = None,
         tool_format: ToolFormat | None = None,
     ) -> None:
@@ -59,23 +59,23 @@ class Detokenizer:
         self._pieces: dict[int, str] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
-        # Byte-fallback tokens. A run of them is decoded as one: characters if all of it is valid, else all U+FFFD.
+        # Byte-fallback tokens. A run of them is decoded as a whole: to characters if it is valid UTF-8, else all of it to U+FFFD.
         self.byte_tokens = frozenset(
             i for name, i in found if i is not None and tokenizer.convert_ids_to_tokens(i) == name
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens` without special tokens, not tidied."""
+        """Returns the text of `tokens` without special tokens and without clean-up of spaces."""
         return self._decode(tokens)
 
     def marked(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens` with special tokens, not tidied."""
+        """Returns the text of `tokens` with special tokens and without clean-up of spaces."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def piece(self, token: int) -> str:
-        """The text of one token in the middle of a text, special or not."""
+        """Returns the text of a token, special or not, as it is in the middle of a text."""
         if token not in self._pieces:
-            # Decoded by itself it would lose a space at its beginning in tokenizers of the sentencepiece family.
+            # Tokenizers of the sentencepiece family drop the space at the beginning of a text.
             once, twice = (
                 str(self._tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False))
                 for n in (1, 2)
@@ -84,19 +84,19 @@ class Detokenizer:
         return self._pieces[token]
 
     def context(self, prompt: TokenArray) -> list[int]:
-        """The last tokens of a prompt, from one that does not continue a run of bytes."""
+        """Returns the last tokens of a prompt, beginning outside of a run of bytes."""
         start = max(0, len(prompt) - _CONTEXT)
         while start > 0 and int(prompt[start]) in self.byte_tokens:
             start -= 1
         return [int(t) for t in prompt[start:]]
 
     def text(self, context: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text that `tokens` add after `context`."""
+        """Returns the text that `tokens` add after `context`."""
         return _added(self.decode([*context]), self.decode([*context, *tokens]))
 
 
 def _rust(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
-    """The tokenizers library itself, where nothing of the class comes between: a fifth of the time."""
+    """Returns the decoder of the tokenizers library, in a fifth of the time; None if the tokenizer's class overrides decoding."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -110,13 +110,13 @@ def _rust(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
     return lambda tokens: str(decode(tokens, skip_special_tokens=True))
 
 
-def _python(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """Tokenizers written in Python, or with Python around the library, by their own call."""
+def _python(tokenizer: HFTokenizer) -> Callable[[Sequence[int]], str]:
+    """Returns the tokenizer's own `decode`, for tokenizers written in Python or with Python around the library."""
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class Stopper:
-    """Says when a completion ends, token by token, and then its text.
+    """Decides token by token when a completion ends, and makes its text.
 
     `max_tokens` (at most `params.max_tokens`), `prompt` and `tools` are the request's; `eos_token_ids` are the model's.
     """
@@ -131,7 +131,7 @@ class Stopper:
         tools: str = "",
     ) -> None:
         self.tokens: list[int] = []
-        """The completion as sampled, an end token included."""
+        """The sampled tokens, the end token included."""
         self.finish_reason: str | None = None
         self._max_tokens = max_tokens
         ends = frozenset() if params.ignore_eos else eos_token_ids
@@ -155,7 +155,7 @@ class Stopper:
         if token in self._ends or self._stops_at(token):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self._max_tokens:
-            # What was held back counts now.
+            # Text that might have become another character is final now.
             answer = self._decoded() if self._stop else None
             self.finish_reason = "stop" if answer is not None and self._cut(answer) is not None else "length"
         if self.finish_reason is not None and self._thoughts is not None:
@@ -167,7 +167,7 @@ class Stopper:
 
     @property
     def text(self) -> str | None:
-        """The answer's text, before it has ended the text so far; None where the completion has ended inside of its thoughts."""
+        """The text of the answer, so far or in the end. None if the completion is, or has ended, inside its thoughts."""
         if self._text is not None:
             return self._text
         whole = self._decoded()
@@ -179,7 +179,7 @@ class Stopper:
 
     @property
     def reasoning(self) -> str | None:
-        """The thoughts before the answer; None where there are none."""
+        """The thoughts before the answer; None if there are none."""
         thoughts, tokens = self._thoughts, self.tokens[: self.reasoning_tokens]
         if thoughts is None or not tokens:
             return None
@@ -192,7 +192,7 @@ class Stopper:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the thoughts and the marks around them."""
+        """Number of tokens of the thoughts and of the marks around them."""
         thoughts = self._thoughts
         if thoughts is None:
             return 0
@@ -227,7 +227,7 @@ class Stopper:
         return calls
 
     def _decoded(self) -> str | None:
-        """The answer so far; None where it has not begun."""
+        """Returns the text of the answer so far; None if the answer has not begun."""
         start, begins = 0, ""
         if self._thoughts is not None:
             if not self._thoughts.ended and self._thoughts.thinking and self.tokens:
@@ -237,14 +237,14 @@ class Stopper:
         if tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]
         text = begins + self._detokenizer.text(self._before(start), tokens)
-        return text.lstrip() if start else text  # what stands between the mark and the answer
+        return text.lstrip() if start else text  # blanks between the mark and the answer
 
     def _before(self, start: int) -> list[int]:
-        """The tokens that those from `start` are decoded after."""
+        """Returns the tokens to decode before those from `start` on."""
         return self.tokens[max(0, start - _CONTEXT) : start] if start else self._context
 
     def _stops_at(self, token: int) -> bool:
-        """Whether the answer has a stop string with this token."""
+        """Takes a token. Returns whether the answer contains a stop string now."""
         if self._thoughts is not None and not self._thoughts.ended:
             if not self._thoughts.append(token):
                 return False
@@ -255,44 +255,44 @@ class Stopper:
         return self._growing is not None and any(self._meets_stop_string(self._growing.append(t)) for t in following)
 
     def _follow(self, start: int) -> None:
-        """The answer begins at a token: from there its text is searched for stop strings."""
+        """The answer begins at token `start`: its text is searched for stop strings from there."""
         if self._stop:
             self._growing = _GrowingText(self._detokenizer, self._before(start), max(map(len, self._stop)))
 
     def _meets_stop_string(self, end: str) -> bool:
-        """Whether the text has a stop string, `end` being the end of it that is new, with room for the longest one."""
+        """Whether the text contains a stop string. `end` is its new end, with room for the longest stop string."""
         if not any(s in end for s in self._stop):
             return False
         self._text = self._cut((self._decoded() or "").rstrip(_REPLACEMENT))
         return self._text is not None
 
     def _cut(self, text: str) -> str | None:
-        """`text` before the earliest stop string; None where it has none."""
+        """Returns `text` up to the earliest stop string; None if it contains none."""
         places = [at for at in map(text.find, self._stop) if at >= 0]
         return text[: min(places)] if places else None
 
 
 class _GrowingText:
-    """The end of a text that grows by tokens, long enough to search for a string of up to `longest` characters."""
+    """The end of a text that grows token by token, long enough to find a string of up to `longest` characters in it."""
 
     def __init__(self, detokenizer: Detokenizer, context: list[int], longest: int) -> None:
         self._detokenizer = detokenizer
         self._longest = longest
-        # Two offsets: these tokens begin where the text was settled the time before last, `_read` is the last time.
+        # Two offsets: `_tokens` begins where the text was settled the time before last; `_read` is where it was settled last.
         self._tokens = list(context)
         self._read = len(context)
-        self._settled = self._decoded = detokenizer.decode(self._tokens)  # up to `_read`, and of all tokens
+        self._settled = self._decoded = detokenizer.decode(self._tokens)  # the text up to `_read`, and of all tokens
         self._tail = ""  # the last characters of the completion's settled text
 
     def append(self, token: int) -> str:
-        """The end of the text with `token`: what is not settled yet, and the `longest - 1` characters before it."""
+        """Adds a token. Returns the end of the text: what is not settled yet, and the `longest - 1` characters before it."""
         self._tokens.append(token)
         before, self._decoded = self._decoded, self._detokenizer.decode(self._tokens)
         end = self._tail + _added(self._settled, self._decoded)
         waiting = len(self._tokens) - self._read
         if waiting >= _OPEN:
-            # Text is settled after a visible token (special ones may stand inside a run of bytes) at whose end no
-            # character is open, but not inside a run of bytes: that may still turn out invalid from its beginning.
+            # Text is settled after a visible token (special tokens may stand inside a run of bytes) that does not end inside a
+            # character. It is not settled inside a run of bytes, which may still turn out to be invalid from its beginning.
             complete = self._decoded != before and not self._decoded.endswith(_REPLACEMENT)
             inside = token in self._detokenizer.byte_tokens and waiting < _MAX_OPEN
             if (complete and not inside) or waiting >= 2 * _MAX_OPEN:
@@ -301,14 +301,14 @@ class _GrowingText:
 
     def _settle(self, end: str) -> None:
         self._tail = end[len(end) - (self._longest - 1) :] if len(end) >= self._longest else end
-        visible = self._decoded != self._settled  # a long row of special tokens is forgotten
+        visible = self._decoded != self._settled  # special tokens leave no text and are dropped
         self._tokens = self._tokens[self._read :] if visible else self._tokens[: self._read]
         self._read = len(self._tokens)
         self._settled = self._decoded = self._detokenizer.decode(self._tokens)
 
 
 def _added(before: str, after: str) -> str:
-    """What `after` has beyond `before`; a character that `before` ends inside of belongs to it."""
+    """Returns what `after` adds to `before`. A character that `before` ends inside of belongs to the result."""
     if after.startswith(before):
         return after[len(before) :]
     differs = (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)

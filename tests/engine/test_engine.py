@@ -40,7 +40,8 @@ def test_results_come_as_rows_finish(model):
     engine = engine_of(model)
     requests = requests_of([[1], [2], [3]], [9, 2, 5])
     order = []
-    engine.generate(*planned(requests), on_result=lambda r: order.append(r.row))
+    engine.add(*planned(requests), lambda r: order.append(r.row))
+    engine.run()
     assert order == [1, 2, 0]
 
 
@@ -145,7 +146,8 @@ def test_a_failing_callback_leaves_an_engine_that_can_go_on(model):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        engine.generate(*planned(requests), on_result=broken)
+        engine.add(*planned(requests), broken)
+        engine.run()
     assert len(run(engine, requests)) == 2
 
 
@@ -157,7 +159,8 @@ def test_a_callback_that_fails_on_a_request_that_does_not_fit_leaves_an_engine_t
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        engine.generate(*planned(requests), on_result=broken)
+        engine.add(*planned(requests), broken)
+        engine.run()
     assert len(run(engine, requests)) == 2
 
 

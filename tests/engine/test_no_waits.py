@@ -189,7 +189,8 @@ def replace_request(request, **changes):
 
 def run(engine, requests):
     results = {}
-    engine.generate(*planned(requests), on_result=lambda r: results.__setitem__(r.row, r))
+    engine.add(*planned(requests), lambda r: results.__setitem__(r.row, r))
+    engine.run()
     return results
 
 

@@ -190,7 +190,8 @@ def test_a_row_waits_its_turn_by_priority(model):
     engine = tiny.engine_of(model, batch_size=1)
     requests = tiny.requests_of([[1], [*GROUP, 2], [3], [*GROUP, 4]], [3] * 4, priorities=[5, 0, -2, 5])
     order = []
-    engine.generate(*tiny.planned(requests), on_result=lambda r: order.append(r.row))
+    engine.add(*tiny.planned(requests), lambda r: order.append(r.row))
+    engine.run()
     assert order[:2] == [2, 1]
     assert engine.stats.prefill_tokens == 1 + 20 + 1 + 1 + 1
 

@@ -72,7 +72,7 @@ def run(engine, requests, after=0, cancelled=()):
         engine.add(*tiny.planned(some), lambda r: results.__setitem__(r.row, r), on_token)
     engine.run()
     assert not engine.sampler.used
-    assert not engine.constraints.used
+    assert not engine.constraints._rows
     engine.block_manager.evict_all()
     assert engine.block_manager.pool.num_used == 0
     assert engine.block_manager._reserved_blocks == 0
@@ -223,7 +223,7 @@ def test_rows_under_a_grammar_are_the_same_beside_others(tiny_model_dir, batch_s
                 params = SamplingParams(max_tokens=length, **kind)
                 llm.add([f"prompt {number}"], params, on_result=results.append)
         llm.run()
-        assert not llm.engine.constraints.used
+        assert not llm.engine.constraints._rows
         assert not llm.engine.sampler.used
         runs.append({r.row: (r.text, r.finish_reason, r.completions) for r in results})
     assert runs[0] == runs[1]
@@ -248,7 +248,7 @@ def test_a_row_that_is_cancelled_while_its_last_token_is_drawn_leaves_no_grammar
 
         llm.add(["a"], SamplingParams(max_tokens=4, regex="[ab]{9}"), on_result=results.append, on_token=on_token)
         llm.run()
-        assert not llm.engine.constraints.used
+        assert not llm.engine.constraints._rows
         outcomes.append({r.row: (r.finish_reason, r.token_ids) for r in results})
     assert outcomes[0] == outcomes[1]
     assert (outcomes[0][other][0], len(outcomes[0][other][1])) == ("cancelled", 3)

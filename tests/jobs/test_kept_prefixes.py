@@ -1,9 +1,7 @@
 """Prefixes known from earlier windows, for the figures."""
 
 import numpy as np
-import pytest
 
-from batchgen.jobs import windows as kept
 from batchgen.jobs.windows import KeptPrefixes
 from batchgen.prefix import plan_prefixes
 
@@ -26,9 +24,8 @@ def test_what_one_row_alone_had_is_not_kept() -> None:
     assert carried(prefixes, "aaaa2", "aaaa3") == 0
 
 
-def test_the_oldest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_MAX_PATHS", 2)
-    prefixes = KeptPrefixes()
+def test_the_oldest_are_forgotten_first() -> None:
+    prefixes = KeptPrefixes(max_paths=2)
     carried(prefixes, "aaaa1", "aaaa2")
     carried(prefixes, "bbbb1", "bbbb2")
     carried(prefixes, "aaaa1", "aaaa2")
@@ -37,8 +34,7 @@ def test_the_oldest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None
     assert carried(prefixes, "aaaa3") == carried(prefixes, "cccc3") == 4
 
 
-def test_of_a_window_the_prefixes_that_save_the_most_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_PATHS_OF_A_WINDOW", 1)
-    prefixes = KeptPrefixes()
+def test_of_a_window_the_prefixes_that_save_the_most_are_remembered() -> None:
+    prefixes = KeptPrefixes(paths_of_a_window=1)
     carried(prefixes, "aaaa1", "aaaa2", "aaaa3", "bbbbbb1", "bbbbbb2")
     assert carried(prefixes, "aaaa4", "bbbbbb4") == 4

@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.errors import UsageError
 from batchgen.sampling.constraints import Constraints
-from batchgen.sampling.grammars import Vocabulary, token_bytes
+from batchgen.sampling.grammars import GrammarCheck, Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams
 
 
@@ -22,14 +22,17 @@ def tokenizer(tiny_model_dir: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model_dir)
 
 
-def constraints_of(tokenizer: Any) -> Constraints:
-    return Constraints(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+def check(tokenizer: Any, params: SamplingParams, size: int | None = None) -> None:
+    """Raises `ValueError` for a grammar that cannot be used."""
+    fault = Vocabulary(tokenizer, len(tokenizer) if size is None else size).grammar(params).fault
+    if fault:
+        raise ValueError(fault)
 
 
 def takes(tokenizer: Any, params: SamplingParams, text: str) -> bool:
     """Whether `text` is one of the grammar's, as a whole."""
-    constraints = constraints_of(tokenizer)
-    constraints.check(params)
+    check(tokenizer, params)
+    constraints = Constraints(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
     constraints.add(0, params)
     ids = {piece: i for i, piece in enumerate(token_bytes(tokenizer, len(tokenizer)))}
     for token in [*(ids[bytes([b])] for b in text.encode()), tokenizer.eos_token_id]:
@@ -121,11 +124,9 @@ def test_a_json_schema_takes_what_is_valid(tokenizer: Any, schema: str, valid: l
     ],
 )
 def test_a_regex_that_cannot_be_used_is_named(tokenizer: Any, pattern: str, why: str) -> None:
-    constraints = constraints_of(tokenizer)
+    vocabulary = Vocabulary(tokenizer, len(tokenizer))
     for _ in range(2):  # the second time from memory
-        with pytest.raises(ValueError) as failure:
-            constraints.check(SamplingParams(regex=pattern))
-        assert str(failure.value) == f"regex cannot be used: {why}"
+        assert vocabulary.grammar(SamplingParams(regex=pattern)).fault == f"regex cannot be used: {why}"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_regex_that_cannot_be_used_is_named(tokenizer: Any, pattern: str, why:
 )
 def test_a_json_schema_that_cannot_be_used_is_named(tokenizer: Any, schema: str, why: str) -> None:
     with pytest.raises(ValueError) as failure:
-        constraints_of(tokenizer).check(SamplingParams(json_schema=schema))
+        check(tokenizer, SamplingParams(json_schema=schema))
     assert str(failure.value) == f"json_schema cannot be used: {why}"
 
 
@@ -163,18 +164,18 @@ def test_as_many_properties_as_are_required_can_be_kept_to(tokenizer: Any) -> No
         '{"type": "object", "required": ["a", "b"], "minProperties": 2}',
         '{"properties": {"minProperties": {"type": "integer"}}, "enum": [{"minProperties": 7}]}',
     ):
-        constraints_of(tokenizer).check(SamplingParams(json_schema=schema))
+        check(tokenizer, SamplingParams(json_schema=schema))
 
 
-def test_without_a_grammar_nothing_is_checked(tokenizer: Any) -> None:
-    Constraints(object(), 3, ()).check(SamplingParams())
+def test_without_a_grammar_nothing_is_checked() -> None:
+    GrammarCheck(object(), 3).of_command(SamplingParams())
 
 
 def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for params in (SamplingParams(regex="a"), SamplingParams(json_schema="{")):
         with pytest.raises(UsageError) as failure:
-            constraints_of(tokenizer).check(params)
+            check(tokenizer, params)
         assert str(failure.value) == (
             "a regex or JSON schema needs the package llguidance; pip install 'batchgen[structured]'"
         )
@@ -197,7 +198,7 @@ def test_a_tokenizer_whose_texts_are_not_its_tokens_bytes_is_refused(kind: str |
         tokenizer.decoder = getattr(decoders, kind)()
     for other in (PreTrainedTokenizerFast(tokenizer_object=tokenizer), object()):
         with pytest.raises(UsageError) as failure:
-            Constraints(other, 4, ()).check(SamplingParams(regex="a"))
+            check(other, SamplingParams(regex="a"), 4)
         assert str(failure.value) == (
             f"a regex or JSON schema cannot be kept to with the tokenizer of this model ({type(other).__name__}); "
             "byte-level and sentencepiece tokenizers of the tokenizers library can be used"

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.sampling import logprobs as module
 from batchgen.sampling.filters import forbid
 from batchgen.sampling.logprobs import TokenLogprobs, measure, read
 from batchgen.sampling_params import SamplingParams
@@ -65,11 +64,10 @@ def test_more_than_the_vocabulary_are_all_of_it():
     assert sorted(drawn.logprobs[0].top_ids) == list(range(V))
 
 
-def test_blocks_change_nothing(monkeypatch):
+def test_chunks_change_nothing():
     logits, tokens = random_logits(7), torch.arange(7)
     whole = measure(logits, tokens, 4)
-    monkeypatch.setattr(module, "CACHED", 2 * V)
-    assert torch.equal(measure(logits, tokens, 4), whole)
+    assert torch.equal(measure(logits, tokens, 4, at_once=2 * V), whole)
 
 
 def test_of_equal_logits_the_first_are_the_likeliest_whatever_the_others_ask_for():

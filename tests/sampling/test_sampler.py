@@ -42,9 +42,9 @@ def random_logits(rows: int, vocabulary: int = V, seed: int = 0, dtype=torch.flo
     return (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
 
 
-def sampler_of(*params: SamplingParams, vocabulary: int = V, prompt=PROMPT, generated=()) -> Sampler:
+def sampler_of(*params: SamplingParams, vocabulary: int = V, prompt=PROMPT, generated=(), **options) -> Sampler:
     """Sequence i in slot i, with key i."""
-    sampler = Sampler(vocabulary, CPU)
+    sampler = Sampler(vocabulary, CPU, **options)
     for i, p in enumerate(params):
         sampler.add(i, p, key(i), prompt, generated)
     return sampler
@@ -287,13 +287,12 @@ def test_the_same_row_draws_the_same_tokens_in_any_batch_and_slot():
     assert tokens(list(range(12)), list(range(12)), 1) == together
 
 
-def test_blocks_change_neither_tokens_nor_probabilities(monkeypatch):
+def test_chunks_change_neither_tokens_nor_probabilities():
     params = [ALL, SamplingParams(), SamplingParams(temperature=1.0)] * 4
     logits = random_logits(12)
     whole = sampler_of(*params).sample(logits, range(12), [0] * 12)
     for rows in (1, 5):
-        monkeypatch.setattr(module, "CACHED", rows * V)
-        assert sampler_of(*params).sample(logits, range(12), [0] * 12) == whole
+        assert sampler_of(*params, at_once=rows * V).sample(logits, range(12), [0] * 12) == whole
 
 
 def test_occurrences_choices_seeds_and_positions_draw_different_tokens():

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchgen.sampling import scoring as module
 from batchgen.sampling.scoring import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
 from support.drawing import Sampler
@@ -33,13 +32,12 @@ def test_among_equals_the_first_is_the_likeliest():
     assert score_targets(logits, [0, 0, 0], [0, 1, 2])[1] == [False, True, False]
 
 
-def test_blocks_change_nothing(monkeypatch):
+def test_chunks_change_nothing():
     torch.manual_seed(0)
     logits = torch.randn(9, 7).bfloat16()
     pairs = list(range(9)), [1, 2, 3] * 3
     whole = score_targets(logits, *pairs)
-    monkeypatch.setattr(module, "CHUNK", 14)
-    assert score_targets(logits, *pairs) == whole
+    assert score_targets(logits, *pairs, 14) == whole
 
 
 def test_nothing_goes_to_the_host(monkeypatch):
@@ -66,10 +64,9 @@ class Widths(TorchDispatchMode):
         return out
 
 
-def test_no_more_than_a_block_is_in_float32(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 40)
+def test_no_more_than_a_chunk_is_in_float32():
     with Widths() as widths:
-        score_targets(torch.zeros(50, 13, dtype=torch.bfloat16), [0, 49], [1, 2])
+        score_targets(torch.zeros(50, 13, dtype=torch.bfloat16), [0, 49], [1, 2], 40)
     assert max(widths.sizes) == 50  # one sum a row; chunks are of three rows, 39 numbers
 
 

@@ -122,7 +122,8 @@ def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Res
     leaves = leaves_of(requests)
     plan = plan_prefixes([leaf.tokens for leaf in leaves], engine.config.chunk_size, share=share)
     results: dict[int, Result] = {}
-    engine.generate(leaves, plan, on_result=lambda r: results.__setitem__(r.row, r))
+    engine.add(leaves, plan, lambda r: results.__setitem__(r.row, r))
+    engine.run()
     return [results[r.row] for r in requests]
 
 

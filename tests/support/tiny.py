@@ -79,7 +79,8 @@ def run(engine, requests, stop=None):
         assert result.row not in results
         results[result.row] = result
 
-    engine.generate(*planned(requests), on_result=on_result, stop=stop)
+    engine.add(*planned(requests), on_result)
+    engine.run(stop)
     return results
 
 
