@@ -1,35 +1,46 @@
-"""Text that many texts begin with is tokenized once: where to cut them, and their tokens put together again. Knows nothing of rows.
+"""Tokenizes text that many texts begin with once, and puts the token ids together again. Knows nothing of rows.
 
-The texts of a call are sorted, neighbours' common beginnings make a tree (as token ids do in the prefix tree), and each of its nodes is tokenized alone, up to
-the last place where a cut is known to be good (`cuts.Cuts`). Of every call a few texts are also tokenized whole; one difference, and nothing is cut any more.
+The texts of a call are sorted, and the beginnings that neighbours share become a tree (as token ids do in the prefix tree). Each node
+of the tree is tokenized alone, up to a place where the tokenizer cuts whatever text follows (`Cuts`). A few texts of every call are also
+tokenized whole. If one of them differs, nothing is cut from then on.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import unicodedata
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from batchgen.prompts.cuts import Cuts
 from batchgen.request import TokenArray
 
 Encode = Callable[[Sequence[str], bool], list[TokenArray | None]]
-"""Tokens of texts, with special ones around each or without; None for one that cannot be tokenized."""
+"""Token ids of texts, with special tokens around each or without; None for a text that cannot be tokenized."""
 
 _MIN_PIECE = 200
-"""Characters that are worth a piece of their own."""
+"""Characters below which a shared piece is not worth its own tokenization."""
+_MIN_SAVED = 1_000
+"""Characters that a piece must save, because about 700 are tokenized to find where it can be cut."""
 _MIN_CALL = 10_000
-"""Characters of a call that is worth a look."""
+"""Characters below which a call is not searched for shared text."""
 _CACHE_BYTES = 1 << 26
 _CHECKED = 4
-"""Of each call: texts that begin with something new that are checked, and half as many others."""
+"""Texts with a new beginning that are checked in every call, and half as many others."""
+_WINDOWS = (256, 4096)
+"""Characters before the end of a known text in which a cut is searched for: first in few, because they are tokenized for that."""
+_TRIES = 16
+"""Places that are tried for one cut."""
+_MIN_PIECES_AFTER = 2
+"""Pieces between a cut and the end of the known text; more text may change the last one."""
 _PROBE = "a b, c"
-# What puts the same tokens around any text.
+# Post-processors that put the same tokens around any text.
 _AROUND = ("ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing")
 
 
@@ -38,18 +49,23 @@ class _Node:
     """The first `end` characters of some of the texts."""
 
     text: str
-    """One of them."""
+    """One of these texts."""
     end: int
     parent: _Node | None
+    first: int
+    """Place of the first of these texts in sorted order."""
+    rows: int = 0
+    """Number of these texts."""
     ids: TokenArray | None = None
     new: bool = False
-    """Whether some of it has not been seen before."""
+    """Whether a part of it was not in the cache before this call."""
 
 
 class SharedText:
-    """Of one tokenizer. `encode` is the whole tokenization; `note` is told if it ever differs."""
+    """The shared beginnings of the texts of one tokenizer."""
 
     def __init__(self, backend: Any, encode: Encode, note: Callable[[str], None]) -> None:
+        """`backend` is a `tokenizers.Tokenizer`, `encode` tokenizes whole texts, and `note` is told if the results ever differ."""
         self._backend, self._encode, self._note = backend, encode, note
         self._on = True
         self._cache: OrderedDict[str, TokenArray] = OrderedDict()
@@ -65,7 +81,7 @@ class SharedText:
         return _around(self._backend, self._encode)
 
     def encode(self, texts: Sequence[str], special: bool) -> list[TokenArray | None] | None:
-        """The tokens of each text, None for one that may not be tokenized; None where whole tokenization is the way."""
+        """Returns the token ids of each text (None for one that cannot be tokenized), or None if the texts must be tokenized whole."""
         if not self._on or len(texts) < 2 or sum(map(len, texts)) < _MIN_CALL or not self._cuts.any:
             return None
         around = self._around if special else (_NO_IDS, _NO_IDS)
@@ -86,18 +102,18 @@ class SharedText:
         return found if self._checks(texts, nodes, found, special) else None
 
     def _tokenize(self, nodes: Sequence[_Node]) -> None:
-        """Gives the nodes, and those above them, their ids."""
+        """Gives token ids to the nodes and to their ancestors."""
         used: dict[_Node, str] = {}
         for one in nodes:
             node: _Node | None = one
             while node is not None and node not in used:
                 used[node] = node.text[node.parent.end if node.parent else 0 : node.end]
                 node = node.parent
-        lacking = list(dict.fromkeys(piece for piece in used.values() if piece not in self._cache))
+        missing = list(dict.fromkeys(piece for piece in used.values() if piece not in self._cache))
         pieces = {
-            piece: ids for piece, ids in zip(lacking, self._encode(lacking, False), strict=True) if ids is not None
+            piece: ids for piece, ids in zip(missing, self._encode(missing, False), strict=True) if ids is not None
         }
-        for node in sorted(used, key=lambda node: node.end):  # parents before what is below them
+        for node in sorted(used, key=lambda node: node.end):  # parents first
             piece, parent = used[node], node.parent
             ids = pieces.get(piece, self._cache.get(piece))
             node.new = piece in pieces or (parent is not None and parent.new)
@@ -118,7 +134,7 @@ class SharedText:
     def _checks(
         self, texts: Sequence[str], nodes: Sequence[_Node | None], found: Sequence[TokenArray | None], special: bool
     ) -> bool:
-        """Whether a sample of the texts has the tokens that it has as a whole."""
+        """Tokenizes a sample of the texts whole. Returns whether they have the same token ids; if not, nothing is cut any more."""
         first: dict[_Node, int] = {}
         for i, node in enumerate(nodes):
             if node is not None and found[i] is not None:
@@ -135,8 +151,8 @@ class SharedText:
             if ids is None or expected is None or not np.array_equal(ids, expected):
                 self._on = False
                 self._note(
-                    "shared text is not tokenized once: put together from its parts, a prompt has other tokens than as a "
-                    "whole; please report it, with the name of the model"
+                    "text that prompts share is not tokenized once any more: a prompt had other tokens in parts than as a whole. "
+                    "No result is affected; please report this with the name of the model"
                 )
                 return False
         return True
@@ -150,7 +166,7 @@ def _size(piece: str, ids: TokenArray) -> int:
 
 
 def _around(backend: Any, encode: Encode) -> tuple[TokenArray, TokenArray] | None:
-    """The special tokens before and behind a text; None where they cannot be told."""
+    """The special tokens before and after a text; None if they are not the same for every text."""
     state = backend.post_processor
     kinds = [state] if state is not None else []
     while any(type(kind).__name__ == "Sequence" for kind in kinds):
@@ -165,8 +181,11 @@ def _around(backend: Any, encode: Encode) -> tuple[TokenArray, TokenArray] | Non
     return (whole[: found[0]], whole[found[0] + len(plain) :]) if len(found) == 1 else None
 
 
+# -- the tree of shared beginnings
+
+
 def _tree(texts: Sequence[str], cuts: Cuts) -> list[_Node | None]:
-    """For each text the deepest node above it, None for none."""
+    """Returns the deepest node above each text; None for a text that shares nothing."""
     agreed = common_length(min(texts), max(texts))
     order = sorted(range(len(texts)), key=lambda i: texts[i][agreed:])
     above: list[_Node | None] = [None] * len(texts)
@@ -178,44 +197,165 @@ def _tree(texts: Sequence[str], cuts: Cuts) -> list[_Node | None]:
             length = common_length(text, texts[order[place + 1]], max(length, agreed))
         else:
             length = 0
-        cut = cuts.last(text, length) or 0 if length >= _MIN_PIECE else 0
-        if cut > (stack[-1].end if stack else 0):
-            stack.append(_Node(text, cut, stack[-1] if stack else None))
+        end = length if length >= _MIN_PIECE else 0
+        if end > (stack[-1].end if stack else 0):
+            stack.append(_Node(text, end, stack[-1] if stack else None, place))
         above[i] = stack[-1] if stack else None
-        while stack and stack[-1].end > cut:
+        while stack and stack[-1].end > end:
             closed = stack.pop()
-            if cut > (stack[-1].end if stack else 0):
-                stack.append(_Node(text, cut, stack[-1] if stack else None))
+            closed.rows = place + 1 - closed.first
+            if end > (stack[-1].end if stack else 0):
+                stack.append(_Node(text, end, stack[-1] if stack else None, closed.first))
                 closed.parent = stack[-1]
-    worth: dict[_Node, _Node | None] = {}
-    return [_worth(node, worth) for node in above]
+    known: dict[_Node, _Node | None] = {}
+    return [_cut(node, cuts, known) for node in above]
 
 
-def _worth(node: _Node | None, known: dict[_Node, _Node | None]) -> _Node | None:
-    """The node, or the first above it that has characters enough of its own; its parents are put right on the way."""
+def _cut(node: _Node | None, cuts: Cuts, known: dict[_Node, _Node | None]) -> _Node | None:
+    """Moves the end of the node and of its ancestors back to a cut. Returns the node, or its nearest ancestor that keeps enough text."""
     path = []
     while node is not None and node not in known:
         path.append(node)
         node = node.parent
     above = known[node] if node is not None else None
     for one in reversed(path):
+        start = above.end if above else 0
         one.parent = above
-        above = known[one] = one if one.end - (above.end if above else 0) >= _MIN_PIECE else above
+        own = one.end - start
+        if own >= _MIN_PIECE and own * (one.rows - 1) >= _MIN_SAVED:
+            one.end = cuts.last(one.text, start, one.end) or start
+            above = known[one] = one if one.end > start else above
+        else:
+            known[one] = above
     return above
 
 
 def common_length(a: str, b: str, guess: int = 0) -> int:
-    """Number of characters that both begin with; quick where it is a little more than `guess`."""
-    most = min(len(a), len(b))
-    low = guess if guess <= most and a[:guess] == b[:guess] else 0
+    """Number of characters that both texts begin with; fast if it is slightly more than `guess`."""
+    high = min(len(a), len(b))
+    low = guess if guess <= high and a[:guess] == b[:guess] else 0
     step = 64
-    while low < most:
-        high = min(most, low + step)
-        if a[low:high] == b[low:high]:
-            low, step = high, step * 2
-        elif high - low == 1:
+    while low < high:
+        stop = min(high, low + step)
+        if a[low:stop] == b[low:stop]:
+            low, step = stop, step * 2
+        elif stop - low == 1:
             return low
         else:
-            step = (high - low) // 2
-            most = high
+            step = (stop - low) // 2
+            high = stop
     return low
+
+
+# -- where a text can be cut
+
+
+class Cuts:
+    """Places where a text can be cut so that the token ids of its parts are those of the whole, whatever text follows.
+
+    The tokenizer is asked how it splits the end of a known text. It finds added tokens first, then normalizes, splits into pieces
+    (the pre-tokenizer), and tokenizes each piece alone. A place is a cut if
+
+    - it lies between two pieces, and the second begins with white space or is an added token,
+    - at least two more pieces follow it, so that more text cannot move it, and no added token that crosses it can still begin, and
+    - both parts of the known text, tokenized alone, have the token ids of the whole.
+
+    A BPE that splits nothing (Llama 2, Gemma) is cut before a space where no token of its vocabulary reaches across.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        """`backend` is a `tokenizers.Tokenizer`."""
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._marks = {i for i, token in added.items() if not token.normalized}
+        """Added tokens that are found in the text as it is, before everything else."""
+        self._longest = max((len(token.content) for token in added.values()), default=0)
+        self._unmergeable = _unmergeable(backend)
+        # Added tokens that depend on their neighbours or on normalized blanks, and merges left out by chance, may change at any place.
+        unsafe = any(t.single_word or (t.normalized and _holds_blank(t.content)) for t in added.values())
+        unsafe = unsafe or bool(getattr(backend.model, "dropout", None))
+        splits = len(set(backend.encode(_PROBE, add_special_tokens=False).word_ids)) > 1
+        self.any = not unsafe and bool(splits or self._unmergeable or self._marks)
+        """Whether a text can have a cut."""
+
+    def last(self, text: str, start: int, stop: int) -> int | None:
+        """Returns the last cut in `text[start:stop]`, which depends on nothing else; None if none is found near its end."""
+        if not self.any:
+            return None
+        for size in _WINDOWS:
+            begin = max(start, stop - self._longest - size)
+            known = text[begin:stop]
+            whole = self._backend.encode(known, add_special_tokens=False)
+            for place in islice(self._places(known, whole), _TRIES):
+                if self._ids(known[:place]) + self._ids(known[place:]) == whole.ids:
+                    return begin + place
+            if begin == start:
+                break
+        return None
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _places(self, known: str, whole: Any) -> Iterator[int]:
+        """Places that may be cuts, the last one first."""
+        words, offsets, stop = whole.word_ids, whole.offsets, len(known) - max(1, self._longest)
+        for i in range(len(words) - 1, 0, -1):
+            if words[i] == words[i - 1] or words[i] > words[-1] - _MIN_PIECES_AFTER + 1:
+                continue
+            place = offsets[i][0] if whole.ids[i] in self._marks else offsets[i - 1][1]
+            if 0 < place <= stop and (whole.ids[i] in self._marks or _is_blank_after_visible(known, place)):
+                yield place
+        if self._unmergeable:
+            place = known.rfind(" ", 1, max(1, stop + 1))
+            while place > 0:
+                if known[place - 1] in self._unmergeable:
+                    yield place
+                place = known.rfind(" ", 1, place)
+
+
+def _is_blank_after_visible(text: str, place: int) -> bool:
+    return text[place] in " \n" and not text[place - 1].isspace()
+
+
+def _holds_blank(text: str) -> bool:
+    plain = unicodedata.normalize("NFKC", text)
+    return any(character.isspace() or character == "▁" for character in plain)
+
+
+def _unmergeable(backend: Any) -> frozenset[str]:
+    """Characters that no token of a BPE vocabulary has before a space; none if the tokenizer may split or rewrite a text."""
+    model, blank = backend.model, _blank_of_whole_pieces(backend)
+    if blank is None or type(model).__name__ != "BPE" or getattr(model, "ignore_merges", False):
+        return frozenset()
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return frozenset()
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if blank not in vocabulary:
+        return frozenset()
+    merged = {token[i - 1] for token in vocabulary for i in range(1, len(token)) if token[i] == blank}
+    return frozenset(token for token in vocabulary if len(token) == 1) - merged
+
+
+def _blank_of_whole_pieces(backend: Any) -> str | None:
+    """The character that stands for a space (such as '▁') if the tokenizer splits nothing; None if it may split or rewrite anything else."""
+    blank = " "
+    for part in _parts(backend.normalizer, "normalizers"):
+        if part["type"] != "Replace" or part["pattern"] != {"String": " "} or blank != " " or len(part["content"]) != 1:
+            return None
+        blank = part["content"]
+    stages = _parts(backend.pre_tokenizer, "pretokenizers")
+    for stage in stages:
+        if stage["type"] == "Metaspace" and not stage.get("split", True) and blank == " " and stage is stages[-1]:
+            blank = stage["replacement"]
+        elif not (stage["type"] == "Split" and stage["pattern"] == {"String": " "} and blank != " "):
+            return None
+    return str(blank)
+
+
+def _parts(part: Any, name: str) -> list[Mapping[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer in order, as its file holds them; `name` is that of the parts of a sequence."""
+
+    def flat(state: Any) -> list[Mapping[str, Any]]:
+        return [one for inner in state[name] for one in flat(inner)] if state["type"] == "Sequence" else [state]
+
+    return [] if part is None else flat(json.loads(part.__getstate__()))
