@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -163,21 +163,31 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-@pytest.mark.parametrize(
-    ("kind", "added"),
-    [*product(KINDS, ADDED), *product(ODD, ("none", "plain", "greedy"))],
-)
-@given(known=TEXTS, more=TEXTS)
-@example("Text: a film is not so good. ", " is good")
-@example("a\nfilm 1 is 2, 3 ", "1")
-@example("<s>a<|im_end|> film film ", "x<|im_end|>")
-def test_the_parts_have_the_tokens_of_the_whole(kind, added, known, more):
+def check_cuts(kind: str, added: str, known: str, more: str) -> None:
     tokenizer, cuts = tokenizer_of(kind, added)
     text, place = known + more, cuts.last(known, 0, len(known))
     assert place == cuts.last(text, 0, len(known))
     while place is not None:
         assert ids(tokenizer, text[:place]) + ids(tokenizer, text[place:]) == ids(tokenizer, text)
         place = cuts.last(known, 0, place)
+
+
+@pytest.mark.parametrize(("kind", "added"), [*product(KINDS, ("plain",)), *product(ODD, ("none",))])
+@given(known=TEXTS, more=TEXTS)
+@settings(max_examples=25)
+def test_the_parts_have_the_tokens_of_the_whole(kind, added, known, more):
+    check_cuts(kind, added, known, more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "added"), product({**KINDS, **ODD}, ADDED))
+@given(known=TEXTS, more=TEXTS)
+@example("Text: a film is not so good. ", " is good")
+@example("a\nfilm 1 is 2, 3 ", "1")
+@example("<s>a<|im_end|> film film ", "x<|im_end|>")
+@settings(max_examples=200)
+def test_the_parts_have_the_tokens_of_the_whole_with_any_added_tokens(kind, added, known, more):
+    check_cuts(kind, added, known, more)
 
 
 KNOWN = "film.film,film.film"
