@@ -180,7 +180,7 @@ def test_the_parts_have_the_tokens_of_the_whole(kind, added, known, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "added"), product({**KINDS, **ODD}, ADDED))
+@pytest.mark.parametrize(("kind", "added"), [*product({**KINDS, **ODD}, ADDED)])
 @given(known=TEXTS, more=TEXTS)
 @example("Text: a film is not so good. ", " is good")
 @example("a\nfilm 1 is 2, 3 ", "1")
