@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchgen.assembly import JobReport, merge_job
     from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
     from batchgen.errors import BatchgenError
-    from batchgen.job import JobReport, run_job
+    from batchgen.job import run_job
     from batchgen.jobs.status import job_status
     from batchgen.llm import LLM
     from batchgen.planning import PlanReport, plan_job
@@ -32,6 +33,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "job_status",
+    "merge_job",
     "plan_job",
     "run_job",
 ]
@@ -41,7 +43,7 @@ _HOMES = {
     "BatchgenError": "errors",
     "EngineConfig": "config",
     "JobConfig": "config",
-    "JobReport": "job",
+    "JobReport": "assembly",
     "ModelConfig": "config",
     "PlanReport": "planning",
     "Progress": "progress",
@@ -49,6 +51,7 @@ _HOMES = {
     "Result": "result",
     "SamplingParams": "sampling_params",
     "job_status": "jobs.status",
+    "merge_job": "assembly",
     "plan_job": "planning",
     "run_job": "job",
 }

@@ -396,6 +396,15 @@ class JobConfig:
     work_dir: PathText | None = option(
         None, "Where the job's folder goes.", group="Job", metavar="DIR", shown="beside the output"
     )
+    shard: str | None = option(
+        None,
+        "Generate only the I-th of N contiguous parts of the prefix order; batchgen merge joins them.",
+        group="Machines",
+        metavar="I/N",
+        shown="the whole job",
+    )
+    """The other parts are run by other processes, on any machine that sees the job's folder."""
+    merge: bool = option(False, "Write the output when this shard is the last one to be done.", group="Machines")
     stats: PathText | None = option(None, "Write the run's figures to this file too.", group="Job", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -413,6 +422,12 @@ class JobConfig:
         self._check_output_format()
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)
+        self._check_shard()
+
+    @property
+    def shard_of(self) -> tuple[int, int] | None:
+        """I and N of `shard`."""
+        return None if self.shard is None else parse_shard(self.shard)
 
     @property
     def retried(self) -> frozenset[str]:
@@ -424,6 +439,19 @@ class JobConfig:
         """Options and the columns of the input that they name, beside those that make prompts."""
         ids = [("--id-column", self.id_column)] if self.id_column is not None else []
         return ids + [("--keep", name) for name in self.keep or ()]
+
+    def _check_shard(self) -> None:
+        if self.merge and self.shard is None:
+            raise UsageError("--merge is for a run with --shard", "name the shard, or use batchgen merge OUTPUT")
+        if self.shard is None:
+            return
+        parse_shard(self.shard)
+        if self.overwrite:
+            raise UsageError(
+                "--overwrite would take away what the other shards do", "delete the output and its .job folder instead"
+            )
+        if self.order == "done" or self.window not in (None, "all"):
+            raise UsageError("--shard cuts the prefix order of the whole input", "leave out --window and --order done")
 
     def _check_output_format(self) -> None:
         if self.output_format == "openai" and self.prompts.score:
@@ -447,6 +475,14 @@ def parse_memory(text: str, option: str = "--kv-memory") -> int | float | None:
     if m and m[2] != "%" and m[2].upper() in _UNITS and float(m[1]) > 0:
         return int(float(m[1]) * _UNITS[m[2].upper()])
     raise UsageError(f"{option} {text!r} is not a size", "use auto, a size such as 8GiB, or a share such as 80%")
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """I and N of `I/N`: 1 <= I <= N."""
+    m = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
+    if m and 1 <= int(m[1]) <= int(m[2]):
+        return int(m[1]), int(m[2])
+    raise UsageError(f"--shard {text!r} is no part of a job", "use 1/4, 2/4, 3/4 and 4/4 for four")
 
 
 def parse_max_errors(text: str) -> int | float:

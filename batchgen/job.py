@@ -3,52 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
 from batchgen.collector import few_collections
 from batchgen.config import JobConfig
 from batchgen.devices import AnyEngine, open_engine
-from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, OutputError, TooManyErrors, memory_errors
-from batchgen.jobs.base import Job
+from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyErrors, memory_errors
+from batchgen.jobs.base import Job, Store
 from batchgen.jobs.identity import dtype_name, job_settings
 from batchgen.jobs.job_folder import JobFolder, open_job
+from batchgen.jobs.lease import Lease
+from batchgen.jobs.manifest import as_stored
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.requests import FirstReading, RequestReader, RowStream
+from batchgen.jobs.requests import FirstReading, RequestReader, RowStream, asked_of
+from batchgen.jobs.shards import ShardFolder, open_shard, write_plan
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.jobs.windows import Planned, PlannedWindows, Planner
 from batchgen.preflight import check_job
 from batchgen.progress import GENERATING, Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.records import Input, Row, default_output, open_input, row_form, window_rows
-from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
+from batchgen.records.inputs import CHECKED_ROWS
+from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, versions, write_stats
 
 
-@dataclass(frozen=True, slots=True)
-class JobReport:
-    """What became of a job that came to its end."""
-
-    stats: dict[str, Any]
-    output: str
-    exit_code: int
-    """0, or 3 if some rows failed"""
-    already_finished: bool
-    chat: bool = False
-    """Whether prompts went through a chat template."""
-    failures: tuple[str, ...] = ()
-    """The first few failed rows of this run: where, and why."""
-
-
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
-    """Runs a job to its end, or continues it where an earlier run stopped.
+    """Runs a job, or one shard of it, to its end, or continues it where an earlier run stopped. Merges the shards if it is asked to.
 
     Raises `BatchgenError`; what was finished by then is kept.
     """
+    report = _run_job(config, progress)
+    if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
+        return merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
+    return report
+
+
+def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
     run = RunFigures()
     tracker = Tracker(progress or Silent(), run)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
@@ -69,46 +66,76 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
             rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
             prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
             settings = job_settings(replace(config, sampling=prompts.sampling), tokenizer.hf_config, chat=prompts.chat)
-        with open_job(
-            output,
-            settings=settings,
-            mentions=versions(),
-            input=source,
-            limit=config.limit,
-            form=row_form(
-                config, output, chat=prompts.chat, reasoning=prompts.reasoning, tool_calls=prompts.tool_calls
-            ),
-            work_dir=config.work_dir,
-            overwrite=config.overwrite,
-            flush_every=config.flush_every,
-            order=config.order,
-            retry=config.retried,
-            prune=config.prune,
-            optional=prompts.optional_results({} if source.schema is None else {f.name: f.type for f in source.schema}),
-        ) as job:
+
+        def open_folder(lease: Lease | None = None) -> Job:
+            return open_job(
+                output,
+                settings=settings,
+                mentions=versions(),
+                input=source,
+                limit=config.limit,
+                form=row_form(
+                    config, output, chat=prompts.chat, reasoning=prompts.reasoning, tool_calls=prompts.tool_calls
+                ),
+                work_dir=config.work_dir,
+                overwrite=config.overwrite,
+                flush_every=config.flush_every,
+                order=config.order,
+                retry=config.retried,
+                prune=config.prune,
+                optional=prompts.optional_results(
+                    {} if source.schema is None else {f.name: f.type for f in source.schema}
+                ),
+                lease=lease,
+            )
+
+        def read_for_shards(job: Job) -> None:
+            _plan_shards(config, source, job, prompts, grammars, asked, progress)
+
+        asked = asked_of(config, source.fingerprint()) | {"settings": as_stored(settings)}
+        opened: Store
+        if config.shard_of is None:
+            opened = open_folder()
+        else:
+            with signals.interruptible(), run.timed("plan"):
+                opened = open_shard(
+                    *config.shard_of,
+                    output=output,
+                    work_dir=config.work_dir,
+                    asked=as_stored(asked),
+                    retry=sorted(config.retried),
+                    flush_every=config.flush_every,
+                    open_folder=open_folder,
+                    read=read_for_shards,
+                    tell=tracker.note,
+                )
+        with opened as job:
             for note in source.notes:
                 tracker.note(note)
             _tell_notes(job, tracker)
             if job.finished is not None:
-                return _already_finished(job.finished, output, config, chat=prompts.chat)
+                return _already_finished(job, job.finished, output, config, chat=prompts.chat)
             tracker.tell = job.tell
             outcomes = Outcomes(run, tracker, config.max_errors)
-            reader = RequestReader(config, prompts, grammars.of_row, job, outcomes)
             planner = Planner(config.engine.chunk_size, share=config.engine.share, under_way=job.under_way())
             model = _Model(config, tokenizer, signals, tracker, run)
             generation = _Generation(job, model, outcomes, signals)
             try:
-                if window_size is not None:
-                    _run_as_rows_come(stream, rows, window_size, reader, planner, generation)
+                if isinstance(job, ShardFolder):
+                    _run_shard(config, job, planner, generation)
+                elif window_size is not None:
+                    reader = RequestReader(config, prompts, grammars.of_row, job, outcomes)
+                    _run_as_rows_come(stream, rows, window_size, job, reader, planner, generation)
                     job.check_dropped(prune=config.prune)
                 else:
                     assert isinstance(job, JobFolder), "standard output has windows"
+                    reader = RequestReader(config, prompts, grammars.of_row, job, outcomes)
                     _run_in_prefix_order(config, source, job, reader, planner, generation)
                 _tell_notes(job, tracker)
                 outcomes.note_cut_rows()
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
                 _keep(job, config, model, run)
-                if isinstance(e, Interrupted) and isinstance(job, JobFolder):
+                if isinstance(e, Interrupted) and not isinstance(job, StdoutJob):
                     generation.note_kept()
                 raise
             finally:
@@ -131,8 +158,21 @@ def _run_in_prefix_order(
             reading.announce(None)
         with signals.interruptible(), outcomes.run.timed("plan"):
             requests = reading.result()
+    _run_windows(config, requests.windows(), planner, generation, fresh=reading.fresh)
+    if reading.broken is not None:
+        raise reading.broken
+    outcomes.tracker.phase("writing")
+    with signals.interruptible(), outcomes.run.timed("write"):
+        write_output(source, job, reading.input, outcomes)
+
+
+def _run_windows(
+    config: JobConfig, requests: Iterator[list[Request]], planner: Planner, generation: _Generation, *, fresh: bool
+) -> None:
+    """Plans and generates all windows. `fresh`: none of the requests has a result yet."""
+    job, outcomes, signals = generation.job, generation.outcomes, generation.signals
     in_order = config.prompts.priority_column is None
-    with PlannedWindows(requests.windows(), planner, job, outcomes, fresh=reading.fresh, in_order=in_order) as windows:
+    with PlannedWindows(requests, planner, job, outcomes, fresh=fresh, in_order=in_order) as windows:
         while True:
             with signals.interruptible():
                 window = windows.next()
@@ -140,50 +180,60 @@ def _run_in_prefix_order(
                 break
             generation.run(window, windows)
             signals.check()
+
+
+def _plan_shards(
+    config: JobConfig,
+    source: Input,
+    job: Job,
+    prompts: PromptBuilder,
+    grammars: GrammarCheck,
+    asked: dict[str, Any],
+    progress: Progress | None,
+) -> None:
+    """The first reading of a job that runs in shards: all requests in prefix order, and where they are cut."""
+    assert isinstance(job, JobFolder), "shards have a folder"
+    run = RunFigures()
+    outcomes = Outcomes(run, Tracker(progress or Silent(), run), config.max_errors)
+    outcomes.tracker.phase("planning")
+    reader = RequestReader(config, prompts, grammars.of_row, job, outcomes)
+    with FirstReading(config, source, reader, job, outcomes) as reading:
+        requests = reading.result()
+    _tell_notes(job, outcomes.tracker)
     if reading.broken is not None:
         raise reading.broken
-    outcomes.tracker.phase("writing")
-    with signals.interruptible(), outcomes.run.timed("write"):
-        _write_output(source, job, reading, outcomes)
+    windows = requests.windows() if reading.fresh else job.without_results(requests.windows())
+    count = config.shard_of[1] if config.shard_of else 1
+    write_plan(
+        job.folder,
+        windows,
+        count,
+        config.engine.chunk_size,
+        asked=as_stored(asked),
+        rows=job.row_count,
+        output=job.output_facts(),
+    )
+    job.end_reading()
 
 
-def _write_output(source: Input, job: JobFolder, reading: FirstReading, outcomes: Outcomes) -> None:
-    """The second reading: the rows in input order, each with its result."""
-    reading.check_input()
-    stream, left, passed = RowStream(source), job.row_count, 0
-    while left:
-        rows = stream.take(READ_ROWS)
-        if stream.broken is not None:
-            raise stream.broken
-        if not rows:
-            raise reading.changed()
-        keys, results = job.rows(rows[0].number, rows[-1].number)
-        stored = job.stored(list(keys.values()))
-        lost = sum(1 for key in keys.values() if key not in stored)
-        if lost:
-            job.forget_reading()  # the next run is to look at every row
-            raise OutputError(
-                f"the results of {job.output} are damaged: {lost:,} of them cannot be read",
-                "run the same command again: they are generated again",
-            )
-        results.update({number: replace(stored[key], row=number) for number, key in keys.items()})
-        job.write([row for row in rows if row.number in results], results, keys)
-        left -= len(results)
-        passed += len(rows)
-        outcomes.tracker.passed(passed)
-    reading.check_input()
+def _run_shard(config: JobConfig, shard: ShardFolder, planner: Planner, generation: _Generation) -> None:
+    tracker = generation.outcomes.tracker
+    tracker.total = shard.rows
+    tracker.phase("planning")
+    _run_windows(config, shard.windows(), planner, generation, fresh=not shard.results_at_hand)
 
 
 def _run_as_rows_come(
     stream: RowStream,
     rows: list[Row],
     size: int,
+    job: Job,
     reader: RequestReader,
     planner: Planner,
     generation: _Generation,
 ) -> None:
     """Generates each window of `size` rows, the first of which is read already, and writes it before the next one is read."""
-    job, outcomes, signals = generation.job, generation.outcomes, generation.signals
+    outcomes, signals = generation.outcomes, generation.signals
     tracker = outcomes.tracker
     job.begin_rows()
     if not rows:  # --limit 0: later rows that have a result are in the output all the same
@@ -221,7 +271,7 @@ def _run_as_rows_come(
 class _Generation:
     """The loop in which windows become results."""
 
-    def __init__(self, job: Job, model: _Model, outcomes: Outcomes, signals: Signals) -> None:
+    def __init__(self, job: Store, model: _Model, outcomes: Outcomes, signals: Signals) -> None:
         self.job, self.model, self.outcomes, self.signals = job, model, outcomes, signals
         self._keys: dict[int, bytes] = {}
         """By row number, of the rows that the engine has."""
@@ -340,7 +390,7 @@ class _Model:
         return figures(self._run, engine.stats if engine else EngineStats(), setting, earlier=previous)
 
 
-def _finish(job: Job, output: str, config: JobConfig, model: _Model, outcomes: Outcomes, *, chat: bool) -> JobReport:
+def _finish(job: Store, output: str, config: JobConfig, model: _Model, outcomes: Outcomes, *, chat: bool) -> JobReport:
     """The output takes its name, the figures are written."""
     with outcomes.run.timed("write"):
         job.flush()
@@ -349,10 +399,12 @@ def _finish(job: Job, output: str, config: JobConfig, model: _Model, outcomes: O
     _tell_notes(job, outcomes.tracker)
     write_stats(config.stats, stats)
     code = 3 if outcomes.run.failed else 0
-    return JobReport(stats, output, code, False, chat, tuple(outcomes.failures))
+    if isinstance(job, ShardFolder):
+        outcomes.tracker.note(job.what_is_left())
+    return JobReport(stats, output, code, False, chat, tuple(outcomes.failures), shard=_shard_name(config, job))
 
 
-def _keep(job: Job, config: JobConfig, model: _Model, run: RunFigures) -> None:
+def _keep(job: Store, config: JobConfig, model: _Model, run: RunFigures) -> None:
     """The job ends before its end: what is finished is kept, and the figures so far."""
     job.flush()
     stats = model.figures(job.previous)
@@ -360,12 +412,17 @@ def _keep(job: Job, config: JobConfig, model: _Model, run: RunFigures) -> None:
     write_stats(config.stats, stats)
 
 
-def _already_finished(stats: dict[str, Any], output: str, config: JobConfig, *, chat: bool) -> JobReport:
+def _already_finished(job: Store, stats: dict[str, Any], output: str, config: JobConfig, *, chat: bool) -> JobReport:
     write_stats(config.stats, stats)
     code = 3 if stats["job"]["rows_failed"] else 0
-    return JobReport(stats, output, code, True, chat)
+    return JobReport(stats, output, code, True, chat, shard=_shard_name(config, job))
 
 
-def _tell_notes(job: Job, tracker: Tracker) -> None:
+def _shard_name(config: JobConfig, job: Store) -> str:
+    """`I/N` of a shard; empty for a whole job, also one that had been merged before."""
+    return str(config.shard) if isinstance(job, ShardFolder) else ""
+
+
+def _tell_notes(job: Store, tracker: Tracker) -> None:
     while job.notes:
         tracker.note(job.notes.pop(0))

@@ -12,7 +12,8 @@ from batchgen.collector import few_collections
 from batchgen.config import JobConfig
 from batchgen.errors import memory_errors
 from batchgen.jobs.identity import dtype_name
-from batchgen.jobs.sorted_requests import SortedRequests
+from batchgen.jobs.shares import PrefixCosts, Share
+from batchgen.jobs.sorted_requests import SortedRequests, in_order
 from batchgen.jobs.windows import KeptPrefixes
 from batchgen.model.architectures import RECURRENT, check_architecture
 from batchgen.prefix import (
@@ -56,6 +57,18 @@ class TreeLine:
 
 
 @dataclass(frozen=True, slots=True)
+class CutFigures:
+    """What it costs to run a job in shards (`run --shard I/N`)."""
+
+    rows: tuple[int, ...]
+    """Of each shard."""
+    cost: tuple[float, ...]
+    """Each shard's part of the estimated cost of all; they add up to 1."""
+    prefill_tokens_again: int
+    """Prompt tokens that a shard runs though the one before it runs them too."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """The plan of a job: figures of all its windows, the top of the prefix tree, the largest groups.
 
@@ -76,6 +89,8 @@ class PlanReport:
     chat: bool = False
     whole: bool = True
     """Whether the windows are those of the whole input in prefix order."""
+    cuts: CutFigures | None = None
+    """Of as many shards as were asked for."""
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json` (schema `batchgen.plan/1`)."""
@@ -98,11 +113,14 @@ class PlanReport:
             "state_bytes_per_sequence": self.bytes_per_state,
             "tree": [asdict(line) for line in self.tree],
             "largest_groups": [asdict(line) for line in self.groups],
+            "shards": None if self.cuts is None else asdict(self.cuts),
         }
 
 
-def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
-    """What a job would share and cost. Loads the tokenizer, not the weights; touches no output."""
+def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int | None = None) -> PlanReport:
+    """What a job would share and cost, and what it would cost to run it in so many shards. Loads the tokenizer, not the weights; touches no output."""
+    if shards is not None:
+        config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = open_input(config.inputs, format=config.input_format, output=None)
@@ -115,7 +133,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
         tracker.phase("planning")
         size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
-            waiting = SortedRequests(Path(folder))
+            waiting, costs = SortedRequests(Path(folder)), PrefixCosts(Path(folder))
             for rows in source.windows(size or READ_ROWS, config.limit):
                 if planner.rows == 0:
                     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
@@ -130,9 +148,21 @@ def plan_job(config: JobConfig, progress: Progress | None = None) -> PlanReport:
             waiting.close()
             for requests in waiting.windows():
                 planner.window(requests, follow_on=True)
+                if shards is not None:
+                    costs.add(in_order(requests))
+            cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
         for note in (*source.notes, *prompts.notes):
             tracker.note(note)
-    return planner.report(chat=prompts.chat, whole=size is None)
+    return replace(planner.report(chat=prompts.chat, whole=size is None), cuts=cuts)
+
+
+def _cuts(shares: Sequence[Share]) -> CutFigures:
+    total = sum(share.cost for share in shares)
+    return CutFigures(
+        rows=tuple(share.last - share.first for share in shares),
+        cost=tuple(round(share.cost / total, 6) if total else 0.0 for share in shares),
+        prefill_tokens_again=sum(share.again for share in shares),
+    )
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     if output is not None and output != "-" and not is_url(output):
         folder = job_path(output, config.work_dir)
         check_place(output, open_target(output), folder, config.overwrite)
-        check_free(folder / "lock", output)
+        if config.shard is None:  # else it is waited for
+            check_free(folder / "lock", output)
     window_rows(config, source, output)
     check_grammar(config.sampling)
     _check_prompts(config, source)

@@ -13,6 +13,8 @@ from batchgen.result import Completion
 from batchgen.sampling_params import SamplingParams
 
 TokenArray = NDArray[np.int32]
+DECODE_COST = 4
+"""Cost of a token to generate, in prompt tokens: an estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +52,13 @@ class Request:
     @property
     def leaves(self) -> int:
         return len(self.texts) or self.params.n
+
+    @property
+    def cost(self) -> int:
+        """Estimated cost in prompt tokens, as if nothing were shared and every completion had its full length."""
+        if self.texts:
+            return len(self.tokens) + sum(map(len, self.texts))
+        return len(self.tokens) + DECODE_COST * self.max_tokens * self.params.n
 
 
 @dataclass(frozen=True, slots=True, eq=False)

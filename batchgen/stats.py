@@ -237,6 +237,17 @@ def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, A
     }
 
 
+def sum_of_jobs(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `job` figures of shards that ran side by side, and of runs before them, as one `earlier` for `figures`: sums, the largest of peaks."""
+    names = {name for job in jobs for name in job["seconds"]}
+    return {
+        "runs": sum(job["runs"] for job in jobs),
+        **{name: sum(job[name] for job in jobs) for name in _SUMMED},
+        **{name: max((job[name] for job in jobs), default=0) for name in _LARGEST},
+        "seconds": {name: sum(job["seconds"].get(name, 0.0) for job in jobs) for name in sorted(names)},
+    }
+
+
 def _reasons(counts: Counter[str]) -> dict[str, int]:
     """The documented reasons always, others if there are any."""
     return dict.fromkeys(("stop", "length", "timeout", "error"), 0) | {k: n for k, n in sorted(counts.items()) if n}

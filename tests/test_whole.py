@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.jobs.sorted_requests.DEFAULT_LIMITS", limits)
     monkeypatch.setattr("batchgen.planning.READ_ROWS", 4)
     monkeypatch.setattr("batchgen.jobs.requests.READ_ROWS", 4)
-    monkeypatch.setattr("batchgen.job.READ_ROWS", 4)
+    monkeypatch.setattr("batchgen.assembly.READ_ROWS", 4)
 
 
 def shuffled(count: int) -> Rows:

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from batchgen.prefix import PrefixPlan
-from batchgen.request import Leaf, Request
+from batchgen.request import DECODE_COST, Leaf, Request
 
 PIECES = 8
 """Pieces of a device's fair share: a group that costs more than one is cut."""
-DECODE_COST = 4
-"""A token to generate, in tokens of a prompt: a guess, which taking over makes good."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +103,7 @@ def deal(pieces: Sequence[Piece], devices: int) -> list[list[Piece]]:
 def in_order(requests: Iterable[Request], pieces: int) -> list[Piece]:
     """The requests in about so many pieces of equal cost, in this order, whatever they share."""
     requests = list(requests)
-    costs = [_cost(r) for r in requests]
+    costs = [float(r.cost) for r in requests]
     most = sum(costs) / max(1, pieces)
     found: list[Piece] = []
     first, cost = 0, 0.0
@@ -188,12 +186,6 @@ class Shares:
 
 def _to_generate(leaf: Leaf) -> int:
     return 0 if leaf.request.texts else DECODE_COST * leaf.request.max_tokens
-
-
-def _cost(request: Request) -> float:
-    return len(request.tokens) + (
-        sum(map(len, request.texts)) if request.texts else DECODE_COST * request.max_tokens * request.params.n
-    )
 
 
 def _piece(requests: Sequence[Request], cost: float) -> Piece:

@@ -10,32 +10,24 @@ from batchgen.progress import Snapshot
 from batchgen.records import Row
 from batchgen.result import Completion, Result
 
+RETRIES = {"errors": "error", "timeout": "timeout", "length": "length"}
+"""What `--retry` can name, and the reason with which such results ended."""
 
-class Job(Protocol):
-    """A job, from its first window to its output. A context manager: leaving it keeps what is there."""
+
+class Store(Protocol):
+    """Where results go, of a job or of one shard of it. A context manager: leaving it keeps what is there."""
 
     notes: list[str]
     """What the user should hear once."""
     finished: dict[str, Any] | None
     """The figures of the finished job if there is nothing to do; no other method may be called then."""
     previous: dict[str, Any] | None
-    """The figures that the job's last run left, if this one continues it."""
-    kept_rows: int
-    """Rows of the output that stands: rows up to there stay in the output whatever `--limit` says, if they have a result or failed."""
+    """The figures that the last run left, if this one continues it."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-
-    @property
-    def results_at_hand(self) -> int:
-        """Number of results that earlier runs left."""
-        ...
-
-    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        """How often each digest has come before in this run. Call it once for every row, in row order."""
-        ...
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """The results that are there for `keys`. Their row numbers mean nothing."""
@@ -62,6 +54,34 @@ class Job(Protocol):
         """Keep how far the run is, for whoever looks from another process."""
         ...
 
+    def flush(self) -> None:
+        """Put all results on disk."""
+        ...
+
+    def save_stats(self, stats: dict[str, Any]) -> None:
+        """Keep the figures of a run that ends before the job does: they are the next run's `previous`."""
+        ...
+
+    def finish(self, stats: dict[str, Any]) -> None:
+        """Every row has a result, and those of a job are written: put the output in its place."""
+        ...
+
+
+class Job(Store, Protocol):
+    """A job, from its first window to its output."""
+
+    kept_rows: int
+    """Rows of the output that stands: rows up to there stay in the output whatever `--limit` says, if they have a result or failed."""
+
+    @property
+    def results_at_hand(self) -> int:
+        """Number of results that earlier runs left."""
+        ...
+
+    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
+        """How often each digest has come before in this run. Call it once for every row, in row order."""
+        ...
+
     def begin_rows(self) -> None:
         """The rows of the output are read from the start."""
         ...
@@ -76,16 +96,4 @@ class Job(Protocol):
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         """Add output rows. `results` and `keys` by row number; rows that never became requests have no key."""
-        ...
-
-    def flush(self) -> None:
-        """Put all results on disk."""
-        ...
-
-    def save_stats(self, stats: dict[str, Any]) -> None:
-        """Keep the figures of a run that ends before the job does: they are the next run's `previous`."""
-        ...
-
-    def finish(self, stats: dict[str, Any]) -> None:
-        """Every row is written: put the output in its place."""
         ...

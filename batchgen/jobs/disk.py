@@ -73,18 +73,23 @@ def _in_words(failure: str) -> Iterator[None]:
 
 def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Whether a folder is on a file system that other hosts may use at the same time. False where the system does not say (no Linux)."""
+    return file_system(folder, mounts).startswith(_NETWORK)
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The type of the file system that a folder is on, such as `ext4` or `nfs4`; empty where the system does not say (no Linux)."""
     found, kind = Path("/"), ""
     place = folder.resolve()
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return False
+        return ""
     for line in lines:  # `id parent major:minor root MOUNT options … - TYPE source options`; proc(5)
         before, _, after = line.partition(" - ")
         mount = Path(before.split()[4].encode().decode("unicode_escape"))
         if place.is_relative_to(mount) and len(mount.parts) >= len(found.parts):
             found, kind = mount, after.split()[0]
-    return kind.startswith(_NETWORK)
+    return kind
 
 
 def sync_folder(folder: Path) -> None:

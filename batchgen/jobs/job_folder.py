@@ -9,6 +9,7 @@
     keys             of the finished output: 16 bytes for every row, by which it is recognised (`reuse_output`)
     kept.sqlite      results that no row of the finished output asks for, or that the output does not hold whole; only if there are any
     stats.json       the figures of the last run
+    shards/, claims/ of a job that runs in shards (`shards`)
 
 and, while a process is at it, made again at every start
 
@@ -35,12 +36,22 @@ from typing import Any
 
 from batchgen.errors import OutputError, UsageError
 from batchgen.jobs import results as results_files
-from batchgen.jobs.base import Job
+from batchgen.jobs.base import RETRIES, Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
+from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.manifest import Manifest, as_stored, differences, file_digest, load_manifest
 from batchgen.jobs.results import Results, read_facts
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
+from batchgen.jobs.shards import (
+    CLAIMS,
+    SHARDS_FOLDER,
+    check_no_shard_runs,
+    forget_plan,
+    load_plan,
+    output_facts,
+    take_results,
+)
 from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
 from batchgen.jobs.target import Target, open_target
 from batchgen.progress import Snapshot
@@ -48,22 +59,31 @@ from batchgen.records.inputs import Input
 from batchgen.records.output import INPUT_FILE, RowForm, job_path, jobs_folder, output_format
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
+from batchgen.request import Request
 from batchgen.result import Completion, Result
 
 KEPT_FILE = "kept.sqlite"
 SORTED_FOLDER = "sorted"
 _REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Of a run: each run makes them again, none leaves them."""
-_WORK_FILES = (*results_files.FILES, SORTED_FOLDER, *_REMADE_FILES)
+_WORK_FILES = (*results_files.FILES, SORTED_FOLDER, SHARDS_FOLDER, *_REMADE_FILES)
 """Of a job that is under way; a finished one has none of them."""
-_OURS = {*_WORK_FILES, "manifest.json", "manifest.json.new", "stats.json", "stats.json.new", "keys", "lock", KEPT_FILE}
+_OURS = {
+    *_WORK_FILES,
+    "manifest.json",
+    "manifest.json.new",
+    "stats.json",
+    "stats.json.new",
+    "keys",
+    "lock",
+    CLAIMS,
+    KEPT_FILE,
+}
 _START_AGAIN = "use --overwrite to start again, or another -o"
 _TIGHT = 3
 """A disk with less than this many times the smallest size of the output is worth a note: there are the results, and the sorted requests."""
 _FEW = 10
 """Finished rows that may all be replaced by others at once without a question."""
-RETRIES = {"errors": "error", "timeout": "timeout", "length": "length"}
-"""What `--retry` can name, and the reason with which such results ended."""
 
 
 def open_job(
@@ -81,6 +101,8 @@ def open_job(
     retry: Collection[str] = (),
     prune: bool = False,
     optional: Collection[str] = (),
+    lease: Lease | None = None,
+    merging: bool = False,
 ) -> Job:
     """The job of an output: begun, continued or already finished. This process holds it until it is closed.
 
@@ -88,6 +110,8 @@ def open_job(
     `retry` names reasons of `RETRIES`: the results of rows that ended so are forgotten, and these rows run again.
     `prune`: the output may lose any number of rows, and results that no row asks for are removed when it is finished.
     `optional`: the parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`).
+    `lease`: held by this process, for a job that runs in shards. `merging`: the plan of the shards stays until the output is written;
+    otherwise it is forgotten. Their results become the job's in both cases.
     Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
     """
     named = form.keep is None or INPUT_FILE in form.keep
@@ -99,7 +123,7 @@ def open_job(
     with writing(folder):
         folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
         sync_folder(folder.parent)
-        lock = Lock(folder / "lock", output)
+        lock = Lock(folder / "lock", output, leased=lease is not None)
     try:
         formats = [f.format for f in input.files]
         request = {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
@@ -123,6 +147,8 @@ def open_job(
             retry=retry,
             prune=prune,
             optional=optional,
+            lease=lease,
+            merging=merging,
         )
         job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
@@ -148,6 +174,8 @@ class JobFolder:
         retry: Collection[str],
         prune: bool,
         optional: Collection[str],
+        lease: Lease | None,
+        merging: bool,
     ) -> None:
         self.notes: list[str] = []
         self.finished: dict[str, Any] | None = None
@@ -158,6 +186,7 @@ class JobFolder:
         self._folder, self._lock, self._input = folder, lock, input
         self._manifest = manifest
         self._form, self._optional = form, optional
+        self._lease, self._merging = lease, merging
         self._order = DoneOrder(order)
         self._retry, self._prune = sorted(retry), prune
         self._old: Manifest | None = None
@@ -173,6 +202,7 @@ class JobFolder:
                 f"the run before (process {self._lock.taken_over}) ended without finishing: going on from there"
             )
         with writing(self._folder):
+            check_no_shard_runs(self._folder, self.output, self.notes.append)
             self._old = None if overwrite else load_manifest(self._folder / "manifest.json")
             if self._old is None:
                 self._check_nothing_lost(overwrite)
@@ -197,7 +227,7 @@ class JobFolder:
 
     def _holds_nothing(self, old: Manifest) -> bool:
         """Whether the run before ended before its first result, because of an option that the model does not take, say: it binds nobody."""
-        if old.state != "running" or old.outputs or (self._folder / KEPT_FILE).exists():
+        if old.state != "running" or old.outputs or (self._folder / KEPT_FILE).exists() or load_plan(self._folder):
             return False
         return not (self._folder / results_files.FILE).exists() or read_facts(self._folder, ())[1] == 0
 
@@ -278,8 +308,17 @@ class JobFolder:
             self._opened = opened.pop_all()
 
     def _take_results(self) -> None:
-        """The results that this run may use: those of the database, and of a finished output."""
+        """The results that this run may use: those of the database, of shards, and of a finished output."""
         old, results = self._old, self._results
+        plan = load_plan(self._folder)
+        if plan is not None:
+            taken = take_results(self._folder, plan, results)
+            if not self._merging:
+                forget_plan(self._folder)
+                results.forget_reading()
+                self.notes.append(
+                    f"{self.output} was under way in {plan.count} shards: {taken} of their results are at hand"
+                )
         if results.damaged:
             self.notes.append(
                 f"{results.damaged} results in {self._folder / results_files.FILE} are damaged and left out: their rows are generated again"
@@ -426,6 +465,8 @@ class JobFolder:
 
     def finish(self, stats: dict[str, Any]) -> None:
         """The job is closed then."""
+        if self._lease is not None:
+            self._lease.check()
         with writing(self.output):
             self._writer.close()
             self.notes += self._writer.notes
@@ -518,9 +559,34 @@ class JobFolder:
             self._results.flush()
 
     def forget_reading(self) -> None:
-        """No later run is to use it."""
+        """No later run is to use it. What shards have done is the job's own by now."""
         with writing(self._folder):
             self._results.forget_reading()
+            self._results.flush()
+            forget_plan(self._folder)
+
+    def end_reading(self) -> None:
+        """The requests are in the plan of the shards: the sorted ones are not needed any more."""
+        with writing(self._folder):
+            self._results.forget_reading()
+            self._remove((SORTED_FOLDER,))
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def without_results(self, windows: Iterator[list[Request]]) -> Iterator[list[Request]]:
+        """The requests of these windows that have no result yet."""
+        for window in windows:
+            stored = self.stored([request.key for request in window])
+            if lacking := [request for request in window if request.key not in stored]:
+                yield lacking
+
+    def output_facts(self) -> dict[str, Any]:
+        """What a merge needs to know to write this job's output (`shards.ShardPlan.output`)."""
+        return output_facts(self._input, asdict(self._form), tuple(self._optional), prune=self._prune) | {
+            "request": self._manifest.request
+        }
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
         """Of the rows from `first` to `last` that are in the output: the keys of some by number, and the results of the others."""

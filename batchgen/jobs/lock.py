@@ -25,9 +25,11 @@ _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 class Lock:
     """Holds `path` until `release`. Raises `OutputLocked` naming the holder; `OSError` where the file cannot be made."""
 
-    def __init__(self, path: Path, output: str) -> None:
+    def __init__(self, path: Path, output: str, *, leased: bool = False) -> None:
+        """`leased`: this process has the job's lease (`lease.Lease`), without which no other run with shards can have the lock."""
         self.taken_over: int | None = None
         """The process of a run that ended without releasing the lock."""
+        self._leased = leased
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._take(path, output)
@@ -46,19 +48,20 @@ class Lock:
                 raise
             kernel = False
         holder = _holder(self._fd)
-        if holder.get("host") not in (None, socket.gethostname()):
+        known_dead = self._leased and holder.get("leased") is True
+        if holder.get("host") not in (None, socket.gethostname()) and not known_dead:
             raise OutputLocked(
                 f"another run holds {output} (process {holder.get('pid')} on {holder['host']}, since {holder.get('started')}), and whether it still runs cannot be seen from this host",
                 f"wait for it; if it is dead, delete {path}",
             )
-        if holder and not kernel and _alive(holder.get("pid")):
+        if holder and not kernel and not known_dead and _alive(holder.get("pid")):
             raise _locked(output, holder)
         self.taken_over = holder.get("pid")
         me = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        }
+        } | ({"leased": True} if self._leased else {})
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps(me).encode(), 0)
 
@@ -110,7 +113,7 @@ def lives(holder: dict[str, Any]) -> bool | None:
     if not _alive(holder["pid"]) and holder["pid"] != os.getpid():
         return False
     begun, named = _begun(holder["pid"]), _seconds(holder["started"])
-    return begun is None or named is None or begun <= named + _CLOCKS
+    return not _is_zombie(holder["pid"]) and (begun is None or named is None or begun <= named + _CLOCKS)
 
 
 def _begun(pid: int) -> float | None:
@@ -121,6 +124,16 @@ def _begun(pid: int) -> float | None:
         return int(boot) + int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process has ended and only its parent has not asked how."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "Z"
+        )
+    except (OSError, IndexError):
+        return False
 
 
 def _seconds(time: Any) -> float | None:

@@ -137,6 +137,39 @@ class RequestReader:
         return self._config.limit is None or number < max(self._config.limit, kept)
 
 
+def asked_of(config: JobConfig, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a first reading is of, beside the job's settings: an earlier one is good for a run that asks for the same."""
+    return {
+        "inputs": inputs,
+        "limit": config.limit,
+        "priority_column": config.prompts.priority_column,
+        "versions": versions(),
+    }
+
+
+class SameInput:
+    """Tells whether the input is still the one that was read first."""
+
+    def __init__(self, source: Input, job: JobFolder, fingerprint: list[dict[str, Any]]) -> None:
+        self._source, self._job = source, job
+        self.fingerprint = fingerprint
+        """Of the first reading."""
+
+    def check(self) -> None:
+        """Raises `InputCorrupt` unless it is."""
+        if self._source.fingerprint() != self.fingerprint:
+            raise self.changed()
+
+    def changed(self) -> InputCorrupt:
+        """What to raise if it is not: no later run may use the reading."""
+        self._job.forget_reading()
+        names = ", ".join(file.shown for file in self._source.files[:3])
+        return InputCorrupt(
+            f"{names} changed while it was worked on",
+            "run the same command again: the results of rows that are still there are kept",
+        )
+
+
 class FirstReading:
     """Reads the whole input once, in a thread of its own: every row becomes a request or fails, and the requests without a result are sorted.
 
@@ -149,7 +182,7 @@ class FirstReading:
         self._config, self._source, self._reader, self._job = config, source, reader, job
         self._outcomes = outcomes
         self._stream = RowStream(source)
-        self._inputs = source.fingerprint()
+        self.input = SameInput(source, job, source.fingerprint())
         self.fresh = True
         """Whether the requests were compared with the results of earlier runs in this run."""
         self._sorted: SortedRequests | None = None
@@ -202,20 +235,6 @@ class FirstReading:
         """Where the input breaks off."""
         return self._stream.broken
 
-    def check_input(self) -> None:
-        """Raises `InputCorrupt` unless the input is still the one that was read."""
-        if self._source.fingerprint() != self._inputs:
-            raise self.changed()
-
-    def changed(self) -> InputCorrupt:
-        """What to raise if the input is not the one that was read: no later run may use the reading."""
-        self._job.forget_reading()
-        names = ", ".join(file.shown for file in self._source.files[:3])
-        return InputCorrupt(
-            f"{names} changed while it was worked on",
-            "run the same command again: the results of rows that are still there are kept",
-        )
-
     # -- in the thread
 
     def _run(self) -> None:
@@ -232,13 +251,7 @@ class FirstReading:
                     self._outcomes.tracker.phase(self._next_phase)
 
     def _asked(self) -> dict[str, Any]:
-        """What an earlier reading must have been of, beside the job's settings, to be good for this run."""
-        return {
-            "inputs": self._inputs,
-            "limit": self._config.limit,
-            "priority_column": self._config.prompts.priority_column,
-            "versions": versions(),
-        }
+        return asked_of(self._config, self.input.fingerprint)
 
     def _read_all(self) -> SortedRequests:
         self._job.begin_reading()

@@ -166,6 +166,29 @@ class Results:
         self.flush()
         return count
 
+    def take_from(self, folder: Path) -> int:
+        """Copies the results, and the work under way, of the database in another folder, which nobody is at. Returns the number of results.
+
+        What is damaged there is left out, and counted in `damaged`. All is on disk when this returns.
+        """
+        with closing(Results(folder, 0.0)) as other:  # reads every result once
+            self.damaged += other.damaged
+        self.commit()
+        self._db.execute("ATTACH DATABASE ? AS other", (str(folder / FILE),))
+        try:
+            self._db.execute("BEGIN")
+            taken = self._db.execute("INSERT OR REPLACE INTO main.results SELECT * FROM other.results").rowcount
+            self._db.execute("INSERT OR REPLACE INTO main.under_way SELECT * FROM other.under_way")
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        finally:
+            self._db.execute("DETACH DATABASE other")
+        self.flush()
+        return taken
+
     def keep_beside_output(self, keys: Sequence[bytes]) -> None:
         """These results stay when the output is finished: it does not hold them whole."""
         self._many("UPDATE results SET stays = 1 WHERE key = ?", [(key,) for key in keys])

@@ -138,19 +138,35 @@ class SortedRequests:
     def _write_file(self, requests: Iterable[Request]) -> None:
         name = f"run-{self._files_made:05d}"
         self._files_made += 1
-        with writing(self._folder), closing(DigestFile(self._folder / name)) as file:
-            options = pa.ipc.IpcWriteOptions(compression="lz4")
-            with pa.ipc.new_stream(file, _SCHEMA, options=options) as stream:
-                for batch in _batches(requests, self._limits):
-                    stream.write_batch(_to_arrow(batch))
-            file.sync()
-            self.digests[name] = file.hexdigest()
+        self.digests[name] = write_requests(self._folder / name, requests, self._limits)
         self._runs.append(name)
 
     def _merged(self, names: Sequence[str]) -> Iterator[_Batch]:
         with reading(self._folder), ExitStack() as files:
             runs = [_Run(_read_batches(files.enter_context((self._folder / name).open("rb")))) for name in names]
             yield from _merge([run for run in runs if run.advance()])
+
+
+def write_requests(path: Path, requests: Iterable[Request], limits: SortLimits = DEFAULT_LIMITS) -> str:
+    """Writes requests to a new file, in their order. Returns the digest of the file, which is on disk then."""
+    with writing(path.parent), closing(DigestFile(path)) as file:
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with pa.ipc.new_stream(file, _SCHEMA, options=options) as stream:
+            for batch in _batches(requests, limits):
+                stream.write_batch(_to_arrow(batch))
+        file.sync()
+        return file.hexdigest()
+
+
+def read_requests(path: Path) -> list[Request]:
+    """The requests of a file that `write_requests` wrote."""
+    with reading(path.parent), path.open("rb") as file, pa.ipc.open_stream(file) as stream:
+        return [request for batch in stream for request in _from_arrow(batch)]
+
+
+def in_order(requests: Sequence[Request]) -> list[Request]:
+    """The requests by priority and then in depth-first order."""
+    return [request for _, request in sorted(((sort_key(r), r) for r in requests), key=itemgetter(0))]
 
 
 def sort_key(request: Request) -> bytes:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
+from batchgen.jobs.lease import is_alive_here, last_claim
 from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import load_manifest
 from batchgen.jobs.results import read_facts
+from batchgen.jobs.shards import ShardPlan, load_plan, read_stats, shard_folder
 from batchgen.records.output import job_path
 
 SCHEMA = "batchgen.status/1"
@@ -22,6 +24,9 @@ _OF_THE_JOB = (
     "rows_total", "rows_done", "rows_failed", "rows_kept", "prompt_tokens", "completion_tokens",
     "finish_reasons", "updated",
 )  # fmt: skip
+_OF_A_SHARD = ("phase", "rows_done", "rows_failed", "completion_tokens", "completion_tokens_per_s", "rows_per_s")
+SILENT_SECONDS = 30.0
+"""After so long without a sign of life a shard of another machine is called silent: six beats."""
 _FIGURES = dict.fromkeys((*_OF_ONE_RUN, *_OF_THE_JOB, "results"))
 
 
@@ -54,6 +59,11 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
     else:
         state = "stopped" if process is None else "dead"
     figures = _of_finished(sums) if state == "finished" else _under_way(folder, state, holder.get("started"))
+    plan = None if state == "finished" else load_plan(folder)
+    shards = None if plan is None else [_shard(folder, plan, number) for number in range(1, plan.count + 1)]
+    if plan is not None and shards is not None and process is None:
+        state = "running" if any(shard["state"] in ("running", "silent") for shard in shards) else "stopped"
+        figures = _of_shards(plan, shards)
     return {
         "schema": SCHEMA,
         "output": output,
@@ -62,7 +72,54 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
         "process": process,
         **_FIGURES,
         **figures,
+        "shards": shards,
         "job": sums,
+    }
+
+
+def _shard(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
+    """How far one shard is: as its claim tells it, or, of one that is done, as its figures do."""
+    place, share = shard_folder(folder, plan, number), plan.shares[number - 1]
+    _, claim = last_claim(place)
+    claim = claim or {}
+    told, stats = claim.get("told") or {}, read_stats(place)
+    silent_for = _seconds_since(claim.get("seen"))
+    state = {"done": "done", "released": "stopped", "": "not begun"}.get(claim.get("state", ""), "running")
+    if state == "running":
+        alive = is_alive_here(claim)
+        if alive is False:
+            state = "dead"
+        elif alive is None and (silent_for is None or silent_for > SILENT_SECONDS):
+            state = "silent"
+    figures = {name: told.get(name) for name in _OF_A_SHARD}
+    if state == "done" and stats is not None:
+        figures = {name: stats.get(name) for name in _OF_A_SHARD} | {
+            "rows_done": share.last - share.first,
+            "rows_failed": stats["job"]["rows_failed"],
+            "phase": None,
+        }
+    return {
+        "shard": f"{number}/{plan.count}",
+        "state": state,
+        "pid": claim.get("pid"),
+        "host": claim.get("host"),
+        "seen": claim.get("seen"),
+        "seconds_silent": silent_for if state in ("running", "silent") else None,
+        "rows_total": share.last - share.first,
+        **figures,
+    }
+
+
+def _of_shards(plan: ShardPlan, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the whole job: its rows, and the speed of the shards that run."""
+    without = plan.rows - sum(shard["rows_total"] for shard in shards)
+    running = [shard for shard in shards if shard["state"] == "running"]
+    return {
+        "rows_total": plan.rows,
+        "rows_done": without + sum(shard["rows_done"] or 0 for shard in shards),
+        "rows_failed": sum(shard["rows_failed"] or 0 for shard in shards),
+        "completion_tokens_per_s": sum(shard["completion_tokens_per_s"] or 0.0 for shard in running),
+        "rows_per_s": sum(shard["rows_per_s"] or 0.0 for shard in running),
     }
 
 

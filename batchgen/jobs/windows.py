@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from batchgen.jobs.base import Job
+from batchgen.jobs.base import Store
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.prefix import PrefixNode, PrefixPlan, carried_tokens, plan_prefixes
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
@@ -57,7 +57,7 @@ class PlannedWindows:
         self,
         windows: Iterator[list[Request]],
         planner: Planner,
-        job: Job,
+        job: Store,
         outcomes: Outcomes,
         *,
         fresh: bool,

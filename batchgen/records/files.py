@@ -55,6 +55,12 @@ class InputFile:
     """One of `FORMATS`."""
     compression: str | None = None
     """gzip or zstd"""
+    folder: str = ""
+    """Where a relative name begins; the present folder if it is empty."""
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.folder, self.name)
 
     @property
     def shown(self) -> str:
@@ -88,7 +94,7 @@ class InputFile:
             if version is None:
                 return None
             return {"path": self.name, "size": info.get("size"), "version": version}
-        path_ = Path(self.name)
+        path_ = self._path
         if not path_.is_file():
             return None
         stat = path_.stat()
@@ -131,7 +137,7 @@ class InputFile:
     def _opened(self) -> BinaryIO:
         if is_url(self.name):
             return open_remote(self.name)
-        return Path(self.name).open("rb")
+        return self._path.open("rb")
 
 
 def _unpacked(raw: BinaryIO) -> BinaryIO:

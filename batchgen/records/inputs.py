@@ -185,19 +185,19 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
     Raises `UsageError` if `--window all` is asked for and not possible.
     """
     once = not source.fingerprint()
-    if config.window is None:
+    if config.shard is None and config.window is None:
         if once or output == "-":
             return PIPE_WINDOW_ROWS
         return DONE_WINDOW_ROWS if config.order == "done" else None
-    if config.window != "all":
+    if config.shard is None and config.window != "all":
         return config.window
+    name, others = (
+        ("--window all", "use --window ROWS, or a file") if config.shard is None else ("--shard", "use a file")
+    )
     if once:
-        raise UsageError(
-            f"--window all reads the input twice, which {source.files[0].shown} does not allow",
-            "use --window ROWS, or a file",
-        )
+        raise UsageError(f"{name} reads the input twice, which {source.files[0].shown} does not allow", others)
     if output == "-":
-        raise UsageError("--window all writes no row before all rows are done", "name an output with -o")
+        raise UsageError(f"{name} writes no row before all rows are done", "name an output with -o")
     if config.order == "done":
         raise UsageError("--window all cannot be combined with --order done", "use --window ROWS")
     return None

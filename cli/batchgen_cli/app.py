@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from batchgen_cli.merge import MergeCommand, MergeOptions
 from batchgen_cli.models import ModelsCommand, ModelsOptions
 from batchgen_cli.options import Command, Group, similar
 from batchgen_cli.plan import PlanCommand, PlanOptions
@@ -30,6 +31,7 @@ COMMANDS: dict[str, tuple[type[Command], type]] = {
     "run": (RunCommand, RunOptions),
     "plan": (PlanCommand, PlanOptions),
     "status": (StatusCommand, StatusOptions),
+    "merge": (MergeCommand, MergeOptions),
     "models": (ModelsCommand, ModelsOptions),
 }
 for name, (command, options) in COMMANDS.items():

@@ -21,7 +21,23 @@ EXCERPT_CHARACTERS = 48
 
 PlanOptions = make_dataclass(
     "PlanOptions",
-    [("as_json", Annotated[bool, typer.Option("--json", help="Print one JSON object.")], False)],
+    [
+        ("as_json", Annotated[bool, typer.Option("--json", help="Print one JSON object.")], False),
+        (
+            "shards",
+            Annotated[
+                int | None,
+                typer.Option(
+                    "--shards",
+                    metavar="N",
+                    min=1,
+                    help="Show what it costs to run the job in N shards.",
+                    show_default="",
+                ),
+            ],
+            None,
+        ),
+    ],
     bases=(RunOptions,),
     kw_only=True,
 )
@@ -49,7 +65,7 @@ def show_plan(given: dict[str, Any]) -> int:
 
     showing = progress_for(display.progress, quiet=display.quiet, as_json=display.log_format == "json")
     with calm_libraries(verbose=display.verbose), showing as shown:
-        report = plan_job(config, shown)
+        report = plan_job(config, shown, shards=given.get("shards"))
     if given.get("as_json"):
         typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
@@ -82,6 +98,12 @@ def plan_lines(report: PlanReport) -> list[str]:
     if report.windows > 1:
         tree = "" if report.whole else ", the tree below the first one's"
         lines.append(f"windows            {report.windows:,}; memory is the largest one's{tree}")
+    if report.cuts is not None:
+        again, shares = report.cuts.prefill_tokens_again, report.cuts.cost
+        lines.append(
+            f"in {len(shares):,} shards{'':<{max(1, 11 - len(f'{len(shares):,}'))}}{again:,} prompt tokens are run again "
+            f"({again / max(1, f.prefill_tokens_min):.2%} of those to be prefilled); the largest shard is {max(shares):.1%} of the work"
+        )
     if report.tree:
         lines += ["", "the prefixes that save the most (tokens × rows):"]
     for line in report.tree:

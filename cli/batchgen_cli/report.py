@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen_cli.stderr import Stderr, event, printable, put
 
 if TYPE_CHECKING:
-    from batchgen.job import JobReport
+    from batchgen.assembly import JobReport
 
 
 LOG_WIDTH = 140
@@ -66,6 +66,7 @@ def _plain(report: JobReport) -> dict[str, Any]:
         "output": report.output,
         "exit_code": report.exit_code,
         "already_finished": report.already_finished,
+        "shard": report.shard,
         "chat": report.chat,
         "failures": list(report.failures),
         "stats": report.stats,
@@ -73,6 +74,8 @@ def _plain(report: JobReport) -> dict[str, Any]:
 
 
 def _place(report: JobReport) -> str:
+    if report.shard:
+        return f"shard {report.shard} of {report.output}"
     return "standard output" if report.output == "-" else report.output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -67,14 +68,38 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
         lines.append(("time", duration(found["seconds"]) + _over_runs(found)))
     if found["eta_seconds"] is not None:
         lines.append(("left", f"about {duration(found['eta_seconds'])}"))
+    for shard in found["shards"] or ():
+        lines.append((shard["shard"], _shard(shard)))
     if found["updated"]:
         age = (now - dt.datetime.fromisoformat(found["updated"])).total_seconds()
         lines.append(("updated", f"{duration(max(0.0, age))} ago"))
     return lines
 
 
+def _shard(shard: dict[str, Any]) -> str:
+    """A shard on one line."""
+    done, total = shard["rows_done"] or 0, shard["rows_total"]
+    parts = [shard["state"]]
+    if shard["state"] == "silent":
+        silent = shard["seconds_silent"]
+        parts[0] += f" for {duration(silent)}" if silent is not None else ""
+    if shard["state"] not in ("done", "not begun"):
+        parts[0] += f" (process {shard['pid']} on {shard['host']})"
+    parts.append(f"{done:,} of {total:,} rows ({share(done, total)}%)")
+    if shard["rows_failed"]:
+        parts.append(f"{shard['rows_failed']:,} failed")
+    if shard["completion_tokens_per_s"] or shard["rows_per_s"]:
+        parts.append(speed(shard["completion_tokens_per_s"] or 0.0, shard["rows_per_s"] or 0.0))
+    return ", ".join(parts)
+
+
 def _state(found: dict[str, Any]) -> str:
-    who = found["process"]
+    who, shards = found["process"], found["shards"]
+    if shards and who is None:
+        counts = Counter(shard["state"] for shard in shards)
+        if counts["done"] == len(shards):
+            return f"all {len(shards)} shards are done; batchgen merge writes the output"
+        return f"{found['state']}, in {len(shards)} shards: {', '.join(f'{n} {name}' for name, n in counts.items())}"
     named = who and f"process {who['pid']} on {who['host']}, since {who['started']}"
     match found["state"]:
         case "running" if who["alive"] is None:

@@ -29,6 +29,7 @@ CONTRACT = """
     --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --sampling-defaults --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --threads --debug
+    --shard --merge
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --retry --prune --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
     --dry-run --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """
@@ -56,7 +57,7 @@ def test_run_has_exactly_the_options_of_the_contract(cli: Callable[..., Any]) ->
     names = {word.rstrip(",") for line in terms for word in line.split("  ")[1].split() if word.startswith("-")}
     assert names == set(CONTRACT.split())
     assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == [
-        "Arguments", "Model", "Prompts", "Sampling", "Constraints", "Engine", "Job", "Options", "Example",
+        "Arguments", "Model", "Prompts", "Sampling", "Constraints", "Engine", "Machines", "Job", "Options", "Example",
     ]  # fmt: skip
     assert shown.endswith("Example:\n  batchgen run prompts.jsonl --model ./model -o answers.jsonl --max-tokens 64\n")
 

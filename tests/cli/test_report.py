@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from batchgen.job import JobReport
+from batchgen.assembly import JobReport
 from batchgen.result import Result
 from batchgen.stats import EngineStats, RunFigures, Setting, figures
 from batchgen_cli.report import show_report, size, summary

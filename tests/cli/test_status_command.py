@@ -18,7 +18,7 @@ NOW = dt.datetime(2026, 3, 4, 5, 6, 10, tzinfo=dt.UTC)
 WHO = {"pid": 12, "host": "here", "started": "2026-03-04T05:00:00+00:00", "alive": True}
 FIGURES = """
     process phase rows_total rows_done rows_failed rows_kept rows_passed results finish_reasons prompt_tokens
-    completion_tokens completion_tokens_per_s rows_per_s seconds eta_seconds updated job
+    completion_tokens completion_tokens_per_s rows_per_s seconds eta_seconds updated shards job
 """
 NOTHING = dict.fromkeys(FIGURES.split())
 RUNNING: dict[str, Any] = NOTHING | {
@@ -167,3 +167,29 @@ def test_the_documentation_names_every_field_and_every_event() -> None:
         "error",
     ):
         assert f"`{name}`" in text, name
+
+
+def shard(number: int, state: str, **figures: Any) -> dict[str, Any]:
+    empty = dict.fromkeys(("rows_done", "rows_failed", "completion_tokens_per_s", "rows_per_s", "seconds_silent"))
+    return {"shard": f"{number}/4", "state": state, "pid": 12, "host": "far", "rows_total": 50, **empty, **figures}
+
+
+def test_a_job_in_shards_names_each_and_who_is_silent() -> None:
+    shards = [
+        shard(1, "done", rows_done=50, rows_failed=2),
+        shard(2, "running", rows_done=20, completion_tokens_per_s=240.0),
+        shard(3, "silent", rows_done=10, seconds_silent=90.0),
+        shard(4, "not begun"),
+    ]
+    found = NOTHING | {"output": "o.jsonl", "state": "running", "rows_done": 81, "rows_total": 201, "shards": shards}
+    assert lines(found) == [
+        "output: o.jsonl",
+        "state: running, in 4 shards: 1 done, 1 running, 1 silent, 1 not begun",
+        "rows: 81 of 201 done (40%)",
+        "1/4: done, 50 of 50 rows (100%), 2 failed",
+        "2/4: running (process 12 on far), 20 of 50 rows (40%), 240 tokens/s",
+        "3/4: silent for 90 s (process 12 on far), 10 of 50 rows (20%)",
+        "4/4: not begun, 0 of 50 rows (0%)",
+    ]
+    done = [shard(number, "done", rows_done=50) for number in range(1, 5)]
+    assert "all 4 shards are done; batchgen merge writes the output" in lines(found | {"shards": done})[1]

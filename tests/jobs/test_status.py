@@ -117,6 +117,7 @@ def test_a_stopped_job_tells_what_its_last_run_came_to(folder):
         "completion_tokens": 300,
         "finish_reasons": {"stop": 30},
         "results": 30,
+        "shards": None,
         "job": None,
     }
 

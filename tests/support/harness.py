@@ -22,7 +22,7 @@ SHARED = "The reports of this region begin alike, and differ in what comes after
 TINY_SPOOL = {
     "batchgen.jobs.sorted_requests:DEFAULT_LIMITS": {"run_rows": 6, "window_rows": 6, "batch_rows": 2},
     "batchgen.jobs.requests:READ_ROWS": 5,
-    "batchgen.job:READ_ROWS": 5,
+    "batchgen.assembly:READ_ROWS": 5,
 }
 """Windows of six rows, several files of sorted requests: what a job of millions of rows is like."""
 

@@ -1,0 +1,209 @@
+"""The end of a job: the input is read a second time, and every row is written with its result, in input order.
+
+The same for a job that ran in shards, whose results are joined for that (`merge_job`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import OutputError, OutputLocked, UsageError, memory_errors
+from batchgen.jobs.job_folder import JobFolder, open_job
+from batchgen.jobs.lease import Lease, holder_of_lease
+from batchgen.jobs.manifest import Manifest, load_manifest
+from batchgen.jobs.outcomes import Outcomes
+from batchgen.jobs.requests import RowStream, SameInput
+from batchgen.jobs.shards import CLAIMS, ShardPlan, load_plan, running_shards, shard_figures, unfinished_shards
+from batchgen.progress import Progress, Silent, Tracker
+from batchgen.records import Input, RowForm, job_path
+from batchgen.records.files import InputFile
+from batchgen.records.inputs import READ_ROWS
+from batchgen.records.openai_batch import OpenAIForm
+from batchgen.signals import Signals
+from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, sum_of_jobs, write_stats
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """What became of a job that came to its end."""
+
+    stats: dict[str, Any]
+    output: str
+    """Of a shard: the output of the whole job."""
+    exit_code: int
+    """0, or 3 if some rows failed"""
+    already_finished: bool
+    chat: bool = False
+    """Whether prompts went through a chat template."""
+    failures: tuple[str, ...] = ()
+    """The first few failed rows of this run: where, and why."""
+    shard: str = ""
+    """`I/N` of a shard, whose output is written by the merge; empty for a whole job."""
+
+
+def write_output(
+    source: Input, job: JobFolder, same: SameInput, outcomes: Outcomes, *, count_results: bool = False
+) -> None:
+    """Writes the rows in input order, each with its result. `count_results`: each is counted as that of an earlier run."""
+    same.check()
+    stream, left, passed = RowStream(source), job.row_count, 0
+    while left:
+        rows = stream.take(READ_ROWS)
+        if stream.broken is not None:
+            raise stream.broken
+        if not rows:
+            raise same.changed()
+        keys, results = job.rows(rows[0].number, rows[-1].number)
+        stored = job.stored(list(keys.values()))
+        lost = sum(1 for key in keys.values() if key not in stored)
+        if lost:
+            job.forget_reading()  # the next run is to look at every row
+            raise OutputError(
+                f"the results of {job.output} are damaged: {lost:,} of them cannot be read",
+                "run the same command again: they are generated again",
+            )
+        results.update({number: replace(stored[key], row=number) for number, key in keys.items()})
+        if count_results:
+            for result in results.values():
+                outcomes.resumed(result)
+        job.write([row for row in rows if row.number in results], results, keys)
+        left -= len(results)
+        passed += len(rows)
+        outcomes.tracker.passed(passed)
+    same.check()
+
+
+def is_last_shard(output: str, work_dir: str | None) -> bool:
+    """Whether all shards of a job are done, and nobody is merging them."""
+    folder = job_path(output, work_dir)
+    plan = load_plan(folder)
+    return plan is not None and not unfinished_shards(folder, plan) and holder_of_lease(folder / CLAIMS) is None
+
+
+def merge_job(
+    output: str, *, work_dir: str | None = None, stats: str | None = None, progress: Progress | None = None
+) -> JobReport:
+    """Writes the output of a job that ran in shards, all of which must be done. Loads no model.
+
+    Raises `UsageError` (no such job, shards that are not done), `OutputLocked` (a shard or another merge runs), `OutputError`.
+    """
+    check_stats_file(stats)
+    folder, run = job_path(output, work_dir), RunFigures()
+    tracker = Tracker(progress or Silent(), run)
+    with Signals(grace=0) as signals, memory_errors(), signals.interruptible():
+        manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
+        if manifest is None:
+            raise UsageError(f"there is no job of {output}", "name the output of a run, and the --work-dir it had")
+        if plan is not None:
+            lease = Lease(folder / CLAIMS, f"the merge of {output}", tracker.note)
+            try:
+                manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
+                if plan is not None and manifest is not None:
+                    _check_done(folder, plan, output)
+                    return _merge(output, work_dir, stats, lease, manifest, plan, Outcomes(run, tracker, None))
+            finally:
+                lease.release()
+        if manifest is None or manifest.state != "finished":
+            raise UsageError(f"{output} has not run in shards", "run the same command again to go on")
+        return _already_written(output, folder, stats)
+
+
+def _merge(
+    output: str,
+    work_dir: str | None,
+    stats_file: str | None,
+    lease: Lease,
+    manifest: Manifest,
+    plan: ShardPlan,
+    outcomes: Outcomes,
+) -> JobReport:
+    facts = plan.output
+    source = Input(tuple(InputFile(**file, folder=facts["folder"]) for file in facts["files"]), [])
+    shards = shard_figures(job_path(output, work_dir), plan)
+    outcomes.tracker.phase("joining the shards")
+    with open_job(
+        output,
+        settings=manifest.settings,
+        mentions=manifest.mentions,
+        input=source,
+        limit=plan.asked["limit"],
+        form=_form(facts["form"]),
+        work_dir=work_dir,
+        overwrite=False,
+        flush_every=0.0,
+        order="input",
+        retry=manifest.request["retry"],
+        prune=facts["prune"],
+        optional=facts["optional"],
+        lease=lease,
+        merging=True,
+    ) as job:
+        assert isinstance(job, JobFolder), "standard output has no shards"
+        if job.finished is not None:  # a merge that was killed when all was done but the cleaning up
+            return JobReport(
+                job.finished, output, 3 if job.finished["job"]["rows_failed"] else 0, already_finished=True
+            )
+        outcomes.tracker.total = job.row_count
+        outcomes.tracker.phase("writing")
+        with outcomes.run.timed("write"):
+            write_output(source, job, SameInput(source, job, plan.asked["inputs"]), outcomes, count_results=True)
+            job.flush()
+        jobs = [s["stats"]["job"] for s in shards] + ([job.previous["job"]] if job.previous else [])
+        setting = Setting(**{name: shards[0]["stats"][name] for name in ("model", "dtype", "device", "attention")})
+        stats = figures(outcomes.run, EngineStats(), setting, earlier={"job": sum_of_jobs(jobs)})
+        stats["shards"] = [_entry(shard) for shard in shards]
+        job.finish(stats)
+        for note in job.notes:
+            outcomes.tracker.note(note)
+    write_stats(stats_file, stats)
+    return JobReport(stats, output, 3 if outcomes.run.failed else 0, False, chat=bool(manifest.settings.get("chat")))
+
+
+def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
+    undone = unfinished_shards(folder, plan)
+    running = dict(running_shards(folder, plan))
+    for number in undone:
+        if number in running:
+            holder = running[number]
+            raise OutputLocked(
+                f"shard {number}/{plan.count} of {output} runs (process {holder.get('pid')} on {holder.get('host')})",
+                "merge when it is done, or give the shards --merge",
+            )
+    if undone:
+        names = ", ".join(f"{number}/{plan.count}" for number in undone[:8])
+        more = f" and {len(undone) - 8} more" if len(undone) > 8 else ""
+        raise UsageError(f"shards of {output} are not done: {names}{more}", "run these with the command they had")
+
+
+def _form(form: Mapping[str, Any]) -> RowForm:
+    """A `RowForm` that was written as JSON."""
+    openai, keep = form["openai"], form["keep"]
+    return RowForm(
+        **{
+            **form,
+            "keep": None if keep is None else tuple(keep),
+            "openai": None if openai is None else OpenAIForm(**openai),
+        }
+    )
+
+
+_OF_A_SHARD = (
+    "rows", "rows_failed", "rows_resumed", "prompt_tokens", "prefill_tokens", "prefill_tokens_min", "completion_tokens",
+    "completion_tokens_per_s", "rows_per_s", "seconds", "device", "memory_bytes_peak",
+)  # fmt: skip
+
+
+def _entry(shard: Mapping[str, Any]) -> dict[str, Any]:
+    """A shard's line in the figures of the whole job: those of its last run."""
+    stats = shard["stats"]
+    return {"shard": shard["shard"], "host": shard["host"], **{name: stats[name] for name in _OF_A_SHARD}}
+
+
+def _already_written(output: str, folder: Path, stats_file: str | None) -> JobReport:
+    stats = json.loads((folder / "stats.json").read_bytes())
+    write_stats(stats_file, stats)
+    return JobReport(stats, output, 3 if stats["job"]["rows_failed"] else 0, already_finished=True)

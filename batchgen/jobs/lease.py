@@ -1,0 +1,217 @@
+"""Who is at a shard, on any machine that sees the folder: a claim that is renewed, and can be seen to have stopped.
+
+File locks are not enough here: on some network file systems they hold on one machine only, and none of them says whether the holder has
+died. A lease needs two things of a file system, both of which NFS has since version 3: a file that must be new (`O_EXCL`) is made by one
+machine only, and a file that was written and closed is seen by whoever opens it afterwards.
+
+A folder holds `claim-000001`, `claim-000002`…: each start makes the next one, and the last is the one that counts. Its holder writes a
+new beat into it every few seconds. A claim is free when its holder has released it, when its holder was a process of this machine that is
+gone, and when its beat has not changed for a minute. No two machines compare their clocks. A holder that was suspended for that long finds
+a newer claim and stops before it writes anything more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import OutputLocked, UsageError
+from batchgen.jobs.disk import file_system, writing
+from batchgen.jobs.lock import lives
+
+_SIZE = 4096
+"""Bytes of a claim, padded: a beat overwrites it in place by one write."""
+_CLAIM = re.compile(r"claim-(\d{6,})")
+_OBJECT_STORES = re.compile(
+    r"fuse\.(gcsfuse|s3fs|goofys|geesefs|mountpoint-s3|mount-s3|rclone|blobfuse2?|ossfs|hf-mount)"
+)
+"""File systems over an object store: there a file that must be new may be made twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beats:
+    """How often a holder shows that it lives, and after how many seconds without that it counts as dead."""
+
+    every: float = 5.0
+    silent: float = 60.0
+    look: float = 0.5
+
+
+DEFAULT_BEATS = Beats()
+
+
+class Lease:
+    """A claim on `folder`, held until `release`. The folder's parent must exist.
+
+    Raises `OutputLocked` naming the holder if another process has it. `tell` is called with a sentence before a wait of up to
+    `beats.silent` seconds, to see whether a process of another machine still lives.
+    """
+
+    def __init__(
+        self, folder: Path, what: str, tell: Callable[[str], None] = lambda _: None, beats: Beats | None = None
+    ) -> None:
+        self._folder, self._what = folder, what
+        self._beats = beats or DEFAULT_BEATS
+        self._me = _this_process()
+        self.taken_over: dict[str, Any] | None = None
+        """The holder that had died."""
+        self.before = ""
+        """The state in which the claim before this one was left."""
+        self._told: Mapping[str, Any] = {}
+        self._count = 0
+        self._lost = False
+        self._ended = threading.Event()
+        self._writing = threading.Lock()
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            self._fd, self._number = self._claim(tell)
+            self._beat()
+        self._thread = threading.Thread(target=self._run, name="batchgen-lease", daemon=True)
+        self._thread.start()
+
+    def tell(self, progress: Mapping[str, Any]) -> None:
+        """What the next beats say beside the holder's name."""
+        self._told = progress
+
+    def check(self) -> None:
+        """Raises `OutputLocked` if another process has taken the lease over. To be called before anything is written under it."""
+        if not self._lost and _clock() - self._beaten > self._beats.silent / 2:
+            with writing(self._folder):
+                self._beat()  # this process was suspended, or the folder could not be reached
+        if self._lost:
+            raise OutputLocked(
+                f"{self._what} was taken over by another run: this one had given no sign of life for {self._beats.silent:.0f} seconds",
+                "leave it to the other run",
+            )
+
+    def release(self, state: str = "released") -> None:
+        """Lets go. `state` stays in the claim. Does nothing the second time."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        with suppress(OSError):
+            if not self._lost:
+                self._beat(state)
+        os.close(self._fd)
+
+    def _claim(self, tell: Callable[[str], None]) -> tuple[int, int]:
+        while True:
+            number, holder = last_claim(self._folder)
+            if holder is not None and holder.get("state", "running") == "running":
+                if not self._is_dead(number, holder, tell):
+                    raise _held(self._what, holder)
+                self.taken_over = holder
+            self.before = "" if holder is None else str(holder.get("state", "running"))
+            path = self._folder / f"claim-{number + 1:06d}"
+            with suppress(FileExistsError):
+                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), number + 1
+
+    def _is_dead(self, number: int, holder: dict[str, Any], tell: Callable[[str], None]) -> bool:
+        if is_alive_here(holder) is not None:
+            return not is_alive_here(holder)
+        tell(
+            f"{self._what} was last held by process {holder.get('pid')} on {holder.get('host')}: looking for up to "
+            f"{self._beats.silent:.0f} seconds whether it still runs"
+        )
+        until = _clock() + self._beats.silent
+        while _clock() < until:
+            time.sleep(self._beats.look)
+            now, other = last_claim(self._folder)
+            if now != number or other != holder:
+                return other is None or other.get("state", "running") != "running"
+        return True
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._beats.every):
+            with suppress(OSError):  # it is tried again, and `check` looks before anything is written
+                self._beat()
+
+    def _beat(self, state: str = "running") -> None:
+        with self._writing:
+            if last_claim(self._folder, read=False)[0] > self._number:
+                self._lost = True
+                return
+            self._count += 1
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            claim = self._me | {"state": state, "beat": self._count, "seen": now, "told": dict(self._told)}
+            data = json.dumps(claim).encode()
+            if len(data) > _SIZE:
+                data = json.dumps(claim | {"told": {}}).encode()
+            os.pwrite(self._fd, data.ljust(_SIZE), 0)
+            os.fsync(self._fd)
+            self._beaten = _clock()
+
+
+def last_claim(folder: Path, *, read: bool = True) -> tuple[int, dict[str, Any] | None]:
+    """The number of the last claim on a folder and what it says; (0, None) where there is none. Changes nothing."""
+    try:
+        numbers = [int(m[1]) for name in os.listdir(folder) if (m := _CLAIM.fullmatch(name))]  # noqa: PTH208 - names alone
+    except FileNotFoundError:
+        return 0, None
+    number = max(numbers, default=0)
+    if not number or not read:
+        return number, None
+    try:
+        claim = json.loads((folder / f"claim-{number:06d}").read_bytes())
+    except (ValueError, FileNotFoundError):
+        claim = None  # it was made a moment ago
+    return number, claim if isinstance(claim, dict) else {}
+
+
+def holder_of_lease(folder: Path) -> dict[str, Any] | None:
+    """Who holds a lease, as its claim says it; None where nobody does, or its holder was a process of this machine that is gone."""
+    _, holder = last_claim(folder)
+    if holder is None or holder.get("state", "running") != "running" or is_alive_here(holder) is False:
+        return None
+    return holder
+
+
+def is_alive_here(holder: Mapping[str, Any]) -> bool | None:
+    """Whether the holder is a process of this machine that runs; None where it is one of another machine, or of another container."""
+    me = _this_process()
+    if any(holder.get(name) != me[name] for name in ("host", "boot", "space")):
+        return None
+    return bool(lives(dict(holder)))
+
+
+def check_shared_folder(folder: Path) -> None:
+    """Raises `UsageError` for a file system on which a lease cannot be trusted."""
+    kind = file_system(folder)
+    if _OBJECT_STORES.fullmatch(kind):
+        raise UsageError(
+            f"{folder} is on {kind}, where two machines can make the same file, so shards cannot be kept apart",
+            "name a folder on a disk, on NFS or on a cluster's file system with --work-dir",
+        )
+
+
+def _held(what: str, holder: Mapping[str, Any]) -> OutputLocked:
+    who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}" if holder else "just started"
+    return OutputLocked(f"another run holds {what} ({who})", "wait for it to end, or stop it")
+
+
+def _this_process() -> dict[str, Any]:
+    """What names this process, and what it must have in common with another one for that one's number to mean anything here."""
+    boot, space = "", ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it leads nowhere
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot, "space": space, "started": started}
+
+
+def _clock() -> float:
+    """Seconds, those in which the machine was suspended too."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()

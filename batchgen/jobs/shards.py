@@ -1,0 +1,448 @@
+"""A job that runs in shards: one first reading, a store of results for each shard, one output at the end.
+
+Beside what `job_folder` describes, the job's folder holds
+
+    claims/            who makes the first reading, or merges (`lease`); stays when the job is finished
+    shards/plan.json   the shares of the prefix order, once the first reading is done (`ShardPlan`)
+    shards/ID/         of the plan with this id:
+      requests/        all requests that had no result, in prefix order
+      1/, 2/, …        of each shard: its claims, results.sqlite (`results`) and stats.json
+
+Whoever holds the lease on `claims` holds the job's lock too, so that a run without shards sees it. A shard takes its own lease first and
+then looks whether somebody is at the whole job; whoever is at the whole job takes that lease first and then looks for shards that run. So
+of two that start at the same moment at least one steps back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from batchgen.errors import OutputLocked, UsageError
+from batchgen.jobs.base import RETRIES, Job
+from batchgen.jobs.disk import sync_folder, write_json, writing
+from batchgen.jobs.lease import Lease, check_shared_folder, holder_of_lease, last_claim
+from batchgen.jobs.manifest import differences
+from batchgen.jobs.results import Results
+from batchgen.jobs.shares import PrefixCosts, Share
+from batchgen.jobs.sorted_requests import in_order, read_requests, write_requests
+from batchgen.progress import Snapshot
+from batchgen.records.inputs import Input
+from batchgen.records.output import job_path
+from batchgen.records.remote import is_url
+from batchgen.request import Request
+from batchgen.result import Completion, Result
+
+CLAIMS = "claims"
+SHARDS_FOLDER = "shards"
+_PLAN = "plan.json"
+_WAIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """What the first reading leaves for all shards, and for the merge."""
+
+    id: str
+    asked: dict[str, Any]
+    """What the reading was of: input, limit, settings, versions. A shard that asks for something else cannot use it."""
+    pieces: list[tuple[str, int]]
+    """Files of requests, in prefix order: name and number of requests."""
+    shares: list[Share]
+    rows: int
+    """Of the output."""
+    output: dict[str, Any]
+    """What the merge needs to write the output (`merge`)."""
+
+    @property
+    def count(self) -> int:
+        return len(self.shares)
+
+
+def load_plan(folder: Path) -> ShardPlan | None:
+    """The plan of a job's folder; None if there is none."""
+    try:
+        value = json.loads((folder / SHARDS_FOLDER / _PLAN).read_bytes())
+        shares = [Share(**share) for share in value.pop("shares")]
+        return ShardPlan(shares=shares, pieces=[(name, count) for name, count in value.pop("pieces")], **value)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise UsageError(
+            f"{folder / SHARDS_FOLDER / _PLAN} is damaged",
+            f"delete it and run the shards again: results are kept ({e})",
+        ) from e
+
+
+def shard_folder(folder: Path, plan: ShardPlan, number: int) -> Path:
+    """Of the shard `number`, from 1."""
+    return folder / SHARDS_FOLDER / plan.id / str(number)
+
+
+def write_plan(
+    folder: Path,
+    windows: Iterator[list[Request]],
+    count: int,
+    chunk_size: int,
+    *,
+    asked: Mapping[str, Any],
+    rows: int,
+    output: Mapping[str, Any],
+) -> ShardPlan:
+    """Puts the requests of `windows` (each the next part of the prefix order) on disk, and then the plan for `count` shards."""
+    plan_id = secrets.token_hex(4)
+    place = folder / SHARDS_FOLDER / plan_id
+    with writing(folder):
+        shutil.rmtree(folder / SHARDS_FOLDER, ignore_errors=True)  # of a first reader that died
+        (place / "requests").mkdir(parents=True)
+    costs = PrefixCosts(place)
+    pieces = []
+    for number, window in enumerate(windows):
+        ordered = in_order(window)
+        costs.add(ordered)
+        name = f"{number:06d}"
+        write_requests(place / "requests" / name, ordered)
+        pieces.append((name, len(ordered)))
+    plan = ShardPlan(
+        id=plan_id,
+        asked=dict(asked),
+        pieces=pieces,
+        shares=costs.shares(count, chunk_size),
+        rows=rows,
+        output=dict(output),
+    )
+    with writing(folder):
+        for number in range(1, count + 1):
+            shard_folder(folder, plan, number).mkdir()
+        for made in (place / "requests", place, folder / SHARDS_FOLDER):
+            sync_folder(made)
+        write_json(folder / SHARDS_FOLDER / _PLAN, asdict(plan))
+    return plan
+
+
+def forget_plan(folder: Path) -> None:
+    """What the shards left is not needed any more. Does nothing where there is no plan."""
+    with writing(folder):
+        (folder / SHARDS_FOLDER / _PLAN).unlink(missing_ok=True)
+        shutil.rmtree(folder / SHARDS_FOLDER, ignore_errors=True)
+
+
+def take_results(folder: Path, plan: ShardPlan, results: Results) -> int:
+    """Copies the results of all shards into those of the job. Returns their number."""
+    taken = 0
+    for number in range(1, plan.count + 1):
+        place = shard_folder(folder, plan, number)
+        if (place / "results.sqlite").exists():
+            taken += results.take_from(place)
+    return taken
+
+
+def running_shards(folder: Path, plan: ShardPlan) -> list[tuple[int, dict[str, Any]]]:
+    """The numbers and holders of the shards that run, as far as can be seen from here."""
+    held = ((n, holder_of_lease(shard_folder(folder, plan, n))) for n in range(1, plan.count + 1))
+    return [(number, holder) for number, holder in held if holder is not None]
+
+
+def check_no_shard_runs(folder: Path, output: str, tell: Callable[[str], None] = lambda _: None) -> None:
+    """Raises `OutputLocked` if a shard of the job runs. One of another machine is watched until it shows that it lives, or is dead."""
+    plan = load_plan(folder)
+    if plan is None:
+        return
+    for number, _ in running_shards(folder, plan):
+        Lease(shard_folder(folder, plan, number), f"shard {number}/{plan.count} of {output}", tell).release()
+
+
+def unfinished_shards(folder: Path, plan: ShardPlan) -> list[int]:
+    """The numbers of the shards that are not done."""
+    return [n for n in range(1, plan.count + 1) if not _is_done(shard_folder(folder, plan, n))]
+
+
+def _is_done(place: Path) -> bool:
+    claim = last_claim(place)[1]
+    return claim is not None and claim.get("state") == "done"
+
+
+def shard_figures(folder: Path, plan: ShardPlan) -> list[dict[str, Any]]:
+    """Of each shard that has ended a run: its name, the host of its last run and that run's figures."""
+    found = []
+    for number in range(1, plan.count + 1):
+        place = shard_folder(folder, plan, number)
+        stats = read_stats(place)
+        if stats is not None:
+            claim = last_claim(place)[1] or {}
+            found.append({"shard": f"{number}/{plan.count}", "host": claim.get("host"), "stats": stats})
+    return found
+
+
+def read_stats(place: Path) -> dict[str, Any] | None:
+    """The figures in a folder; None where there are none."""
+    try:
+        stats = json.loads((place / "stats.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return stats if isinstance(stats, dict) else None
+
+
+def output_facts(source: Input, form: Mapping[str, Any], optional: Sequence[str], *, prune: bool) -> dict[str, Any]:
+    """What the merge needs to know of the input and the output's rows, as JSON."""
+    files = [{"name": f.name, "format": f.format, "compression": f.compression} for f in source.files]
+    return {"files": files, "folder": os.getcwd(), "form": dict(form), "optional": list(optional), "prune": prune}  # noqa: PTH109
+
+
+def open_shard(
+    number: int,
+    count: int,
+    *,
+    output: str,
+    work_dir: str | None,
+    asked: Mapping[str, Any],
+    retry: Sequence[str],
+    flush_every: float,
+    open_folder: Callable[[Lease], Job],
+    read: Callable[[Job], None],
+    tell: Callable[[str], None],
+) -> ShardFolder | Job:
+    """The shard `number` of `count`, held by this process; or the whole job if it is finished.
+
+    The first to come opens the job's folder by `open_folder` and calls `read`, which leaves a plan; all others wait for it.
+    Raises `UsageError` (other settings, shards of another number), `OutputLocked`, `OutputError`, and what `read` raises.
+    """
+    folder = job_path(output, work_dir)
+    if is_url(output) and work_dir is None:
+        raise UsageError(f"the shards of {output} need a folder that all of them see", "name it with --work-dir")
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        check_shared_folder(folder)
+    said: set[str] = set()
+
+    def tell_once(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            tell(text)
+
+    while True:
+        plan = load_plan(folder)
+        if plan is not None and plan.count != count:
+            raise UsageError(
+                f"{output} is under way in {plan.count} shards, not in {count}",
+                f"use --shard {min(number, plan.count)}/{plan.count}, or merge it first with batchgen merge {output}",
+            )
+        if plan is not None and plan.asked != asked:
+            _check_not_running(folder, plan, asked, output)
+        elif plan is not None:
+            shard = _join(folder, plan, number, output, retry, flush_every, tell_once)
+            if shard is not None:
+                return shard
+        finished = _lead(folder, output, asked, open_folder, read, tell_once)
+        if finished is not None:
+            return finished
+
+
+def _join(
+    folder: Path,
+    plan: ShardPlan,
+    number: int,
+    output: str,
+    retry: Sequence[str],
+    flush_every: float,
+    tell: Callable[[str], None],
+) -> ShardFolder | None:
+    """The shard of a plan; None if somebody is at the whole job, or the plan is not the job's any more."""
+    place = shard_folder(folder, plan, number)
+    if _is_done(place):
+        shard = ShardFolder(folder, plan, number, output)
+        if shard.is_complete(retry):
+            return shard
+    try:
+        lease = Lease(place, f"shard {number}/{plan.count} of {output}", tell)
+    except OutputLocked:
+        if load_plan(folder) == plan:
+            raise
+        return None
+    except OSError:
+        return None
+    try:
+        if holder_of_lease(folder / CLAIMS) is not None or load_plan(folder) != plan:
+            lease.release("done" if lease.before == "done" else "released")
+            return None
+        shard = ShardFolder(folder, plan, number, output)
+        shard.open(lease, retry, flush_every)
+        return shard
+    except BaseException:
+        lease.release()
+        raise
+
+
+def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], output: str) -> None:
+    """Shards that run keep their plan: raises `UsageError` or `OutputLocked`, which say what this run asks for instead."""
+    said = differences(plan.asked["settings"], asked["settings"])
+    if said:
+        raise UsageError(
+            f"{output} was made with other settings: {said}", "use --overwrite to start again, or another -o"
+        )
+    running = running_shards(folder, plan)
+    if running:
+        names = [name for name in asked if name != "settings"]
+        said = differences({n: plan.asked.get(n) for n in names}, {n: asked[n] for n in names})
+        raise OutputLocked(
+            f"shard {running[0][0]}/{plan.count} of {output} runs, and was begun with something else: {said}",
+            "give all shards the same input and options, or wait for it to end",
+        )
+
+
+def _lead(
+    folder: Path,
+    output: str,
+    asked: Mapping[str, Any],
+    open_folder: Callable[[Lease], Job],
+    read: Callable[[Job], None],
+    tell: Callable[[str], None],
+) -> Job | None:
+    """Makes the first reading, or waits a little for whoever makes it. Returns the job if it is finished."""
+    try:
+        lease = Lease(folder / CLAIMS, f"the first reading of {output}", tell)
+    except OutputLocked as e:
+        tell(f"waiting: {e.message}")
+        time.sleep(_WAIT_SECONDS)
+        return None
+    try:
+        plan = load_plan(folder)
+        if plan is not None and plan.asked == asked:
+            return None
+        with open_folder(lease) as job:
+            if job.finished is not None:
+                return job
+            read(job)
+        return None
+    finally:
+        lease.release()
+
+
+class ShardFolder:
+    """One shard of a job, from its first window to its last result (`base.Store`)."""
+
+    def __init__(self, folder: Path, plan: ShardPlan, number: int, output: str) -> None:
+        self.notes: list[str] = []
+        self.output, self.number, self.count = output, number, plan.count
+        self._folder, self._plan = folder, plan
+        self._place = shard_folder(folder, plan, number)
+        self._share = plan.shares[number - 1]
+        self.previous = read_stats(self._place)
+        self.finished: dict[str, Any] | None = None
+
+    def is_complete(self, retry: Sequence[str]) -> bool:
+        """Whether there is nothing left to do in this shard, which is done: no row of it is to be run again."""
+        if self.previous is None:
+            return False
+        if any(self.previous["job"]["finish_reasons"].get(RETRIES[name]) for name in retry):
+            return False
+        self.finished = self.previous
+        return True
+
+    def open(self, lease: Lease, retry: Sequence[str], flush_every: float) -> None:
+        """Takes up the results that earlier runs left. The results of rows to `retry` are forgotten, unless an interrupted run has done that."""
+        self._lease = lease
+        if lease.taken_over is not None:
+            self.notes.append(
+                f"the run before (process {lease.taken_over.get('pid')} on {lease.taken_over.get('host')}) ended without "
+                "finishing: going on from there"
+            )
+        with writing(self._place):
+            self._results = Results(self._place, flush_every)
+            if self._results.damaged:
+                self.notes.append(
+                    f"{self._results.damaged} results in {self._place} are damaged: their rows are generated again"
+                )
+            if retry and (lease.before == "done" or self._results.fact("retry") != sorted(retry)):
+                self._results.forget([RETRIES[name] for name in retry])
+            self._results.set_fact("retry", sorted(retry))
+            self.results_at_hand = self._results.count
+
+    @property
+    def rows(self) -> int:
+        """Requests of this shard."""
+        return self._share.last - self._share.first
+
+    def what_is_left(self) -> str:
+        """What is to be done about the other shards, in a sentence."""
+        left = len(unfinished_shards(self._folder, self._plan))
+        if left:
+            return f"shard {self.number}/{self.count} is done; {left} of {self.count} are not"
+        return f"all {self.count} shards are done: batchgen merge {self.output} writes the output"
+
+    def windows(self) -> Iterator[list[Request]]:
+        """The requests of this shard, in prefix order."""
+        at = 0
+        for name, count in self._plan.pieces:
+            first, last = max(self._share.first - at, 0), min(self._share.last - at, count)
+            at += count
+            if first < last:
+                yield read_requests(self._place.parent / "requests" / name)[first:last]
+
+    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
+        with writing(self._place):
+            return self._results.stored(keys)
+
+    def under_way(self) -> dict[bytes, dict[int, Completion]]:
+        with writing(self._place):
+            return self._results.under_way()
+
+    def append(self, key: bytes, result: Result) -> None:
+        self._lease.check()
+        with writing(self._place):
+            self._results.append(key, result)
+            if self._results.due:
+                self._results.flush()
+
+    @property
+    def flush_due(self) -> bool:
+        return self._results.due
+
+    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
+        self._lease.check()
+        with writing(self._place):
+            self._results.keep_under_way(completions)
+
+    def tell(self, progress: Snapshot) -> None:
+        self._lease.tell(progress.figures())
+
+    def flush(self) -> None:
+        self._lease.check()
+        with writing(self._place):
+            self._results.flush()
+
+    def save_stats(self, stats: dict[str, Any]) -> None:
+        with writing(self._place):
+            write_json(self._place / "stats.json", stats)
+
+    def finish(self, stats: dict[str, Any]) -> None:
+        """Every request has a result. The shard is closed then."""
+        self.flush()
+        self.save_stats(stats)
+        self._results.close()
+        self._lease.release("done")
+        self.finished = stats
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.finished is not None:
+            return
+        try:
+            with writing(self._place), closing(self._results):
+                self._lease.check()
+                self._results.flush()
+        finally:
+            self._lease.release()

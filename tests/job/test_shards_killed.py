@@ -1,0 +1,102 @@
+"""Four shards at the same moment on one folder, each killed at random and started again: the merged output is that of one run."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchgen.assembly import merge_job
+from support.harness import TINY_SPOOL, Case, Job, Running, Runs, read_output
+
+SHARDS = 4
+ROUNDS = 5
+
+
+def start(job: Job, number: int) -> Running:
+    return job.start("--shard", f"{number}/{SHARDS}", quiet=False)
+
+
+def finish(job: Job, rng: random.Random, kills: int) -> int:
+    """Runs all shards to their end, and kills each up to `kills` times at a random moment. Returns how many were met alive."""
+    running = {number: start(job, number) for number in range(1, SHARDS + 1)}
+    left = dict.fromkeys(running, kills)
+    killed = 0
+    while running:
+        time.sleep(rng.choice((0.0, 0.01, 0.03, 0.1)))
+        number = rng.choice(list(running))
+        if left[number]:
+            left[number] -= 1
+            running[number].kill(9)
+            killed += running[number].wait().code == -9
+            running[number] = start(job, number)
+        elif running[number].ended():
+            ended = running.pop(number).wait()
+            assert ended.code in (0, 3), ended.err
+    return killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--temperature", "0.9", "--seed", "7"), ("-n", "2", "--temperature", "0.9")])
+def test_shards_that_are_killed_at_random_moments_write_what_one_run_writes(
+    runs: Runs, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    case = Case(options=(*options, "--flush-every", "0"), settings=TINY_SPOOL)
+    job = Job(runs, case, tmp_path / "job")
+    rng = random.Random(str(options))
+    killed = 0
+    for _ in range(ROUNDS):
+        job.prepare()
+        killed += finish(job, rng, kills=rng.randint(0, 3))
+        report = merge_job(str(job.output))
+        assert report.exit_code == 3
+        assert read_output(job.output) == job.expected
+        assert report.stats["job"]["rows"] == 26
+    assert killed > ROUNDS
+
+
+@pytest.mark.slow
+def test_a_first_reader_that_is_killed_is_succeeded_by_a_shard_that_waits(runs: Runs, tmp_path: Path) -> None:
+    job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
+    job.prepare()
+    reader = job.start("--shard", "1/2", "--merge", quiet=False, how="SIGSTOP", at=1, only="write out.jsonl.job/shards")
+    reader.until_stopped()
+    other = job.start("--shard", "2/2", "--merge", quiet=False)
+    time.sleep(0.5)
+    assert not other.ended()
+    reader.kill(9)
+    assert reader.wait().code == -9
+    waited = other.wait()
+    assert waited.code == 0, waited.err  # the rows that fail belong to no shard
+    assert "waiting: another run holds the first reading of out.jsonl (process " in waited.err
+    assert job.run("--shard", "1/2", "--merge").code == 3
+    job.check_output(finished=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "torn"])
+def test_a_merge_killed_at_any_step_of_its_writing_ends_as_if_not(runs: Runs, tmp_path: Path, how: str) -> None:
+    job = Job(runs, replace(Case(settings=TINY_SPOOL)), tmp_path / "job")
+    job.prepare()
+    for number in (1, 2):
+        assert job.run("--shard", f"{number}/2").code in (0, 3)
+    job.keep_state()
+    job.reset()
+    calls = job.run("--shard", "1/2", "--merge").calls
+    first = next(i for i, call in enumerate(calls, 1) if "output.partial" in call)
+    met = 0
+    for at in range(first, len(calls) + 1, 2):
+        if calls[at - 1].split()[0] == "open" or (how == "torn" and calls[at - 1].split()[0] != "write"):
+            continue
+        job.reset()
+        assert job.run("--shard", "1/2", "--merge", how=how, at=at).code == -9, calls[at - 1]
+        job.check_output(finished=False)
+        assert merge_job(str(job.output)).exit_code == 3
+        job.check_output(finished=True)
+        met += 1
+    assert met >= 2
+    shutil.rmtree(job.folder)

@@ -1,0 +1,161 @@
+"""Who is at a shard: leases without file locks, as machines see each other on a shared folder."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from batchgen.errors import OutputLocked, UsageError
+from batchgen.jobs import lease as leases
+from batchgen.jobs.lease import Beats, Lease, check_shared_folder, holder_of_lease, is_alive_here, last_claim
+
+QUICK = Beats(every=0.01, silent=0.3, look=0.01)
+HOLD = """
+import sys, time
+from pathlib import Path
+from batchgen.jobs.lease import Lease
+lease = Lease(Path(sys.argv[1]), "shard 2/4 of o.jsonl")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def claim_of_another_machine(folder: Path, number: int = 1, beat: int = 7, state: str = "running") -> Path:
+    """As a process of the host `far` left it, or leaves it."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"claim-{number:06d}"
+    holder = {"pid": 12, "host": "far", "boot": "b", "space": "s", "started": "2026-01-01T00:00:00+00:00"}
+    path.write_text(json.dumps(holder | {"state": state, "beat": beat}))
+    return path
+
+
+@pytest.fixture
+def other_process(tmp_path: Path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "2"], stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_a_lease_is_held_by_one_process_and_names_it(tmp_path: Path, other_process: subprocess.Popen[bytes]) -> None:
+    with pytest.raises(OutputLocked) as caught:
+        Lease(tmp_path / "2", "shard 2/4 of o.jsonl")
+    assert f"another run holds shard 2/4 of o.jsonl (process {other_process.pid} on " in str(caught.value)
+
+
+def test_a_killed_process_of_this_machine_is_known_to_be_dead_at_once(
+    tmp_path: Path, other_process: subprocess.Popen[bytes]
+) -> None:
+    other_process.send_signal(signal.SIGKILL)  # and nobody asks how it ended: it stays a zombie
+    os.waitid(os.P_PID, other_process.pid, os.WEXITED | os.WNOWAIT)
+    lease = Lease(tmp_path / "2", "shard 2/4")
+    assert lease.taken_over is not None
+    assert lease.taken_over["pid"] == other_process.pid
+    lease.release()
+
+
+def test_a_released_lease_can_be_taken_and_says_how_it_was_left(tmp_path: Path) -> None:
+    first = Lease(tmp_path / "1", "shard")
+    first.release("done")
+    first.release()
+    assert last_claim(tmp_path / "1")[1]["state"] == "done"  # type: ignore[index]
+    second = Lease(tmp_path / "1", "shard")
+    assert (second.before, second.taken_over) == ("done", None)
+    second.release()
+
+
+def test_a_process_of_another_machine_that_lives_keeps_its_lease(tmp_path: Path) -> None:
+    path = claim_of_another_machine(tmp_path / "1")
+    ended = threading.Event()
+
+    def beat() -> None:
+        count = 8
+        while not ended.wait(0.02):
+            claim_of_another_machine(tmp_path / "1", beat=count)
+            count += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    said: list[str] = []
+    try:
+        with pytest.raises(OutputLocked, match="process 12 on far"):
+            Lease(tmp_path / "1", "shard 1/2 of o.jsonl", said.append, QUICK)
+    finally:
+        ended.set()
+        thread.join()
+    assert said == [
+        "shard 1/2 of o.jsonl was last held by process 12 on far: looking for up to 0 seconds whether it still runs"
+    ]
+    assert path.exists()
+
+
+def test_a_process_of_another_machine_that_is_silent_is_taken_over(tmp_path: Path) -> None:
+    claim_of_another_machine(tmp_path / "1")
+    lease = Lease(tmp_path / "1", "shard", beats=QUICK)
+    assert lease.taken_over is not None
+    assert lease.taken_over["host"] == "far"
+    lease.check()
+    lease.release()
+
+
+def test_who_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "1", "shard 1/2 of o.jsonl", beats=Beats(every=60.0, silent=0.0))
+    claim_of_another_machine(tmp_path / "1", number=2)
+    with pytest.raises(OutputLocked, match=r"shard 1/2 of o\.jsonl was taken over by another run"):
+        lease.check()
+    lease.release()
+    number, claim = last_claim(tmp_path / "1")
+    assert (number, claim["host"]) == (2, "far")  # type: ignore[index]
+    assert json.loads((tmp_path / "1" / "claim-000001").read_text())["state"] == "running"
+
+
+def test_of_many_that_claim_at_the_same_moment_one_wins(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    start, won = context.Barrier(9), context.Queue()
+    processes = [context.Process(target=claim_or_wait, args=(str(tmp_path / "1"), start, won)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    start.wait()
+    start.wait()  # nobody ends before all have tried
+    for process in processes:
+        process.join()
+    winners = [won.get() for _ in range(8)]
+    assert sum(winners) == 1
+
+
+def claim_or_wait(folder: str, start: object, won: object) -> None:
+    start.wait()  # type: ignore[attr-defined]
+    try:
+        Lease(Path(folder), "shard")
+        won.put(1)  # type: ignore[attr-defined]
+    except OutputLocked:
+        won.put(0)  # type: ignore[attr-defined]
+    start.wait()  # type: ignore[attr-defined]
+
+
+def test_a_holder_is_seen_without_a_claim(tmp_path: Path) -> None:
+    assert holder_of_lease(tmp_path / "none") is None
+    lease = Lease(tmp_path / "1", "shard")
+    holder = holder_of_lease(tmp_path / "1")
+    assert holder is not None
+    assert (holder["pid"], is_alive_here(holder)) == (os.getpid(), True)
+    lease.release()
+    assert holder_of_lease(tmp_path / "1") is None
+
+
+def test_a_mounted_object_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "file_system", lambda folder: "fuse.gcsfuse")
+    with pytest.raises(UsageError, match=r"is on fuse\.gcsfuse, where two machines can make the same file"):
+        check_shared_folder(tmp_path)
+    monkeypatch.setattr(leases, "file_system", lambda folder: "nfs4")
+    check_shared_folder(tmp_path)

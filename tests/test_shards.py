@@ -1,0 +1,278 @@
+"""A job in shards on a tiny model: the merged output is that of one run, whatever order and fate the shards have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
+from batchgen.errors import OutputLocked, UsageError
+from batchgen.jobs.lease import Lease
+from batchgen.jobs.shards import load_plan, shard_folder
+from batchgen.progress import Silent
+
+Rows = list[dict[str, Any]]
+GROUPS = ("The reports of the northern region begin alike and differ", "Southern ones are another matter, they say: ")
+
+
+def rows(count: int = 24) -> Rows:
+    found: Rows = [{"prompt": f"{GROUPS[i * 7 % 2]} {i * 5 % 11} {i}", "n": i} for i in range(count)]
+    found[4]["prompt"] = 7  # no text: the row fails
+    found[5]["prompt"] = found[6]["prompt"]  # equal prompts, with keys of their own
+    return found
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(rows())
+    return Path("in.jsonl")
+
+
+def write(lines: Rows) -> None:
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+
+def config_of(model: Path, **options: Any) -> JobConfig:
+    sampling = SamplingParams(max_tokens=3, temperature=0.9, seed=5)
+    return JobConfig(**{"inputs": "in.jsonl", "output": "o.jsonl", "model": model, "sampling": sampling} | options)
+
+
+def shard(model: Path, name: str, **options: Any) -> JobReport:
+    return run_job(config_of(model, shard=name, **options))
+
+
+def whole(model: Path, **options: Any) -> bytes:
+    """The output of one run."""
+    run_job(config_of(model, output="whole.jsonl", **options))
+    return Path("whole.jsonl").read_bytes()
+
+
+def test_shards_in_any_order_write_what_one_run_writes(tiny_model_dir: Path, source: Path) -> None:
+    assert [shard(tiny_model_dir, name).shard for name in ("2/3", "3/3", "1/3")] == ["2/3", "3/3", "1/3"]
+    assert not Path("o.jsonl").exists()
+    report = merge_job("o.jsonl")
+    assert (report.exit_code, report.stats["job"]["rows"], report.stats["job"]["rows_failed"]) == (3, 24, 1)
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    entries = report.stats["shards"]
+    assert [(entry["shard"], entry["device"]) for entry in entries] == [("1/3", "cpu"), ("2/3", "cpu"), ("3/3", "cpu")]
+    assert sum(entry["rows"] for entry in entries) == 23
+    assert report.stats["job"]["prefill_tokens"] == sum(entry["prefill_tokens"] for entry in entries)
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
+        "claims", "keys", "lock", "manifest.json", "stats.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_after_the_merge_any_of_the_commands_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
+    for name in ("1/2", "2/2"):
+        shard(tiny_model_dir, name)
+    merge_job("o.jsonl")
+    assert merge_job("o.jsonl").already_finished
+    assert shard(tiny_model_dir, "1/2").already_finished
+    assert shard(tiny_model_dir, "2/5").already_finished
+    assert run_job(config_of(tiny_model_dir)).already_finished
+
+
+@pytest.mark.slow
+def test_a_shard_that_is_done_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
+    first = shard(tiny_model_dir, "1/2")
+    again = shard(tiny_model_dir, "1/2")
+    assert (again.already_finished, again.stats["rows"]) == (True, first.stats["rows"])
+
+
+def test_the_last_shard_merges_when_it_is_asked_to(tiny_model_dir: Path, source: Path) -> None:
+    assert shard(tiny_model_dir, "2/2", merge=True).shard == "2/2"
+    assert not Path("o.jsonl").exists()
+    assert shard(tiny_model_dir, "1/2", merge=True).shard == ""
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+def test_another_number_of_shards_is_refused_while_some_are_under_way(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "1/3")
+    with pytest.raises(UsageError, match=r"o\.jsonl is under way in 3 shards, not in 4; use --shard 2/3"):
+        shard(tiny_model_dir, "2/4")
+
+
+@pytest.mark.slow
+def test_shards_that_are_not_done_are_named_by_the_merge(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "2/3")
+    with pytest.raises(UsageError, match=r"shards of o\.jsonl are not done: 1/3, 3/3; run these"):
+        merge_job("o.jsonl")
+
+
+def test_a_job_that_was_never_in_shards_has_nothing_to_merge(tiny_model_dir: Path, source: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no job of o\.jsonl"):
+        merge_job("o.jsonl")
+    run_job(config_of(tiny_model_dir))
+    assert merge_job("o.jsonl").already_finished
+
+
+def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "1/2")
+    plan = load_plan(Path("o.jsonl.job"))
+    assert plan is not None
+    lease = Lease(shard_folder(Path("o.jsonl.job"), plan, 2), "shard 2/2 of o.jsonl")
+    try:
+        with pytest.raises(OutputLocked, match=r"another run holds shard 2/2 of o\.jsonl"):
+            shard(tiny_model_dir, "2/2")
+        with pytest.raises(OutputLocked, match=r"shard 2/2 of o\.jsonl runs"):
+            merge_job("o.jsonl")
+        with pytest.raises(OutputLocked, match=r"another run holds shard 2/2 of o\.jsonl"):
+            run_job(config_of(tiny_model_dir))
+        with pytest.raises(OutputLocked, match="runs, and was begun with something else: limit was not set, is 3"):
+            shard(tiny_model_dir, "1/2", limit=3)
+        assert [s["state"] for s in job_status("o.jsonl")["shards"]] == ["done", "running"]
+    finally:
+        lease.release()
+
+
+def test_other_settings_are_refused(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "1/2")
+    with pytest.raises(UsageError, match=r"o\.jsonl was made with other settings: seed was 5, is 6"):
+        shard(tiny_model_dir, "2/2", sampling=SamplingParams(max_tokens=3, temperature=0.9, seed=6))
+
+
+@pytest.mark.slow
+def test_a_run_without_shards_goes_on_from_what_they_have_done(tiny_model_dir: Path, source: Path) -> None:
+    done = shard(tiny_model_dir, "2/3").stats["rows"]
+    report = run_job(config_of(tiny_model_dir))
+    assert (report.stats["rows_resumed"], report.stats["rows"]) == (done, 24 - done)
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+@pytest.mark.slow
+def test_shards_go_on_from_what_a_run_without_them_has_done(tiny_model_dir: Path, source: Path) -> None:
+    run_job(config_of(tiny_model_dir, limit=9))
+    generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
+    assert generated == 24 - 9
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+@pytest.mark.slow
+def test_rows_that_are_added_are_generated_and_the_others_are_kept(tiny_model_dir: Path, source: Path) -> None:
+    done = shard(tiny_model_dir, "1/2").stats["rows"]
+    write(rows(30))
+    generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
+    assert generated == 29 - done
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+@pytest.mark.slow
+def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir: Path, source: Path) -> None:
+    for name in ("1/2", "2/2"):
+        shard(tiny_model_dir, name)
+    write(rows(25))
+    with pytest.raises(Exception, match=r"in\.jsonl changed while it was worked on"):
+        merge_job("o.jsonl")
+    assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == 1
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+@pytest.mark.slow
+def test_rows_of_a_shard_that_were_cut_run_again_with_retry(tiny_model_dir: Path, source: Path) -> None:
+    cut = [shard(tiny_model_dir, name).stats["finish_reasons"]["length"] for name in ("1/2", "2/2")]
+    assert min(cut) > 0
+    again = [shard(tiny_model_dir, name, retry=("length",)).stats["rows"] for name in ("1/2", "2/2")]
+    assert again == cut
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+@pytest.mark.slow
+def test_results_that_are_damaged_are_generated_again(tiny_model_dir: Path, source: Path) -> None:
+    for name in ("1/2", "2/2"):
+        shard(tiny_model_dir, name)
+    plan = load_plan(Path("o.jsonl.job"))
+    assert plan is not None
+    (shard_folder(Path("o.jsonl.job"), plan, 2) / "results.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(Exception, match=r"the results of o\.jsonl are damaged"):
+        merge_job("o.jsonl")
+    lost = plan.shares[1].last - plan.shares[1].first
+    assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == lost
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+@pytest.mark.slow
+def test_several_relative_inputs_are_merged_from_another_folder(
+    tiny_model_dir: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("more.jsonl").write_text('{"prompt": "one more"}\n')
+    options: dict[str, Any] = {"inputs": ("in.jsonl", "more.jsonl")}
+    expected = whole(tiny_model_dir, **options)
+    for name in ("1/2", "2/2"):
+        shard(tiny_model_dir, name, **options)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    merge_job("../o.jsonl")
+    assert Path("../o.jsonl").read_bytes() == expected
+
+
+@pytest.mark.slow
+def test_more_shards_than_rows_and_an_empty_input_are_no_trouble(tiny_model_dir: Path, source: Path) -> None:
+    write(rows()[:2])
+    for number in range(1, 6):
+        shard(tiny_model_dir, f"{number}/5")
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    write([])
+    for number in (1, 2):
+        shard(tiny_model_dir, f"{number}/2", output="empty.jsonl")
+    assert merge_job("empty.jsonl").exit_code == 0
+    assert Path("empty.jsonl").read_bytes() == b""
+
+
+def test_the_first_reading_tells_how_far_it_is_and_the_status_names_every_shard(
+    tiny_model_dir: Path, source: Path
+) -> None:
+    class Recorder(Silent):
+        def __init__(self) -> None:
+            self.notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    recorder = Recorder()
+    run_job(config_of(tiny_model_dir, shard="1/2"), recorder)
+    assert recorder.notes[-1] == "shard 1/2 is done; 1 of 2 are not"
+    found = job_status("o.jsonl")
+    assert (found["state"], found["rows_total"]) == ("stopped", 24)
+    assert [(s["shard"], s["state"]) for s in found["shards"]] == [("1/2", "done"), ("2/2", "not begun")]
+    assert found["rows_done"] == 1 + found["shards"][0]["rows_done"]
+    run_job(config_of(tiny_model_dir, shard="2/2"), recorder)
+    assert recorder.notes[-1] == "all 2 shards are done: batchgen merge o.jsonl writes the output"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard": "0/4"}, "--shard '0/4' is no part of a job"),
+        ({"shard": "5/4"}, "--shard '5/4' is no part of a job"),
+        ({"shard": "one"}, "--shard 'one' is no part of a job"),
+        ({"shard": "1/4", "overwrite": True}, "--overwrite would take away what the other shards do"),
+        ({"shard": "1/4", "order": "done"}, "--shard cuts the prefix order of the whole input"),
+        ({"shard": "1/4", "window": 100}, "--shard cuts the prefix order of the whole input"),
+        ({"merge": True}, "--merge is for a run with --shard"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(tiny_model_dir: Path, source: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        config_of(tiny_model_dir, **options)
+
+
+def test_standard_streams_have_no_shards(tiny_model_dir: Path, source: Path) -> None:
+    config = config_of(tiny_model_dir, shard="1/2")
+    with pytest.raises(UsageError, match="--shard reads the input twice, which <stdin> does not allow; use a file"):
+        run_job(replace(config, inputs=("-",)))
+    with pytest.raises(UsageError, match="--shard writes no row before all rows are done; name an output with -o"):
+        run_job(replace(config, output="-"))
+    with pytest.raises(UsageError, match=r"the shards of s3://b/o\.jsonl need a folder that all of them see"):
+        run_job(replace(config, output="s3://b/o.jsonl"))
