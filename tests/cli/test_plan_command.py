@@ -46,7 +46,7 @@ def test_the_plan_is_one_json_object(cli: Cli, source: Path, tiny_model_dir: Pat
     assert list(plan) == [
         "schema", "rows", "rows_failed", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
         "prefix_nodes", "groups", "grouped_rows", "kv_bytes_per_token", "kv_bytes_shared", "kv_bytes_unshared",
-        "kv_bytes_least", "state_bytes_per_sequence", "tree", "largest_groups",
+        "kv_bytes_least", "state_bytes_per_sequence", "tree", "largest_groups", "shards",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)
     assert plan["tree"][1] == {
@@ -90,3 +90,15 @@ def test_a_reader_that_leaves_ends_the_plan_quietly(
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == 141
+
+
+def test_the_plan_says_what_cuts_cost(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+    outcome = cli("plan", source, "-m", tiny_model_dir, "--json", "--max-tokens", "10", "--shards", "2")
+    plan = json.loads(outcome.out)
+    assert len(plan["shards"]["rows"]) == len(plan["shards"]["cost"]) == 2
+    assert sum(plan["shards"]["rows"]) == plan["rows"] - plan["rows_failed"]
+    assert abs(sum(plan["shards"]["cost"]) - 1) < 1e-5
+    assert 0 <= plan["shards"]["prefill_tokens_again"] < plan["prefill_tokens_min"]
+    again = plan["shards"]["prefill_tokens_again"]
+    shown = cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "10", "--shards", "2").out
+    assert f"in 2 shards        {again:,} prompt tokens are run again (" in shown
