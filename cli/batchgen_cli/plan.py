@@ -101,7 +101,7 @@ def plan_lines(report: PlanReport) -> list[str]:
     if report.cuts is not None:
         again, shares = report.cuts.prefill_tokens_again, report.cuts.cost
         lines.append(
-            f"in {len(shares):,} shards{'':<{max(1, 11 - len(f'{len(shares):,}'))}}{again:,} prompt tokens are run again "
+            f"{f'in {len(shares):,} shards':<18} {again:,} prompt tokens are run again "
             f"({again / max(1, f.prefill_tokens_min):.2%} of those to be prefilled); the largest shard is {max(shares):.1%} of the work"
         )
     if report.tree:
