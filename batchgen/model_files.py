@@ -6,7 +6,9 @@ Knows JSON, the layout of safetensors files and the names that other programs gi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ _LFS = b"version https://git-lfs"
 _PULL = "run `git lfs pull` in the folder it was cloned to, or download it with `hf download`"
 _AGAIN = "the download was not finished: download it again"
 LOCAL = "give a local folder with config.json and the tokenizer's files"
+_GGUF_HEADER = 24
 _HEADS = {
     "ForSequenceClassification": "a classifier or reward model",
     "ForTokenClassification": "a token classifier",
@@ -52,6 +55,10 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
     Weights are not looked for: see `check_weight_files`. `tokenizer`: whether the folder must hold one.
     """
     folder = Path(config.model).expanduser()
+    file = gguf_file(config)
+    if file is not None:
+        _check_gguf(config, file)
+        return
     if folder.is_file():
         _refuse_file(folder)
     if not folder.is_dir():
@@ -82,7 +89,11 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: b
     """
     check_model_files(config, tokenizer=tokenizer)
     folder = Path(config.model).expanduser()
-    if not folder.is_dir() or not (needed or any(p.name.endswith(_WEIGHTS) for p in folder.iterdir())):
+    if (
+        gguf_file(config) is not None
+        or not folder.is_dir()
+        or not (needed or any(p.name.endswith(_WEIGHTS) for p in folder.iterdir()))
+    ):
         return
     settings = read_json(folder / "config.json")
     tensors: dict[str, Any] = {}
@@ -90,6 +101,44 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: b
         tensors |= _safetensors_header(shard)
     _check_head(folder, settings, tensors)
     _check_vocabulary(folder, settings, tensors)
+
+
+def gguf_file(config: ModelConfig) -> Path | None:
+    """The GGUF file that the model is: the file itself, or the only one of a folder without config.json. None for other models.
+
+    Raises `ModelError` for a folder that holds several.
+    """
+    path = Path(config.model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(f"model folder {str(path)!r} holds {len(files)} GGUF files", f"give one of them: {files[0]}")
+    return files[0] if files else None
+
+
+def _check_gguf(config: ModelConfig, file: Path) -> None:
+    if config.revision is not None:
+        raise ModelError(
+            f"--revision {config.revision!r} names a revision on the hub, and {config.model!r} is a local file",
+            "leave --revision out",
+        )
+    with file.open("rb") as f:
+        start = f.read(512)
+    _check_content(file, start)
+    if not start.startswith(b"GGUF"):
+        raise ModelError(f"{file} is no GGUF file", "download it again")
+    if len(start) < _GGUF_HEADER:
+        raise ModelError(f"{file} is cut inside its header", _AGAIN)
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name):
+        raise ModelError(
+            f"{file} is one part of a GGUF file", "put the parts together with `llama-gguf-split --merge` of llama.cpp"
+        )
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ModelError(f"{file} is a GGUF file, which needs the package {missing[0]}", "install batchgen[quantized]")
 
 
 def _is_path(model: str) -> bool:
@@ -123,9 +172,9 @@ def adapter_folder(lora: str) -> Path:
 
 
 def has_chat_template(config: ModelConfig) -> bool | None:
-    """Whether a model's folder has a chat template; None if the model is not a folder."""
+    """Whether a model's folder has a chat template; None if the model is not a folder, or a GGUF file."""
     folder = Path(config.model).expanduser()
-    if not folder.is_dir():
+    if not folder.is_dir() or gguf_file(config) is not None:
         return None
     if any(
         (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -164,11 +213,6 @@ def _check_content(path: Path, start: bytes) -> None:
 
 
 def _refuse_file(path: Path) -> None:
-    if path.suffix == ".gguf":
-        raise ModelError(
-            f"model {str(path)!r} is a GGUF file, which batchgen does not read",
-            "give the folder of the model it was made from, with config.json and safetensors files",
-        )
     raise ModelError(
         f"model {str(path)!r} is a file",
         "give the folder that holds config.json, the weights and the tokenizer's files",
@@ -182,11 +226,6 @@ def _refuse_without_config(folder: Path) -> None:
     what = f"model folder {str(folder)!r}"
     if "adapter_config.json" in names:
         _refuse_adapter(folder)
-    if ".gguf" in suffixes:
-        raise ModelError(
-            f"{what} holds GGUF files, which batchgen does not read",
-            "give the folder of the model they were made from, with config.json and safetensors files",
-        )
     if "model_index.json" in names:
         raise ModelError(f"{what} is an image model of diffusers", "give a language model")
     if "params.json" in names:

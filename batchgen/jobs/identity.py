@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
-from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder
+from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
 
 _SMALL_FILES = (
     "config.json", "generation_config.json", "*.safetensors.index.json", "hf_quant_config.json", "quantize_config.json",
@@ -88,7 +88,10 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
     """
     folder = Path(config.model).expanduser()
     found: dict[str, Any]
-    if folder.is_dir():
+    file = gguf_file(config)
+    if file is not None:
+        found = {f"model file {file.name}": _file_identity(file)}
+    elif folder.is_dir():
         found = folder_identity(folder, code=config.trust_remote_code)
     else:
         found = {"model": f"{config.model} at {_commit(config)}"}
@@ -109,7 +112,7 @@ def _file_identity(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.blake2b()
     with path.open("rb") as file:
-        if path.suffix == ".safetensors" and size > _WHOLE_BYTES:
+        if path.suffix in (".safetensors", ".gguf") and size > _WHOLE_BYTES:
             for start, length in _sampled(file, size):
                 file.seek(start)
                 digest.update(file.read(length))
@@ -122,8 +125,15 @@ def _file_identity(path: Path) -> str:
 def _sampled(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     """Start and length of what is read of a safetensors file: its header, blocks at equal distances, and the middle of tensors.
 
+    Of a GGUF file: its first MiB, where its settings are, and many more blocks at equal distances.
+
     The tensors make sure that a change of a few layers, as an adapter that was merged makes it, is seen.
     """
+    if file.read(4) == b"GGUF":
+        count = _BLOCKS + _TENSOR_BLOCKS
+        starts = [i * (size - _BLOCK_BYTES) // (count - 1) for i in range(count)]
+        return [(0, 1 << 20), *((start, _BLOCK_BYTES) for start in starts)]
+    file.seek(0)
     header_bytes = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)
     data = 8 + header_bytes
     try:

@@ -8,12 +8,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers.utils.quantization_config import GgufConfig
 
 from batchgen.attention.base import NAME, register
 from batchgen.config import ModelConfig
@@ -36,7 +38,8 @@ from batchgen.model.quantized import (
     with_dequantization,
 )
 from batchgen.model.self_check import self_check
-from batchgen.model_files import adapter_folder, check_weight_files
+from batchgen.model_files import adapter_folder, check_weight_files, gguf_file
+from batchgen.prompts.gguf import alone
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -45,14 +48,11 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
     """Raises `ModelError` where the model's files are on the disk and say that its weights do not fit on this CUDA device."""
-    files = weight_files(config)
-    if files is None:
-        return
     dtype = dtype_of(config, hf_config)
     as_stored = quant_method(hf_config) is not None and not is_dequantized(hf_config)
-    without = left_out(hf_config)
-    unpacked = packed_bits(hf_config) if is_dequantized(hf_config) else 0
-    needed = weight_bytes(files, None if as_stored else dtype, without, unpacked=unpacked)
+    needed = _bytes_on_disk(config, hf_config, None if as_stored else dtype)
+    if needed is None:
+        return
     if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
         free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
         check_fits(needed, dtype, device.index or 0, free)
@@ -99,14 +99,24 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
         or (quant_method(hf_config) is not None and not is_dequantized(hf_config))
     ):
         return own
-    files = weight_files(config)
-    if files is not None:
-        unpacked = packed_bits(hf_config) if is_dequantized(hf_config) else 0
-        needed: int | None = weight_bytes(files, torch.float32, left_out(hf_config), unpacked=unpacked)
-    else:
-        needed = None if is_dequantized(hf_config) else _bytes_on_the_hub(config)
+    needed = _bytes_on_disk(config, hf_config, torch.float32)
+    if needed is None and not is_dequantized(hf_config):
+        needed = _bytes_on_the_hub(config)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.float32 if needed is not None and needed * processes <= memory // 2 else own
+
+
+def _bytes_on_disk(config: ModelConfig, hf_config: Any, dtype: torch.dtype | None) -> int | None:
+    """Bytes of the weights as `dtype` (None: as they are), by the headers of their files; None where these are not all on the disk."""
+    gguf, files = gguf_file(config), weight_files(config)
+    if gguf is not None:
+        from gguf import GGUFReader
+
+        return sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors) * (dtype or torch.bfloat16).itemsize
+    if files is None:
+        return None
+    unpacked = packed_bits(hf_config) if is_dequantized(hf_config) else 0
+    return weight_bytes(files, dtype, left_out(hf_config), unpacked=unpacked)
 
 
 def _bytes_on_the_hub(config: ModelConfig) -> int | None:
@@ -123,6 +133,8 @@ def _bytes_on_the_hub(config: ModelConfig) -> int | None:
 
 def weight_files(config: ModelConfig) -> list[Path] | None:
     """The model's safetensors files, of a folder or in the hub's cache; None where they are not all on the disk."""
+    if gguf_file(config) is not None:
+        return None
     index = _path(config, _INDEX)
     if index is None:
         whole = _path(config, _WHOLE)
@@ -196,40 +208,9 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
         and cpu_dtype(config, tokenizer.hf_config, processes) == torch.float32
     ):
         dtype = torch.float32
-    multimodal = is_multimodal(tokenizer.hf_config)
-    dequantized = is_dequantized(tokenizer.hf_config)
-    packed = quant_method(tokenizer.hf_config) in PACKED
-    own: dict[str, Any] = {}
-    if multimodal or dequantized:
-        own["config"] = with_dequantization(language_config(tokenizer.hf_config))
-    try:
-        if packed:
-            own["state_dict"] = _unpacked(config, tokenizer.hf_config)
-            dtype = dtype_of(config, tokenizer.hf_config) if dtype == "auto" else dtype
-        with quiet():
-            kind = model_class(tokenizer.hf_config)
-            module, found = (own_class(kind, own["config"]) if packed else kind).from_pretrained(
-                None if packed else config.model,
-                revision=config.revision,
-                trust_remote_code=config.trust_remote_code,
-                dtype=dtype,
-                attn_implementation="eager" if multimodal else NAME,  # some vision parts are not even made with another
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # we refuse them below, by name
-                output_loading_info=True,
-                device_map={"": device} if direct else config.device_map,
-                **own,
-            )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
-        reason = " ".join(str(e).split())
-        if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
-            raise ModelError(
-                f"the model {config.model!r} cannot be loaded: it has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
-                "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
-            ) from e
-        raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
+    module, found = _from_pretrained(config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map)
     _check_found(config, found)
-    if dequantized:
+    if is_dequantized(tokenizer.hf_config):
         if dtype != "auto":
             module = module.to(dtype)  # transformers leaves some in bfloat16
         notes += (note_of(tokenizer.hf_config, module),)
@@ -243,6 +224,46 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
         check_device_map(getattr(module, "hf_device_map", {}))
     library, note = kernels.wait()
     return prepare_model(module, notes + note, library, config.compile)
+
+
+def _from_pretrained(config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The module, and what transformers found in the files and missed there. Raises `ModelError`."""
+    multimodal, method, kind = is_multimodal(hf_config), quant_method(hf_config), model_class(hf_config)
+    place: str | None = config.model
+    own: dict[str, Any] = {}
+    if multimodal or is_dequantized(hf_config):
+        own["config"] = with_dequantization(language_config(hf_config))
+    gguf = gguf_file(config)
+    try:
+        with quiet(), ExitStack() as stack:
+            if method in PACKED:
+                kind, place = own_class(kind, own["config"]), None
+                own["state_dict"] = _unpacked(config, hf_config)
+                dtype = dtype_of(config, hf_config) if dtype == "auto" else dtype
+            elif gguf is not None:
+                place, own["gguf_file"] = stack.enter_context(alone(gguf)), gguf.name
+                own["quantization_config"] = GgufConfig(dequantize=True)
+            module, found = kind.from_pretrained(
+                place,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                dtype=dtype,
+                attn_implementation="eager" if multimodal else NAME,  # some vision parts are not even made with another
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # we refuse them below, by name
+                output_loading_info=True,
+                device_map=device_map,
+                **own,
+            )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
+        reason = " ".join(str(e).split())
+        if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
+            raise ModelError(
+                f"the model {config.model!r} cannot be loaded: it has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
+                "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
+            ) from e
+        raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
+    return module, found
 
 
 def _unpacked(config: ModelConfig, hf_config: Any) -> dict[str, Any]:

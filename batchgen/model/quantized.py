@@ -16,11 +16,13 @@ import torch
 from batchgen.errors import ModelError
 from batchgen.model.packed import PACKED
 from batchgen.model_files import QUANTIZERS
+from batchgen.prompts.gguf import METHOD
 from batchgen.prompts.tokenizer import language_config, text_config
 
 DEQUANTIZED = {
     "fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
     "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
+    METHOD: "GGUF",
 }  # fmt: skip
 """What is dequantized at load, by `quant_method`."""
 _PACKAGES = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors", "torchao": "torchao"}
@@ -57,7 +59,7 @@ def with_dequantization(hf_config: Any) -> Any:
     """A copy of the configuration that has transformers dequantize the weights, or find weights that were dequantized for it."""
     asked = copy.deepcopy(hf_config)
     settings = quantization(asked)
-    if quant_method(asked) in PACKED:
+    if quant_method(asked) in PACKED or quant_method(asked) == METHOD:
         for part in _parts(asked):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config

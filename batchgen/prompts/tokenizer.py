@@ -14,9 +14,10 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
-from batchgen.model_files import check_model_files
+from batchgen.model_files import check_model_files, gguf_file
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
+from batchgen.prompts.gguf import load_gguf
 from batchgen.prompts.hub import load_failure
 from batchgen.sampling_params import SamplingParams
 
@@ -59,18 +60,26 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     that is installed; nothing here does.
     """
     check_model_files(config)
+    gguf = gguf_file(config)
     # Here and not above, because transformers takes seconds to import. Before quiet(): its import sets its log level.
     from transformers import AutoConfig, AutoTokenizer
 
     with quiet():
         options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         try:
-            hf_config = AutoConfig.from_pretrained(config.model, **options)
+            if gguf is not None:
+                hf_config, tokenizer = load_gguf(gguf)
+                tokenizer.name_or_path = config.model
+            else:
+                hf_config = AutoConfig.from_pretrained(config.model, **options)
         except Exception as e:
             raise load_failure(config, "configuration", e) from e
         try:
-            # Never mistral-common, which transformers takes where it happens to be installed: the same tokens everywhere.
-            tokenizer = AutoTokenizer.from_pretrained(config.model, config=hf_config, mistral_format=False, **options)
+            if gguf is None:
+                # Never mistral-common, which transformers takes where it happens to be installed: the same tokens everywhere.
+                tokenizer = AutoTokenizer.from_pretrained(
+                    config.model, config=hf_config, mistral_format=False, **options
+                )
         except Exception as e:
             raise load_failure(config, "tokenizer", e) from e
     # Some classes make an empty tokenizer, or one of their special tokens alone, where the files are missing.
@@ -254,6 +263,8 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
 def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
     """generation_config.json as it is, {} where there is none."""
     name = "generation_config.json"
+    if gguf_file(config) is not None:
+        return {}
     path = Path(config.model, name)
     if not Path(config.model).is_dir():
         from huggingface_hub import hf_hub_download

@@ -104,11 +104,10 @@ def test_a_folder_that_does_not_exist_is_named_and_the_hub_not_asked(name):
 
 
 def test_a_file_is_not_a_model(tmp_path):
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.safetensors"
     file.write_text("x")
     assert failure(file) == (
-        f"model {str(file)!r} is a GGUF file, which batchgen does not read; "
-        "give the folder of the model it was made from, with config.json and safetensors files"
+        f"model {str(file)!r} is a file; give the folder that holds config.json, the weights and the tokenizer's files"
     )
 
 

@@ -131,7 +131,6 @@ AGAIN = "the download was not finished: download it again"
 PULL = "run `git lfs pull` in the folder it was cloned to, or download it with `hf download`"
 CAUSAL = "give a causal language model (…ForCausalLM)"
 ORIGINAL = "give the original model, or one quantized in a way that docs/quantized.md lists"
-GGUF = "give the folder of the model {made}, with config.json and safetensors files"
 
 BROKEN: dict[str, tuple[Break, str]] = {
     # no model
@@ -160,7 +159,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     # another program's
     "gguf": (
         only(("m.Q4_K_M.gguf", "GGUF")),
-        f"model folder 'M' holds GGUF files, which batchgen does not read; {GGUF.format(made='they were made from')}",
+        "M/m.Q4_K_M.gguf is cut inside its header; the download was not finished: download it again",
     ),
     "adapter": (
         _adapter_folder,

@@ -123,7 +123,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("status nowhere.jsonl", 2, "ANY"),
     # models
     ("run R -m nowhere/", 1, "model folder 'nowhere/' does not exist; give a local folder with config.json and the tokenizer's files, or a hub name such as org/model"),
-    ("run R -m weights.gguf", 1, "model 'weights.gguf' is a GGUF file, which batchgen does not read; give the folder of the model it was made from, with config.json and safetensors files"),
+    ("run R -m weights.gguf", 1, "weights.gguf is cut inside its header; the download was not finished: download it again"),
     ("run R -m M --revision v1", 1, "--revision 'v1' names a revision on the hub, and 'MODEL' is a local folder; leave --revision out"),
 ]  # fmt: skip
 """Command line, exit code, message."""

@@ -1,0 +1,129 @@
+"""GGUF files: configuration, tokenizer and weights out of the one file, dequantized, and run as transformers runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from batchgen import LLM, JobConfig, SamplingParams, run_job
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.jobs.identity import model_identity
+from batchgen.model.loader import load_model
+from batchgen.model_files import gguf_file
+from batchgen.prompts import load_tokenizer
+from support.gguf import write_gguf
+from support.tiny_model import save_tiny_llama
+
+pytest.importorskip("gguf")
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries', of each other
+PROMPTS = ["the same beginning, and the end", "the same beginning", "else"]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny chat model, its tokenizer with one merge: transformers reads no vocabulary without any."""
+    folder = tmp_path_factory.mktemp("original")
+    save_tiny_llama(folder, chat=True)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number != 255}
+    tokenizer["model"] |= {"vocab": vocabulary | {"th": 255}, "merges": [["t", "h"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["Q8_0", pytest.param("Q4_0", marks=pytest.mark.slow), "F16"])
+def model(
+    request: pytest.FixtureRequest, original: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A GGUF file, and a folder of transformers with exactly its weights."""
+    from safetensors.torch import save_file
+
+    file = tmp_path_factory.mktemp("gguf") / f"tiny.{request.param}.gguf"
+    exact = write_gguf(original, file, request.param)
+    folder = tmp_path_factory.mktemp("exact")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text((original / name).read_text())
+    save_file(exact, folder / "model.safetensors", metadata={"format": "pt"})
+    return file, folder
+
+
+@torch.inference_mode()
+def test_output_is_that_of_transformers_on_the_dequantized_weights(model: tuple[Path, Path]) -> None:
+    file, folder = model
+    params = SamplingParams(max_tokens=16, temperature=0)
+    llm = LLM(file, dtype="float32")
+    got = llm.generate(PROMPTS, params)
+    want = LLM(folder, dtype="float32").generate(PROMPTS, params)
+    assert [(r.token_ids, r.prompt_tokens, r.text) for r in got] == [
+        (r.token_ids, r.prompt_tokens, r.text) for r in want
+    ]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": PROMPTS[0]}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    tokens = reference.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :].tolist()
+    assert list(got[0].token_ids) == tokens
+
+
+def test_the_user_is_told_what_the_weights_take_and_nothing_stays_packed(model: tuple[Path, Path]) -> None:
+    file, _ = model
+    config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
+    loaded = load_model(config, load_tokenizer(config))
+    assert loaded.notes[0] == (
+        "the GGUF weights were dequantized to bfloat16 and take 0.00 GiB; activations are not quantized"
+    )
+    assert getattr(loaded.module, "is_quantized", False) is False
+    assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}
+
+
+def test_files_of_16_bits_are_computed_in_them_and_others_in_bfloat16(model: tuple[Path, Path]) -> None:
+    hf_config = load_tokenizer(ModelConfig(model=model[0])).hf_config
+    assert str(hf_config.dtype).removeprefix("torch.") == ("float16" if "F16" in model[0].name else "bfloat16")
+
+
+def test_a_job_runs_on_a_folder_with_one_and_knows_it_again(model: tuple[Path, Path], tmp_path: Path) -> None:
+    file, _ = model
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "the"}) + "\n")
+    config = JobConfig(inputs=tmp_path / "in.jsonl", model=str(folder), sampling={"max_tokens": 3})
+    assert run_job(config).exit_code == 0
+    assert run_job(config).already_finished
+    assert gguf_file(ModelConfig(model=folder)) == folder / file.name
+    assert list(model_identity(ModelConfig(model=folder))) == [f"model file {file.name}"]
+    assert model_identity(ModelConfig(model=folder)) == model_identity(ModelConfig(model=file))
+
+
+def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
+    part = tmp_path / "m-00001-of-00002.gguf"
+    part.write_bytes(b"GGUF" + bytes(30))
+    web = tmp_path / "web.gguf"
+    web.write_text("<html>")
+    other = tmp_path / "other.gguf"
+    other.write_text("PK")
+    for path, message in (
+        (tmp_path, f"model folder '{tmp_path}' holds 3 GGUF files; give one of them: {part}"),
+        (
+            part,
+            f"{part} is one part of a GGUF file; put the parts together with `llama-gguf-split --merge` of llama.cpp",
+        ),
+        (web, f"{web} is a web page, not the file itself; download it with `hf download`"),
+        (other, f"{other} is no GGUF file; download it again"),
+    ):
+        with pytest.raises(ModelError) as e:
+            load_tokenizer(ModelConfig(model=path))
+        assert str(e.value) == message
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.model_files.find_spec", lambda name: None)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + bytes(30))
+    with pytest.raises(ModelError, match=r"needs the package gguf; install batchgen\[quantized\]"):
+        load_tokenizer(ModelConfig(model=file))
