@@ -1,5 +1,5 @@
 ## make demo    the sample job, whole, with the accuracy of its answers
-## make test    the test suite (make test-slow, make test-nightly: what takes longer)
+## make test    the test suite (make test-slow, make test-nightly: all of it, with more cases)
 ## make docs    the documentation as a site, in build/site
 ## make reference  docs/reference/commands.md and the man page, made again from the options
 ## make lint    ruff, mypy, import-linter
@@ -55,10 +55,10 @@ test: $(VENV)/.installed-dev
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
+	BATCHGEN_TESTS=full $(PYTEST) -m "not nightly and not gpu and not network" $(PYTEST_ARGS)
 
 test-nightly: $(VENV)/.installed-dev
-	$(PYTEST) -m "(slow or nightly) and not gpu" $(PYTEST_ARGS)
+	BATCHGEN_TESTS=full $(PYTEST) -m "not gpu and not network" $(PYTEST_ARGS)
 
 reference: $(VENV)/.installed
 	$(BIN)/python -m batchgen_cli.reference markdown > docs/reference/commands.md

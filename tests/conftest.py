@@ -25,9 +25,10 @@ from typing import Any
 import hypothesis
 import pytest
 
+from support.params import examples
 from support.tiny_model import save_tiny_llama
 
-hypothesis.settings.register_profile("batchgen", deadline=None)  # no test measures time
+hypothesis.settings.register_profile("batchgen", deadline=None, max_examples=examples(15, 100))  # no test measures time
 hypothesis.settings.load_profile("batchgen")
 
 # Ignored under nohup, or in a shell's background, and so they would be in every run that a test starts.

@@ -31,6 +31,7 @@ def prompts() -> list[str]:
     return [f"{group}{word}" for group in groups for word in ("sky", "grass", "sea and land", "a", "")]
 
 
+@pytest.mark.slow
 def test_a_job_is_resumed_and_runs_on_two_devices_with_the_rows_of_generate(
     folder: Path,
     tmp_path: Path,

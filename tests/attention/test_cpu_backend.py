@@ -15,7 +15,7 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import with_blocks
 from support import simulation as sim
-from support.params import slow_but
+from support.params import examples, slow_but
 from support.reference_attention import Reference
 
 BLOCKS = 120
@@ -111,7 +111,7 @@ def test_the_kernels_are_the_reference_under_every_option(kernels, options, dtyp
     random_steps(sim, 4, lambda spans: compare(kernels, spans, 32, dtype=dtype, **options), block_size=32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize(
     "options", slow_but([{"softcap": 0.7, "G": 3}], [{}, {"window": 700}, {"softcap": 0.7, "G": 3}]), ids=str
 )
@@ -128,7 +128,7 @@ def test_the_kernels_are_the_reference_over_more_keys_than_they_have_in_hand_at_
     assert s.steps > 5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 @given(st.data())
 def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
     seed = data.draw(st.integers(0, 2**32))

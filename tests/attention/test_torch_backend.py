@@ -13,6 +13,7 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import AttentionPlan, SharedPart, plan_attention
 from batchgen.attention.torch_backend import Cascade, broadcast, merge, partial, shared_attention
 from support import simulation as sim
+from support.params import examples
 from support.reference_attention import Reference
 
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def test_the_cascade_is_the_reference_under_every_option(options, shared_reads):
     random_steps(sim, 4, lambda step, plan: compare(step, plan, 4, 400, **options), shared_reads=shared_reads)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 @given(st.data())
 def test_the_cascade_is_the_reference_on_random_trees(data):
     seed = data.draw(st.integers(0, 2**32))

@@ -17,6 +17,7 @@ from batchgen.attention.torch_backend import Cascade
 from batchgen.attention.triton_backend import DeviceAttention, supports
 from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, pack
 from support import simulation as sim
+from support.params import examples, slow_but
 from support.reference_attention import Reference
 
 pytest.importorskip("triton")
@@ -117,10 +118,13 @@ MIXED = ([3, 1, 4], 30, 35), ([9, 2, 6], 0, 33), ([8, 7], 17, 18), ([10, 11, 12]
 
 @pytest.mark.parametrize(
     ("K", "G", "D", "V", "spans"),
-    [
-        (1, 1, 16, 16, MIXED), (2, 8, 64, 64, MIXED), (4, 1, 80, 80, MIXED), (1, 7, 33, 20, MIXED), (1, 3, 256, 128, MIXED),
-        (1, 20, 16, 72, MIXED[2:]), (1, 71, 16, 16, MIXED[2:]), (1, 2, 512, 8, MIXED[2:]),
-    ],
+    slow_but(
+        [(1, 1, 16, 16, MIXED), (1, 7, 33, 20, MIXED)],
+        [
+            (1, 1, 16, 16, MIXED), (2, 8, 64, 64, MIXED), (4, 1, 80, 80, MIXED), (1, 7, 33, 20, MIXED), (1, 3, 256, 128, MIXED),
+            (1, 20, 16, 72, MIXED[2:]), (1, 71, 16, 16, MIXED[2:]), (1, 2, 512, 8, MIXED[2:]),
+        ],
+    ),
 )  # fmt: skip
 @pytest.mark.usefixtures("fine")
 def test_it_is_the_reference_for_every_shape_of_heads(device, K, G, D, V, spans):
@@ -133,7 +137,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", slow_but([OPTIONS[6], OPTIONS[7]], OPTIONS), ids=str)
 @pytest.mark.usefixtures("fine")
 def test_it_is_the_reference_under_every_option(device, options):
     compare(device, works_of(*MIXED), 16, K=1, **options)
@@ -172,7 +176,7 @@ def random_case(sim, device, seed, steps, longest):
         )  # fmt: skip
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=examples(1, 4), deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(seed=st.integers(0, 2**32))
 def test_it_is_the_reference_on_random_trees(device, seed):
     random_case(sim, device, seed, steps=2, longest=12)
@@ -388,7 +392,7 @@ def test_the_operator_says_what_it_does(device):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.parametrize("backend", slow_but({"eager"}, ["eager", "aot_eager"]))
 def test_a_model_compiles_whole_and_once(device, backend):
     """Steps of other plans and the same padded size run what the first compiled."""
     torch._dynamo.reset()

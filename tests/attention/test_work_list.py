@@ -23,6 +23,7 @@ from batchgen.attention.work_list import (
 )
 from batchgen.scheduling.batch import ScheduledSpan
 from support import simulation as sim
+from support.params import examples
 
 NO_LIMIT = 1 << 62
 WIDE = Lane(tokens=4, programs=1, heads=1, min_keys=1 << 20)  # nothing is split
@@ -77,7 +78,7 @@ def check(spans, block_size, lists, window=None):
     assert len(lists.merge_starts) == T + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15, 60), deadline=None)
 @given(st.data())
 def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data):
     rng = random.Random(data.draw(st.integers(0, 2**32)))

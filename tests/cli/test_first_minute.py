@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from support.params import slow_but
+
 Cli = Callable[..., Any]
 Write = Callable[..., Path]
 
@@ -23,6 +25,7 @@ def test_a_dry_run_prints_what_plan_prints(cli: Cli, write_jsonl: Write, tiny_mo
     assert list(tmp_path.glob("o.jsonl*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("output", "lines"), [("/dev/stdout", 2), ("/dev/null", 0)])
 def test_device_files_are_outputs(
     output: str,
@@ -50,6 +53,7 @@ def test_the_summary_has_no_trailing_blanks_and_no_colours(
     assert not re.search(r"[ \t]+$|\x1b", outcome.err, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_no_color_is_obeyed_on_a_terminal(
     command: list[str], command_environment: dict[str, str], write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -74,8 +78,13 @@ def test_no_color_is_obeyed_on_a_terminal(
     assert not re.search(rb"\x1b\[[0-9;]*3[0-7]", shown)
 
 
-@pytest.mark.parametrize("packed", ["", "gzip", "zstd"])
-@pytest.mark.parametrize("format", ["jsonl", "csv", "tsv", "parquet"])
+@pytest.mark.parametrize(
+    ("format", "packed"),
+    slow_but(
+        [("jsonl", "gzip"), ("csv", ""), ("parquet", "")],
+        [(f, p) for f in ("jsonl", "csv", "tsv", "parquet") for p in ("", "gzip", "zstd")],
+    ),
+)
 def test_standard_input_has_every_format_and_compression(
     format: str, packed: str, cli: Cli, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from batchgen.jobs.results import read_facts
 
+pytestmark = pytest.mark.slow  # `tests/job` has the same claims of a process that is forked
 ROWS = 400
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -45,13 +46,7 @@ def wait_for_results(process: "subprocess.Popen[str]", output: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"),
-    [
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
-    ],
-    ids=["TERM", "INT", "HUP"],
+    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)], ids=["TERM", "INT", "HUP"]
 )
 def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
     signum: int, code: int, start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
@@ -83,7 +78,6 @@ def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
     assert len(ids) == finished + figures["rows"] <= 40 + finished
 
 
-@pytest.mark.slow
 def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
     source = write_jsonl({"prompt": f"row {i}"} for i in range(30))
     process = start(source, *SLOWLY, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
@@ -111,7 +105,6 @@ def test_a_second_run_on_the_same_output_is_refused_at_once_and_the_first_goes_o
     assert process.returncode == 143
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(
     start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -130,7 +123,6 @@ def test_a_killed_run_goes_on_where_it_was(
     assert json.loads(stats.read_text())["rows_resumed"] >= 1
 
 
-@pytest.mark.slow
 def test_standard_output_that_is_closed_ends_the_run_quietly(start: Start, slow_job: Path) -> None:
     with slow_job.open() as rows:
         process = start("-", "-o", "-", "--max-tokens", "20", "--window", "8", stdin=rows)

@@ -13,6 +13,7 @@ from batchgen.devices.partition import DECODE_COST, PIECES, Piece, Shares, cut, 
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.fakes import grouped, planned, request
+from support.params import examples
 
 
 def rows(pieces: list[Piece]) -> list[int]:
@@ -36,7 +37,7 @@ def some_requests(draw: st.DrawFn) -> list[Request]:
     return found
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 5), st.booleans())
 def test_every_request_is_in_one_piece_and_every_piece_in_one_share(
     requests: list[Request], devices: int, share: bool
@@ -49,7 +50,7 @@ def test_every_request_is_in_one_piece_and_every_piece_in_one_share(
     assert [p for dealt in shares for p in dealt] == pieces
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 5))
 def test_costs_add_up_to_the_tokens_of_the_tree_and_those_to_generate(requests: list[Request], devices: int) -> None:
     leaves, plan = planned(requests)
@@ -59,7 +60,7 @@ def test_costs_add_up_to_the_tokens_of_the_tree_and_those_to_generate(requests: 
         assert sum(p.cost for p in cut(leaves, plan, devices)) == plan.prefill_tokens_min + drawn
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(2, 5))
 def test_no_share_is_further_from_the_mean_than_a_piece_and_a_prefix(requests: list[Request], devices: int) -> None:
     pieces = pieces_of(requests, devices)
@@ -68,7 +69,7 @@ def test_no_share_is_further_from_the_mean_than_a_piece_and_a_prefix(requests: l
     assert max(sum(p.cost for p in share) for share in deal(pieces, devices)) <= mean + slack
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 5))
 def test_a_group_is_cut_only_where_it_costs_more_than_a_piece_may(requests: list[Request], devices: int) -> None:
     leaves, plan = planned(requests)
@@ -255,7 +256,7 @@ def test_what_is_dropped_is_not_handed_out() -> None:
     assert (shares.waiting, shares.take(0, 9)) == (0, [])
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 4), st.data())
 def test_whatever_is_asked_all_is_handed_out_once(requests: list[Request], devices: int, data: st.DataObject) -> None:
     shares = Shares(devices)

@@ -27,6 +27,7 @@ from batchgen.model.runner import Runner
 from batchgen.request import Request
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling_params import SamplingParams
+from support.params import slow_but
 from support.tiny import VOCAB, build, engine_of, planned, requests_of
 
 NOWHERE = torch.device("meta")
@@ -194,7 +195,7 @@ def run(engine, requests):
     return results
 
 
-@pytest.mark.parametrize("options", [{}, {"blocks": 4}, {"batch_size": 5, "max_batch_tokens": 16}])
+@pytest.mark.parametrize("options", slow_but([{}], [{}, {"blocks": 4}, {"batch_size": 5, "max_batch_tokens": 16}]))
 def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     engine = engine_without_values(monkeypatch, **options)
     with guarded(monkeypatch, engine) as copies:

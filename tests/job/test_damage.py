@@ -24,6 +24,7 @@ from batchgen.request import Leaf, row_digest
 from batchgen.result import Result
 from batchgen.stats import EngineStats
 from support.harness import TINY_SPOOL, write_common_input
+from support.params import examples
 
 
 class Killed(BaseException):
@@ -220,7 +221,9 @@ def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
 
 
 SOME = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None,
+    max_examples=examples(5, 25),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 MANY = settings(SOME, max_examples=3000)
 

@@ -71,6 +71,7 @@ def test_two_processes_write_what_one_writes(runs: Runs, tmp_path: Path, kind: s
     assert 0 < stats["seconds"]["forward"] <= stats["seconds"]["generate"]
 
 
+@pytest.mark.slow
 def test_when_a_devices_process_is_killed_the_other_does_its_rows(long_job: Job) -> None:
     running, workers = in_the_middle(long_job, quiet=False)
     os.kill(workers[0], signal.SIGKILL)
@@ -112,9 +113,8 @@ def test_when_the_job_is_killed_no_process_stays_and_it_goes_on_later(long_job: 
     long_job.go_on()
 
 
-@pytest.mark.parametrize(
-    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=["INT", "TERM"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
 def test_a_signal_to_all_of_them_is_the_jobs_to_answer(long_job: Job, signum: signal.Signals) -> None:
     """As a terminal's Ctrl-C, or a scheduler, sends it."""
     running, workers = in_the_middle(long_job)

@@ -16,7 +16,7 @@ from support.harness import Job, Running, read_output, stored_keys
 from support.params import slow_but
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="stops are seen in /proc")
-each = pytest.mark.parametrize("job", ["spooled", "windows"], indirect=True)
+each = pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "windows"]), indirect=True)
 
 
 def stopped_at(job: Job, what: str, at: int = 3) -> Running:
@@ -26,7 +26,7 @@ def stopped_at(job: Job, what: str, at: int = 3) -> Running:
     return running
 
 
-@pytest.mark.parametrize("size", slow_but({600, 30_000}, [600, 3_000, 30_000, 60_000]))
+@pytest.mark.parametrize("size", slow_but({600}, [600, 3_000, 30_000, 60_000]))
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
 def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_keeps_what_was_finished(job: Job, size: int) -> None:
     """A limit of the system's on every file of the job: what write(2) really does, half of a block first."""
@@ -90,7 +90,7 @@ def test_an_input_that_changes_while_it_is_worked_on_is_read_anew_by_the_next_ru
 
 @linux
 @each
-@pytest.mark.parametrize("what", ["job folder", "all"])
+@pytest.mark.parametrize("what", slow_but({"all"}, ["job folder", "all"]))
 def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what: str) -> None:
     job.prepare()
     running = stopped_at(job, job.results)

@@ -44,12 +44,13 @@ def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
         job.go_on()
 
 
-@pytest.mark.parametrize("job", slow_but({"spooled", "parquet, windows"}, CASES), indirect=True)
+@pytest.mark.parametrize("job", slow_but({"spooled"}, CASES), indirect=True)
 def test_a_job_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
     check_random_kills(job, random.Random(str(job.case)), KILLS)
 
 
-@pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "parquet, windows"]), indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["spooled", "parquet, windows"], indirect=True)
 def test_a_finished_job_with_a_changed_input_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
     job.prepare_changed()
     check_random_kills(job, random.Random(1), KILLS)

@@ -17,6 +17,7 @@ from batchgen.jobs import results as results_module
 from batchgen.jobs.disk import network_file_system
 from batchgen.jobs.results import Results, occurrences, read_facts, temporary_counts
 from batchgen.result import Completion, Result, TokenLogprob
+from support.params import examples
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 RESULTS = [
@@ -122,7 +123,7 @@ def test_another_process_reads_what_is_there_and_leaves_no_trace(folder):
     assert {p.name: p.stat().st_mtime_ns for p in folder.iterdir()} == before
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(10, 60))
 @given(st.data())
 def test_a_damaged_database_gives_no_wrong_result_and_takes_new_ones(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("r")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from batchgen.jobs.sorted_requests import SortedRequests, SortLimits, sort_key
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
+from support.params import examples
 
 DEFAULT = SamplingParams()
 
@@ -101,7 +102,7 @@ def test_a_request_longer_than_a_window_has_one_for_itself(tmp_path) -> None:
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(15, 150), deadline=None)
 @given(
     rows=st.lists(st.tuples(prompts, st.sampled_from([0.0, 0.0, 1.0, -2.0])), max_size=60),
     window=st.integers(1, 12),

@@ -38,11 +38,18 @@ class KillAfter(Silent):
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(max_tokens=TOKENS, ignore_eos=True),
-        SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=1.0, n=2, logprobs=1, seed=3),
-        SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.8, presence_penalty=0.5, stop=("zzzz",)),
+        pytest.param(SamplingParams(max_tokens=TOKENS, ignore_eos=True), id="greedy"),
+        pytest.param(
+            SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=1.0, n=2, logprobs=1, seed=3),
+            id="several with log-probabilities",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.8, presence_penalty=0.5, stop=("zzzz",)),
+            id="penalties and stop strings",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["greedy", "several with log-probabilities", "penalties and stop strings"],
 )
 def test_a_job_killed_every_few_steps_ends_with_few_more_tokens_and_the_same_output(
     sampling: SamplingParams, tiny_model_dir: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from batchgen.kernels import ops as packed
 from batchgen.kernels.build import NoKernels
 from batchgen.kernels.isa import instruction_set
 from batchgen.kernels.ops import Activation, PackedLinear, rms_norm, rotate
+from support.params import slow_but
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
@@ -26,7 +27,7 @@ def smaller():
     return sets[1 : sets.index(instruction_set())]
 
 
-@pytest.fixture(scope="module", params=["", *smaller()], autouse=True)
+@pytest.fixture(scope="module", params=["", *slow_but({"avx2"}, smaller())], autouse=True)
 def kernels(request):
     """As they are compiled here, and as for lesser processors."""
     with pytest.MonkeyPatch.context() as patch:

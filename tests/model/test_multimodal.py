@@ -63,6 +63,7 @@ def sizes(folder: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_that_of_the_text_part(checkpoint: Path) -> None:
     on_disk = sizes(checkpoint)

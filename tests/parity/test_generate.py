@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.prefix import plan_prefixes
 from support.models import engine_for, generate, make_requests, packed_model, reference_model, run
-from support.params import slow_but
+from support.params import examples, slow_but
 from support.shapes import CORE, SHAPES, VOCAB
 
 CHUNK = 16  # and a block of 32
@@ -81,7 +81,7 @@ def test_output_is_that_of_generate(expected: list[list[int]], request: pytest.F
         assert engine.stats.preemptions == engine.stats.recomputed_tokens == 0, how
 
 
-@pytest.mark.parametrize("name", slow_but({"gpt2"}, ["llama", "gpt2"]))
+@pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", "gpt2"]))
 def test_output_does_not_change_when_memory_is_short(name: str) -> None:
     prompts, lengths = PROMPTS[:16], [40 + 3 * i for i in range(16)]
     expected = [generate(reference_model(name), p, n) for p, n in zip(prompts, lengths, strict=True)]
@@ -129,7 +129,7 @@ def test_end_tokens_end_a_completion_as_in_generate() -> None:
 tokens = st.integers(0, 2)  # few different tokens, so that prompts share and contain one another
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(6, 30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     prompts=st.lists(st.lists(tokens, min_size=1, max_size=20), min_size=1, max_size=12),
     lengths=st.lists(st.integers(1, 6), min_size=12, max_size=12),

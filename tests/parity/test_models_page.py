@@ -9,6 +9,7 @@ from batchgen.model.architectures import VERIFIED_ON
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["make_models_table", "make_families_page"])
 @pytest.mark.skipif(
     not transformers.__version__.startswith(f"{VERIFIED_ON[-1]}."), reason="made with the newest version verified"

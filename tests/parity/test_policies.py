@@ -6,6 +6,7 @@ import pytest
 
 from batchgen.scheduling.waiting import POLICIES
 from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
+from support.params import slow_but
 
 
 def numbers(rng, count):
@@ -35,14 +36,17 @@ def expected():
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"batch_size": 4},
-        {"max_batch_tokens": 16, "batch_size": 9},
-        {"max_kv_read": 300},
-        {"ahead": True},
-        {"ahead": True, "max_batch_tokens": 16, "batch_size": 9},
-    ],
+    slow_but(
+        [{}, {"ahead": True, "max_batch_tokens": 16, "batch_size": 9}],
+        [
+            {},
+            {"batch_size": 4},
+            {"max_batch_tokens": 16, "batch_size": 9},
+            {"max_kv_read": 300},
+            {"ahead": True},
+            {"ahead": True, "max_batch_tokens": 16, "batch_size": 9},
+        ],
+    ),
 )
 def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy, options):
     engine = engine_for(packed_model("llama"), policy=policy, **options)
@@ -52,7 +56,7 @@ def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy,
     assert engine.stats.preemptions == 0
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", slow_but([True], [False, True]))
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
     whole = engine_for(packed_model("llama"), policy=policy)
@@ -69,7 +73,12 @@ def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
     assert engine.block_manager.pool.num_used == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mistral/window", "qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        {"llama", "lfm2"}, ["llama", "lfm2", "gpt2", "gemma3_text", "mistral/window", "qwen3_5_text", "falcon_h1"]
+    ),
+)
 def test_every_fork_writes_what_the_prompt_alone_does(name):
     rng = random.Random(7)
     root = numbers(rng, 45)
@@ -84,7 +93,7 @@ def test_every_fork_writes_what_the_prompt_alone_does(name):
         assert engine.stats.prefill_tokens == 45 + 5 + 20 + 3
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", slow_but([True], [False, True]))
 def test_blocks_behind_every_sliding_window_are_given_back(ahead):
     rng = random.Random(8)
     root = numbers(rng, 200)

@@ -21,6 +21,7 @@ from support.models import (
     reference_model,
     run,
 )
+from support.params import slow_but
 
 # A family of each mixer with attention, and one without.
 MIXERS = ["qwen3_5_text", "falcon_h1", "lfm2", "mamba2"]
@@ -60,7 +61,7 @@ def expected(request: pytest.FixtureRequest) -> list[list[int]]:
     return [generate(model, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
 
 
-each_mixer = pytest.mark.parametrize("expected", MIXERS, indirect=True, ids=str)
+each_mixer = pytest.mark.parametrize("expected", slow_but({"qwen3_5_text", "lfm2"}, MIXERS), indirect=True, ids=str)
 
 
 def name_of(request: pytest.FixtureRequest) -> str:
@@ -97,7 +98,7 @@ def test_output_does_not_change_when_memory_is_short(
     assert engine.block_manager.slots.num_used == engine.block_manager.pool.num_used == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("name", slow_but({"lfm2"}, ["lfm2", "qwen3_5_text", "falcon_h1"]))
 def test_sequences_that_are_preempted_go_on_from_the_nearest_state(name: str) -> None:
     rng = random.Random(4)
     root = numbers(rng, 50)
@@ -113,7 +114,7 @@ def test_sequences_that_are_preempted_go_on_from_the_nearest_state(name: str) ->
     assert engine.stats.recomputed_tokens > 0
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", slow_but({3}, [1, 3, 8]))
 def test_states_are_never_more_than_the_tree_is_deep_and_sequences_run(batch_size: int) -> None:
     """With just so many slots nothing is run twice."""
     expected = [generate(reference_model("mamba2"), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]

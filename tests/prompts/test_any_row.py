@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from batchgen.errors import ROW_ERROR_TYPES
 from batchgen.prompts.params import NAMES
 from batchgen.request import Request
+from support.params import examples
 
 TEXT = st.text(max_size=8) | st.sampled_from(
     ["", "a", "<s>", "\ud800", "POST", "[]", "{}", "1e999", "user", "assistant", "text"]
@@ -46,7 +47,7 @@ COLUMNS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("options", [{}, {"chat": False}, {"template": "{{ prompt }}", "prefix": "P", "system": "S"}])
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15, 80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(columns=COLUMNS)
 def test_any_row_becomes_a_draft_or_an_error_row(tools, options, columns):
     b = tools.builder(chat_template=tools.CHATML, row_params=("seed", "temperature"), context=60, **options)

@@ -233,6 +233,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_what_the_hub_answers_is_said_in_one_line_and_nothing_else_on_stderr(tmp_path):
     server = HTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -266,6 +267,7 @@ def test_what_the_hub_answers_is_said_in_one_line_and_nothing_else_on_stderr(tmp
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_libraries_advice_is_kept_off_standard_error(tools, tmp_path):
     """A Llama folder whose tokenizer class is of another kind, and a prompt longer than the tokenizer's own limit."""
     folder = tools.save_model(tmp_path, tokenizer=tools.byte_tokenizer(model_max_length=2))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from batchgen.errors import UsageError
 from batchgen.sampling_params import SamplingParams
+from support.params import examples
 
 
 def build(tools, length, *, context=8, max_tokens=3, bos=False, **options):
@@ -160,7 +161,7 @@ def test_an_unknown_way_is_refused(tools):
         tools.builder(on_long_prompt="cut")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20, 100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     length=st.integers(1, 26),
     context=st.integers(1, 30),

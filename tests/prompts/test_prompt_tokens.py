@@ -13,6 +13,7 @@ from batchgen.prompts import PromptBuilder
 from batchgen.records.rows import Row
 from batchgen.request import Request, row_digest
 from batchgen.sampling_params import SamplingParams
+from support.params import examples
 
 
 def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
@@ -217,7 +218,7 @@ def test_a_token_that_the_model_does_not_have_fails_its_row(tools):
 PLAIN = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15, 60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(PLAIN, st.sampled_from(["<s>", "<s>x", "a</s>b", "\ud800"])), max_size=12), st.booleans())
 def test_every_row_has_the_tokens_it_would_have_alone(tools, texts, chat):
     b = tools.builder(chat_template=tools.CHATML if chat else None)

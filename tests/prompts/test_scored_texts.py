@@ -13,6 +13,7 @@ from batchgen.prompts import PromptBuilder
 from batchgen.request import row_digest
 from batchgen.result import Score
 from batchgen.sampling_params import SamplingParams
+from support.params import examples
 
 
 def one(tools, columns, **options):
@@ -218,7 +219,7 @@ def test_a_text_with_a_token_that_the_model_has_not_fails_its_row(tools):
 letters = st.text("ab", min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15, 60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(letters, min_size=2, max_size=5, unique=True))
 def test_no_labels_tokens_begin_anothers(tools, choices):
     (draft,) = tools.builder(sampling=SamplingParams(choices=tuple(choices))).build(tools.rows({"prompt": "p"}))

@@ -22,6 +22,7 @@ from batchgen.records import RESULT_NAMES, Row, RowForm, open_input
 from batchgen.records.parquet_types import MAX_FIELDS, ColumnType
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.result import Result
+from support.params import examples
 
 RESULT = {"text": "t", "finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": 2}, "error": None}
 FAILED = RESULT | {"text": None, "finish_reason": "error", "error": {"type": "invalid_row", "message": "m"}}
@@ -233,7 +234,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15, 60), deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(["a", "b"]), json_values), min_size=1, max_size=5))
 def test_any_json_rows_become_parquet_and_none_is_dropped(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("w")

@@ -17,6 +17,7 @@ from batchgen.parsers.thinking import thinking_format
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.grammars import Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams
+from support.params import examples
 
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "model"
 TEXTS = [
@@ -447,7 +448,7 @@ def schemas() -> st.SearchStrategy[Any]:
     return st.recursive(leaves, lambda p: st.one_of(objects(p), arrays(p)), max_leaves=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10, 40), deadline=None)
 @given(several=st.lists(patterns(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
 def test_texts_of_any_regex_match_it(byte_level: Any, several: list[str], seed: int) -> None:
     rows = [regex(pattern) for pattern in several]
@@ -457,7 +458,7 @@ def test_texts_of_any_regex_match_it(byte_level: Any, several: list[str], seed: 
             assert re.fullmatch(pattern, text_of(byte_level, tokens)), pattern
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10, 40), deadline=None)
 @given(several=st.lists(schemas(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
 def test_texts_of_any_schema_are_valid(byte_level: Any, several: list[Any], seed: int) -> None:
     rows = [schema(value) for value in several]

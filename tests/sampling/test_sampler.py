@@ -19,6 +19,7 @@ from batchgen.sampling import filters
 from batchgen.sampling import sampler as module
 from batchgen.sampling_params import SamplingParams
 from support.drawing import Sampler
+from support.params import examples
 
 V = 64
 CPU = torch.device("cpu")
@@ -164,7 +165,7 @@ def test_among_equal_tokens_top_p_keeps_the_first_it_needs(top_k, top_p, kept):
     assert got.nonzero()[:, 0].tolist() == list(range(kept))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15, 60), deadline=None)
 @given(
     st.lists(st.integers(-6, 6), min_size=12, max_size=12),
     st.integers(0, 12),

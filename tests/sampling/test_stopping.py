@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from batchgen.sampling import stopping
 from batchgen.sampling.stopping import Detokenizer, Stopper
 from batchgen.sampling_params import SamplingParams
+from support.params import examples
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog. END of the story, the END.",
@@ -393,7 +394,7 @@ def completions(draw):
     return name, prompt, tokens, tuple(s for s in strings if s), max_tokens, draw(st.booleans())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(40, 300), deadline=None)
 @given(completions())
 def test_following_the_text_gives_what_decoding_all_of_it_anew_gives(case):
     name, prompt, tokens, strings, max_tokens, ignore_eos = case

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.scheduling.waiting import POLICIES
 from support import simulation as sim
+from support.params import examples, slow_but
 
 
 def random_prompts(rng, count, longest):
@@ -118,7 +119,7 @@ cases = given(
 
 # A node below one that was given up for its state slot held a block that another child then wrote on in.
 @example(seed=171253, spare=0, policy="prefill-first", sliding=None, scored=0.5, cancels=False, ends=(), slots=3)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12, 50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @cases
 def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
     seed, spare, policy, sliding, scored, cancels, ends, slots
@@ -136,11 +137,11 @@ def test_every_leaf_is_right_in_many_more_cases(seed, spare, policy, sliding, sc
     check(sim, seed, spare, policy, sliding, scored, cancels, ends, slots)
 
 
-@pytest.mark.parametrize("slots", [None, 2, 7])
+@pytest.mark.parametrize("slots", slow_but({None, 2}, [None, 2, 7]))
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_windows_that_run_together_are_right(policy, ahead, slots):
-    for seed in range(20):
+    for seed in range(examples(4, 20)):
         rng = random.Random(seed)
         s = sim.Simulation(
             blocks=40, block_size=2, tokens=9, batch_size=4, policy=policy, ahead=ahead, ends=ENDS, slots=slots

@@ -1,11 +1,20 @@
-"""Parameters of tests of which only some run in `make test`."""
+"""How much of a test runs: `make test` is quick, and `make test-slow` runs every parameter and many more random cases."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+FULL = os.environ.get("BATCHGEN_TESTS") == "full"
+"""Set by `make test-slow` and `make test-nightly`."""
+
+
+def examples(quick: int, full: int) -> int:
+    """How many random cases a property test tries: `quick` of them in `make test`, `full` in `make test-slow`."""
+    return full if FULL else quick
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
