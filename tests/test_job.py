@@ -291,7 +291,7 @@ def test_an_empty_input_gives_an_empty_output_without_loading_a_model(tiny_model
 def test_rows_before_a_break_of_the_input_are_generated_and_kept(tiny_model_dir: Path, tmp_path: Path) -> None:
     import gzip
 
-    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in prompts(4000)).encode())
+    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in prompts(800)).encode())
     source = tmp_path / "cut.jsonl.gz"
     source.write_bytes(whole[: len(whole) // 2])
     config = config_of(
@@ -303,8 +303,8 @@ def test_rows_before_a_break_of_the_input_are_generated_and_kept(tiny_model_dir:
     assert str(error.value).startswith(f"{source} breaks off after line ")
     source.write_bytes(whole)
     report = run_job(config)
-    assert report.stats["rows_resumed"] > 500
-    assert report.stats["rows_resumed"] + report.stats["rows"] == 4000
+    assert report.stats["rows_resumed"] > 100
+    assert report.stats["rows_resumed"] + report.stats["rows"] == 800
 
 
 def test_other_settings_are_refused_in_words(

@@ -236,11 +236,23 @@ def _batch_rows(group: Any, max_rows: int, max_bytes: int) -> int:
 
 
 def _values(column: pa.Array) -> list[Any]:
+    if _has_nanoseconds(column.type):  # `to_pylist` would make values of pandas of them where pandas is installed
+        return [_value(scalar) for scalar in column]
     try:
         values: list[Any] = column.to_pylist()
     except (ValueError, OverflowError, pa.ArrowException):
         return [_value(scalar) for scalar in column]
     return values
+
+
+def _has_nanoseconds(type: pa.DataType) -> bool:
+    if pa.types.is_dictionary(type):
+        return _has_nanoseconds(type.value_type)
+    if isinstance(type, pa.BaseExtensionType):
+        return _has_nanoseconds(type.storage_type)
+    if pa.types.is_timestamp(type) or pa.types.is_duration(type):
+        return bool(type.unit == "ns")
+    return any(_has_nanoseconds(type.field(i).type) for i in range(type.num_fields))
 
 
 def _value(scalar: pa.Scalar) -> Any:
@@ -255,7 +267,13 @@ def _value(scalar: pa.Scalar) -> Any:
 def _python(scalar: pa.Scalar) -> Any:
     """Returns `scalar.as_py()`, or text if Python cannot hold the time."""
     try:
-        return scalar.as_py()
+        if not _has_nanoseconds(scalar.type) or not scalar.is_valid:
+            return scalar.as_py()
+        if pa.types.is_timestamp(scalar.type):
+            return scalar.cast(pa.timestamp("us", scalar.type.tz)).as_py()
+        if pa.types.is_duration(scalar.type):
+            return scalar.cast(pa.duration("us")).as_py()
+        raise ValueError("its parts are read one by one")
     except UnicodeDecodeError:
         raise
     except (ValueError, OverflowError, pa.ArrowException):

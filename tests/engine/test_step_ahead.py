@@ -11,6 +11,7 @@ from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
 from support import tiny
+from support.params import slow_but
 from support.tiny import VOCAB
 
 EOS = (11, 60)
@@ -95,7 +96,7 @@ def rounded(result):
     return (result.text, result.token_ids, result.finish_reason, result.error_type, completions, probs)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", slow_but(range(6), range(16)))
 def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeypatch, seed):
     rng = random.Random(seed)
     requests = some_requests(rng)
@@ -210,7 +211,7 @@ GRAMMARS = [
 ]
 
 
-@pytest.mark.parametrize("batch_size", [3, 256])
+@pytest.mark.parametrize("batch_size", slow_but({3}, [3, 256]))
 def test_rows_under_a_grammar_are_the_same_beside_others(tiny_model_dir, batch_size):
     pytest.importorskip("llguidance")
     runs = []

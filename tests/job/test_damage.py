@@ -222,7 +222,7 @@ def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
 
 SOME = settings(
     deadline=None,
-    max_examples=examples(5, 25),
+    max_examples=examples(3, 25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 MANY = settings(SOME, max_examples=3000)

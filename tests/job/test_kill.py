@@ -81,7 +81,7 @@ def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, 
     ("how", "every", "least"),
     [
         pytest.param("kill", 1, 30, marks=pytest.mark.slow),
-        ("torn", 1, 5),
+        pytest.param("torn", 1, 5, marks=pytest.mark.slow),
         pytest.param("cut", 3, 8, marks=pytest.mark.slow),
     ],
 )

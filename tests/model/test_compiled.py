@@ -9,7 +9,6 @@ from batchgen.model import cuda_runner
 from batchgen.model.loader import prepare_model
 from support.fake_device import use_fake_device
 from support.models import build as build_type
-from support.params import slow_but
 from support.tiny import build, engine_of, requests_of, run
 
 PROMPTS = [[*range(40), i] for i in range(5)] + [[50 + i] * (3 + i) for i in range(3)] + [[7]]
@@ -42,7 +41,8 @@ def texts(results):
     return {row: r.token_ids for row, r in results.items()}
 
 
-@pytest.mark.parametrize("model_type", slow_but({"gemma2"}, ["llama", "qwen2", "gemma2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"])
 def test_a_model_is_traced_whole_and_once_for_steps_of_all_sizes(model_type, traced, monkeypatch):
     model = prepare_model(build_type(model_type))
     requests = requests_of(PROMPTS, LENGTHS)

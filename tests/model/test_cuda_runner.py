@@ -11,6 +11,7 @@ from batchgen.model.cuda_graphs import CAPTURE_AFTER, Shape
 from batchgen.model.loader import prepare_model
 from support.fake_device import Recording, use_fake_device
 from support.models import build as build_type
+from support.params import slow_but
 from support.tiny import build, engine_of, requests_of, run
 
 GROUP = list(range(40))
@@ -59,6 +60,7 @@ def test_without_graphs_a_generation_is_as_without_a_device(model, want, monkeyp
     assert len(seen) == engine.stats.steps
 
 
+@pytest.mark.slow
 def test_graphs_that_run_recorded_operators_alone_write_the_same(model, want, monkeypatch):
     """All that a step depends on is in the buffers that were there when its graph was captured, tokens that the host does not know among it."""
     steps = use_fake_device(monkeypatch, Recording)
@@ -236,7 +238,10 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "mistral", "llama/dynamic", "phi3/longrope"])
+@pytest.mark.parametrize(
+    "model_type",
+    slow_but({"llama", "phi3/longrope"}, ["llama", "qwen2", "gemma2", "mistral", "llama/dynamic", "phi3/longrope"]),
+)
 def test_a_step_asks_the_device_nothing(model_type, monkeypatch):
     model = prepare_model(build_type(model_type))
     use_fake_device(monkeypatch)

@@ -9,6 +9,7 @@ import torch
 from batchgen.request import Request, row_digest, row_key
 from batchgen.sampling_params import SamplingParams
 from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
+from support.params import slow_but
 
 
 def numbers(rng, count):
@@ -62,7 +63,10 @@ ENGINES = {
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gemma2", "mistral/window", "qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
+    "name",
+    slow_but(
+        {"llama", "lfm2"}, ["llama", "gpt2", "gemma2", "mistral/window", "qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
+    ),
 )
 def test_a_score_is_that_of_a_forward_of_prompt_and_text(name):
     want = [teacher(reference_model(name), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]

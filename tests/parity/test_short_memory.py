@@ -18,6 +18,7 @@ from batchgen.request import Request, leaves_of, row_key
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
 from support.models import engine_for, generate, memory_for, packed_model, reference_model
+from support.params import slow_but
 
 LONGEST = 30
 preempted = []
@@ -151,7 +152,7 @@ def test_every_row_is_exact_in_a_quarter_of_the_memory_in_many_more_cases(seed, 
     check(seed, policy)
 
 
-@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", "lfm2"]))
 def test_rows_that_are_preempted_are_exact(name):
     preempted.clear()
     for seed in range(2, 5):
