@@ -81,6 +81,13 @@ class ModelConfig:
         group="Engine",
         values=["auto", "on", "off"],
     )
+    attention: str = option(
+        "auto",
+        "Attention by batchgen's own kernels where the device has some that agreed with plain torch there (auto), by those for CUDA "
+        "whatever they do (triton), or by plain torch.",
+        group="Engine",
+        values=["auto", "triton", "torch"],
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -42,7 +42,7 @@ class _Arrival:
 class LLM:
     """A loaded model. Prefixes that calls share are not run again, while memory lasts.
 
-    `model` is a folder (text or a path) or a hub name; `dtype`, `device`, `device_map`, `revision`, `trust_remote_code` and `compile` are those of
+    `model` is a folder (text or a path) or a hub name; `dtype`, `device`, `device_map`, `revision`, `trust_remote_code`, `compile` and `attention` are those of
     `ModelConfig`; `engine` says how the work is batched. Raises `BatchgenError`. `with LLM(...) as llm:` closes it at the end.
 
     Everywhere a single prompt may stand for a list of one, and a list of parameters gives each prompt its own; what is none of the kinds
@@ -65,6 +65,7 @@ class LLM:
         revision: str | None = None,
         trust_remote_code: bool = False,
         compile: str = "auto",
+        attention: str = "auto",
         engine: EngineConfig | None = None,
     ) -> None:
         config = ModelConfig(
@@ -75,6 +76,7 @@ class LLM:
             device_map=device_map,
             trust_remote_code=trust_remote_code,
             compile=compile,
+            attention=attention,
         )
         if engine is not None and not isinstance(engine, EngineConfig):
             raise TypeError(f"engine must be an EngineConfig, not {engine!r}")

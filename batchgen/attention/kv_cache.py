@@ -73,6 +73,11 @@ class KVCache:
         self.keys[layer].index_copy_(1, slots_T, keys_KTD)
         self.values[layer].index_copy_(1, slots_T, values_KTD)
 
+    def clear(self) -> None:
+        """Zeros everywhere. What is masked is still multiplied by 0, so a slot must not hold what is no number (`write`)."""
+        for pool in self.pools:
+            pool.zero_()
+
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks (from, to), as if one after the other."""
         begin = 0

@@ -111,9 +111,11 @@ def engine_here(model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineCo
     """The engine of one device, in this process."""
     with quiet():  # torchao, where it is installed, has much to say
         from batchgen.engine.engine import Engine  # imports torch
-        from batchgen.model.loader import load_model
+        from batchgen.model.device_check import check_device
+        from batchgen.model.loader import load_model, pick_device
 
-    return Engine(load_model(model, tokenizer, config.processes), tokenizer, config)
+    verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.chunk_size)
+    return Engine(replace(load_model(model, tokenizer, config.processes), verdict=verdict), tokenizer, config)
 
 
 LISTEN_SECONDS = 0.05

@@ -8,22 +8,27 @@ one, and only then are the present one's tokens looked at. A sequence that has e
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
-from batchgen.attention.kv_cache import KVCache
+from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
-from batchgen.engine.executor import GrammarStopper, StepExecutor
+from batchgen.engine.executor import NO_NUMBERS, GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.results import OnResult, OnToken, ResultAssembler
+from batchgen.errors import DevicesLost
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
 from batchgen.model.runner import Runner
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
-from batchgen.prefix import PrefixPlan
-from batchgen.request import Leaf, Request
+from batchgen.prefix import PrefixPlan, plan_prefixes
+from batchgen.request import Leaf, Request, leaves_of
 from batchgen.result import Completion, Result
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.sampler import Sampler
@@ -126,7 +131,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = config
         self.stats = EngineStats()
-        self.notes: list[str] = list(model.notes)
+        self.notes: list[str] = [*model.notes, *model.verdict.notes()]
         """What the user should hear; grows."""
         if model.device.type == "cpu":
             keep_freed_memory()
@@ -141,17 +146,26 @@ class Engine:
         )
         self.scheduler = Scheduler(self.block_manager, self.sizes.limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
-        self.sampler = Sampler(model.vocab_size, model.device, self.sizes.limits.batch_size)
+        verdict = model.verdict
+        sampled_on = model.device if verdict.uses("sampler") else CPU
+        self.sampler = Sampler(model.vocab_size, sampled_on, self.sizes.limits.batch_size)
         self.constraints = Constraints(
             tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
         )
         self.executor = StepExecutor(self.runner, self.sampler, self.constraints)
         # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
-        self.loop = StepLoop(self.scheduler, self.executor, int(model.device.type == "cuda" and not model.spread))
+        ahead = (
+            model.device.type == "cuda" and not model.spread and verdict.uses("sampler") and verdict.uses("step-ahead")
+        )
+        self.loop = StepLoop(self.scheduler, self.executor, int(ahead))
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
+        self._suspects: set[int] = set()
+        """Rows whose logits were not numbers while kernels ran, until plain torch has run them: theirs may be none either."""
+        self._replaced: dict[Request, Request] = {}
+        """Requests that were started again, and those that took their place."""
 
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
@@ -186,11 +200,15 @@ class Engine:
                 wish = stop() if stop else None
                 if wish == "now" or (wish == "drain" and not self.scheduler.running):
                     break
-                if self.scheduler.unfinished:
-                    self.step(admit=wish is None)
-                else:
-                    self._settle()  # a callback may add something
-            self._settle()
+                try:
+                    if self.scheduler.unfinished:
+                        self.step(admit=wish is None)
+                    else:
+                        self._settle()  # a callback may add something
+                except KernelsFailed as e:
+                    self._without_kernels(e)
+            with suppress(KernelsFailed):  # what it ran is not done, and is run again by the next run
+                self._settle()
         finally:
             if self.unfinished or self.loop.in_flight:
                 self._abandon()
@@ -203,7 +221,7 @@ class Engine:
             self._settle()  # a token that was sampled in a row's time is the row's
         self.results.end_due()
         for update in self.loop.step(admit):
-            self.results.update(update)
+            self._apply(update)
         self._shrink()
         self._update_stats()
         if self.config.debug:
@@ -240,7 +258,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, if it is not done by then: what it has is its result. Any thread may call this."""
-        self.results.cancel(request)
+        self.results.cancel(self._replaced.get(request, request))
 
     def close(self) -> None:
         """Nothing to give back: the memory goes with the object. (`devices.Workers` has processes.)"""
@@ -261,15 +279,77 @@ class Engine:
         while self.loop.in_flight:
             self.results.end_cancelled()
             for update in self.loop.land():
-                self.results.update(update)
+                self._apply(update)
 
     def _abandon(self) -> None:
+        self._drop()
+        self._unfit.clear()
+        self._replaced.clear()
+
+    def _drop(self) -> None:
+        """Forgets all rows that are not done."""
         self.scheduler.abandon()
         self.scheduler.take_freed()
         self.executor.clear()
         self.loop.in_flight.clear()
         self.results.clear()
-        self._unfit.clear()
+        self._suspects.clear()
+
+    # -- kernels that fail in the middle of a job
+
+    def _without_kernels(self, failed: KernelsFailed) -> None:
+        """Goes on in plain torch: what is not done starts again from the tokens that the host has, and no KV is kept.
+
+        Raises `DevicesLost` where the device runs nothing more in this process.
+        """
+        device = self.runner.model.device
+        try:
+            self.runner.pause_kernels()
+        except RuntimeError as e:
+            verdict = self.runner.model.verdict.without("triton", str(failed))
+            kept = f", as {verdict.file} says" if verdict.file is not None else " with --attention torch"
+            raise DevicesLost(
+                f"{device}: {failed}; the device runs nothing more in this process",
+                f"run the same command again: it goes on in plain torch{kept}",
+            ) from e
+        if not failed.rows:
+            self._blame(failed)
+        again = self.results.requests()
+        under_way = self.under_way()
+        self._drop()
+        self.block_manager.discard()
+        self.runner.cache.clear()
+        self._suspects = set(failed.rows)
+        new = {request: replace(request, begun=under_way.get(request.row, request.begun)) for request, *_ in again}
+        self._replaced = {old: new.get(last, last) for old, last in self._replaced.items()} | new
+        for calls, rows in groupby(again, lambda row: row[1:]):
+            leaves = leaves_of(new[request] for request, *_ in rows)
+            plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
+            self.add(leaves, plan, *calls)
+
+    def _apply(self, update: SequenceUpdate) -> None:
+        """Adds what a step means for a sequence to the results. Raises `KernelsFailed` for scores that are not numbers, while kernels run."""
+        seq, token, reason, error = update
+        row = seq.request.row
+        no_numbers = error is not None and error.type == "numerical_error"
+        if reason == "scored":
+            no_numbers = any(math.isnan(score.logprob) for score in seq.text_scores)
+            if no_numbers and self.runner.attention == "triton" and self.executor.doubts_numbers:
+                raise KernelsFailed(NO_NUMBERS, frozenset({row}))
+        if row in self._suspects and (token is not None or reason is not None or error is not None):
+            self._suspects.remove(row)
+            if no_numbers:  # the model's own: it is not asked again, and the row fails
+                self._suspects.clear()
+                self.executor.doubts_numbers = False
+                self.runner.resume_kernels()
+            elif not self._suspects:
+                self._blame(KernelsFailed(NO_NUMBERS))
+        self.results.update(update)
+
+    def _blame(self, failed: KernelsFailed) -> None:
+        """The kernels stay off, now and at the next start."""
+        verdict = self.runner.model.verdict.without("triton", str(failed))
+        self.notes.append(verdict.note("triton"))
 
     def _stopper(self, request: Request) -> Stops:
         arguments = (request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens, request.tools)

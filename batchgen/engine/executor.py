@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from batchgen.errors import BatchgenError, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
 from batchgen.sampling.constraints import Constraints
@@ -23,6 +24,17 @@ from batchgen.sampling.scoring import score_targets
 from batchgen.sampling.stopping import Stopper
 from batchgen.scheduling.batch import Freed, Sample, ScheduledBatch, StepOutput
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan
+
+NO_NUMBERS = "their logits are not numbers, and plain torch's are"
+
+
+class KernelsFailed(Exception):
+    """A step failed while batchgen's kernels for a GPU ran it; the message says how."""
+
+    def __init__(self, message: str, rows: frozenset[int] = frozenset()) -> None:
+        """`rows`: those whose logits are not numbers. Plain torch has to say whether that is the kernels' fault."""
+        super().__init__(message)
+        self.rows = rows
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +80,8 @@ class StepExecutor:
         """[vocabulary] after the last token of nodes at which prompts end that have not sampled yet."""
         self.seconds = 0.0
         """Time spent in launches and waits."""
+        self.doubts_numbers = True
+        """Whether logits that are not numbers may be the kernels' fault."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -84,10 +98,12 @@ class StepExecutor:
                 if params.guided:
                     self._guided.add(_name(seq))
                     self._constraints.add(_name(seq), params, seq.generated, seq.request.tokens)
-        with self._timed():
+        with self._on_device():
             if self._guided and not len(batch.packed.pending_places):
                 self._constraints.start(_names(batch.samples))  # computed in another thread while the model runs
             logits = self._runner.run(batch, self._sampler.last)
+            if logits is not None:
+                logits = logits.to(self._sampler.device)
             step = InFlightStep(batch, logits)
             if logits is not None:
                 for node_span, row in batch.kept_rows:
@@ -98,7 +114,7 @@ class StepExecutor:
 
     def sample(self, step: InFlightStep) -> None:
         """Samples the tokens of a launched step, of sequences that have not ended since, and starts the copy to the host."""
-        with self._timed():
+        with self._on_device():
             step.samples = [sample for sample in step.batch.samples if sample.sequence.running]
             if step.samples:
                 step.sampled = self._sampler.sample(
@@ -109,12 +125,12 @@ class StepExecutor:
                 )
             step.logits = None
             parts = [*step.scores, *(step.sampled.tensors if step.sampled else ())]
-            step.readback = Readback(parts, self._runner.model.device)
+            step.readback = Readback(parts, self._sampler.device)
 
     def wait(self, step: InFlightStep) -> StepOutput:
         """Waits for a step. Returns what it has computed."""
         assert step.readback is not None, "its tokens have not been sampled"
-        with self._timed():
+        with self._on_device():
             numbers = step.readback.lists()
         logprobs, likeliest = numbers[:2] if step.scores else ([], [])
         tokens: Sequence[int] = ()
@@ -124,6 +140,10 @@ class StepExecutor:
             sampled = step.sampled.read(numbers[len(step.scores) :])
             tokens, valid, token_logprobs = sampled.tokens, sampled.valid, sampled.logprobs
         sequences = [sample.sequence for sample in step.samples]
+        if self._runner.attention == "triton" and self.doubts_numbers:
+            rows = {seq.request.row for seq, number in zip(sequences, valid, strict=True) if not number}
+            if rows:
+                raise KernelsFailed(NO_NUMBERS, frozenset(rows))
         return StepOutput(
             step.batch, sequences, tokens, valid, token_logprobs or [None] * len(sequences), logprobs, likeliest
         )
@@ -161,9 +181,15 @@ class StepExecutor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _on_device(self) -> Iterator[None]:
+        """Counts the time. Raises `KernelsFailed` in place of what a device raises while kernels run on it, but for memory that runs out."""
         began = time.perf_counter()
-        yield
+        try:
+            yield
+        except Exception as e:
+            if self._runner.attention != "triton" or isinstance(e, BatchgenError) or is_out_of_memory(e):
+                raise
+            raise KernelsFailed(f"a step ended with {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
         self.seconds += time.perf_counter() - began
 
 

@@ -183,6 +183,10 @@ class ResultAssembler:
                 found[row.request.row] = begun
         return found
 
+    def requests(self) -> list[tuple[Request, OnResult, OnToken | None]]:
+        """The rows that are not done, each with what it calls."""
+        return [(row.request, row.on_result, row.on_token) for row in self._rows.values()]
+
     def clear(self) -> None:
         """Forgets all rows: the job is being interrupted."""
         self._rows.clear()

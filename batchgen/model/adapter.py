@@ -18,8 +18,31 @@ from batchgen.errors import ModelError
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.fusion import fuse
 from batchgen.kernels.transfer import put
+from batchgen.model.device_check import Verdict
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """How a layer attends: what its kernels are made for."""
+
+    heads: int
+    """Key/value heads."""
+    group: int
+    """Query heads to a key/value head."""
+    k_size: int
+    v_size: int
+    dtype: torch.dtype
+    """Of the queries."""
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.dtype | None
+    """None: the layer has none."""
+
+    def options(self, sinks: torch.Tensor | None) -> LayerOptions:
+        return LayerOptions(self.scale, self.window, self.softcap, sinks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +65,8 @@ class LoadedModel:
     """The recurrent layers, where there are some: they run on the states of a step."""
     group: int = 1
     """Most query heads to a key/value head."""
+    kinds: tuple[AttentionKind, ...] = ()
+    """The ways in which its layers attend, each once."""
     sliding_window: int | None = None
     """The widest sliding window where every layer has one: no position behind it is ever read again."""
     spread: bool = False
@@ -50,6 +75,10 @@ class LoadedModel:
     """Our own kernels for the CPU, where they are wanted and compiled."""
     compile: str = "auto"
     """On one CUDA device: off, steps run as they are; auto, as CUDA graphs where these pay; on, always, and under `torch.compile`."""
+    attention: str = "auto"
+    """torch: plain torch attends; triton: batchgen's kernels for CUDA or an error; auto: our kernels where there are some for the device."""
+    verdict: Verdict = field(default_factory=Verdict)
+    """What is switched off on this device."""
     notes: tuple[str, ...] = ()
     """What the user should know of how the model was loaded, a sentence each."""
 
@@ -90,6 +119,7 @@ def prepare(
         states=states.layers,
         recurrent=recurrent,
         group=probe.group,
+        kinds=tuple(probe.kinds),
         sliding_window=sliding,
         spread=spread,
         kernels=kernels,
@@ -186,7 +216,13 @@ def _settled(rope_type: str) -> str:
 def with_blocks(model: LoadedModel, block_size: int) -> LoadedModel:
     """The model as an engine with such blocks runs it: its KV stored as our kernels want it, or without them."""
     on_cpu = all(shape.device.type == "cpu" for shape in model.layers.values())
-    if model.kernels is None or not on_cpu or model.dtype not in DTYPES or block_size % VECTOR:
+    if (
+        model.kernels is None
+        or model.attention == "torch"
+        or not on_cpu
+        or model.dtype not in DTYPES
+        or block_size % VECTOR
+    ):
         return replace(model, kernels=None)
     return replace(model, layers=storage(model.layers, model.dtype))
 
@@ -205,6 +241,7 @@ class _Probe:
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.windows: list[int | None] = []
+        self.kinds: dict[AttentionKind, None] = {}
         self.group = 1
         self.dtype = torch.float32
 
@@ -218,6 +255,11 @@ class _Probe:
         self.dtype = v_KTV.dtype
         group = q_HTD.shape[0] // k_KTD.shape[0]
         self.group = max(self.group, group)
+        kind = AttentionKind(
+            k_KTD.shape[0], group, k_KTD.shape[2], v_KTV.shape[2], q_HTD.dtype, options.scale, options.window, options.softcap,
+            None if options.sinks is None else options.sinks.dtype,
+        )  # fmt: skip
+        self.kinds[kind] = None
         k, v = k_KTD.repeat_interleave(group, 0), v_KTV.repeat_interleave(group, 0)
         out = torch.nn.functional.scaled_dot_product_attention(q_HTD, k, v, is_causal=True, scale=options.scale)
         return out.transpose(0, 1)

@@ -59,7 +59,7 @@ OLDEST = (8, 0)
 
 def device_step(model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str]) -> DeviceStep | None:
     """How the model runs a step where that is on one CUDA device with Triton; else None: there plain torch attends."""
-    if model.device.type != "cuda" or model.spread:
+    if model.device.type != "cuda" or model.spread or model.attention == "torch" or not model.verdict.uses("triton"):
         return None
     if model.recurrent is not None:
         notes.append(f"{model.device} runs plain torch, which is slower: the kernels do not have recurrent layers yet")
@@ -92,12 +92,14 @@ class DeviceStep:
         self._model = model.module
         self._least = 0
         self._graphs: Graphs | None = None
-        if model.compile != "off":
+        if model.compile != "off" and model.verdict.uses("graphs"):
             self._graphs = Graphs(new_capture, limits.max_batch_tokens, limits.batch_size, notes)
         if model.compile == "on" and limits.max_batch_tokens > 1:
             self._model = Compiled(model.module, notes)
             self._least = 2
-            self._graphs = Graphs(new_capture, limits.max_batch_tokens, max(2, limits.batch_size), notes, after=0)
+            if self._graphs is not None:
+                most = max(2, limits.batch_size)
+                self._graphs = Graphs(new_capture, limits.max_batch_tokens, most, notes, after=0)
         # A step's token ids, the places of its wanted logits, and for tokens that only the device knows: their places, and whose they are.
         self._inputs = torch.zeros(4 * limits.max_batch_tokens + 1, dtype=torch.int64, device=model.device)
         self._logits: torch.Tensor | None = None

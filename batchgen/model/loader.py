@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,8 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
     check_weight_files(config, tokenizer=False)  # it has been loaded already
     notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
+    if config.attention == "triton" and not on_cuda:
+        raise ModelError("--attention triton is for one CUDA device", "leave it out")
     kernels = Kernels(config, device)
     if on_cuda:
         check_room(config, tokenizer.hf_config, device)
@@ -223,7 +226,7 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
     elif config.device_map is not None:
         check_device_map(getattr(module, "hf_device_map", {}))
     library, note = kernels.wait()
-    return prepare_model(module, notes + note, library, config.compile)
+    return replace(prepare_model(module, notes + note, library, config.compile), attention=config.attention)
 
 
 def _from_pretrained(config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any) -> tuple[Any, Mapping[str, Any]]:

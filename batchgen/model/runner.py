@@ -13,10 +13,10 @@ from batchgen.attention.cpu_backend import PackedAttention
 from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
-from batchgen.errors import OutOfMemory, is_out_of_memory
+from batchgen.errors import ModelError, OutOfMemory, is_out_of_memory
 from batchgen.kernels.transfer import put
 from batchgen.model.adapter import LoadedModel, logits_at
-from batchgen.model.cuda_runner import device_step
+from batchgen.model.cuda_runner import DeviceStep, device_step
 from batchgen.scheduling.batch import CopyBlock, Limits, PackedSpans, ScheduledBatch, ScheduledSpan, SwapIn, SwapOut
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
@@ -34,10 +34,27 @@ class Runner:
         self.cache = cache
         self.states = states
         self._device_step = device_step(model, cache, limits, notes)
-        self.attention = "triton" if self._device_step else "cascade" if model.kernels is None else "packed"
+        if self._device_step is None and model.attention == "triton":
+            raise ModelError("--attention triton: " + (notes[-1] if notes else "not for this model"), "leave it out")
+        self._paused: DeviceStep | None = None
         self.attention_parts = 0  # summed over steps
         self.max_forward_tokens: int | None = None
         """After out-of-memory: the largest forward that is tried."""
+
+    @property
+    def attention(self) -> str:
+        """What attends."""
+        return "triton" if self._device_step else "cascade" if self.model.kernels is None else "packed"
+
+    def pause_kernels(self) -> None:
+        """Steps run in plain torch from now on. Raises `RuntimeError` where the device is lost: an error of CUDA stays for as long as the process."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self._device_step, self._paused = None, self._device_step
+
+    def resume_kernels(self) -> None:
+        """Steps run as they did before `pause_kernels`."""
+        self._device_step, self._paused = self._paused, None
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, last: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -51,6 +51,11 @@ class Sampler:
         self._penalties = Penalties(vocab_size, device)
 
     @property
+    def device(self) -> torch.device:
+        """Where the logits are to be."""
+        return self._device
+
+    @property
     def last(self) -> torch.Tensor:
         """[slots] int64 on the device: the token that was sampled last in each slot."""
         return self._slots.last

@@ -204,6 +204,15 @@ class BlockManager:
                 self._swap_out(node_span)
             self.evict(node_span)
 
+    def discard(self) -> None:
+        """Forgets the KV of all idle nodes, in host memory too: it cannot be trusted."""
+        for node_span in list(self.cached):
+            self.evict(node_span)
+        for node_span in self.swapped:
+            node_span.swapped = None
+        self.swapped.clear()
+        self._moves.clear()
+
     # -- states of recurrent layers
 
     def has_state(self, node_span: PrefixNodeSpan) -> bool:

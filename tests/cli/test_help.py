@@ -28,7 +28,7 @@ CONTRACT = """
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
     --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --sampling-defaults --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
-    --policy --priority-column --window --share --no-share --compile --threads --debug
+    --policy --priority-column --window --share --no-share --compile --attention --threads --debug
     --shard --merge
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --retry --prune --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
     --dry-run --progress --no-progress --log-format --quiet -q --verbose -v --help -h

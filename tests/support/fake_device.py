@@ -1,6 +1,9 @@
 """What a CUDA device has, on the CPU: attention whose plan lies behind one operator, and graphs that replay operators on the tensors they were captured with."""
 
+import os
 from itertools import count
+from multiprocessing.connection import Connection
+from threading import Thread
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -9,6 +12,8 @@ from batchgen.attention.base import LayerOptions
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.model.cuda_runner import DeviceStep
+from batchgen.model.device_check import PARTS
+from batchgen.model.device_trials import run
 
 _numbers = count()
 _attentions = {}
@@ -95,8 +100,58 @@ def use_fake_device(monkeypatch, capture=Capture, attention=FakeAttention):
     steps = []
 
     def device_step(model, cache, limits, notes):
+        if model.attention == "torch" or not model.verdict.uses("triton"):
+            return None
         steps.append(DeviceStep(model, attention(cache, limits.max_batch_tokens), limits, notes, capture))
         return steps[-1]
 
     monkeypatch.setattr("batchgen.model.runner.device_step", device_step)
+    monkeypatch.setattr(
+        "batchgen.model.device_trials.DeviceAttention",
+        lambda cache, max_tokens, device, group: attention(cache, max_tokens),
+    )
     return steps
+
+
+def faulty(fault):
+    """A `FakeAttention` whose output goes through `fault`."""
+
+    class Faulty(FakeAttention):
+        def __call__(self, *arguments):
+            return fault(super().__call__(*arguments))
+
+    return Faulty
+
+
+class ThreadOfTrials:
+    """In place of the process of trials (`device_check.start_trials`): a thread of this process tries `model`."""
+
+    def __init__(self, model):
+        self.model = model
+        self.started = []
+        """By process: the parts that it was to try."""
+
+    def __call__(self, connection, said):
+        end = Connection(os.dup(connection.fileno()))
+        self.thread = Thread(target=self._run, args=(end,), daemon=True)
+        self.thread.start()
+        return self
+
+    def _run(self, end):
+        with end:
+            setup = end.recv()
+            self.started.append(setup.parts)
+            run(setup, self.model, end.send)
+
+    def wait(self, timeout=None):
+        return 1
+
+    def kill(self):
+        pass
+
+
+def check_as_on_a_gpu(monkeypatch, start, name="Fake GPU"):
+    """`check_device` takes the CPU for a GPU of this name, and `start` starts its trials."""
+    monkeypatch.setattr("batchgen.model.device_check.parts_on", lambda device: tuple(PARTS))
+    monkeypatch.setattr("batchgen.model.device_check.device_identity", lambda device: (name, "driver 1"))
+    monkeypatch.setattr("batchgen.model.device_check.start_trials", start)

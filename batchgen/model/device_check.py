@@ -1,0 +1,302 @@
+"""Which parts of batchgen run on an accelerator: each is tried there once, beside plain torch, and the outcome is kept.
+
+The trials (`device_trials.py`) run in a process of their own, which loads the model: a kernel that never returns, or that breaks the device's
+context, is lost with its process. A part that raises, hangs, or differs by more than rounding is switched off, and the model runs without it.
+The outcome is kept in the user's cache folder by GPU, driver, versions, and the shape and type of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import torch
+
+from batchgen.config import ModelConfig
+from batchgen.kernels.build import cache_folder
+from batchgen.stats import version_of
+
+Part = Literal["sampler", "triton", "graphs", "step-ahead"]
+PARTS: dict[Part, str] = {
+    "sampler": "sampling on the device",
+    "triton": "batchgen's attention kernels",
+    "graphs": "CUDA graphs",
+    "step-ahead": "launching a step before the tokens of the last one are known",
+}
+"""What can be switched off, in the order of the trials, and its name in messages."""
+INSTEAD: dict[Part, str] = {
+    "sampler": "tokens are sampled on the CPU",
+    "triton": "plain torch attends",
+    "graphs": "steps run without graphs",
+    "step-ahead": "each step waits for the last one",
+}
+TRIAL_SECONDS = 180.0
+"""A trial that takes longer hangs. Triton compiles its kernels meanwhile, some seconds each."""
+END_SECONDS = 10.0
+"""For a process to be gone once it is killed."""
+_SOURCES = ("attention/*.py", "model/cuda_*.py", "model/device_trials.py", "model/runner.py", "sampling/*.py")
+_NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+
+_logger = logging.getLogger("batchgen")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What runs on a device. An empty one, as for a CPU, switches nothing off."""
+
+    device: str = ""
+    """Its name in messages."""
+    off: Mapping[Part, str] = field(default_factory=dict)
+    """The parts that are switched off, and why."""
+    file: Path | None = None
+    """Where it is kept; None where it is not."""
+    key: Mapping[str, str] = field(default_factory=dict)
+
+    def uses(self, part: Part) -> bool:
+        return part not in self.off
+
+    def without(self, part: Part, why: str) -> Verdict:
+        """The verdict with this part off too, kept for the next start."""
+        verdict = replace(self, off={**self.off, part: why})
+        verdict.keep()
+        return verdict
+
+    def keep(self) -> None:
+        """Writes the file, whole or not at all. A folder that cannot be written costs the trials of the next start, and nothing else."""
+        if self.file is None:
+            return
+        with suppress(OSError), tempfile.TemporaryDirectory(dir=self.file.parent, prefix="unfinished-") as folder:
+            made = Path(folder) / self.file.name
+            made.write_text(json.dumps({"key": self.key, "off": self.off}, indent=2) + "\n", encoding="utf-8")
+            made.replace(self.file)
+
+    def notes(self) -> list[str]:
+        """What the user should know, a line for each part that is off."""
+        return [self.note(part) for part in PARTS if part in self.off]
+
+    def note(self, part: Part) -> str:
+        """What is off, why, and how to report it."""
+        where = f" with {self.file}, which keeps this (remove the file to try again)" if self.file is not None else ""
+        return (
+            f"{self.device}: {PARTS[part]}: switched off, {INSTEAD[part]}, which is slower, because {self.off[part]}; "
+            f"please report this line{where}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a process of trials hears."""
+
+    model: ModelConfig
+    chunk_size: int
+    parts: tuple[Part, ...]
+    """To be tried, in this order."""
+    passed: tuple[Part, ...] = ()
+    """Passed in a process before this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trying:
+    """The next trial begins."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The part is not to be used."""
+
+    part: Part
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All trials are over."""
+
+
+Process = subprocess.Popen[bytes]
+Start = Callable[["Connection[Any, Any]", IO[bytes]], Process]
+
+
+def parts_on(device: torch.device) -> tuple[Part, ...]:
+    """What there is to try on a device."""
+    return tuple(PARTS) if device.type == "cuda" else () if device.type == "cpu" else ("sampler",)
+
+
+def check_device(
+    config: ModelConfig, device: torch.device, hf_config: Any, chunk_size: int, start: Start | None = None
+) -> Verdict:
+    """Tries the parts on this device, or reads what an earlier start has found. `start` starts the process of trials.
+
+    Nothing is tried on a CPU, for a model on several devices, or where `--attention triton` asks for the kernels whatever they do.
+    """
+    parts = parts_on(device)
+    if not parts or config.device_map is not None or config.attention == "triton":
+        return Verdict()
+    name, driver = device_identity(device)
+    key = _key(config, hf_config, chunk_size, name, driver)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    verdict = Verdict(f"{device} ({name})", {}, cache_folder() / "device-checks" / f"{digest}.json", key)
+    with _locked(verdict):
+        kept = _kept(verdict)
+        if kept is not None:
+            return kept
+        _logger.info("trying batchgen's kernels on %s, once for this model and these versions ...", name)
+        began = time.monotonic()
+        off, complete = _tried(Setup(config, chunk_size, parts), start or start_trials)
+        _logger.info("tried in %.0f s, loading the model included", time.monotonic() - began)
+        verdict = replace(verdict, off=off, file=verdict.file if complete else None)
+        verdict.keep()
+        return verdict
+
+
+def device_identity(device: torch.device) -> tuple[str, str]:
+    """The name of a device and the version of its driver."""
+    if device.type != "cuda":
+        return device.type, platform.platform()
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        driver = f"{torch.version.cuda or torch.version.hip} on {platform.release()}"
+    return torch.cuda.get_device_name(device), driver
+
+
+def _key(config: ModelConfig, hf_config: Any, chunk_size: int, name: str, driver: str) -> dict[str, str]:
+    """What the outcome depends on."""
+    settings = {k: v for k, v in hf_config.to_dict().items() if k not in _NO_SETTINGS}
+    sources = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for path in sorted(path for pattern in _SOURCES for path in package.glob(pattern)):
+        sources.update(path.read_bytes())
+    shape = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    return {
+        "device": name,
+        "driver": driver,
+        **{package: version_of(package) for package in ("batchgen", "torch", "triton", "transformers")},
+        "kernels": sources.hexdigest()[:20],
+        "model": f"{hf_config.model_type} {shape.hexdigest()[:20]}",
+        "dtype": f"{config.dtype}, {getattr(hf_config, 'dtype', None)}",
+        "options": f"--attention {config.attention} --compile {config.compile} --chunk-size {chunk_size}",
+    }
+
+
+def _kept(verdict: Verdict) -> Verdict | None:
+    """What an earlier start has found; None where there is nothing, or what is there cannot be read."""
+    assert verdict.file is not None
+    try:
+        found = json.loads(verdict.file.read_text(encoding="utf-8"))
+        off = {part: str(found["off"][part]) for part in PARTS if part in found["off"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return replace(verdict, off=off)
+
+
+@contextmanager
+def _locked(verdict: Verdict) -> Iterator[None]:
+    """Of several processes that start on GPUs of one kind the first one tries, and the others read what it has found."""
+    assert verdict.file is not None
+    import fcntl  # not on every system; those have no CUDA devices that we know
+
+    try:
+        verdict.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = verdict.file.with_suffix(".lock").open("w")
+    except OSError:
+        yield  # each tries for itself
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _tried(setup: Setup, start: Start) -> tuple[dict[Part, str], bool]:
+    """The parts that failed, and whether all were tried. A process that was lost in a trial is followed by one for the trials after it."""
+    off: dict[Part, str] = {}
+    while True:
+        ended, lost, complete = _one_process(setup, start)
+        off |= ended
+        if lost is None:
+            return off, complete
+        passed = tuple(part for part in setup.parts[: setup.parts.index(lost)] if part not in off)
+        parts = setup.parts[setup.parts.index(lost) + 1 :]
+        if lost == "triton":  # graphs are of steps with these kernels
+            parts = tuple(part for part in parts if part != "graphs")
+        if not parts:
+            return off, True
+        setup = replace(setup, parts=parts, passed=(*setup.passed, *passed))
+
+
+def _one_process(setup: Setup, start: Start) -> tuple[dict[Part, str], Part | None, bool]:
+    """The parts that failed in a process of trials, the one that it was lost in, and whether it came to its end."""
+    off: dict[Part, str] = {}
+    trying: Part | None = None
+    ours, theirs = Pipe()
+    with tempfile.TemporaryFile() as said, ours:
+        with theirs:
+            process = start(theirs, said)
+        try:
+            ours.send(setup)
+            while True:
+                if not ours.poll(None if trying is None else TRIAL_SECONDS):
+                    assert trying is not None
+                    off[trying] = f"its trial did not return within {TRIAL_SECONDS:g} s"
+                    return off, trying, False
+                message = ours.recv()
+                if isinstance(message, Trying):
+                    trying = message.part
+                elif isinstance(message, Failed):
+                    off[message.part] = message.why
+                elif isinstance(message, Done):
+                    return off, None, True
+        except (EOFError, OSError):
+            code = process.wait(END_SECONDS)
+            if trying is not None and trying not in off:
+                if (
+                    code == -signal.SIGKILL or not code
+                ):  # memory of the host that ran out, say: nothing is known of the part
+                    return off, None, False
+                off[trying] = f"its trial ended the process ({_how(code, said)})"
+            return off, trying, False
+        finally:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # the driver may hold it back, and nothing more can be done
+                process.wait(END_SECONDS)
+
+
+def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
+    """A new interpreter that runs `device_trials.main` with this end of a connection; what it prints goes to the file `said`."""
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100 - "" is the present folder
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "batchgen.model.device_trials", str(connection.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=said,
+        stderr=said,
+        pass_fds=(connection.fileno(),),
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def _how(code: int, said: IO[bytes]) -> str:
+    """The signal or exit code of a process, and the last line that it printed."""
+    how = f"exit code {code}"
+    if code < 0:
+        with suppress(ValueError):
+            how = signal.Signals(-code).name
+    said.seek(max(0, said.seek(0, os.SEEK_END) - 10_000))
+    lines = [line.strip() for line in said.read().decode(errors="replace").split("\n") if line.strip()]
+    return f"{how}: {lines[-1][:200]}" if lines else how

@@ -1,0 +1,480 @@
+"""The trials of `device_check.py`, in a process that can be killed: each part of batchgen that runs on an accelerator beside its plain form.
+
+- attention: the kernels on steps of small random trees, by the shapes and options of the model's own layers, against plain torch in float32.
+  Every element of the output and of the KV is compared.
+- sampling: on the device and on the CPU, from the same logits and random numbers.
+- the model: some steps of the loaded model with given tokens, by the kernels, as CUDA graphs, and a step ahead, against plain torch.
+
+None of this has run on a GPU yet; tests run it on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchgen.attention.base import StepAttention
+from batchgen.attention.kv_cache import KVCache, LayerShape
+from batchgen.attention.plan import plan_attention
+from batchgen.attention.torch_backend import Cascade
+from batchgen.attention.triton_backend import DeviceAttention
+from batchgen.errors import is_out_of_memory
+from batchgen.kernels.transfer import Readback, put
+from batchgen.model.adapter import AttentionKind, LoadedModel
+from batchgen.model.device_check import Done, Failed, Part, Setup, Trying
+from batchgen.model.loader import load_model
+from batchgen.model.memory_budget import block_size_of
+from batchgen.model.runner import Runner
+from batchgen.prefix import plan_prefixes
+from batchgen.prompts import load_tokenizer
+from batchgen.request import Request, leaves_of
+from batchgen.sampling.sampler import Sampler
+from batchgen.sampling.scoring import score_targets
+from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch, StepOutput
+from batchgen.scheduling.block_manager import BlockManager
+from batchgen.scheduling.block_pool import BlockPool
+from batchgen.scheduling.scheduler import Scheduler
+from batchgen.state.cache import StateCache
+
+ROUNDING = {torch.float32: 1e-4, torch.float16: 2 * 2**-10, torch.bfloat16: 2 * 2**-7}
+"""Attention outputs may differ by so much, as a share of the same attention over the values' magnitudes: weights and outputs are rounded
+to the type, and float32 scores of a large magnitude carry into the weights."""
+SAMPLED_ROWS = 48
+MOVED = 2
+"""Tokens, of all, that may be sampled otherwise: where the random number lies so close to the border of two tokens that the last bit decides."""
+NOISE = 6.0
+"""Logits may differ by so many times the difference between two orders of plain torch's own sums."""
+ULPS = 4.0
+"""Or by so many units in the last place of the largest logit, where that difference is smaller."""
+ROUTED = 0.1
+"""Share of tokens whose logits may differ more in a model with experts: rounding sends some tokens to other experts."""
+TREES = (  # tokens in a step; tokens of the common beginning, of the group's, of each row's own; rows; completion tokens
+    (64, (0, 21, 30), 12, 3),
+    (160, (200, 60, 70), 9, 3),
+    (512, (1100, 100, 40), 6, 2),
+)
+"""Random trees: a few blocks, several tiles of keys, and keys that are split and merged."""
+MODEL_TREE = (48, (67, 20, 24), 8, 14)
+
+
+class Differs(Exception):
+    """A part gives other numbers than its plain form; the message says which and by how much."""
+
+
+def main() -> None:
+    """With the number of an open socket as the argument (`device_check.start_trials`)."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process that started it decides
+        signal.signal(signum, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    setup = connection.recv()
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    tokenizer = load_tokenizer(setup.model)
+    run(setup, load_model(setup.model, tokenizer), connection.send)
+    os._exit(0)  # libraries' threads are not waited for
+
+
+def _end_with(connection: Connection[Any, Any]) -> None:
+    """Ends this process with the one that started it, which sends nothing more."""
+    connection.poll(None)
+    os._exit(1)
+
+
+def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Done], None]) -> None:
+    """Tries the parts of `setup` in their order. Ends without `Done` where the device is lost, or has not the memory."""
+    passed = setup.passed
+    trials = Trials(model, block_size_of(setup.chunk_size), "triton" in passed, "graphs" in passed)
+    off: set[Part] = set()
+    for part in setup.parts:
+        if part == "graphs" and "triton" in off:
+            continue
+        tell(Trying(part))
+        try:
+            with torch.inference_mode():
+                trials.of(part)
+                _synchronize(model.device)
+        except Exception as e:  # noqa: BLE001 - whatever a compiler, a driver or a library may raise
+            if is_out_of_memory(e):
+                return
+            off.add(part)
+            tell(Failed(part, reason(e)))
+            try:
+                _synchronize(model.device)
+            except RuntimeError:  # an error of CUDA stays for as long as the process
+                return
+    tell(Done())
+
+
+def reason(error: BaseException) -> str:
+    """An error in a few words."""
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, Differs) else f"{type(error).__name__}: {text}"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(slots=True)
+class Trials:
+    """The trials of one model. What has failed is not used by the trials after it."""
+
+    model: LoadedModel
+    block_size: int
+    kernels: bool = False
+    """Whether the attention kernels have passed."""
+    graphs: bool = False
+    plain: dict[tuple[int, int], torch.Tensor] | None = None
+    limit: float = 0.0
+
+    def of(self, part: Part) -> None:
+        """Raises `Differs`, or whatever the part raises."""
+        if part == "sampler":
+            sampler_trial(self.model.vocab_size, self.model.device)
+        elif part == "triton":
+            self._triton()
+        elif part == "graphs":
+            self._graphs()
+        else:
+            self._compare(
+                "a step ahead",
+                self._variant(kernels=self.kernels, graphs=self.graphs),
+                ahead=1,
+            )
+
+    def _triton(self) -> None:
+        if not self._has_kernels():
+            return
+        for kind in self.model.kinds:
+            attention_trial(kind, self.model, self.block_size)
+        self._compare("with the attention kernels", self._variant(kernels=True, graphs=False))
+        self.kernels = True
+
+    def _graphs(self) -> None:
+        if self.kernels and self.model.compile != "off":
+            self._compare("as CUDA graphs", self._variant(kernels=True, graphs=True))
+            self.graphs = True
+
+    def _has_kernels(self) -> bool:
+        model = self.model
+        cache = KVCache(model.layers, 1, self.block_size, model.dtype)
+        return Runner(replace(model, compile="off"), cache, Limits(1, 1, 1), []).attention == "triton"
+
+    def _variant(self, *, kernels: bool, graphs: bool) -> LoadedModel:
+        return replace(
+            self.model,
+            attention=self.model.attention if kernels else "torch",
+            compile=self.model.compile if graphs else "off",
+        )
+
+    def _compare(self, what: str, model: LoadedModel, ahead: int = 0) -> None:
+        """Raises `Differs` unless the model's logits are plain torch's, but for rounding."""
+        if self.plain is None:
+            plain = self._variant(kernels=False, graphs=False)
+            self.plain = model_steps(plain, self.block_size)
+            other = _stacked(model_steps(plain, self.block_size, share=False), self.plain)
+            want = _stacked(self.plain, self.plain)
+            noise = float((other - want).nan_to_num(0, 0, 0).abs().max())
+            largest = float(want.nan_to_num(0, 0, 0).abs().max())
+            self.limit = max(NOISE * noise, ULPS * torch.finfo(self.model.dtype).eps * largest)
+        got = model_steps(model, self.block_size, ahead)
+        if got.keys() != self.plain.keys():
+            raise Differs(f"{what} {len(got)} tokens were run, not {len(self.plain)}")
+        compare_logits(what, _stacked(got, self.plain), _stacked(self.plain, self.plain), self.limit, self._routed)
+
+    @property
+    def _routed(self) -> bool:
+        """Whether the model has experts."""
+        return any("expert" in name for name, _ in self.model.module.named_modules())
+
+
+def compare_logits(what: str, got: torch.Tensor, want: torch.Tensor, limit: float, routed: bool) -> None:
+    """Raises `Differs` where logits [N, V] are further apart than `limit`: for any token, or with experts for more than a few."""
+    infinite = ~want.isfinite()
+    if bool((~got.isfinite() & ~infinite).any()):
+        raise Differs(f"{what} the model gives logits that are not numbers, and plain torch gives numbers")
+    apart = (got - want).masked_fill(infinite, 0).abs().amax(1)
+    wrong = int((apart > limit).sum())
+    if wrong > (ROUTED * len(want) if routed else 0):
+        raise Differs(
+            f"{what} the model's logits of {wrong} of {len(want)} tokens differ from plain torch's, by up to {float(apart.max()):.3g} "
+            f"(rounding: {limit:.3g})"
+        )
+
+
+def _stacked(logits: dict[tuple[int, int], torch.Tensor], order: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    return torch.stack([logits[place] for place in order])
+
+
+# -- steps of a small tree
+
+
+class _Length:
+    """Ends a completion at its length (`sequence.Stops`)."""
+
+    text = ""
+    reasoning = None
+    reasoning_tokens = 0
+
+    def __init__(self, request: Request) -> None:
+        self._left = request.max_tokens
+
+    def append(self, token: int) -> str | None:
+        self._left -= 1
+        return None if self._left else "length"
+
+
+def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int, seed: int) -> list[Request]:
+    """Rows in two groups below one beginning, and one row that shares nothing; no row is the beginning of another."""
+    _, (common, group, own), rows, length = tree
+    rng = np.random.default_rng(seed)
+
+    def text(size: int) -> Any:
+        return rng.integers(0, vocabulary, size, dtype=np.int32)
+
+    beginning, groups = text(common), (text(group), text(group // 2))
+    requests = []
+    for row in range(rows):
+        parts = (beginning, groups[row % 2]) if row < rows - 1 else ()
+        tail = np.concatenate([np.array([row % vocabulary], dtype=np.int32), text(int(rng.integers(0, own)))])
+        requests.append(
+            Request(
+                row=row, tokens=np.concatenate([*parts, tail]), params=SamplingParams(max_tokens=length), max_tokens=length,
+                key=row.to_bytes(16, "little"),
+            )
+        )  # fmt: skip
+    return requests
+
+
+def _scheduled(
+    requests: Sequence[Request], block_size: int, tokens: int, window: int | None, share: bool, slots: int = 0
+) -> tuple[Scheduler, Limits, int]:
+    """A scheduler with these requests, its limits, and the number of blocks that it has: twice as many as they need."""
+    blocks = 2 * sum(-(-(len(r.tokens) + r.max_tokens) // block_size) for r in requests)
+    limits = Limits(len(requests), max(tokens, len(requests)), tokens)
+    manager = BlockManager(BlockPool(blocks), block_size, window, 0, BlockPool(slots) if slots else None)
+    scheduler = Scheduler(manager, limits, _Length)
+    leaves = leaves_of(requests)
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], block_size, share=share)
+    scheduler.load([leaves[i] for i in plan.order], plan)
+    return scheduler, limits, blocks
+
+
+def _steps(scheduler: Scheduler, launch: Callable[[ScheduledBatch], Callable[[], Sequence[int]]], ahead: int) -> None:
+    """Runs all steps. `launch` launches one and returns what waits for its tokens; so many are launched `ahead` of that."""
+    in_flight: list[tuple[ScheduledBatch, Callable[[], Sequence[int]]]] = []
+
+    def land() -> None:
+        batch, wait = in_flight.pop(0)
+        tokens = wait()
+        count = len(tokens)
+        sequences = [sample.sequence for sample in batch.samples]
+        for _ in scheduler.apply(StepOutput(batch, sequences, tokens, [True] * count, [None] * count, (), ())):
+            pass
+
+    while scheduler.unfinished or in_flight:
+        batch = scheduler.schedule() if scheduler.unfinished else None
+        if batch is None:
+            land()
+            continue
+        in_flight.append((batch, launch(batch)))
+        scheduler.advance(batch)
+        while len(in_flight) > ahead:
+            land()
+
+
+def model_steps(
+    model: LoadedModel, block_size: int, ahead: int = 0, *, share: bool = True
+) -> dict[tuple[int, int], torch.Tensor]:
+    """The model's logits [V], float32, by row and number of the token, where the tokens of all completions are given."""
+    tokens, _, rows, length = MODEL_TREE
+    requests = _requests(MODEL_TREE, model.vocab_size, seed=7)
+    given = np.random.default_rng(8).integers(0, model.vocab_size, (rows, length))
+    slots = 4 * rows if model.states else 0
+    scheduler, limits, blocks = _scheduled(requests, block_size, tokens, model.sliding_window, share, slots)
+    states = StateCache(model.states, slots, model.dtype) if model.states else None
+    notes: list[str] = []
+    runner = Runner(model, KVCache(model.layers, blocks, block_size, model.dtype), limits, notes, states)
+    last = torch.zeros(rows, dtype=torch.int64, device=model.device)
+    found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def launch(batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
+        logits = runner.run(batch, last)
+        tokens = [int(given[s.sequence.request.row, s.position]) for s in batch.samples]
+        if logits is not None and batch.samples:
+            picked = logits[put(batch.sample_rows, model.device)].float()
+            for sample, row in zip(batch.samples, picked, strict=True):
+                found[sample.sequence.request.row, sample.position] = row
+            slots = np.array([sample.slot for sample in batch.samples], dtype=np.int64)
+            last.index_copy_(0, put(slots, model.device), put(np.array(tokens, dtype=np.int64), model.device))
+        readback = Readback([last.clone()], model.device)
+
+        def wait() -> Sequence[int]:
+            (heard,) = readback.lists()
+            if tokens != [heard[sample.slot] for sample in batch.samples]:
+                raise Differs("tokens come back from the device as others")
+            return tokens
+
+        return wait
+
+    _steps(scheduler, launch, ahead)
+    if notes:
+        raise Differs(notes[0])
+    return found
+
+
+# -- attention
+
+
+def attention_trial(kind: AttentionKind, model: LoadedModel, block_size: int) -> None:
+    """Raises `Differs` where the kernels' attention, or the KV that they write, is not plain torch's on steps of the random trees."""
+    for seed, tree in enumerate(TREES):
+        tokens, _, _, _ = tree
+        requests = _requests(tree, 1 << 20, seed)
+        scheduler, limits, blocks = _scheduled(requests, block_size, tokens, None, True)
+        steps = _AttentionSteps(kind, model.dtype, model.device, blocks, block_size, limits.max_batch_tokens + 9, seed)
+        _steps(scheduler, steps.launch, 0)
+
+
+class _AttentionSteps:
+    """One layer's attention of the steps of a tree, twice: by the kernels, and by plain torch in float32."""
+
+    def __init__(
+        self,
+        kind: AttentionKind,
+        dtype: torch.dtype,
+        device: torch.device,
+        blocks: int,
+        block_size: int,
+        max_tokens: int,
+        seed: int,
+    ) -> None:
+        self._kind, self._dtype, self._device, self._max_tokens = kind, dtype, device, max_tokens
+        shape = {0: LayerShape(kind.heads, kind.k_size, kind.v_size, device)}
+        self._cache = KVCache(shape, blocks, block_size, dtype)
+        self._plain = KVCache(shape, blocks, block_size, torch.float32)
+        self._magnitudes = KVCache(shape, blocks, block_size, torch.float32)
+        """As `_plain`, with the values' magnitudes for the values."""
+        self._kernels = DeviceAttention(self._cache, max_tokens, device, kind.group)
+        self._random = torch.Generator(device).manual_seed(seed)
+        sinks = None if kind.sinks is None else self._normal(kind.heads * kind.group, dtype=kind.sinks)
+        self._options = kind.options(sinks)
+        self._steps = 0
+
+    def _normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=self._random, device=self._device).to(dtype)
+
+    def launch(self, batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
+        """Raises `Differs`."""
+        kind, count = self._kind, batch.num_tokens
+        copies = [(move.source, move.to) for move in batch.moves if isinstance(move, CopyBlock)]
+        for cache in (self._cache, self._plain, self._magnitudes):
+            cache.copy(copies)
+        self._steps += 1
+        padded = min(self._max_tokens, count + (0, 1, 9)[self._steps % 3])
+        # Laid out as a model's. Sharp weights, in every other step, give every key some query that sees little else.
+        sharp = 4.0 if self._steps % 2 else 1.0
+        q = self._normal(padded, kind.heads * kind.group, kind.k_size, dtype=kind.dtype).mul_(sharp).transpose(0, 1)
+        k = self._normal(padded, kind.heads, kind.k_size, dtype=self._dtype).transpose(0, 1)
+        v = self._normal(padded, kind.heads, kind.v_size, dtype=self._dtype).transpose(0, 1)
+        self._kernels.plan(batch.spans, padded)
+        got = self._kernels(0, q, k, v, self._options)
+        plan = plan_attention(batch.spans, self._cache.block_size)
+        exact, of_k, of_v = (x[:, :count].to(self._dtype).float() for x in (q, k, v))
+        want, scale = (
+            StepAttention(plan, {self._device: Cascade(plan, self._device)}, cache)(
+                0, exact, of_k, values, self._options
+            )
+            for cache, values in ((self._plain, of_v), (self._magnitudes, of_v.abs()))
+        )
+        self._compare(got[:count].float(), want, scale)
+        if bool(got[count:].any()):
+            raise Differs("the attention kernels give padded tokens an output")
+        tokens = [sample.position for sample in batch.samples]
+        return lambda: tokens
+
+    def _compare(self, got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor) -> None:
+        numbers = torch.finfo(self._dtype)
+        limit = ROUNDING[self._dtype] * scale + numbers.tiny * numbers.eps
+        wrong = ~((got - want).abs() <= limit)  # a NaN is wrong too
+        count = int(wrong.sum())
+        if count:
+            raise Differs(
+                f"the attention kernels give other numbers than plain torch ({self._kind}): {count} of {wrong.numel()} differ, by up to "
+                f"{float((got - want).abs().nan_to_num(float('inf')).max()):.3g}"
+            )
+        for ours, plain in ((self._cache.keys, self._plain.keys), (self._cache.values, self._plain.values)):
+            count = int((ours[0].float() != plain[0]).sum())
+            if count:
+                raise Differs(
+                    f"the attention kernels write other KV than plain torch ({self._kind}): {count} numbers differ"
+                )
+
+
+# -- sampling
+
+_PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    {"temperature": 0.9, "min_p": 0.05, "logprobs": 5},
+    {"temperature": 0.0, "logprobs": 0},
+)
+
+
+def sampler_trial(vocabulary: int, device: torch.device) -> None:
+    """Raises `Differs` where tokens, their log-probabilities, or the scores of given tokens are others than the CPU's."""
+    generator = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, vocabulary, 50, dtype=np.int32)
+    here, there = Sampler(vocabulary, torch.device("cpu"), SAMPLED_ROWS), Sampler(vocabulary, device, SAMPLED_ROWS)
+    rows = list(range(SAMPLED_ROWS))
+    for sampler in (here, there):
+        for row in rows:
+            params = SamplingParams(seed=row, max_tokens=9, **_PARAMS[row % len(_PARAMS)])
+            sampler.add(row, params, row.to_bytes(16, "little"), prompt)
+    mask = torch.full((SAMPLED_ROWS, -(-vocabulary // 32)), -1, dtype=torch.int32)
+    mask[::5, ::2] = 0x5A5A5A5A
+    differing = 0
+    for position in range(3):
+        # Float32, so that no two logits are equal: which of them wins is anybody's.
+        logits = torch.randn(SAMPLED_ROWS, vocabulary, generator=generator) * 3
+        want = here.sample(logits, rows, [position] * len(rows), mask if position == 1 else None)
+        got = there.sample(logits.to(device), rows, [position] * len(rows), mask if position == 1 else None)
+        other = got.tokens.cpu() != want.tokens
+        differing += int(other.sum())
+        greedy = [row for row in rows if not _PARAMS[row % len(_PARAMS)]["temperature"]]
+        if differing > MOVED or bool(other[greedy].any()) or not torch.equal(got.valid.cpu(), want.valid):
+            raise Differs(f"{differing} of {len(rows) * (position + 1)} tokens are sampled otherwise than on the CPU")
+        assert got.measured is not None and want.measured is not None
+        same = ~other[list(want.wanted)]
+        _compare_numbers("the log-probabilities of sampled tokens", got.measured.cpu()[same], want.measured[same])
+        targets = rng.integers(0, vocabulary, SAMPLED_ROWS).tolist()
+        for scored, wanted in zip(
+            score_targets(logits.to(device), rows, targets), score_targets(logits, rows, targets), strict=True
+        ):
+            _compare_numbers("the scores of given tokens", scored.cpu(), wanted)
+
+
+def _compare_numbers(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Raises `Differs` for numbers that are further apart than float32 rounds log-probabilities: token ids must be equal."""
+    apart = (got.double() - want.double()).abs()
+    if not bool((apart < 1e-3).all()):
+        raise Differs(f"{what} are others than on the CPU, by up to {float(apart.max()):.3g}")
+
+
+if __name__ == "__main__":
+    main()

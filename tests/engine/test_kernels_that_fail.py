@@ -1,0 +1,234 @@
+"""Kernels of a GPU that fail in the middle of a job: it goes on in plain torch from the tokens it has, and no row is lost."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen.errors import DevicesLost
+from batchgen.llm import LLM
+from batchgen.model.device_check import Verdict
+from batchgen.request import Request
+from batchgen.sampling_params import SamplingParams
+from support.fake_device import FakeAttention, use_fake_device
+from support.tiny import build, engine_of, planned, requests_of, run
+
+GROUP = list(range(40))
+PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(3)] + [GROUP, [7]]
+PARAMS = [
+    {},
+    {"temperature": 1.0, "n": 2, "logprobs": 2},
+    {"temperature": 1.3, "top_k": 30, "repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.3},
+    {"logprobs": 0},
+]
+POISON = 96
+"""A token whose embedding is no number in `poisoned`."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def poisoned():
+    return build(poison=POISON)
+
+
+def mixed():
+    """Rows of several kinds, some of which are scored."""
+    requests = []
+    for row, prompt in enumerate(PROMPTS):
+        params = SamplingParams(max_tokens=5 + 3 * row % 17, seed=row, **PARAMS[row % len(PARAMS)])
+        texts = (np.array([3, row, 5], dtype=np.int32), np.array([9], dtype=np.int32)) if row % 5 == 4 else ()
+        requests.append(
+            Request(
+                row=row, tokens=np.array(prompt, dtype=np.int32), params=SamplingParams(choices=("a", "b")) if texts else params,
+                max_tokens=params.max_tokens, key=row.to_bytes(16, "little"), texts=texts,
+            )
+        )  # fmt: skip
+    return requests
+
+
+def told(results):
+    found = {}
+    for row, r in results.items():
+        logprobs = [[(t.token, pytest.approx(t.logprob, abs=1e-4)) for t in c.logprobs or ()] for c in r.completions]
+        tokens = [c.token_ids for c in r.completions] or r.token_ids
+        probs = {k: pytest.approx(p, abs=1e-4) for k, p in (r.choice_probs or {}).items()}
+        found[row] = (r.text, tokens, r.finish_reason, r.error_type, logprobs, probs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def want(model):
+    return told(run(engine_of(model), mixed()))
+
+
+def failing_from(step, fault):
+    """Attention whose outputs go through `fault` from that step on."""
+
+    class Failing(FakeAttention):
+        def __call__(self, *arguments):
+            out = super().__call__(*arguments)
+            return fault(out) if len(self.sizes) > step else out
+
+    return Failing
+
+
+def raises(out):
+    raise ValueError("out of resource: shared memory")
+
+
+def no_numbers(out):
+    return torch.full_like(out, float("nan"))
+
+
+def some_number_missing(out):
+    return out.index_fill(0, torch.tensor([len(out) // 2]), float("nan"))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("step", [0, 1, 7, 12])
+@pytest.mark.parametrize("fault", [raises, no_numbers, some_number_missing])
+def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
+    model, want, monkeypatch, tmp_path, fault, step, ahead
+):
+    use_fake_device(monkeypatch, attention=failing_from(step, fault))
+    kept = Verdict("cuda:0 (Fake)", {}, tmp_path / "kept.json")
+    engine = engine_of(replace(model, verdict=kept), batch_size=6)
+    engine.loop.ahead = ahead
+    assert engine.attention == "triton"
+    assert told(run(engine, mixed())) == want
+    assert engine.attention == "cascade"
+    why = (
+        "a step ended with ValueError: out of resource: shared memory"
+        if fault is raises
+        else "their logits are not numbers, and plain torch's are"
+    )
+    assert engine.notes == [
+        f"cuda:0 (Fake): batchgen's attention kernels: switched off, plain torch attends, which is slower, because {why}; "
+        f"please report this line with {kept.file}, which keeps this (remove the file to try again)"
+    ]
+    assert json.loads(kept.file.read_text()) == {"key": {}, "off": {"triton": why}}
+    assert told(run(engine, mixed())) == want  # the next window, on what is resident now
+    assert len(engine.notes) == 1
+    engine.block_manager.evict_all()
+    assert engine.block_manager.pool.num_used == 0
+    assert not engine.sampler.used
+
+
+def test_each_token_is_told_once(model, monkeypatch):
+    use_fake_device(monkeypatch, attention=failing_from(7, raises))
+    requests = requests_of(PROMPTS, [9] * len(PROMPTS))
+    results, tokens = {}, {}
+    engine = engine_of(model)
+    engine.add(
+        *planned(requests),
+        lambda r: results.__setitem__(r.row, r),
+        lambda row, choice, token: tokens.setdefault(row, []).append(token),
+    )
+    engine.run()
+    assert tokens == {row: list(r.token_ids) for row, r in results.items()}
+    assert engine.attention == "cascade"
+
+
+def test_rows_that_run_again_can_be_cancelled(model, monkeypatch):
+    use_fake_device(monkeypatch, attention=failing_from(4, raises))
+    requests = requests_of(PROMPTS, [30] * len(PROMPTS))
+    results = {}
+    engine = engine_of(model)
+    engine.add(
+        *planned(requests),
+        lambda r: results.__setitem__(r.row, r),
+        lambda row, choice, token: engine.cancel(requests[row]) if engine.attention == "cascade" else None,
+    )
+    engine.run()
+    assert {r.finish_reason for r in results.values()} == {"cancelled"}
+    assert all(4 <= len(r.token_ids) < 30 for r in results.values())
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_model_s_own_numbers_that_are_none_fail_their_row_and_the_kernels_go_on(poisoned, monkeypatch, ahead):
+    requests = requests_of([*PROMPTS, [1, POISON, 2], [3, POISON]], [12] * (len(PROMPTS) + 2))
+    expected = told(run(engine_of(poisoned), requests))
+    use_fake_device(monkeypatch)
+    engine = engine_of(poisoned)
+    engine.loop.ahead = ahead
+    assert told(run(engine, requests)) == expected
+    assert [expected[row][3] for row in (11, 12)] == ["numerical_error"] * 2
+    assert (engine.attention, engine.notes) == ("triton", [])
+
+
+def test_a_text_s_own_scores_that_are_no_numbers_are_the_model_s(poisoned, monkeypatch):
+    requests = [
+        replace_texts(request, [POISON, 3] if request.row == 1 else [4, 3])
+        for request in requests_of([[1, 2], [1, 2, 3], [5]], [1] * 3)
+    ]
+    expected = told(run(engine_of(poisoned), requests))
+    use_fake_device(monkeypatch)
+    engine = engine_of(poisoned)
+    assert told(run(engine, requests)) == expected
+    assert [expected[row][3] for row in range(3)] == [None, "numerical_error", None]
+    assert (engine.attention, engine.notes) == ("triton", [])
+
+
+def replace_texts(request, tokens):
+    fields = {name: getattr(request, name) for name in Request.__slots__}
+    return Request(**fields | {"texts": (np.array(tokens, dtype=np.int32),), "params": SamplingParams()})
+
+
+def test_where_the_device_is_lost_the_job_ends_with_what_to_do_and_the_next_start_avoids_the_kernels(
+    model, monkeypatch, tmp_path
+):
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    use_fake_device(monkeypatch, attention=failing_from(5, raises))
+    kept = Verdict("cuda:0 (Fake)", {}, tmp_path / "kept.json")
+    engine = engine_of(replace(model, verdict=kept))
+    monkeypatch.setattr(engine.runner, "pause_kernels", lost)
+    with pytest.raises(DevicesLost) as end:
+        run(engine, mixed())
+    assert str(end.value) == (
+        "cpu: a step ended with ValueError: out of resource: shared memory; the device runs nothing more in this process; "
+        f"run the same command again: it goes on in plain torch, as {kept.file} says"
+    )
+    assert json.loads(kept.file.read_text())["off"].keys() == {"triton"}
+
+
+def test_errors_of_plain_torch_are_nobody_else_s(model, monkeypatch):
+    engine = engine_of(replace(model, kernels=None))
+    monkeypatch.setattr(engine.runner, "_forward", lambda *_: raises(None))
+    with pytest.raises(ValueError, match=r"^out of resource: shared memory$"):
+        run(engine, mixed())
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_kernels(model, want, monkeypatch):
+    def full(out):
+        if len(out) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return out
+
+    use_fake_device(monkeypatch, attention=failing_from(3, full))
+    engine = engine_of(replace(model, compile="off"))
+    assert told(run(engine, mixed())) == want
+    assert engine.attention == "triton"
+
+
+def test_rows_under_a_grammar_go_on(tiny_model_dir, monkeypatch):
+    pytest.importorskip("llguidance")
+    kinds = [{"regex": "[ab]{3,12}"}, {"temperature": 1.0, "regex": "[0-9]{9,40}", "n": 2}, {"temperature": 1.0}]
+    outcomes = []
+    for fault in (None, raises):
+        with pytest.MonkeyPatch.context() as patch:
+            if fault is not None:
+                use_fake_device(patch, attention=failing_from(5, fault))
+            with LLM(str(tiny_model_dir), device="cpu", compile="off") as llm:
+                results = llm.generate(["prompt"] * 3, [{"max_tokens": 20} | kind for kind in kinds])
+                outcomes.append([(r.text, r.finish_reason, r.completions) for r in results])
+                assert llm.engine.attention == "cascade"
+    assert outcomes[0] == outcomes[1]

@@ -1,0 +1,473 @@
+"""An emulated device whose parts raise, give wrong numbers or never return: what is wrong is not used, and jobs end right."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from threading import Event, Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batchgen.config import ModelConfig
+from batchgen.llm import LLM
+from batchgen.model import device_check, device_trials
+from batchgen.model.adapter import AttentionKind
+from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Verdict, check_device
+from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
+from support.tiny import build
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(model="some/model")
+SETUP = Setup(CONFIG, 16, tuple(PARTS))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_check, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "device-checks"
+
+
+def tried(model, setup=SETUP):
+    """What trials in this process tell: the parts that were tried, those that failed and why, and whether they came to their end."""
+    told = []
+    device_trials.run(setup, model, told.append)
+    failed = {message.part: message.why for message in told if isinstance(message, Failed)}
+    return [message.part for message in told if isinstance(message, Trying)], failed, told[-1] == Done()
+
+
+# -- the trials
+
+
+def test_parts_that_agree_with_plain_torch_pass(model, monkeypatch):
+    steps = use_fake_device(monkeypatch)
+    assert tried(model) == (list(PARTS), {}, True)
+    assert max(len(step._graphs.captured) for step in steps if step._graphs) > 0
+
+
+def raises(out):
+    raise RuntimeError("CUDA error: misaligned address")
+
+
+def no_number(out):
+    return out.index_fill(0, torch.tensor([0]), float("nan"))
+
+
+def one_of_a_thousand(out):
+    """Elements 0, 1000, 2000 and so on are a twentieth too large."""
+    flat = out.flatten().clone()
+    flat[::1000] *= 1.05
+    return flat.view_as(out)
+
+
+def rounding(out):
+    return out * (1 + 2e-6 * torch.rand_like(out))
+
+
+KERNEL_FAULTS = {
+    raises: "RuntimeError: CUDA error: misaligned address",
+    no_number: "the attention kernels give other numbers than plain torch",
+    one_of_a_thousand: "the attention kernels give other numbers than plain torch",
+}
+
+
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_kernels_that_are_wrong_are_found_and_graphs_of_them_are_not_tried(model, monkeypatch, fault):
+    use_fake_device(monkeypatch, attention=faulty(fault))
+    parts, failed, complete = tried(model)
+    assert (parts, list(failed), complete) == (["sampler", "triton", "step-ahead"], ["triton"], True)
+    assert failed["triton"].startswith(KERNEL_FAULTS[fault])
+
+
+def test_rounding_is_no_fault(model, monkeypatch):
+    use_fake_device(monkeypatch, attention=faulty(rounding))
+    assert tried(model)[1] == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"window": 24, "softcap": 20.0, "sinks": torch.float32}], ids=str)
+def test_rounding_in_half_precision_is_no_fault_and_an_element_of_a_thousand_is(monkeypatch, dtype, options):
+    kind = AttentionKind(
+        heads=2, group=4, k_size=32, v_size=32, dtype=dtype, scale=32**-0.5,
+        **{"window": None, "softcap": None, "sinks": None} | options,
+    )  # fmt: skip
+    on = SimpleNamespace(dtype=dtype, device=CPU)
+
+    class Rounded(FakeAttention):
+        """As kernels do: float32 inside, rounded at the end."""
+
+        def __call__(self, layer, q_HTD, k_KTD, v_KTV, options):
+            keys, values = self.cache.keys[layer], self.cache.values[layer]
+            self.cache.keys[layer], self.cache.values[layer] = keys.float(), values.float()
+            out = super().__call__(layer, q_HTD.float(), k_KTD.float(), v_KTV.float(), options)
+            keys.copy_(self.cache.keys[layer])
+            values.copy_(self.cache.values[layer])
+            self.cache.keys[layer], self.cache.values[layer] = keys, values
+            return out.to(dtype)
+
+    class Wrong(Rounded):
+        def __call__(self, *arguments):
+            return one_of_a_thousand(super().__call__(*arguments).float()).to(dtype)
+
+    with torch.inference_mode():
+        use_fake_device(monkeypatch, attention=Rounded)
+        device_trials.attention_trial(kind, on, 32)
+        use_fake_device(monkeypatch, attention=Wrong)
+        with pytest.raises(device_trials.Differs, match="give other numbers than plain torch"):
+            device_trials.attention_trial(kind, on, 32)
+
+
+def test_kv_that_is_written_to_other_places_is_found(model, monkeypatch):
+    class Misplaced(FakeAttention):
+        def __call__(self, layer, *arguments):
+            out = super().__call__(layer, *arguments)
+            self.cache.values[layer][0, -1, -1] = 1.0  # of no token: no output changes
+            return out
+
+    use_fake_device(monkeypatch, attention=Misplaced)
+    assert tried(model)[1]["triton"].startswith("the attention kernels write other KV than plain torch")
+
+
+def test_kernels_that_the_model_calls_in_another_way_are_found(model, monkeypatch):
+    """As where strides are mistaken: alone they are right."""
+
+    class Mistaken(FakeAttention):
+        def __call__(self, layer, q_HTD, *arguments):
+            out = super().__call__(layer, q_HTD, *arguments)
+            return out.roll(1, 1) if len(self.cache.keys) > 1 else out
+
+    use_fake_device(monkeypatch, attention=Mistaken)
+    assert tried(model)[1]["triton"].startswith("with the attention kernels the model's logits of ")
+
+
+def stale(replays):
+    """A graph that runs nothing from some replay on."""
+
+    class Stale(Capture):
+        def recorded(self, forward):
+            times = iter(range(100))
+            return lambda: forward() if next(times) < replays else None
+
+    return Stale()
+
+
+def failing(forward):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("capture", "why"),
+    [
+        (lambda: stale(2), "as CUDA graphs the model's logits of "),
+        (lambda: failing, "the model cannot be captured as a CUDA graph and runs without, which is slower: operation"),
+    ],
+)
+def test_graphs_that_are_wrong_are_found_and_the_kernels_go_on(model, monkeypatch, capture, why):
+    use_fake_device(monkeypatch, capture)
+    parts, failed, complete = tried(model)
+    assert (parts, list(failed), complete) == (list(PARTS), ["graphs"], True)
+    assert failed["graphs"].startswith(why)
+
+
+def test_tokens_that_come_back_late_or_as_others_cost_the_step_ahead(model, monkeypatch):
+    use_fake_device(monkeypatch)
+
+    class Late(device_trials.Readback):
+        def lists(self):
+            return [[token + (len(launched) > 1 and token > 0) for token in part] for part in super().lists()]
+
+    launched = []
+    steps = device_trials._steps
+
+    def counted(scheduler, launch, ahead):
+        def one(batch):
+            launched.append(batch)
+            wait = launch(batch)
+
+            def waited():
+                try:
+                    return wait()
+                finally:
+                    launched.pop()
+
+            return waited
+
+        steps(scheduler, one, ahead)
+
+    monkeypatch.setattr(device_trials, "Readback", Late)
+    monkeypatch.setattr(device_trials, "_steps", counted)
+    assert tried(model)[1] == {"step-ahead": "tokens come back from the device as others"}
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "valid", "measured"])
+def test_a_sampler_that_is_wrong_on_the_device_is_found(model, monkeypatch, wrong):
+    made = []
+
+    class Sampler(device_trials.Sampler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+        def sample(self, *arguments):
+            out = super().sample(*arguments)
+            if self is made[0]:
+                return out
+            numbers = getattr(out, wrong).clone()
+            numbers[:3] = ~numbers[:3] if wrong == "valid" else numbers[:3] + 1
+            return replace(out, **{wrong: numbers})
+
+    use_fake_device(monkeypatch)
+    monkeypatch.setattr(device_trials, "Sampler", Sampler)
+    parts, failed, _ = tried(model)
+    assert (parts, list(failed)) == (list(PARTS), ["sampler"])
+
+
+def test_memory_that_runs_out_in_a_trial_says_nothing_of_the_part(model, monkeypatch):
+    def full(out):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    use_fake_device(monkeypatch, attention=faulty(full))
+    assert tried(model) == (["sampler", "triton"], {}, False)
+
+
+def test_after_an_error_that_the_device_keeps_no_more_is_tried_in_that_process(model, monkeypatch):
+    def lost(device):
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    broken = []
+
+    def breaks(out):
+        broken.append(True)
+        return out
+
+    monkeypatch.setattr(device_trials, "_synchronize", lost)
+    use_fake_device(monkeypatch, attention=faulty(breaks))
+    parts, failed, complete = tried(model)
+    assert (parts, complete) == (["sampler", "triton"], False)
+    assert failed == {"triton": "RuntimeError: CUDA error: an illegal memory access was encountered"}
+
+
+def test_logits_of_a_few_tokens_may_differ_where_rounding_chooses_experts():
+    want = torch.zeros(40, 5)
+    got = want.clone()
+    got[:4] = 1.0
+    device_trials.compare_logits("so", got, want, 0.1, routed=True)
+    with pytest.raises(
+        device_trials.Differs, match=r"^so the model's logits of 4 of 40 tokens differ .* by up to 1 \(rounding: 0.1\)$"
+    ):
+        device_trials.compare_logits("so", got, want, 0.1, routed=False)
+    got[4] = 1.0
+    with pytest.raises(device_trials.Differs):
+        device_trials.compare_logits("so", got, want, 0.1, routed=True)
+    got = want.clone()
+    got[0, 0] = float("nan")
+    with pytest.raises(device_trials.Differs, match="not numbers"):
+        device_trials.compare_logits("so", got, want, 0.1, routed=True)
+
+
+# -- the processes, and what is kept
+
+
+class Scripted:
+    """Processes of trials that tell what they are told to, and then end with an exit code, or never (None)."""
+
+    def __init__(self, *scripts):
+        self.scripts = list(scripts)
+        self.parts = []
+        self.killed = 0
+
+    def __call__(self, connection, said):
+        messages, self.code, words = self.scripts.pop(0)
+        end = Connection(os.dup(connection.fileno()))
+        for message in messages:
+            end.send(message)
+        said.write(words)
+        Thread(target=self._end, args=(end,), daemon=True).start()
+        return self
+
+    def _end(self, end):
+        end.recv()
+        if self.code is None:
+            Event().wait()
+        end.close()
+
+    def wait(self, timeout=None):
+        return self.code
+
+    def kill(self):
+        self.killed += 1
+
+
+def hf_config(**settings):
+    return SimpleNamespace(model_type="llama", dtype="bfloat16", to_dict=lambda: settings)
+
+
+def check(monkeypatch, *scripts, config=CONFIG, settings=None, **options):
+    start = Scripted(*scripts)
+    check_as_on_a_gpu(monkeypatch, start, **options)
+    verdict = check_device(config, CPU, hf_config(**settings or {"head_dim": 64}), 16)
+    assert not start.scripts, "a process was not started"
+    return verdict
+
+
+ALL_WELL = ([*map(Trying, PARTS), Done()], 0, b"")
+TRITON_FAILED = (
+    [Trying("sampler"), Trying("triton"), Failed("triton", "it is wrong"), Trying("step-ahead"), Done()],
+    0,
+    b"",
+)
+
+
+def test_a_trial_that_never_returns_ends_with_its_process_and_the_others_follow(monkeypatch, cache):
+    monkeypatch.setattr(device_check, "TRIAL_SECONDS", 0.05)
+    hung = ([Trying("sampler"), Trying("triton")], None, b"")
+    verdict = check(monkeypatch, hung, ([Trying("step-ahead"), Done()], 0, b""))
+    assert verdict.off == {"triton": "its trial did not return within 0.05 s"}
+    assert json.loads(next(cache.glob("*.json")).read_text())["off"] == verdict.off
+
+
+def test_the_last_part_may_hang_too(monkeypatch):
+    monkeypatch.setattr(device_check, "TRIAL_SECONDS", 0.05)
+    verdict = check(monkeypatch, ([*map(Trying, PARTS)], None, b""))
+    assert list(verdict.off) == ["step-ahead"]
+    assert verdict.file is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "how"),
+    [
+        (-signal.SIGSEGV, b"one\nFatal: two\n\n", "SIGSEGV: Fatal: two"),
+        (1, b"", "exit code 1"),
+    ],
+)
+def test_a_trial_that_ends_its_process_is_at_fault(monkeypatch, code, said, how):
+    crashed = ([Trying("sampler"), Trying("triton"), Trying("graphs")], code, said)
+    verdict = check(monkeypatch, crashed, ([Trying("step-ahead"), Done()], 0, b""))
+    assert verdict.off == {"graphs": f"its trial ended the process ({how})"}
+
+
+@pytest.mark.parametrize(
+    "script", [([], 1, b"no memory"), ([Trying("triton")], -signal.SIGKILL, b""), ([Trying("triton")], 0, b"")]
+)
+def test_a_process_that_could_not_try_says_nothing_and_nothing_is_kept(monkeypatch, cache, script):
+    """The model cannot be loaded, say, of which its own load tells more; or the host's memory was used up."""
+    verdict = check(monkeypatch, script)
+    assert (verdict.off, verdict.file, verdict.notes()) == ({}, None, [])
+    assert list(cache.glob("*.json")) == []
+    check(monkeypatch, ALL_WELL)
+
+
+def test_what_was_found_is_kept_and_said_at_every_start(monkeypatch):
+    verdict = check(monkeypatch, TRITON_FAILED)
+    assert verdict.notes() == [
+        "cpu (Fake GPU): batchgen's attention kernels: switched off, plain torch attends, which is slower, because it is wrong; "
+        f"please report this line with {verdict.file}, which keeps this (remove the file to try again)"
+    ]
+    assert check(monkeypatch) == verdict  # no process is started
+    verdict.file.unlink()
+    assert check(monkeypatch, ALL_WELL).off == {}
+    assert check(monkeypatch).off == {}
+
+
+def test_it_is_tried_again_with_another_version_driver_gpu_model_or_type(monkeypatch):
+    check(monkeypatch, TRITON_FAILED)
+    check(monkeypatch, ALL_WELL, name="Another GPU")
+    check(monkeypatch, ALL_WELL, settings={"head_dim": 128})
+    check(monkeypatch, ALL_WELL, config=replace(CONFIG, dtype="float16"))
+    check(monkeypatch, ALL_WELL, config=replace(CONFIG, compile="off"))
+    versions = device_check.version_of
+    for package in ("batchgen", "torch", "triton", "transformers"):
+        monkeypatch.setattr(
+            device_check, "version_of", lambda name, of=package: "9.9.9" if name == of else versions(name)
+        )
+        check(monkeypatch, ALL_WELL)
+        assert check(monkeypatch).off == {}
+    monkeypatch.setattr(device_check, "version_of", versions)
+    assert list(check(monkeypatch, settings={"head_dim": 64, "_name_or_path": "elsewhere"}).off) == ["triton"]
+
+
+def test_a_file_that_cannot_be_read_is_made_again(monkeypatch):
+    file = check(monkeypatch, TRITON_FAILED).file
+    for broken in ("", "[]", '{"off": 3}', '{"key": {}}'):
+        file.write_text(broken)
+        assert check(monkeypatch, ALL_WELL).off == {}
+
+
+def test_a_cache_that_cannot_be_written_costs_trials_at_every_start(monkeypatch, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    for _ in range(2):
+        assert list(check(monkeypatch, TRITON_FAILED).off) == ["triton"]
+
+
+def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch):
+    assert check(monkeypatch, config=replace(CONFIG, attention="triton")) == Verdict()
+    assert check(monkeypatch, config=replace(CONFIG, device_map="auto")) == Verdict()
+    monkeypatch.undo()
+    assert check_device(CONFIG, CPU, None, 16) == Verdict()
+    assert [device_check.parts_on(torch.device(kind)) for kind in ("cpu", "mps", "cuda")] == [
+        (),
+        ("sampler",),
+        tuple(PARTS),
+    ]
+
+
+# -- whole jobs on an emulated device
+
+PROMPTS = ["The prefix that all of them share, and " + end for end in ("one", "two", "three", "")]
+
+
+@pytest.fixture(scope="module")
+def want(tiny_model_dir):
+    with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
+        return [r.text for r in llm.generate(PROMPTS, {"max_tokens": 12})]
+
+
+def job(tiny_model_dir, **options):
+    with LLM(tiny_model_dir, device="cpu", compile="auto", **options) as llm:
+        return [r.text for r in llm.generate(PROMPTS, {"max_tokens": 12})], llm.engine.attention, list(llm.engine.notes)
+
+
+def never(out):
+    Event().wait()
+
+
+JOB_FAULTS = [
+    pytest.param({}, [], "triton", id="nothing is wrong"),
+    pytest.param({"attention": faulty(rounding)}, [], "triton", id="kernels round otherwise"),
+    *(pytest.param({"attention": faulty(f)}, ["triton"], "packed", id=f"kernels: {f.__name__}") for f in KERNEL_FAULTS),
+    pytest.param({"attention": faulty(never)}, ["triton"], "packed", id="kernels never return", marks=pytest.mark.slow),
+    pytest.param({"capture": lambda: failing}, ["graphs"], "triton", id="graphs raise"),
+    pytest.param({"capture": lambda: stale(2)}, ["graphs"], "triton", id="graphs are stale"),
+    pytest.param({"capture": lambda: never}, ["graphs"], "triton", id="graphs never return", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("faults", "off", "attention"), JOB_FAULTS)
+def test_a_job_ends_right_whatever_is_wrong_with_its_device(tiny_model_dir, want, monkeypatch, faults, off, attention):
+    with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
+        start = ThreadOfTrials(llm.engine.runner.model)
+        start.model = replace(start.model, compile="auto")
+    monkeypatch.setattr(device_check, "TRIAL_SECONDS", 10.0)
+    use_fake_device(monkeypatch, **faults)
+    check_as_on_a_gpu(monkeypatch, start)
+    texts, attends, notes = job(tiny_model_dir)
+    assert (texts, attends, len(notes)) == (want, attention, len(off))
+    assert all(f"Fake GPU): {PARTS[part]}: switched off, " in note for part, note in zip(off, notes, strict=True))
+    count = len(start.started)
+    assert job(tiny_model_dir) == (texts, attends, notes)
+    assert len(start.started) == count >= 1
+
+
+def test_attention_by_hand_asks_nobody(tiny_model_dir, want, monkeypatch):
+    use_fake_device(monkeypatch, attention=faulty(one_of_a_thousand))
+    assert job(tiny_model_dir, attention="torch")[:2] == (want, "cascade")
+    with pytest.raises(Exception, match=r"^--attention triton is for one CUDA device; leave it out$"):
+        job(tiny_model_dir, attention="triton")
