@@ -233,6 +233,9 @@ class _Length:
         self._left -= 1
         return None if self._left else "length"
 
+    def tool_calls(self, id_start: str) -> tuple[()]:
+        return ()
+
 
 def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int, seed: int) -> list[Request]:
     """Rows in two groups below one beginning, and one row that shares nothing; no row is the beginning of another."""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from batchgen.model.device_check import Verdict
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.fake_device import FakeAttention, use_fake_device
+from support.params import slow_but
 from support.tiny import build, engine_of, planned, requests_of, run
 
 GROUP = list(range(40))
@@ -91,9 +93,13 @@ def some_number_missing(out):
     return out.index_fill(0, torch.tensor([len(out) // 2]), float("nan"))
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("step", [0, 1, 7, 12])
-@pytest.mark.parametrize("fault", [raises, no_numbers, some_number_missing])
+@pytest.mark.parametrize(
+    ("fault", "step", "ahead"),
+    slow_but(
+        [(raises, 7, 0), (no_numbers, 7, 1), (some_number_missing, 1, 1)],
+        product([raises, no_numbers, some_number_missing], [0, 1, 7, 12], [0, 1]),
+    ),
+)
 def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
     model, want, monkeypatch, tmp_path, fault, step, ahead
 ):

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from threading import Event, Thread
@@ -16,6 +18,7 @@ from batchgen.llm import LLM
 from batchgen.model import device_check, device_trials
 from batchgen.model.adapter import AttentionKind
 from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Verdict, check_device
+from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
 from support.tiny import build
 
@@ -91,7 +94,7 @@ def test_rounding_is_no_fault(model, monkeypatch):
     assert tried(model)[1] == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"window": 24, "softcap": 20.0, "sinks": torch.float32}], ids=str)
 def test_rounding_in_half_precision_is_no_fault_and_an_element_of_a_thousand_is(monkeypatch, dtype, options):
     kind = AttentionKind(
@@ -419,6 +422,48 @@ def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch):
     ]
 
 
+@pytest.mark.slow
+def test_a_process_of_its_own_loads_the_model_and_tries(tiny_model_dir, monkeypatch, cache):
+    """On the CPU, for which there are no kernels: sampling, and a step ahead."""
+    config = ModelConfig(model=str(tiny_model_dir), device="cpu", dtype="float32")
+    monkeypatch.setattr(device_check, "parts_on", lambda device: tuple(PARTS))
+    monkeypatch.setattr(device_check, "device_identity", lambda device: ("Fake GPU", "driver 1"))
+    verdict = check_device(config, CPU, load_tokenizer(config).hf_config, 16)
+    assert verdict.off == {}
+    assert [json.loads(file.read_text())["off"] for file in cache.glob("*.json")] == [{}]
+    missing = replace(config, model=str(tiny_model_dir / "nothing"))
+    assert check_device(missing, CPU, hf_config(other=1), 16).file is None
+
+
+HANGS = """
+import sys, time
+from multiprocessing.connection import Connection
+from batchgen.model.device_check import Trying
+connection = Connection(int(sys.argv[1]))
+connection.recv()
+connection.send(Trying("step-ahead"))
+time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_killed(monkeypatch, command_environment):
+    processes = []
+
+    def start(connection, said):
+        number = connection.fileno()
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", HANGS, str(number)], pass_fds=(number,), env=command_environment)
+        )
+        return processes[-1]
+
+    monkeypatch.setattr(device_check, "TRIAL_SECONDS", 0.2)
+    check_as_on_a_gpu(monkeypatch, start)
+    verdict = check_device(CONFIG, CPU, hf_config(head_dim=64), 16)
+    assert verdict.off == {"step-ahead": "its trial did not return within 0.2 s"}
+    assert [process.returncode for process in processes] == [-signal.SIGKILL]
+
+
 # -- whole jobs on an emulated device
 
 PROMPTS = ["The prefix that all of them share, and " + end for end in ("one", "two", "three", "")]
@@ -439,12 +484,13 @@ def never(out):
     Event().wait()
 
 
+QUICK = {one_of_a_thousand: ()}
 JOB_FAULTS = [
     pytest.param({}, [], "triton", id="nothing is wrong"),
-    pytest.param({"attention": faulty(rounding)}, [], "triton", id="kernels round otherwise"),
-    *(pytest.param({"attention": faulty(f)}, ["triton"], "packed", id=f"kernels: {f.__name__}") for f in KERNEL_FAULTS),
+    pytest.param({"attention": faulty(rounding)}, [], "triton", id="kernels round otherwise", marks=pytest.mark.slow),
+    *(pytest.param({"attention": faulty(f)}, ["triton"], "packed", id=f"kernels: {f.__name__}", marks=QUICK.get(f, pytest.mark.slow)) for f in KERNEL_FAULTS),
     pytest.param({"attention": faulty(never)}, ["triton"], "packed", id="kernels never return", marks=pytest.mark.slow),
-    pytest.param({"capture": lambda: failing}, ["graphs"], "triton", id="graphs raise"),
+    pytest.param({"capture": lambda: failing}, ["graphs"], "triton", id="graphs raise", marks=pytest.mark.slow),
     pytest.param({"capture": lambda: stale(2)}, ["graphs"], "triton", id="graphs are stale"),
     pytest.param({"capture": lambda: never}, ["graphs"], "triton", id="graphs never return", marks=pytest.mark.slow),
 ]  # fmt: skip
