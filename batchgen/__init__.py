@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchgen.assembly import JobReport, merge_job
     from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
+    from batchgen.dry_run import PlanReport, plan_job
     from batchgen.errors import BatchgenError
     from batchgen.job import run_job
     from batchgen.jobs.status import job_status
     from batchgen.llm import LLM
-    from batchgen.planning import PlanReport, plan_job
     from batchgen.progress import Progress
     from batchgen.result import Result
     from batchgen.sampling_params import SamplingParams
@@ -45,14 +45,14 @@ _HOMES = {
     "JobConfig": "config",
     "JobReport": "assembly",
     "ModelConfig": "config",
-    "PlanReport": "planning",
+    "PlanReport": "dry_run",
     "Progress": "progress",
     "PromptConfig": "config",
     "Result": "result",
     "SamplingParams": "sampling_params",
     "job_status": "jobs.status",
     "merge_job": "assembly",
-    "plan_job": "planning",
+    "plan_job": "dry_run",
     "run_job": "job",
 }
 

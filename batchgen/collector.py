@@ -1,4 +1,4 @@
-"""How often Python looks for reference cycles while a job runs."""
+"""Makes Python's garbage collector run less often while a job runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Python's collector runs a hundred times less often. A job makes millions of small objects and no cycles, and the search for cycles was a
-    fifth of the time of reading rows."""
+    """Makes the collector run a hundred times less often. A job makes millions of small objects and no reference cycles, and looking for
+    cycles took a fifth of the time of reading rows."""
     before = gc.get_threshold()
     gc.set_threshold(70_000, 50, 50)
     try:

@@ -190,6 +190,10 @@ class PromptConfig:
         check(self)
 
 
+BLOCK_TOKENS = 32
+"""Measured on CPUs (benchmarks/NOTES.md)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How the work is batched. None means: chosen for the device."""
@@ -278,6 +282,11 @@ class EngineConfig:
             parse_memory(self.host_kv_memory, "--host-kv-memory"), int
         ):
             raise UsageError(f"--host-kv-memory {self.host_kv_memory!r} is not a size", "use a size such as 8GiB")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block: the smallest multiple of the chunk size that is at least `BLOCK_TOKENS`."""
+        return -(-BLOCK_TOKENS // self.chunk_size) * self.chunk_size
 
 
 def _parse_window(name: str, text: str) -> int | Literal["all"]:

@@ -1,10 +1,13 @@
-"""The story of a job: rows to requests, a prefix plan, the engine, results, the output. Read it from top to bottom."""
+"""The story of a job: rows become requests, requests are planned in windows, the engine generates, and the results are written.
+
+Read it from top to bottom.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
@@ -37,7 +40,7 @@ from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, f
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     """Runs a job, or one shard of it, to its end, or continues it where an earlier run stopped. Merges the shards if it is asked to.
 
-    Raises `BatchgenError`; what was finished by then is kept.
+    Raises `BatchgenError`; the rows that were finished by then are kept.
     """
     report = _run_job(config, progress)
     if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
@@ -50,87 +53,26 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
     tracker = Tracker(progress or Silent(), run)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
-            check_stats_file(config.stats)
-            source = open_input(config.inputs, format=config.input_format, output=config.output)
-            output = config.output or default_output(config.inputs, source.is_stdin, config.input_format) or "-"
-            check_job(config, source, output)
-            tracker.phase("loading tokenizer")
-            with run.timed("load"):
-                tokenizer = load_tokenizer(config.model)
-            prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
-            grammars = GrammarCheck(tokenizer.hf_tokenizer, tokenizer.vocab_size)
-            grammars.of_command(config.sampling)
-            tracker.phase("reading")
-            window_size = window_rows(config, source, output)
-            stream = RowStream(source)
-            rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
-            prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
-            settings = job_settings(replace(config, sampling=prompts.sampling), tokenizer.hf_config, chat=prompts.chat)
-
-        def open_folder(lease: Lease | None = None) -> Job:
-            return open_job(
-                output,
-                settings=settings,
-                mentions=versions(),
-                input=source,
-                limit=config.limit,
-                form=row_form(
-                    config, output, chat=prompts.chat, reasoning=prompts.reasoning, tool_calls=prompts.tool_calls
-                ),
-                work_dir=config.work_dir,
-                overwrite=config.overwrite,
-                flush_every=config.flush_every,
-                order=config.order,
-                retry=config.retried,
-                prune=config.prune,
-                optional=prompts.optional_results(
-                    {} if source.schema is None else {f.name: f.type for f in source.schema}
-                ),
-                lease=lease,
-            )
-
-        def read_for_shards(job: Job) -> None:
-            _plan_shards(config, source, job, prompts, grammars, asked, progress)
-
-        asked = asked_of(config, source.fingerprint()) | {"settings": as_stored(settings)}
-        opened: Store
-        if config.shard_of is None:
-            opened = open_folder()
-        else:
-            with signals.interruptible(), run.timed("plan"):
-                opened = open_shard(
-                    *config.shard_of,
-                    output=output,
-                    work_dir=config.work_dir,
-                    asked=as_stored(asked),
-                    retry=sorted(config.retried),
-                    flush_every=config.flush_every,
-                    open_folder=open_folder,
-                    read=read_for_shards,
-                    tell=tracker.note,
-                )
-        with opened as job:
-            for note in source.notes:
+            setup = _set_up(config, tracker, run)
+        with setup.open_store(signals, tracker, run, progress) as job:
+            for note in setup.source.notes:
                 tracker.note(note)
             _tell_notes(job, tracker)
             if job.finished is not None:
-                return _already_finished(job, job.finished, output, config, chat=prompts.chat)
+                return _already_finished(job, job.finished, setup)
             tracker.tell = job.tell
             outcomes = Outcomes(run, tracker, config.max_errors)
             planner = Planner(config.engine.chunk_size, share=config.engine.share, under_way=job.under_way())
-            model = _Model(config, tokenizer, signals, tracker, run)
+            model = _Model(config, setup.tokenizer, signals, tracker, run)
             generation = _Generation(job, model, outcomes, signals)
             try:
                 if isinstance(job, ShardFolder):
                     _run_shard(config, job, planner, generation)
-                elif window_size is not None:
-                    reader = RequestReader(config, prompts, grammars.of_row, job, outcomes)
-                    _run_as_rows_come(stream, rows, window_size, job, reader, planner, generation)
-                    job.check_dropped(prune=config.prune)
+                elif setup.window_size is not None:
+                    _run_as_rows_come(setup, job, planner, generation)
                 else:
                     assert isinstance(job, JobFolder), "standard output has windows"
-                    reader = RequestReader(config, prompts, grammars.of_row, job, outcomes)
-                    _run_in_prefix_order(config, source, job, reader, planner, generation)
+                    _run_in_prefix_order(setup, job, planner, generation)
                 _tell_notes(job, tracker)
                 outcomes.note_cut_rows()
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
@@ -140,30 +82,112 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
                 raise
             finally:
                 model.close()
-            return _finish(job, output, config, model, outcomes, chat=prompts.chat)
+            return _finish(job, setup, model, outcomes)
 
 
-def _run_in_prefix_order(
-    config: JobConfig, source: Input, job: JobFolder, reader: RequestReader, planner: Planner, generation: _Generation
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What a job has before its results have a place: its input, its tokenizer, and the settings that its results depend on."""
+
+    config: JobConfig
+    source: Input
+    output: str
+    tokenizer: LoadedTokenizer
+    prompts: PromptBuilder
+    grammars: GrammarCheck
+    settings: dict[str, Any]
+    window_size: int | None
+    """Number of rows in a window; None if all rows are put in prefix order."""
+    stream: RowStream
+    rows: list[Row]
+    """The first rows of the stream: the first window. Without windows, rows to check the columns of."""
+
+    def reader(self, job: Job, outcomes: Outcomes) -> RequestReader:
+        return RequestReader(self.config, self.prompts, self.grammars.of_row, job, outcomes)
+
+    def open_store(
+        self, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress | None
+    ) -> Job | ShardFolder:
+        """Opens the place of the results: the job's folder, standard output, or a shard. Raises `UsageError` for a job with other settings."""
+        config = self.config
+        if config.shard_of is None:
+            return self._open_folder()
+        asked = asked_of(config, self.source.fingerprint()) | {"settings": as_stored(self.settings)}
+        with signals.interruptible(), run.timed("plan"):
+            return open_shard(
+                *config.shard_of,
+                output=self.output,
+                work_dir=config.work_dir,
+                asked=as_stored(asked),
+                retry=sorted(config.retried),
+                flush_every=config.flush_every,
+                open_folder=self._open_folder,
+                read=lambda job: _plan_shards(self, job, asked, progress),
+                tell=tracker.note,
+            )
+
+    def _open_folder(self, lease: Lease | None = None) -> Job:
+        config, prompts, schema = self.config, self.prompts, self.source.schema
+        return open_job(
+            self.output,
+            settings=self.settings,
+            mentions=versions(),
+            input=self.source,
+            limit=config.limit,
+            form=row_form(
+                config, self.output, chat=prompts.chat, reasoning=prompts.reasoning, tool_calls=prompts.tool_calls
+            ),
+            work_dir=config.work_dir,
+            overwrite=config.overwrite,
+            flush_every=config.flush_every,
+            order=config.order,
+            retry=config.retried,
+            prune=config.prune,
+            optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
+            lease=lease,
+        )
+
+
+def _set_up(config: JobConfig, tracker: Tracker, run: RunFigures) -> _Setup:
+    """Opens the input, loads the tokenizer, and checks all that can be checked before a row is generated."""
+    check_stats_file(config.stats)
+    source = open_input(config.inputs, format=config.input_format, output=config.output)
+    output = config.output or default_output(config.inputs, source.is_stdin, config.input_format) or "-"
+    check_job(config, source, output)
+    tracker.phase("loading tokenizer")
+    with run.timed("load"):
+        tokenizer = load_tokenizer(config.model)
+    prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
+    grammars = GrammarCheck(tokenizer.hf_tokenizer, tokenizer.vocab_size)
+    grammars.of_command(config.sampling)
+    tracker.phase("reading")
+    window_size = window_rows(config, source, output)
+    stream = RowStream(source)
+    rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
+    prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
+    settings = job_settings(replace(config, sampling=prompts.sampling), tokenizer.hf_config, chat=prompts.chat)
+    return _Setup(config, source, output, tokenizer, prompts, grammars, settings, window_size, stream, rows)
+
+
+def _run_in_prefix_order(setup: _Setup, job: JobFolder, planner: Planner, generation: _Generation) -> None:
     """Reads the input once to sort all requests, generates them in prefix order, and reads it a second time to write the output."""
     outcomes, signals = generation.outcomes, generation.signals
     outcomes.tracker.phase("planning")
-    with FirstReading(config, source, reader, job, outcomes) as reading:
+    with FirstReading(setup.config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
         with signals.interruptible(), outcomes.run.timed("plan"):
             needs_a_model = reading.needs_a_model()
         if needs_a_model:
             reading.announce("loading model")
-            generation.model.load()  # the reading goes on meanwhile
+            generation.model.load()  # another thread goes on reading
             reading.announce(None)
         with signals.interruptible(), outcomes.run.timed("plan"):
             requests = reading.result()
-    _run_windows(config, requests.windows(), planner, generation, fresh=reading.fresh)
+    _run_windows(setup.config, requests.windows(), planner, generation, fresh=reading.fresh)
     if reading.broken is not None:
         raise reading.broken
     outcomes.tracker.phase("writing")
     with signals.interruptible(), outcomes.run.timed("write"):
-        write_output(source, job, reading.input, outcomes)
+        write_output(setup.source, job, reading.input, outcomes)
 
 
 def _run_windows(
@@ -182,22 +206,14 @@ def _run_windows(
             signals.check()
 
 
-def _plan_shards(
-    config: JobConfig,
-    source: Input,
-    job: Job,
-    prompts: PromptBuilder,
-    grammars: GrammarCheck,
-    asked: dict[str, Any],
-    progress: Progress | None,
-) -> None:
-    """The first reading of a job that runs in shards: all requests in prefix order, and where they are cut."""
+def _plan_shards(setup: _Setup, job: Job, asked: dict[str, Any], progress: Progress | None) -> None:
+    """Reads the input of a job that runs in shards: puts all requests in prefix order and cuts them into shards."""
+    config = setup.config
     assert isinstance(job, JobFolder), "shards have a folder"
     run = RunFigures()
     outcomes = Outcomes(run, Tracker(progress or Silent(), run), config.max_errors)
     outcomes.tracker.phase("planning")
-    reader = RequestReader(config, prompts, grammars.of_row, job, outcomes)
-    with FirstReading(config, source, reader, job, outcomes) as reading:
+    with FirstReading(config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
         requests = reading.result()
     _tell_notes(job, outcomes.tracker)
     if reading.broken is not None:
@@ -223,20 +239,14 @@ def _run_shard(config: JobConfig, shard: ShardFolder, planner: Planner, generati
     _run_windows(config, shard.windows(), planner, generation, fresh=not shard.results_at_hand)
 
 
-def _run_as_rows_come(
-    stream: RowStream,
-    rows: list[Row],
-    size: int,
-    job: Job,
-    reader: RequestReader,
-    planner: Planner,
-    generation: _Generation,
-) -> None:
-    """Generates each window of `size` rows, the first of which is read already, and writes it before the next one is read."""
+def _run_as_rows_come(setup: _Setup, job: Job, planner: Planner, generation: _Generation) -> None:
+    """Generates windows of rows in the order of the input, and writes each one before the next one is read."""
     outcomes, signals = generation.outcomes, generation.signals
-    tracker = outcomes.tracker
+    tracker, reader, stream, rows = outcomes.tracker, setup.reader(job, outcomes), setup.stream, setup.rows
+    size = setup.window_size
+    assert size is not None
     job.begin_rows()
-    if not rows:  # --limit 0: later rows that have a result are in the output all the same
+    if not rows:  # with --limit 0, rows that have a result from an earlier run are still written
         rows = reader.take(stream, size)
     while rows:
         with signals.interruptible():
@@ -252,7 +262,7 @@ def _run_as_rows_come(
                 generation.run(window, results=results)
             signals.check()
         except BaseException:
-            if isinstance(job, StdoutJob):  # it keeps nothing, so what is done goes out now
+            if isinstance(job, StdoutJob):  # it keeps nothing, so the rows that are done are written now
                 job.write([row for row in read.rows if row.number in results], results, read.keys)
             raise
         tracker.phase("writing")
@@ -266,6 +276,7 @@ def _run_as_rows_come(
             rows = reader.take(stream, size)
     if stream.broken is not None:
         raise stream.broken
+    job.check_dropped(prune=setup.config.prune)
 
 
 class _Generation:
@@ -274,18 +285,18 @@ class _Generation:
     def __init__(self, job: Store, model: _Model, outcomes: Outcomes, signals: Signals) -> None:
         self.job, self.model, self.outcomes, self.signals = job, model, outcomes, signals
         self._keys: dict[int, bytes] = {}
-        """By row number, of the rows that the engine has."""
+        """The keys of the rows that the engine has, by row number."""
         self._results: dict[int, Result] | None = None
         self._kept = 0
-        """Completion tokens of unfinished rows that were kept last."""
+        """Number of completion tokens of unfinished rows that were kept last."""
         self._tokens_asked = self._rows_asked = 0
 
     def run(
         self, window: Planned, windows: PlannedWindows | None = None, results: dict[int, Result] | None = None
     ) -> None:
-        """Generates a window. Results go to the job as they come, and into `results`.
+        """Generates a window. Each result goes to the job at once, and into `results`.
 
-        As long as `windows` has more, the next window is added when the last row of this one has started. So both run together for a while.
+        If `windows` has more, the next window is added when the last row of this one has started, and both run together for a while.
         """
         engine = self.model.engine()
         tracker = self.outcomes.tracker
@@ -326,7 +337,7 @@ class _Generation:
         engine.add(window.leaves, window.plan, self._keep)
 
     def _keep(self, result: Result) -> None:
-        """A row is done."""
+        """Takes the result of a row."""
         self.job.append(self._keys.pop(result.row), result)
         if self._results is not None:
             self._results[result.row] = result
@@ -338,7 +349,7 @@ class _Generation:
         self.job.keep_under_way(rows)
 
     def note_kept(self) -> None:
-        """Says what an interrupted run leaves to the next."""
+        """Notes what an interrupted run keeps for the next one."""
         run, total = self.outcomes.run, self.outcomes.tracker.total
         of = "" if total is None else f" of {total:,}"
         begun = f", and {self._kept:,} tokens of unfinished rows" if self._kept else ""
@@ -346,7 +357,7 @@ class _Generation:
 
 
 class _Model:
-    """The engine, loaded when the first row needs it: a job that has nothing left to generate never loads it."""
+    """The engine. It is loaded when the first row needs it, so a job with nothing left to generate does not load it."""
 
     def __init__(
         self, config: JobConfig, tokenizer: LoadedTokenizer, signals: Signals, tracker: Tracker, run: RunFigures
@@ -370,7 +381,7 @@ class _Model:
         self.ready_at = self.last_token_at = time.perf_counter()
 
     def tell_notes(self) -> None:
-        """What the engine has to say, each once."""
+        """Shows the engine's messages, each once."""
         while self._engine is not None and self._engine.notes:
             self._tracker.note(self._engine.notes.pop(0))
 
@@ -390,36 +401,49 @@ class _Model:
         return figures(self._run, engine.stats if engine else EngineStats(), setting, earlier=previous)
 
 
-def _finish(job: Store, output: str, config: JobConfig, model: _Model, outcomes: Outcomes, *, chat: bool) -> JobReport:
-    """The output takes its name, the figures are written."""
+def _finish(job: Store, setup: _Setup, model: _Model, outcomes: Outcomes) -> JobReport:
+    """Gives the output its name and writes the figures."""
     with outcomes.run.timed("write"):
         job.flush()
     stats = model.figures(job.previous)
     job.finish(stats)
     _tell_notes(job, outcomes.tracker)
-    write_stats(config.stats, stats)
-    code = 3 if outcomes.run.failed else 0
+    write_stats(setup.config.stats, stats)
     if isinstance(job, ShardFolder):
         outcomes.tracker.note(job.what_is_left())
-    return JobReport(stats, output, code, False, chat, tuple(outcomes.failures), shard=_shard_name(config, job))
+    return JobReport(
+        stats,
+        setup.output,
+        exit_code=3 if outcomes.run.failed else 0,
+        already_finished=False,
+        chat=setup.prompts.chat,
+        failures=tuple(outcomes.failures),
+        shard=_shard_name(setup.config, job),
+    )
 
 
 def _keep(job: Store, config: JobConfig, model: _Model, run: RunFigures) -> None:
-    """The job ends before its end: what is finished is kept, and the figures so far."""
+    """Keeps the results and the figures of a run that stops early."""
     job.flush()
     stats = model.figures(job.previous)
     job.save_stats(stats)
     write_stats(config.stats, stats)
 
 
-def _already_finished(job: Store, stats: dict[str, Any], output: str, config: JobConfig, *, chat: bool) -> JobReport:
-    write_stats(config.stats, stats)
-    code = 3 if stats["job"]["rows_failed"] else 0
-    return JobReport(stats, output, code, True, chat, shard=_shard_name(config, job))
+def _already_finished(job: Store, stats: dict[str, Any], setup: _Setup) -> JobReport:
+    write_stats(setup.config.stats, stats)
+    return JobReport(
+        stats,
+        setup.output,
+        exit_code=3 if stats["job"]["rows_failed"] else 0,
+        already_finished=True,
+        chat=setup.prompts.chat,
+        shard=_shard_name(setup.config, job),
+    )
 
 
 def _shard_name(config: JobConfig, job: Store) -> str:
-    """`I/N` of a shard; empty for a whole job, also one that had been merged before."""
+    """`I/N` for a shard; empty for a whole job, and for a shard of a job that is already merged."""
     return str(config.shard) if isinstance(job, ShardFolder) else ""
 
 

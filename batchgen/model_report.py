@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.config import ModelConfig
+from batchgen.dry_run import kv_bytes_per_token
 from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, WRAPPERS, check_architecture, is_verified
 from batchgen.model_files import check_weight_files
-from batchgen.planning import kv_bytes_per_token
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 

@@ -1,6 +1,6 @@
-"""What a job is refused for before its tokenizer is loaded: by the model's files, the output's place, the grammar and the first rows.
+"""Checks that need no tokenizer, made before it is loaded: the model's files, the output's place, the grammar and the first rows.
 
-Everything here is checked again where it is used; this is only sooner. Imports neither torch nor transformers.
+Every check is repeated where its subject is used; here it is only made sooner. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchgen.sampling.grammars import check_grammar
 
 
 def check_job(config: JobConfig, source: Input, output: str | None) -> None:
-    """Raises what `run_job` would raise later, as far as it shows without a tokenizer. `output`: None for a plan, which writes none."""
+    """Raises what `run_job` would raise later, as far as that can be known without a tokenizer. `output` is None for a plan."""
     check_weight_files(config.model, needed=output is not None)
     if output is not None and output != "-" and not is_url(output):
         folder = job_path(output, config.work_dir)
@@ -36,7 +36,7 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
 
 
 def _check_prompts(config: JobConfig, source: Input) -> None:
-    """The options that make prompts, and the columns of the first rows: of files on this machine, which can be read twice."""
+    """Checks the options that make prompts, and the columns of the first rows of files on this machine, which can be read twice."""
     prompts = config.prompts
     check_scored(prompts, config.sampling)
     template = None if prompts.template is None else RowTemplate(prompts.template)

@@ -33,7 +33,7 @@ GROUPS = 7
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = SortLimits(run_rows=10, window_rows=10, batch_rows=3)
     monkeypatch.setattr("batchgen.jobs.sorted_requests.DEFAULT_LIMITS", limits)
-    monkeypatch.setattr("batchgen.planning.READ_ROWS", 4)
+    monkeypatch.setattr("batchgen.dry_run.READ_ROWS", 4)
     monkeypatch.setattr("batchgen.jobs.requests.READ_ROWS", 4)
     monkeypatch.setattr("batchgen.assembly.READ_ROWS", 4)
 

@@ -1,8 +1,9 @@
-"""The engine: leaves of requests and their prefix plan in, results out as the rows finish. Token ids only.
+"""The engine: takes leaves of requests and their prefix plan, and returns results as the rows finish. Knows token ids, not rows.
 
-A step: the scheduler makes a batch, the executor launches it, the scheduler advances its sequences, and applies the sampled tokens
-once they are on the host. On CUDA the loop is one step ahead: the next step is scheduled and launched while the device runs the present
-one, and only then are the present one's tokens looked at. A sequence that has ended by then has run once too often; that token is dropped.
+In a step the scheduler makes a batch, the executor launches it, the scheduler advances its sequences, and applies the sampled tokens
+once they are on the host. On CUDA the loop is one step ahead: it schedules and launches the next step while the device runs the
+present one, and reads the present one's tokens afterwards. A sequence that turns out to have ended has run once too often, and that token is
+dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from batchgen.engine.executor import NO_NUMBERS, GrammarStopper, KernelsFailed, 
 from batchgen.engine.results import OnResult, OnToken, ResultAssembler
 from batchgen.errors import DevicesLost
 from batchgen.model.adapter import LoadedModel, with_blocks
-from batchgen.model.memory_budget import Sizes, block_size_of, size_engine
+from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
@@ -48,20 +49,20 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of gli
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to reuse large blocks, not to unmap them; process-wide. False where the C library is another."""
+    """Makes glibc reuse large freed blocks of memory for the whole process instead of unmapping them. Returns False with another C library."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
-        return False  # musl, say
-    # 32 MiB is the largest threshold that glibc takes; larger blocks are mapped each for itself.
+        return False  # musl, for example
+    # 32 MiB is the largest threshold that glibc accepts; each larger block has a mapping of its own.
     wanted = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20))
     return all([mallopt(option, value) == 1 for option, value in wanted])
 
 
 class Executor(Protocol[Step]):
-    """What carries batches out: `StepExecutor`, or a test's own."""
+    """Runs batches: `StepExecutor`, or a test's own."""
 
     @property
     def needs_tokens(self) -> bool: ...
@@ -71,7 +72,7 @@ class Executor(Protocol[Step]):
 
 
 class StepLoop(Generic[Step]):
-    """The loop of steps. `ahead` is how many steps are launched before the tokens of the first of them are looked at: 0 or 1."""
+    """The loop of steps. `ahead` is the number of steps (0 or 1) that are launched before the tokens of the one before are read."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor[Step], ahead: int) -> None:
         self.scheduler = scheduler
@@ -80,10 +81,10 @@ class StepLoop(Generic[Step]):
         self.in_flight: deque[Step] = deque()
 
     def step(self, admit: bool = True) -> Iterator[SequenceUpdate]:
-        """Runs the next step; without `admit` nothing new is started. Yields what the steps that are done mean for their sequences.
+        """Runs the next step. Yields the updates of the steps that are done. Without `admit` no new sequence is started.
 
-        Where memory is short, only the step in flight is waited for: it may end sequences, and a victim's tokens must be known
-        before it is preempted.
+        If memory is short, it only waits for the step in flight: that step may end sequences, and the tokens of a sequence must be on
+        the host before it is preempted.
         """
         batch = self.scheduler.schedule(admit)
         if batch is None:
@@ -109,8 +110,8 @@ class StepLoop(Generic[Step]):
             yield from self.land()
 
 
-class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer: it makes text of token ids, for stop strings and results."""
+class ModelTokenizer(Protocol):
+    """What the engine needs to know of a model's tokenizer, to make the text of stop strings, grammars and results."""
 
     @property
     def hf_tokenizer(self) -> Any: ...
@@ -125,17 +126,17 @@ class Tokenizer(Protocol):
 
 
 class Engine:
-    """A model with its block pool. Windows of requests run one after the other or together; nodes stay resident between them."""
+    """A model with its block pool. Runs windows of requests, one after the other or together; prefix nodes stay resident between them."""
 
-    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, tokenizer: ModelTokenizer, config: EngineConfig) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self.stats = EngineStats()
         self.notes: list[str] = [*model.notes, *model.verdict.notes()]
-        """What the user should hear; grows."""
+        """Messages for the user; the list grows."""
         if model.device.type == "cpu":
             keep_freed_memory()
-        model = with_blocks(model, block_size_of(config.chunk_size))
+        model = with_blocks(model, config.block_size)
         self.sizes: Sizes = size_engine(model, config, tokenizer.context_length)
         pool = BlockPool(self.sizes.num_blocks)
         cache = KVCache(model.layers, pool.num_blocks, self.sizes.block_size, model.dtype)
@@ -153,7 +154,7 @@ class Engine:
             tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
         )
         self.executor = StepExecutor(self.runner, self.sampler, self.constraints)
-        # On the CPU a step is done when it is launched: a step ahead would gain nothing, and run every sequence once too often.
+        # On the CPU a step is done when `launch` returns. A step ahead would gain nothing and run every sequence once too often.
         ahead = (
             model.device.type == "cuda" and not model.spread and verdict.uses("sampler") and verdict.uses("step-ahead")
         )
@@ -170,10 +171,10 @@ class Engine:
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
     ) -> None:
-        """Takes requests in, before a run or between two of its steps.
+        """Adds requests, before a run or between two of its steps.
 
-        `leaves` are `leaves_of` the requests, `plan` is `plan_prefixes` of the leaves' tokens. `on_result` is called in the
-        loop as each row finishes, `on_token(row, number of the completion, token)` for each token as it is drawn.
+        `leaves` are `leaves_of` the requests, `plan` is `plan_prefixes` of the leaves' tokens. `run` calls `on_result` as each row
+        finishes, and `on_token(row, number of the completion, token)` for each token that reaches the host.
         """
         ordered = [leaves[i] for i in plan.order]
         unfit: dict[Request, Leaf] = {
@@ -187,10 +188,10 @@ class Engine:
             self._unfit.append((on_result, result))
 
     def run(self, stop: Callable[[], str | None] | None = None) -> None:
-        """Steps until all requests are done.
+        """Runs steps until all requests are done.
 
-        `stop()` is asked before every step: "drain" admits nothing new and returns when the running rows are done, "now"
-        returns at once; None goes on. Raises `OutOfMemory` when the device has no room for a single token.
+        Calls `stop()` before every step. None goes on, "drain" starts nothing new and returns when the running rows are done, and
+        "now" returns at once. Raises `OutOfMemory` if the device has no room for a single token.
         """
         try:
             while self.scheduler.unfinished or self.loop.in_flight or self._unfit:
@@ -216,9 +217,9 @@ class Engine:
             self._update_stats()
 
     def step(self, admit: bool = True) -> None:
-        """Runs the next step (`StepLoop.step`) and adds what it means to the results."""
+        """Runs the next step (`StepLoop.step`) and adds its updates to the results."""
         if self.results.overdue:
-            self._settle()  # a token that was sampled in a row's time is the row's
+            self._settle()  # tokens that were sampled before a row's time was up belong to the row
         self.results.end_due()
         for update in self.loop.step(admit):
             self._apply(update)
@@ -229,39 +230,39 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """Rows that have no result yet."""
+        """Number of rows that have no result yet."""
         return len(self.results) + len(self._unfit)
 
     @property
     def device(self) -> str:
-        """Where token ids go in and logits come out."""
+        """The device of the token ids and the logits."""
         return str(self.runner.model.device)
 
     @property
     def dtype(self) -> str:
-        """What the model computes in."""
+        """The type that the model computes in, such as `bfloat16`."""
         return str(self.runner.model.dtype).removeprefix("torch.")
 
     @property
     def attention(self) -> str:
-        """Which kernels attend."""
+        """The name of the attention backend."""
         return self.runner.attention
 
     @property
     def waiting(self) -> int:
-        """Leaves that are not done and do not run."""
+        """Number of leaves that are not done and do not run."""
         return self.scheduler.unfinished - len(self.scheduler.running)
 
     def under_way(self) -> dict[int, dict[int, Completion]]:
-        """What there is of completions of rows that are not done, by row and number: as `Request.begun` they are continued exactly."""
+        """Returns the unfinished completions by row and number. Given as `Request.begun`, they are continued exactly."""
         return self.results.under_way()
 
     def cancel(self, request: Request) -> None:
-        """Ends a request before the next step, if it is not done by then: what it has is its result. Any thread may call this."""
+        """Ends a request before the next step, with what it has so far as its result. Does nothing if it is done. Any thread may call this."""
         self.results.cancel(self._replaced.get(request, request))
 
     def close(self) -> None:
-        """Nothing to give back: the memory goes with the object. (`devices.Workers` has processes.)"""
+        """Does nothing: the memory is freed with the object. (`devices.Workers` has processes to end.)"""
 
     def check(self) -> None:
         """Raises `AssertionError` unless blocks, state slots, tables and running sequences add up."""
@@ -275,7 +276,7 @@ class Engine:
     # -- the parts of a run
 
     def _settle(self) -> None:
-        """Waits for all steps in flight, and adds what they mean to the results."""
+        """Waits for all steps in flight and adds their updates to the results."""
         while self.loop.in_flight:
             self.results.end_cancelled()
             for update in self.loop.land():
@@ -358,17 +359,17 @@ class Engine:
     # -- memory and figures
 
     def _shrink(self) -> None:
-        """After out-of-memory the steps stay as small as the ones that went through."""
-        most = self.runner.max_forward_tokens
-        if most is not None and most < self.scheduler.limits.max_batch_tokens:
+        """Keeps steps as small as those that went through after the device ran out of memory."""
+        tokens = self.runner.max_forward_tokens
+        if tokens is not None and tokens < self.scheduler.limits.max_batch_tokens:
             self.notes.append(
-                f"{self.runner.model.device} ran out of memory in a step of more than {most} tokens; going on with steps of "
-                f"{most} (--max-batch-tokens {most} avoids the attempt)"
+                f"{self.runner.model.device} ran out of memory in a step of more than {tokens} tokens; going on with steps of "
+                f"{tokens} (--max-batch-tokens {tokens} avoids the attempt)"
             )
-            self.scheduler.shrink(most)
+            self.scheduler.shrink(tokens)
 
     def _update_stats(self) -> None:
-        """Brings `stats` up to date; the parts count, and this is the only place that writes the figures of a step."""
+        """Copies the counts of scheduler, executor, runner and block manager into `stats`. Nothing else writes the figures of a step."""
         for name in TokenCounts.__slots__:
             setattr(self.stats, name, getattr(self.scheduler.counts, name))
         self.stats.forward_seconds = self.executor.seconds

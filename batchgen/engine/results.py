@@ -1,4 +1,4 @@
-"""Rows under way: the leaves of each request, gathered until its result is whole. Knows tokens and numbers, not the device."""
+"""Gathers the leaves of each row until its result is complete. Knows tokens and numbers, not the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchgen.scheduling.waiting import Window
 
 OnResult = Callable[[Result], None]
 OnToken = Callable[[int, int, int], None]
-"""Called with row, number of the completion and token, for each token as it is drawn."""
+"""Called with row, number of the completion and token, for each token that reaches the host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,23 +35,23 @@ class RequestState:
     on_token: OnToken | None
     window: Window
     places: dict[int, int] = field(default_factory=dict)
-    """By number of a leaf: its depth-first place in the window."""
+    """By number of a leaf: its place in the window, in depth-first order."""
     completions: dict[int, Completion] = field(default_factory=dict)
-    """By number: those that have ended."""
+    """By number: the completions that have ended."""
     reasoning_tokens: int = 0
-    """Of the completions that have ended."""
+    """Tokens of thoughts in the completions that have ended."""
     scores: dict[int, list[TokenScore]] = field(default_factory=dict)
-    """By number: `Sequence.text_scores` of the texts that have been scored."""
+    """By number: `GenerationSequence.text_scores` of the texts that have been scored."""
     began: bool = False
     """Whether one of its leaves has run."""
 
     @property
     def whole(self) -> bool:
-        """Whether all of its leaves have ended."""
+        """Whether all leaves have ended."""
         return len(self.completions) + len(self.scores) == self.request.leaves
 
     def result(self) -> Result:
-        """Of a whole row."""
+        """Returns the result of a row that is whole."""
         return self._scored() if self.request.texts else self._generated()
 
     def failed(self, error: RowError) -> Result:
@@ -93,9 +93,9 @@ class RequestState:
 
 
 class ResultAssembler:
-    """The rows under way: what has ended of each, when its time is up, and the result of those that are done.
+    """The unfinished rows: which leaves of each have ended, and when its time is up. Makes the results of those that are done.
 
-    `piece` is the text of a token, `timeout` in seconds from a row's start.
+    `piece` returns the text of a token. `timeout` is in seconds from a row's start; None for no limit.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class ResultAssembler:
         self._piece = piece
         self._timeout = timeout
         self._rows: dict[Request, RequestState] = {}
-        self._deadlines: deque[tuple[float, Request]] = deque()  # in order: all rows have as much time
+        self._deadlines: deque[tuple[float, Request]] = deque()  # in order, because all rows have the same time
         self._cancelled: deque[Request] = deque()
         self.watched = False
-        """Whether any row is told of each of its tokens."""
+        """Whether any row has an `on_token`."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, window: Window, on_result: OnResult, on_token: OnToken | None) -> None:
-        """Takes in the rows of a window whose leaves are to run."""
+        """Adds the rows of a window that have leaves to run."""
         self.watched |= on_token is not None
         for place, leaf in enumerate(window.leaves):
             if not window.has_ended(place):
@@ -128,7 +128,7 @@ class ResultAssembler:
                 self._rows[leaf.request].places[leaf.choice] = place
 
     def update(self, update: SequenceUpdate) -> None:
-        """Adds what a step means for a sequence. Calls `on_token` and, where a row is done, `on_result`."""
+        """Adds an update of a sequence. Calls `on_token`, and `on_result` if its row is done."""
         seq, token, reason, error = update
         if token is not None and reason is None and not self.watched:
             return
@@ -149,13 +149,13 @@ class ResultAssembler:
                 self._finish(row)
 
     def cancel(self, request: Request) -> None:
-        """Ends a row with the next `end_due`, if it is not done by then. Any thread may call this."""
+        """Ends a row at the next `end_due`. Does nothing if it is done. Any thread may call this."""
         if request in self._rows:
             self._cancelled.append(request)
 
     @property
     def overdue(self) -> bool:
-        """Whether some row's time is up."""
+        """Whether the time of a row is up."""
         return bool(self._deadlines) and self._deadlines[0][0] <= time.monotonic()
 
     def end_cancelled(self) -> None:
@@ -170,10 +170,10 @@ class ResultAssembler:
             self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
 
     def under_way(self) -> dict[int, dict[int, Completion]]:
-        """What there is of completions of rows that are not done: by row, and by number of the completion. Those under way have no text yet."""
+        """Returns the completions of unfinished rows, by row and by number of the completion. Unfinished completions have no text."""
         found = {}
         for row in self._rows.values():
-            # Of a completion with thoughts their number of tokens would be lost: it is generated again.
+            # A completion with thoughts is left out and generated again: the number of its thoughts' tokens would be lost.
             begun = {choice: c for choice, c in row.completions.items() if c.reasoning is None}
             for choice, place in row.places.items():
                 seq = row.window.sequence(place)
@@ -200,7 +200,7 @@ class ResultAssembler:
 
     def _end(self, row: RequestState | None, reason: str) -> None:
         if row is None:
-            return  # done already
+            return  # already done
         if row.request.texts:
             self._fail(row, RowError(reason, f"the row was ended ({reason}) before it was scored"))
             return
@@ -212,13 +212,13 @@ class ResultAssembler:
         self._finish(row)
 
     def _finish(self, row: RequestState) -> None:
-        """Gives the row's result, if it is whole."""
+        """Calls `on_result` if the row is whole."""
         if row.whole:
             del self._rows[row.request]
             row.on_result(row.result())
 
     def _fail(self, row: RequestState, error: RowError) -> None:
-        """What else of the row runs or waits is dropped."""
+        """Ends the row's other leaves and calls `on_result` with the error."""
         for choice, place in row.places.items():
             if choice not in row.completions and choice not in row.scores:
                 self._cut(row, place)
@@ -226,7 +226,7 @@ class ResultAssembler:
         row.on_result(row.failed(error))
 
     def _cut(self, row: RequestState, place: int) -> GenerationSequence | None:
-        """Ends a leaf where it stands; its sequence, if it had begun."""
+        """Ends a leaf. Returns its sequence if it had begun."""
         return self._scheduler.cancel(row.window, place)
 
     def _completion(self, row: RequestState, seq: GenerationSequence, reason: str) -> Completion:
@@ -234,7 +234,7 @@ class ResultAssembler:
         if seq.request.params.logprobs is not None:
             earlier = seq.request.begun.get(seq.leaf.choice)
             logprobs = (earlier and earlier.logprobs) or ()
-            # Of a completion that could not be continued none were kept.
+            # If the completion could not be continued, the earlier ones are not its own.
             logprobs = logprobs if len(logprobs) + len(seq.logprobs) == len(seq.generated) else ()
             logprobs += _token_logprobs(self._piece, seq.logprobs, seq.generated[len(logprobs) :])
         stops = seq.stops
@@ -253,7 +253,7 @@ class ResultAssembler:
 
 
 def _normalised(logprobs: list[float], temperature: float = 1.0) -> list[float]:
-    """Probabilities that add up to 1; equal ones where every choice is impossible."""
+    """Returns probabilities that add up to 1; equal ones if every choice is impossible."""
     top = max(logprobs)
     if top == -math.inf:
         return [1 / len(logprobs)] * len(logprobs)
@@ -263,7 +263,8 @@ def _normalised(logprobs: list[float], temperature: float = 1.0) -> list[float]:
 
 
 def _chosen(logprobs: list[float], probs: list[float], request: Request) -> int:
-    """The likeliest choice, the first among equals; above temperature 0 a draw by the inverse of the cumulative distribution."""
+    """Returns the index of the likeliest choice (the first of equal ones). Above temperature 0, samples by the inverse of the cumulative
+    distribution."""
     params = request.params
     if params.greedy:
         return probs.index(max(probs))
@@ -274,8 +275,8 @@ def _chosen(logprobs: list[float], probs: list[float], request: Request) -> int:
     return min(int(np.searchsorted(weights, u * weights[-1], side="right")), len(logprobs) - 1)
 
 
-def _token_logprobs(piece: Callable[[int], str], drawn: list[Any], tokens: list[int]) -> tuple[TokenLogprob, ...]:
-    """The tokens with their texts, by `piece`; `drawn` holds the numbers of each (`logprobs.TokenLogprobs`)."""
+def _token_logprobs(piece: Callable[[int], str], sampled: list[Any], tokens: list[int]) -> tuple[TokenLogprob, ...]:
+    """Returns the log-probabilities of `tokens` with their texts. `sampled` holds the `logprobs.TokenLogprobs` of each token."""
     return tuple(
         TokenLogprob(
             piece(token),
@@ -283,5 +284,5 @@ def _token_logprobs(piece: Callable[[int], str], drawn: list[Any], tokens: list[
             numbers.logprob,
             tuple(TokenLogprob(piece(t), t, p) for t, p in zip(numbers.top_ids, numbers.top_logprobs, strict=True)),
         )
-        for token, numbers in zip(tokens, drawn, strict=True)
+        for token, numbers in zip(tokens, sampled, strict=True)
     )

@@ -73,8 +73,6 @@ def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
     return spans
 
 
-BLOCK_TOKENS = 32
-"""A block is the smallest multiple of the chunk that has so many tokens (CPU: benchmarks/NOTES.md)."""
 BATCH_SIZE = 256
 BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
 SCORED_LOGITS = 1 << 25
@@ -136,14 +134,9 @@ class Sizes:
         )
 
 
-def block_size_of(chunk_size: int) -> int:
-    """Tokens per block for a chunk size."""
-    return -(-BLOCK_TOKENS // chunk_size) * chunk_size
-
-
 def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -> Sizes:
     """Sizes for this model on this device. Raises `UsageError` when the KV memory does not hold a single block."""
-    block_size = block_size_of(config.chunk_size)
+    block_size = config.block_size
     token = bytes_per_token(model.layers, model.dtype)
     slot = bytes_per_slot(model.states, model.dtype)
     limits = _limits(model, config)

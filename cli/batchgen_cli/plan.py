@@ -15,7 +15,7 @@ from batchgen_cli.run import RunOptions
 from batchgen_cli.stderr import exit_code_of, printable
 
 if TYPE_CHECKING:
-    from batchgen.planning import PlanReport
+    from batchgen.dry_run import PlanReport
 
 EXCERPT_CHARACTERS = 48
 
@@ -61,7 +61,7 @@ def show_plan(given: dict[str, Any]) -> int:
     """Prints the plan of a run with these options; returns the exit code."""
     display = build(Display, given)
     config = job_config(given)
-    from batchgen.planning import plan_job  # after the options are known to be good: it takes half a second
+    from batchgen.dry_run import plan_job  # after the options are known to be good: it takes half a second
 
     showing = progress_for(display.progress, quiet=display.quiet, as_json=display.log_format == "json")
     with calm_libraries(verbose=display.verbose), showing as shown:

@@ -8,7 +8,7 @@ from batchgen.config import EngineConfig
 from batchgen.errors import OutOfMemory, UsageError
 from batchgen.model import memory_budget
 from batchgen.model.adapter import LoadedModel
-from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, block_size_of, halved, room_for_blocks, size_engine
+from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, halved, room_for_blocks, size_engine
 from batchgen.scheduling.batch import Limits
 from batchgen.state.cache import StateShape
 
@@ -33,7 +33,7 @@ def sizes(context=1024, model=None, **config):
 
 @pytest.mark.parametrize(("chunk", "block"), [(1, 32), (5, 35), (16, 32), (31, 62), (32, 32), (100, 100)])
 def test_a_block_is_the_smallest_multiple_of_the_chunk_with_32_tokens(chunk, block):
-    assert block_size_of(chunk) == block
+    assert EngineConfig(chunk_size=chunk).block_size == block
 
 
 @pytest.mark.parametrize(("memory", "blocks"), [("128KiB", 1), ("1MiB", 8), ("1MB", 7), ("1GiB", 8192)])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from batchgen.model import memory_budget
+from batchgen import config
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ preempted = []
 def small_blocks():
     """Of 4 tokens, so that a tree has many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_budget, "BLOCK_TOKENS", 4)
+        patch.setattr(config, "BLOCK_TOKENS", 4)
         yield
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from batchgen.attention.kv_cache import bytes_per_token
+from batchgen.dry_run import kv_bytes_per_token, state_bytes_per_sequence
 from batchgen.model.architectures import RECURRENT
-from batchgen.planning import kv_bytes_per_token, state_bytes_per_sequence
 from batchgen.state.cache import bytes_per_slot
 from support.models import packed_model
 from support.shapes import SHAPES

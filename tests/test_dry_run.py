@@ -9,8 +9,8 @@ import pytest
 
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import PromptConfig
+from batchgen.dry_run import kv_bytes_per_token
 from batchgen.errors import UsageError
-from batchgen.planning import kv_bytes_per_token
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]

@@ -1,4 +1,4 @@
-"""What a job would share and cost, found without the weights: `batchgen plan`."""
+"""`batchgen plan`: what a job would share and cost, without loading the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from batchgen.prefix import (
 from batchgen.preflight import check_job
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
-from batchgen.prompts.tokenizer import quiet, text_config
+from batchgen.prompts.tokenizer import text_config
 from batchgen.records import open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.request import Request, TokenArray, leaves_of
@@ -41,12 +41,12 @@ TREE_NODES = 20
 GROUPS = 10
 EXCERPT_TOKENS = 64
 DTYPE_BYTES = {"float32": 4, "float64": 8}
-"""Bytes of a number; 2 where nothing is said."""
+"""Bytes of a number, for types that do not take 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLine:
-    """A prefix node that saves much, as one line of an indented tree."""
+    """One of the prefix nodes that save the most, as a line of an indented tree."""
 
     level: int
     tokens: int
@@ -70,9 +70,9 @@ class CutFigures:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The plan of a job: figures of all its windows, the top of the prefix tree, the largest groups.
+    """The plan of a job: the figures of all windows, the top of the prefix tree, and the largest groups.
 
-    Where windows follow each other as the rows came, tree and groups are the first window's.
+    If windows follow the order of the input, tree and groups are those of the first window.
     """
 
     figures: PlanFigures
@@ -80,7 +80,7 @@ class PlanReport:
     rows_failed: int
     windows: int
     bytes_per_token: int
-    """KV of one token in all layers; 0 where the configuration does not say."""
+    """KV of one token in all layers; 0 if the model's configuration does not say."""
     bytes_per_state: int
     """State of one sequence, or node, in all recurrent layers; 0 for a model without such layers."""
     block_size: int
@@ -118,7 +118,10 @@ class PlanReport:
 
 
 def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int | None = None) -> PlanReport:
-    """What a job would share and cost, and what it would cost to run it in so many shards. Loads the tokenizer, not the weights; touches no output."""
+    """Returns what a job would share and cost, and with `shards` also what it would cost to run it in so many shards.
+
+    Loads the tokenizer but not the weights, and writes no output. Raises `BatchgenError`.
+    """
     if shards is not None:
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
@@ -129,31 +132,31 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
-        planner = Planner(config, tokenizer)
+        plan = _PlanBuilder(config, tokenizer)
         tracker.phase("planning")
         size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
             waiting, costs = SortedRequests(Path(folder)), PrefixCosts(Path(folder))
             for rows in source.windows(size or READ_ROWS, config.limit):
-                if planner.rows == 0:
+                if plan.rows == 0:
                     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
-                requests = planner.requests(prompts.build(rows))
+                requests = plan.requests(prompts.build(rows))
                 rows.clear()  # freed before the next ones are read
-                tracker.passed(planner.rows)
+                tracker.passed(plan.rows)
                 if size is not None:
-                    planner.window(requests)
+                    plan.add_window(requests)
                 else:
                     for request in requests:
                         waiting.add(request)
             waiting.close()
             for requests in waiting.windows():
-                planner.window(requests, follow_on=True)
+                plan.add_window(requests, follow_on=True)
                 if shards is not None:
                     costs.add(in_order(requests))
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
         for note in (*source.notes, *prompts.notes):
             tracker.note(note)
-    return replace(planner.report(chat=prompts.chat, whole=size is None), cuts=cuts)
+    return replace(plan.report(chat=prompts.chat, whole=size is None), cuts=cuts)
 
 
 def _cuts(shares: Sequence[Share]) -> CutFigures:
@@ -166,8 +169,8 @@ def _cuts(shares: Sequence[Share]) -> CutFigures:
 
 
 @dataclass(slots=True)
-class Planner:
-    """Plans a job window by window and keeps the figures."""
+class _PlanBuilder:
+    """Plans a job window by window and adds up the figures."""
 
     config: JobConfig
     tokenizer: LoadedTokenizer
@@ -183,27 +186,19 @@ class Planner:
 
     def __post_init__(self) -> None:
         self._survey = Survey(self.config.engine.chunk_size, TREE_NODES, GROUPS)
-        with quiet():  # torchao, where it is installed, has much to say
-            from batchgen.model.memory_budget import (
-                block_size_of,  # imports torch, which transformers has imported by now
-            )
-
-        self.block_size = block_size_of(self.config.engine.chunk_size)
-        self.bytes_per_token = kv_bytes_per_token(
-            self.tokenizer.hf_config, dtype_name(self.config.model, self.tokenizer.hf_config)
-        )
-        self.bytes_per_state = state_bytes_per_sequence(
-            self.tokenizer.hf_config, dtype_name(self.config.model, self.tokenizer.hf_config)
-        )
+        dtype = dtype_name(self.config.model, self.tokenizer.hf_config)
+        self.block_size = self.config.engine.block_size
+        self.bytes_per_token = kv_bytes_per_token(self.tokenizer.hf_config, dtype)
+        self.bytes_per_state = state_bytes_per_sequence(self.tokenizer.hf_config, dtype)
 
     def requests(self, built: Sequence[Request | Result]) -> list[Request]:
-        """Those of some more rows."""
+        """Counts rows that were built, and returns those that are requests."""
         self.rows += len(built)
         self.failed += sum(1 for result in built if isinstance(result, Result) and result.error_type is not None)
         return [row for row in built if isinstance(row, Request)]
 
-    def window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
-        """One more window. `follow_on`: windows come in depth-first order."""
+    def add_window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
+        """Adds a window. `follow_on`: windows follow each other in depth-first order."""
         self.windows += 1
         if not requests:
             return
@@ -213,7 +208,7 @@ class Planner:
         window = self._figures(plan, prompts, [r.max_tokens for r in requests], carried)
         leaves = leaves_of(requests)
         if len(leaves) > len(requests) or any(r.texts for r in requests):
-            # What is stored is that of the leaves; what is said of rows and prompts stays theirs.
+            # Memory is counted for leaves, everything else for rows.
             tokens = [leaf.tokens for leaf in leaves]
             stored = self._figures(self._planned(tokens), tokens, [leaf.request.max_tokens for leaf in leaves])
             window = replace(window, **{f.name: getattr(stored, f.name) for f in fields(stored) if f.name[:3] == "kv_"})
@@ -238,10 +233,10 @@ class Planner:
         )
 
     def report(self, *, chat: bool, whole: bool) -> PlanReport:
-        """`whole`: the windows came in depth-first order."""
+        """Returns the plan of all windows. `whole`: the windows came in depth-first order."""
         survey, found = self._survey, self.figures
         survey.end()
-        if whole:  # windows that cut a node, or a group, have each counted it
+        if whole:  # a node or group that lies in two windows was counted twice
             found = replace(found, prefix_nodes=survey.nodes, groups=survey.groups, grouped_requests=survey.grouped)
         return PlanReport(
             figures=found,
@@ -263,7 +258,7 @@ class Planner:
 
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
-    """KV of one token in all layers, from the configuration alone; 0 where it does not say."""
+    """Returns the KV of one token in all layers, from the model's configuration alone; 0 if it does not say."""
     own = text_config(hf_config)
     layers, heads = getattr(own, "num_hidden_layers", None), getattr(own, "num_attention_heads", None)
     if getattr(own, "model_type", None) in RECURRENT:
@@ -279,6 +274,6 @@ def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
 
 
 def state_bytes_per_sequence(hf_config: Any, dtype: str) -> int:
-    """State of one sequence in all recurrent layers, from the configuration alone; 0 for a model without such layers."""
+    """Returns the state of one sequence in all recurrent layers, from the model's configuration alone; 0 for a model without such layers."""
     own = text_config(hf_config)
     return state_bytes(own, DTYPE_BYTES.get(dtype, 2)) if getattr(own, "model_type", None) in RECURRENT else 0
