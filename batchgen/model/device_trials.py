@@ -27,12 +27,12 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.attention.triton_backend import DeviceAttention
+from batchgen.config import EngineConfig
 from batchgen.errors import is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.adapter import AttentionKind, LoadedModel
 from batchgen.model.device_check import Done, Failed, Part, Setup, Trying
 from batchgen.model.loader import load_model
-from batchgen.model.memory_budget import block_size_of
 from batchgen.model.runner import Runner
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import load_tokenizer
@@ -92,7 +92,7 @@ def _end_with(connection: Connection[Any, Any]) -> None:
 def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Done], None]) -> None:
     """Tries the parts of `setup` in their order. Ends without `Done` where the device is lost, or has not the memory."""
     passed = setup.passed
-    trials = Trials(model, block_size_of(setup.chunk_size), "triton" in passed, "graphs" in passed)
+    trials = Trials(model, EngineConfig(chunk_size=setup.chunk_size).block_size, "triton" in passed, "graphs" in passed)
     off: set[Part] = set()
     for part in setup.parts:
         if part == "graphs" and "triton" in off:
