@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from batchgen.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from batchgen.assembly import JobReport, merge_job
     from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig

@@ -138,7 +138,9 @@ def _check_gguf(config: ModelConfig, file: Path) -> None:
         )
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        raise ModelError(f"{file} is a GGUF file, which needs the package {missing[0]}", "install batchgen[quantized]")
+        raise ModelError(
+            f"{file} is a GGUF file, which needs the package {missing[0]}", "pip install 'batchgen-llm[quantized]'"
+        )
 
 
 def _is_path(model: str) -> bool:

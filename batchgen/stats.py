@@ -17,6 +17,7 @@ from typing import Any
 
 from batchgen.errors import OutputError, UsageError
 from batchgen.result import Result
+from batchgen.version import __version__
 
 SCHEMA = "batchgen.stats/1"
 
@@ -279,6 +280,8 @@ def versions() -> dict[str, str]:
 
 def version_of(package: str) -> str:
     """A package's version, read from what pip wrote when it was installed: nothing is imported."""
+    if package == "batchgen":
+        return __version__
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -51,3 +51,18 @@ def test_modules_import_only_from_those_before_them(command_environment: dict[st
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_projects_package_of_the_same_name_is_told_in_one_line(
+    tmp_path: Path, command: list[str], command_environment: dict[str, str]
+) -> None:
+    other = tmp_path / "batchgen" / "__init__.py"
+    other.parent.mkdir()
+    other.touch()
+    environment = command_environment | {"PYTHONPATH": f"{tmp_path}:{command_environment['PYTHONPATH']}"}
+    done = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"batchgen: error: {other} is another project's package of the name batchgen; "
+        "run: pip uninstall -y batchgen && pip install --force-reinstall --no-deps batchgen-llm\n"
+    )

@@ -190,7 +190,7 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
     """Loads the weights; so do `processes` of this machine, each its own. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
-        raise ModelError("--device-map needs the package accelerate", "install batchgen[device-map]")
+        raise ModelError("--device-map needs the package accelerate", "pip install 'batchgen-llm[device-map]'")
     check_weight_files(config, tokenizer=False)  # it has been loaded already
     notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None

@@ -21,7 +21,7 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
     Raises `ModelError` for an adapter of another kind, of another model, or one that would be used in part only.
     """
     if find_spec("peft") is None:
-        raise ModelError("--lora needs the package peft", "install batchgen[lora]")
+        raise ModelError("--lora needs the package peft", "pip install 'batchgen-llm[lora]'")
     from peft import PeftModel, get_peft_model_state_dict
 
     kind = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("peft_type")

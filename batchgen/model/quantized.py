@@ -51,7 +51,7 @@ def check_quantization(model: str, hf_config: Any) -> None:
     if package is not None and find_spec(package) is None:
         raise ModelError(
             f"the model {model!r} is quantized with {DEQUANTIZED.get(method or '', method)}, which needs the package {package.replace('_', '-')}",
-            "install batchgen[quantized]",
+            "pip install 'batchgen-llm[quantized]'",
         )
 
 

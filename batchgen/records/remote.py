@@ -49,7 +49,7 @@ def remote(url: str, *, verb: str = "read") -> tuple[Any, str]:
             fs, path = url_to_fs(url)
         except ImportError as e:
             raise UsageError(
-                f"{url} cannot be {verb}: {e}", "pip install 'batchgen[remote]' (fsspec and the store's package)"
+                f"{url} cannot be {verb}: {e}", "pip install 'batchgen-llm[remote]' (fsspec and the store's package)"
             ) from e
         except ValueError as e:
             raise UsageError(

@@ -1,6 +1,6 @@
 """Regular expressions and JSON schemas as grammars over a model's vocabulary. Knows llguidance and token bytes, not sequences.
 
-llguidance is the extra `batchgen[structured]`; it is imported with the first grammar.
+llguidance is the extra `batchgen-llm[structured]`; it is imported with the first grammar.
 
 - `regex` has the syntax of Rust's crate `regex`: no look-around and no back-references. `\\d` matches any Unicode digit (`[0-9]` only
   those of ASCII); `\\w` and `\\s` are Unicode too. The whole text must match; `^` and `$` at its ends change nothing.
@@ -128,7 +128,7 @@ class Vocabulary:
                 from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
             except ImportError:
                 raise UsageError(
-                    "a regex or JSON schema needs the package llguidance", "pip install 'batchgen[structured]'"
+                    "a regex or JSON schema needs the package llguidance", "pip install 'batchgen-llm[structured]'"
                 ) from None
             of_bytes = self._tokenizer is None
             texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)

@@ -128,5 +128,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError) as e:
         check_quantization("org/name", config)
     assert str(e.value) == (
-        "the model 'org/name' is quantized with compressed-tensors, which needs the package compressed-tensors; install batchgen[quantized]"
+        "the model 'org/name' is quantized with compressed-tensors, which needs the package compressed-tensors; pip install 'batchgen-llm[quantized]'"
     )

@@ -50,7 +50,7 @@ def test_a_device_map_without_accelerate_names_the_extra(tiny_model_dir, monkeyp
     config = ModelConfig(model=str(tiny_model_dir), device_map="auto")
     with pytest.raises(ModelError) as e:
         load_model(config, load_tokenizer(config))
-    assert str(e.value) == "--device-map needs the package accelerate; install batchgen[device-map]"
+    assert str(e.value) == "--device-map needs the package accelerate; pip install 'batchgen-llm[device-map]'"
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")

@@ -109,7 +109,7 @@ def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path: Path
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(build("llama"), tmp_path)
     monkeypatch.setattr("batchgen.model.lora.find_spec", lambda name: None)
-    assert refusal(tmp_path) == "--lora needs the package peft; install batchgen[lora]"
+    assert refusal(tmp_path) == "--lora needs the package peft; pip install 'batchgen-llm[lora]'"
 
 
 def test_the_adapter_is_part_of_a_jobs_identity(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_urls_without_fsspec_or_with_an_unknown_scheme_say_what_to_do(monkeypatc
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(UsageError) as caught:
         opened("s3://x/y.jsonl")
-    assert caught.value.hint == "pip install 'batchgen[remote]' (fsspec and the store's package)"
+    assert caught.value.hint == "pip install 'batchgen-llm[remote]' (fsspec and the store's package)"
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.csv", "x.parquet"])

@@ -177,7 +177,7 @@ def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pyte
         with pytest.raises(UsageError) as failure:
             check(tokenizer, params)
         assert str(failure.value) == (
-            "a regex or JSON schema needs the package llguidance; pip install 'batchgen[structured]'"
+            "a regex or JSON schema needs the package llguidance; pip install 'batchgen-llm[structured]'"
         )
 
 
