@@ -1,4 +1,4 @@
-"""A model in a Python program: prompts in, results out, nothing on disk."""
+"""A model inside a Python program: prompts in, results out, nothing on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from batchgen.stats import EngineStats
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int] | Mapping[str, Any]
-"""A text; the messages of a conversation (`role`, `content`); token ids, sent as they are; or a row as of a file, with `prompt` or `messages`."""
+"""A text; a list of messages (`role`, `content`); a list of token ids, used as they are; or a row as in a file, with `prompt` or `messages`."""
 Params = SamplingParams | Mapping[str, Any]
 OnResult = Callable[[Result], None]
 OnToken = Callable[[int, int, int], None]
@@ -40,19 +40,20 @@ class _Arrival:
 
 
 class LLM:
-    """A loaded model. Prefixes that calls share are not run again, while memory lasts.
+    """A loaded model. A prefix that several calls share runs once, as long as its blocks stay in memory.
 
-    `model` is a folder (text or a path) or a hub name; `dtype`, `device`, `device_map`, `revision`, `trust_remote_code`, `compile` and `attention` are those of
-    `ModelConfig`; `engine` says how the work is batched. Raises `BatchgenError`. `with LLM(...) as llm:` closes it at the end.
+    `model` is a folder (a string or a path) or a hub name. `dtype`, `device`, `device_map`, `revision`, `trust_remote_code`, `compile` and
+    `attention` are those of `ModelConfig`. `engine` says how the work is batched. Raises `BatchgenError`. `with LLM(...) as llm:` closes
+    the model at the end.
 
-    Everywhere a single prompt may stand for a list of one, and a list of parameters gives each prompt its own; what is none of the kinds
-    of `Prompt` and `Params` raises `TypeError` before anything runs.
+    All methods take a single prompt or a list of prompts, and either parameters for all prompts or a list with those of each. Anything
+    that is not a `Prompt` or `Params` raises `TypeError` before anything runs.
 
-    `generate` and `score` do a list of prompts and return. `add` gives prompts to a running loop, `run` is the loop: callbacks
-    of either may add and cancel, and so may other threads; everything else is for one thread.
+    `generate` and `score` run a list of prompts and return their results. `add` adds prompts to the loop, and `run` is the loop. Callbacks
+    and other threads may call `add` and `cancel`; call everything else from one thread.
 
-    With several devices (`device="cuda:0,1"`) each has the model in a process of its own: `on_token` is then told of tokens some hundredths of a
-    second after they were sampled.
+    With several devices (`device="cuda:0,1"`), each has the model in a process of its own. `on_token` is then called some hundredths of a
+    second after a token was sampled.
     """
 
     def __init__(
@@ -92,19 +93,19 @@ class LLM:
 
     @property
     def stats(self) -> EngineStats:
-        """Figures of all calls so far; also while `run` runs."""
+        """Figures of all calls so far. Also valid while `run` runs."""
         return self._stats or self.engine.stats
 
     @property
     def engine(self) -> AnyEngine:
-        """What runs the model. Raises `RuntimeError` once the model is closed."""
+        """The engine that runs the model. Raises `RuntimeError` after `close`."""
         if self._engine is None:
             raise RuntimeError("this model is closed: make a new LLM")
         return self._engine
 
     @property
     def unfinished(self) -> int:
-        """Prompts that were added and are not done."""
+        """Number of prompts that were added and are not done."""
         return len(self._requests)
 
     def generate(
@@ -114,11 +115,11 @@ class LLM:
         *,
         prompt_options: PromptConfig | None = None,
     ) -> list[Result]:
-        """One result per prompt, in order; for a single prompt a list of one.
+        """Returns one result per prompt, in order; for a single prompt a list of one.
 
-        A text goes through the model's chat template, where it has one, as one message of the user, unless `prompt_options`
-        say otherwise. A prompt that cannot be run has `finish_reason` "error", and the others go on. `params` is for all
-        prompts, or a list with one for each (None: the defaults).
+        A text becomes a user message in the model's chat template, if it has one, unless `prompt_options` say otherwise. The result of a
+        prompt that cannot be run has the `finish_reason` "error"; the others are not affected. `params` are for all prompts, or a
+        list with those of each (None for the defaults).
         """
         options = _options(prompt_options)
         rows = [_columns(prompt, options) for prompt in _listed(prompts)]
@@ -131,7 +132,7 @@ class LLM:
         *,
         prompt_options: PromptConfig | None = None,
     ) -> list[Result]:
-        """How likely each completion is after its prompt: one result per pair, in order, with its `score`."""
+        """Scores how likely each completion is after its prompt. Returns one result per pair, in order, with its `score`."""
         options = replace(_options(prompt_options), score=True)
         rows = [_columns(prompt, options) for prompt in _listed(prompts)]
         texts = [completions] if isinstance(completions, str) else list(completions)
@@ -154,23 +155,23 @@ class LLM:
         on_result: OnResult,
         on_token: OnToken | None = None,
     ) -> list[int]:
-        """Adds prompts, to be done by `run`; returns their numbers, which no other prompt has.
+        """Adds prompts for `run`. Returns their numbers, which are unique.
 
-        `on_result(result)` is called for each, `result.row` its number; `on_token(number, completion, token)` for every token
-        as it is sampled, `completion` counting those of the prompt.
+        `run` calls `on_result(result)` for each prompt, with its number in `result.row`, and `on_token(number, completion, token)` for
+        each sampled token; `completion` is the index of the completion among those of the prompt.
         """
         options = _options(prompt_options)
         rows = [_columns(prompt, options) for prompt in _listed(prompts)]
         return self._add(rows, _params_of(params, len(rows)), options, on_result, on_token)
 
     def cancel(self, number: int) -> None:
-        """Ends a prompt where it stands: its result has `finish_reason` "cancelled" and what was generated. Nothing if it is done."""
+        """Ends a prompt. Its result has the `finish_reason` "cancelled" and the text generated so far. Does nothing if it is done."""
         request = self._requests.get(number)
         if request is not None:
             self.engine.cancel(request)
 
     def run(self) -> None:
-        """Runs until all that was added is done, what is added meanwhile too. An error of a callback ends it and drops the rest."""
+        """Runs until all added prompts are done, also those that are added meanwhile. An exception in a callback ends it and drops the rest."""
         if self._running:
             raise RuntimeError("this model is running: add prompts to it with add()")
         self._running = True
@@ -187,7 +188,7 @@ class LLM:
             self._running = False
 
     def close(self) -> None:
-        """Gives the model's memory back and ends the processes of several devices. What is called afterwards raises `RuntimeError`; `stats` stays."""
+        """Frees the model's memory and ends the processes of several devices. Later calls raise `RuntimeError`; `stats` stays valid."""
         if self._engine is not None:
             if self._running:
                 raise RuntimeError("this model is running: close it when run() has returned")
@@ -245,7 +246,7 @@ class LLM:
         return numbers
 
     def _take(self) -> None:
-        """Hands to the engine what has been added."""
+        """Gives the added prompts to the engine."""
         while self._arriving:
             arrival = self._arriving.popleft()
 
@@ -262,7 +263,7 @@ class LLM:
 
 
 def _listed(prompts: Any) -> list[Any]:
-    """The prompts of a call: a single one is a list of one."""
+    """Returns the prompts of a call as a list."""
     if isinstance(prompts, str | Mapping) or _is_token_ids(prompts) or _is_conversation(prompts):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
@@ -271,7 +272,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 
 def _columns(prompt: Any, options: PromptConfig) -> dict[str, Any]:
-    """A prompt as the columns of a row."""
+    """Returns a prompt as the columns of a row."""
     if isinstance(prompt, str):
         return {options.prompt_column: prompt}
     if _is_token_ids(prompt):
@@ -303,7 +304,7 @@ def _is_list_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
 
 
 def _params_of(given: Any, prompts: int) -> SamplingParams | list[SamplingParams] | None:
-    """The parameters of a call, or of each of its prompts."""
+    """Returns the parameters of a call, or a list with those of each prompt."""
     if not isinstance(given, list | tuple):
         return None if given is None else _one_params(given)
     if len(given) != prompts:

@@ -128,9 +128,10 @@ class KeptPrefixes:
         self._last: TokenArray | None = None
 
     def carried(self, plan: PrefixPlan, prompts: Sequence[TokenArray], *, and_last: bool = False) -> int:
-        """How many tokens of the window's tree are known from earlier windows. Remembers this one's prefixes.
+        """Returns the number of tokens of the window's tree that earlier windows had, and remembers this window's prefixes.
 
-        `and_last`: also those of the last prompt of the window before. Windows that follow each other in depth-first order share nothing else.
+        With `and_last` the last prompt of the window before counts too: windows that follow each other in depth-first order share only
+        its tokens.
         """
         paths = list(self._paths.values())
         if and_last and self._last is not None:

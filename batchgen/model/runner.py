@@ -1,4 +1,4 @@
-"""Packs a step into tensors and runs the transformers model on it. What happens on the device in a step happens here and in the sampler."""
+"""Packs a step into tensors and runs the transformers model on it. In a step, only this module and the sampler use the device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from batchgen.state.step import StateSpan, StateStep
 
 
 class Runner:
-    """Runs steps; the only one, with the sampler, that touches the device."""
+    """Runs the model on the spans of a step."""
 
     def __init__(
         self, model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str], states: StateCache | None = None
     ) -> None:
-        """Steps keep to the `limits`. What the user should know goes into `notes`. `states` for a model with recurrent layers."""
+        """Steps are within `limits`. Adds messages for the user to `notes`. `states` are those of a model with recurrent layers."""
         self.model = model  # `with_blocks`
         self.cache = cache
         self.states = states
@@ -58,12 +58,12 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, last: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Returns the batch's rows of logits [N, vocabulary], valid until the next run; None when none are wanted.
+        """Returns the batch's rows of logits [N, vocabulary], valid until the next run; None if none are wanted.
 
-        `last` [slots] int64, on the device, holds by slot the newest token of sequences whose pending tokens the host does not know.
-        When the device runs out of memory the batch is run in halves: its spans do not depend on one another, and whatever the failed
-        forward has written is written again. Raises `OutOfMemory` when not even one token goes through, and for a model with
-        recurrent layers at once: a state that a failed forward has changed cannot be computed again.
+        `last` [slots] int64, on the device, holds the newest token of each slot, for sequences whose pending tokens the host does not know.
+        If the device runs out of memory, the batch runs in halves: its spans do not depend on one another, and what the failed forward
+        has written is written again. Raises `OutOfMemory` if not even one token goes through, and at once for a model with recurrent
+        layers, because a failed forward may have changed their states.
         """
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
             self._move(batch.moves)
@@ -131,7 +131,7 @@ class Runner:
         return [output.logits[0].to(device)] if len(packed.logits_places) else []
 
     def _recurrent(self, spans: Sequence[ScheduledSpan]) -> AbstractContextManager[None]:
-        """Gives the model's recurrent layers the states of the spans."""
+        """Returns the context in which the model's recurrent layers use the states of these spans."""
         if self.model.recurrent is None or self.states is None:
             return nullcontext()
         return self.model.recurrent.running(

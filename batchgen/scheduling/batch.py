@@ -1,7 +1,7 @@
-"""One step as the scheduler decides it: which spans run, with which tokens, and who wants which rows of logits.
+"""What one step runs: the scheduled spans, their tokens, and which rows of logits are wanted by whom. Integers only.
 
-A `ScheduledBatch` is made once and read by everyone: the runner takes its tokens, the sampler its rows, the scheduler what
-they mean for the sequences. Integers only.
+A `ScheduledBatch` is made once. The runner reads its tokens, the executor and the sampler its rows of logits, and the scheduler what its
+output means for the sequences.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class Limits:
     """Budgets of a step."""
 
     batch_size: int
-    """Most sequences running at once."""
+    """Maximum number of running sequences."""
     max_batch_tokens: int
-    """Most tokens in one forward."""
+    """Maximum number of tokens in one forward."""
     max_prefill_tokens: int
-    """Of those, most that are not one sequence's next token."""
+    """Maximum number of tokens among them that are not the next token of a decoding sequence."""
     max_scored_tokens: int = 4096
-    """Most tokens of texts scored in one forward: each needs the logits of the whole vocabulary."""
+    """Maximum number of tokens of texts that are scored in one forward; each needs the logits of the whole vocabulary."""
     max_kv_read: int | None = None
-    """Most tokens whose KV is read, those of a node once; None: no limit."""
+    """Maximum number of tokens whose KV a step reads, those of a node counted once; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSpan:
-    """A span's share of a step: its tokens at positions [start, stop)."""
+    """The part of a span that a step runs: its tokens at positions [start, stop)."""
 
     span: Span
     start: int
@@ -43,12 +43,12 @@ class ScheduledSpan:
     logits: int
     """First position after which the logits are wanted; `stop` for none."""
     read: int = -1
-    """`Span.read_slot` when it was scheduled."""
+    """The span's `read_slot` when it was scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyBlock:
-    """The KV of one block into another: a node's tail into the first block of a child."""
+    """Copies the KV of one block into another: a node's last block into the first block of a child."""
 
     source: int
     to: int
@@ -56,7 +56,7 @@ class CopyBlock:
 
 @dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Blocks that a node gives up, to host memory."""
+    """Copies blocks of a node that is evicted to host memory."""
 
     blocks: tuple[int, ...]
     to: SwappedBlocks
@@ -64,7 +64,7 @@ class SwapOut:
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Of blocks that were saved those from the `first`-th on, back into these."""
+    """Copies blocks back from host memory: those from index `first` on, into `blocks`."""
 
     source: SwappedBlocks
     first: int
@@ -73,20 +73,20 @@ class SwapIn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedSpans:
-    """Spans of one forward, packed as [1, T] in depth-first order. `pack` makes it."""
+    """The spans of one forward, packed as [1, T] in depth-first order. `pack` makes it."""
 
     spans: tuple[ScheduledSpan, ...]
     tokens: NDArray[np.int64]
-    """[T] token ids; 0 where only the device knows the token yet."""
+    """[T] token ids; 0 for tokens that only the device knows yet."""
     pending_places: NDArray[np.int64]
-    """[M] places in `tokens` of those that only the device knows: sampled in the step before."""
+    """[M] places in `tokens` of the tokens that only the device knows, because they were sampled in the step before."""
     pending_slots: NDArray[np.int64]
     """[M] sampler slots that hold these tokens."""
     logits_places: NDArray[np.int64]
-    """[N] places whose logits are wanted: the rows of logits, in order."""
+    """[N] places whose logits are wanted, in the order of the rows of logits."""
 
     def halves(self) -> tuple[PackedSpans, PackedSpans]:
-        """Two or more tokens as two batches of about as many, in their order; one span may be cut in two."""
+        """Splits two or more tokens into two batches of about the same size. A span may be cut in two."""
         room = len(self.tokens) // 2
         first: list[ScheduledSpan] = []
         second: list[ScheduledSpan] = []
@@ -111,7 +111,7 @@ def pack(spans: Sequence[ScheduledSpan]) -> PackedSpans:
         start, end = end, end + scheduled.stop - scheduled.start
         span = scheduled.span
         if isinstance(span, GenerationSequence) and span.num_pending_tokens > 0 and scheduled.stop == span.end:
-            assert end - start == 1, "a sequence that comes back has no pending tokens"
+            assert end - start == 1, "a preempted sequence has no pending tokens"
             pending.append(start)
             slots.append(span.slot)
         else:
@@ -132,7 +132,7 @@ class Sample(NamedTuple):
 
 
 class KeptRow(NamedTuple):
-    """Logits that a node keeps for the prompts that end there."""
+    """A row of logits that a node keeps for the prompts that end there."""
 
     node_span: PrefixNodeSpan
     row: int
@@ -140,17 +140,17 @@ class KeptRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreTargets:
-    """Tokens of given texts whose log-probabilities a step computes, in any order."""
+    """The tokens of given texts whose log-probabilities a step computes, in any order."""
 
     rows: list[int]
-    """Row of the logits."""
+    """By token: its row of the logits."""
     tokens: list[int]
     entries: list[TokenScore]
-    """Where each log-probability is stored once it is known."""
+    """By token: where its log-probability is stored once it is known."""
 
 
 class Freed(NamedTuple):
-    """What the sampler, the grammars and the node logits need not keep any longer."""
+    """What the executor may forget."""
 
     sequences: tuple[GenerationSequence, ...] = ()
     """Sequences that ended or were preempted."""
@@ -162,24 +162,24 @@ class Freed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledBatch:
-    """What one step runs and what is wanted of it. Made once by `of`; everything about the step is read from here."""
+    """What one step runs and which of its numbers are wanted. `of` makes it; everything about the step is read from here."""
 
     packed: PackedSpans
     moves: tuple[CopyBlock | SwapOut | SwapIn, ...]
-    """What to do to blocks before the forward, in this order."""
+    """Copies of blocks to make before the forward, in this order."""
     samples: tuple[Sample, ...]
-    """The tokens to sample: first those that sample from a row of this step's logits, then those of `ready`."""
+    """The tokens to sample: first those from rows of this step's logits, then those of `ready`."""
     sample_rows: NDArray[np.int64]
-    """[S] rows of the logits that the first S samples use."""
+    """[S] rows of the logits for the first S samples."""
     kept_rows: tuple[KeptRow, ...]
     score_targets: ScoreTargets
     preempted: tuple[GenerationSequence, ...]
     started: tuple[GenerationSequence, ...]
-    """Sequences that begin, or come back, in this step."""
+    """Sequences that begin in this step, or continue after a preemption."""
     ready: tuple[GenerationSequence, ...]
-    """Of those, the ones whose prompt ends at a node: they sample from the node's logits, without a forward."""
+    """Those of `started` whose prompt ends at a node. They sample from the node's logits, without a forward."""
     scored: tuple[GenerationSequence, ...]
-    """Texts whose last token is scored with this step, in its forward or at a node before it."""
+    """Texts whose last token is scored in this step's forward, or was scored at a node before it."""
     freed: Freed
     """What was freed since the batch before."""
 
@@ -193,7 +193,7 @@ class ScheduledBatch:
         scored: tuple[GenerationSequence, ...] = (),
         freed: Freed = Freed(),  # noqa: B008 - immutable
     ) -> ScheduledBatch:
-        """A batch of `spans`, given in depth-first order. `scored` are texts that nodes have scored to their end before it."""
+        """Makes the batch of `spans`, given in depth-first order. `scored` are texts whose tokens the nodes above them have all scored."""
         sampling: list[GenerationSequence] = []
         rows: list[int] = []
         kept: list[KeptRow] = []
@@ -239,7 +239,7 @@ class ScheduledBatch:
 
 
 def _score(scheduled: ScheduledSpan, row: int, targets: ScoreTargets) -> None:
-    """Adds what is scored in a span whose first row of logits is `row`."""
+    """Adds to `targets` the tokens that are scored in a span. `row` is the span's first row of logits."""
     span = scheduled.span
     for position in range(scheduled.logits, scheduled.stop):
         for token in span.next_tokens(position):
@@ -251,45 +251,45 @@ def _score(scheduled: ScheduledSpan, row: int, targets: ScoreTargets) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What a step has computed, on the host."""
+    """The numbers that a step has computed, on the host."""
 
     batch: ScheduledBatch
     sequences: Sequence[GenerationSequence]
     """The sequences that a token was sampled for."""
     tokens: Sequence[int]
     valid: Sequence[bool]
-    """By sequence: False where its logits are not numbers (a NaN, +inf, or nothing but -inf). The token means nothing then."""
+    """By sequence: False if its logits are not numbers (a NaN, +inf, or nothing but -inf). The token is meaningless then."""
     logprobs: Sequence[Any]
-    """By sequence: `sampling.logprobs.TokenLogprobs`, or None where none are wanted."""
+    """By sequence: `sampling.logprobs.TokenLogprobs`, or None if they are not wanted."""
     score_logprobs: Sequence[float]
     """By entry of the batch's `score_targets`."""
     score_likeliest: Sequence[float]
-    """By entry: 1 where the token is the likeliest in its place, else 0."""
+    """By entry: 1 if no token is likelier in its place, else 0."""
 
 
 class SequenceUpdate(NamedTuple):
-    """What a step means for one sequence. With nothing but the sequence: it starts or comes back."""
+    """The effect of a step on one sequence. Without token, reason and error: the sequence has started or continues after a preemption."""
 
     sequence: GenerationSequence
     token: int | None = None
     reason: str | None = None
-    """Why the completion has ended with this token, if it has; "scored" for a text that is scored to its end."""
+    """Why the completion has ended with this token: its finish reason. "scored" for a text whose tokens are all scored. None if it goes on."""
     error: RowError | None = None
     """Why the sequence has failed."""
 
 
 class Budget:
-    """What a step may still take. The first work always fits, or nothing would ever run."""
+    """What a step may still take. The first span always fits; otherwise nothing would ever run."""
 
     def __init__(self, limits: Limits) -> None:
         self.tokens = limits.max_batch_tokens
-        """Left for anything."""
+        """Tokens left."""
         self._prefill = limits.max_prefill_tokens
         self._scored = limits.max_scored_tokens
         self._kv = limits.max_kv_read
         self._read: set[PrefixNodeSpan] = set()
         self.full = False
-        """Whether the KV budget has turned something away."""
+        """Whether a span did not fit the limit of KV tokens."""
         self.spans: list[ScheduledSpan] = []
 
     @property
@@ -298,7 +298,7 @@ class Budget:
         return 0 if self.full else min(self.tokens, self._prefill)
 
     def decode(self, seq: GenerationSequence) -> bool:
-        """Takes the sequence's next token into the step; False when the budget is spent."""
+        """Adds the sequence's next token to the step. Returns False if the budget is used up."""
         if self.tokens < 1 or not self._reads(seq, seq.end):
             return False
         self.tokens -= 1
@@ -306,7 +306,7 @@ class Budget:
         return True
 
     def slice(self, span: Span) -> None:
-        """Takes as much of the span's prompt into the step as the budget allows, maybe nothing."""
+        """Adds as much of the span's prompt to the step as the budget allows, possibly nothing."""
         start, wanted = span.computed, span.logits_from
         stop = min(span.end, start + self.prefill)
         if span.scoring:
@@ -320,7 +320,7 @@ class Budget:
         self.spans.append(ScheduledSpan(span, start, stop, logits, span.read_slot))
 
     def _reads(self, span: Span, stop: int) -> bool:
-        """Whether the KV that the span reads fits too; it is taken then."""
+        """Whether the KV that the span reads fits. If so, it is taken from the budget."""
         if self._kv is None:
             return True
         path = [node_span for node_span in span.path if node_span not in self._read]
@@ -335,19 +335,19 @@ class Budget:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens that went through the scheduler, summed over steps."""
+    """Counts of tokens, summed over all steps."""
 
     steps: int = 0
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     scored_tokens: int = 0
     decode_sequences: int = 0
-    """Tokens that were sampled for sequences that had not ended."""
+    """Tokens sampled for sequences that had not ended."""
     completion_tokens: int = 0
-    """Of those, the ones that became part of a completion."""
+    """Those of them that became part of a completion."""
 
     def count(self, batch: ScheduledBatch) -> None:
-        """Counts a batch that has just been scheduled; what it samples is counted when it is known."""
+        """Counts a batch that has just been scheduled. Its sampled tokens are counted when they reach the host."""
         self.steps += 1
         for scheduled in batch.spans:
             span = scheduled.span
@@ -357,7 +357,7 @@ class TokenCounts:
             self.prefill_tokens += max(0, prompt - scheduled.start)
             behind = max(scheduled.start, prompt)
             if isinstance(span, GenerationSequence) and not span.scoring:
-                # The last token that it had sampled is run for the first time, as in any decode step.
+                # The last token that it sampled runs for the first time, as in any decode step.
                 self.recomputed_tokens += max(0, min(scheduled.stop, span.end - 1) - behind)
             else:
                 self.scored_tokens += scheduled.stop - behind

@@ -1,7 +1,7 @@
-"""Accounting of the block pool: which blocks are free and how many hold each of the others. Integers only; the tensors are `kv_cache`'s.
+"""Accounts for the block pool: which blocks are free, and how many references each of the others has. The tensors are in `kv_cache`.
 
-Runs for prefix nodes are taken from the low end, contiguous where possible, so that a node's KV is one slice of the
-pool; single blocks of sequences from the high end, so that they stay close together and can be read as one view.
+Prefix nodes take runs of blocks from the low end, contiguous if possible, so that a node's KV is one slice of the pool. Sequences
+take single blocks from the high end, so that these stay close together and can be read as one view.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free_map = bytearray([_FREE]) * num_blocks  # a byte a block: `find` searches runs at memory speed
+        self._free_map = (
+            bytearray([_FREE]) * num_blocks
+        )  # one byte a block, so that `find` searches runs at memory speed
         self._references = [0] * num_blocks
         self.num_free = num_blocks
         self.peak_used = 0
@@ -26,7 +28,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate_run(self, count: int) -> list[int]:
-        """`count` blocks from the low end, contiguous if any free run is long enough. Raises `ValueError` when too few are free."""
+        """Returns `count` blocks from the low end, contiguous if a free run is long enough. Raises `ValueError` if too few are free."""
         self._require(count)
         if count == 0:
             return []
@@ -42,7 +44,7 @@ class BlockPool:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks from the high end, highest first. Raises `ValueError` when too few are free."""
+        """Returns `count` blocks from the high end, the highest first. Raises `ValueError` if too few are free."""
         self._require(count)
         blocks: list[int] = []
         at = self.num_blocks
@@ -53,8 +55,8 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these blocks, which must be in use."""
-        references = self._references  # every row that starts passes here with all blocks of its prefix
+        """Adds a reference to each of these blocks. Raises `ValueError` for a free block."""
+        references = self._references  # a local name: each row that starts shares all blocks of its prefix
         for block in blocks:
             count = references[block]
             if not count:
@@ -62,7 +64,7 @@ class BlockPool:
             references[block] = count + 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reference less; a block that nothing refers to becomes free."""
+        """Removes a reference from each of these blocks. Blocks without references become free. Raises `ValueError` for a free block."""
         references = self._references
         for block in blocks:
             count = references[block]
@@ -74,11 +76,11 @@ class BlockPool:
                 self.num_free += 1
 
     def num_references(self, block: int) -> int:
-        """How many hold the block."""
+        """Number of references to the block."""
         return self._references[block]
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
-        """Raises `AssertionError` unless the references are exactly those of `tables` and the free map agrees."""
+        """Raises `AssertionError` unless the references are exactly those of `tables` and the free map agrees with them."""
         held = [0] * self.num_blocks
         for table in tables:
             for block in table:

@@ -1,4 +1,4 @@
-"""The causal convolution before (or, in LFM2, instead of) a recurrence: each channel by itself, over a few tokens. Plain torch."""
+"""The causal convolution before a recurrence (in LFM2, instead of one), over a few tokens of each channel. Plain torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def convolve(
     lengths: torch.Tensor,
     owners: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The convolution of N spans that follow one another, [T, C], and the inputs that their next tokens will see, [N, K-1, C].
+    """Returns the convolution of N packed spans [T, C], and the inputs that their next tokens need [N, K-1, C].
 
-    `before_NKC` has for each span the K-1 inputs before its first token. `starts` and `lengths` [N] say where the spans lie, `owners`
-    [T] to which span each token belongs.
+    `before_NKC` are the K-1 inputs before each span's first token. `starts` and `lengths` [N] are the places of the spans, and `owners` [T] is
+    the span of each token.
     """
     taps = weight_CK.shape[1] - 1
     x_TC = x_TC.to(weight_CK.dtype)
     before_NKC = before_NKC.to(x_TC.dtype)
-    # Every span behind the inputs before it, so that the taps of a token lie side by side: span i's begin at starts[i] + i * taps.
+    # One line with each span after its earlier inputs, so that the taps of a token are adjacent: span i begins at starts[i] + i * taps.
     line = x_TC.new_empty((x_TC.shape[0] + before_NKC.shape[0] * taps, x_TC.shape[1]))
     heads = starts + torch.arange(len(starts), device=starts.device) * taps
     reach = torch.arange(taps, device=starts.device)

@@ -1,6 +1,6 @@
 """The gated delta rule (Gated DeltaNet, arXiv:2412.06464) over packed spans, in plain torch and float32.
 
-A state S [K, V] of each head is read by queries and written by keys. With a token's decay a = exp(g) and strength b:
+Each head has a state S [K, V]. Queries read it, and keys write it. With a token's decay a = exp(g) and strength b:
     S <- a S;  S <- S + k (b (v - S^T k))^T;  out = S^T q
 """
 
@@ -21,7 +21,7 @@ def step(
     beta_NH: torch.Tensor,
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each of N sequences: its output [N, H, V], and the states [N, H, K, V] after it."""
+    """Runs one token of each of N sequences. Returns the outputs [N, H, V] and the new states [N, H, K, V]."""
     states = states * g_NH.exp()[..., None, None]
     known = (states * k_NHK.unsqueeze(-1)).sum(-2)
     delta = (v_NHV - known) * beta_NH.unsqueeze(-1)
@@ -38,10 +38,10 @@ def run_chunks(
     beta: torch.Tensor,
     states: torch.Tensor,
 ) -> torch.Tensor:
-    """All tokens of N spans: their outputs [C, c, H, V]. `states` [N, H, K, V], in the order of the chunks' spans, become those at their ends.
+    """Runs all tokens of N spans. Returns the outputs [C, c, H, V], and updates `states` [N, H, K, V], in the order of the chunks' spans, in place.
 
     q, k [T, H, K], v [T, H, V], g and beta [T, H] are packed. Inside a chunk the updates of its tokens are one triangular system (the
-    UT transform of arXiv:2406.06484); from chunk to chunk only the state goes on.
+    UT transform of arXiv:2406.06484). Only the state goes from chunk to chunk.
     """
     q, k, v = (chunks.take(x).transpose(1, 2) for x in (q, k, v))  # [C, H, c, size]
     g, beta = (chunks.take(x).masked_fill(chunks.padded[..., None], 0).transpose(1, 2) for x in (g, beta))
@@ -66,5 +66,5 @@ def run_chunks(
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:
-    """Vectors of length one, as fla's kernels have them."""
+    """Returns the vectors scaled to length one, as in fla's kernels."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

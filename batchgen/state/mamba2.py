@@ -1,6 +1,6 @@
 """The state space recurrence of Mamba2 (arXiv:2405.21060) over packed spans, in plain torch and float32.
 
-A state S [P, N] of each head; a token has an input x [P], a step dt, and B and C [N] that groups of heads share. With a = exp(dt A):
+Each head has a state S [P, N]. A token has an input x [P], a step dt, and B and C [N] that groups of heads share. With a = exp(dt A):
     S <- a S + dt x B^T;  out = S C + D x
 """
 
@@ -16,7 +16,7 @@ from batchgen.state.chunks import Chunks, decays
 def step(
     x_SHP: torch.Tensor, dt_SH: torch.Tensor, a_H: torch.Tensor, b_SGN: torch.Tensor, c_SGN: torch.Tensor, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One token of each of S sequences: its output [S, H, P] without D x, and the states [S, H, P, N] after it."""
+    """Runs one token of each of S sequences. Returns the outputs [S, H, P] without D x, and the new states [S, H, P, N]."""
     heads = x_SHP.shape[1] // b_SGN.shape[1]
     b, c = (of.repeat_interleave(heads, 1) for of in (b_SGN, c_SGN))
     states = states * (dt_SH * a_H).exp()[..., None, None] + (x_SHP * dt_SH[..., None])[..., None] * b[..., None, :]
@@ -26,11 +26,11 @@ def step(
 def run_chunks(
     chunks: Chunks, x: torch.Tensor, dt: torch.Tensor, a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """All tokens of S spans: their outputs [C, c, H, P] without D x. `states` [S, H, P, N], in the order of the chunks' spans, become
-    those at their ends.
+    """Runs all tokens of S spans. Returns the outputs [C, c, H, P] without D x, and updates `states` [S, H, P, N], in the order of the
+    chunks' spans, in place.
 
-    x [T, H, P], dt [T, H], b and c [T, G, N] are packed. Inside a chunk tokens read one another as in attention; from chunk to chunk
-    only the state goes on.
+    x [T, H, P], dt [T, H], b and c [T, G, N] are packed. Inside a chunk, tokens read one another as in attention. Only the state goes
+    from chunk to chunk.
     """
     heads = x.shape[1] // b.shape[1]
     dt = chunks.take(dt).masked_fill(chunks.padded[..., None], 0).transpose(1, 2)  # [C, H, c]

@@ -1,5 +1,7 @@
-"""Puts the packed mixers into a transformers model: its recurrent layers keep their projections, gates and norms, and only the few
-functions that go along the sequence, which transformers' forwards look up by name, become ours.
+"""Puts the packed mixers into a transformers model.
+
+The model's recurrent layers keep their projections, gates and norms. Only the few functions that run along the sequence are replaced by
+ours; transformers' forwards look them up by name.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from batchgen.state.delta_rule import normalized
 
 
 class Recurrence(Protocol):
-    """What a recurrent layer asks for in a forward; `StateStep` is one."""
+    """The functions that recurrent layers call in a forward. `StateStep` implements them."""
 
     def convolve(
         self,
@@ -39,23 +41,23 @@ class Recurrence(Protocol):
 
 
 class RecurrentLayers:
-    """The recurrent layers of a model that `install` has changed. They run inside `running` only."""
+    """The recurrent layers of a model that `install` has changed. They only run inside `running`."""
 
     def __init__(self, kinds: Iterable[str] = ()) -> None:
         self.kinds = set(kinds)
-        """What goes along the sequence in them."""
+        """The kinds of mixers in them."""
         self._step: Recurrence | None = None
 
     @property
     def step(self) -> Recurrence:
-        """Raises `ModelError` outside of `running`."""
+        """The states of the present step. Raises `ModelError` outside of `running`."""
         if self._step is None:
             raise ModelError("a recurrent layer runs without a step's states")
         return self._step
 
     @contextmanager
     def running(self, step: Recurrence) -> Iterator[None]:
-        """The model's forwards in the block read and write these states."""
+        """Inside the block the model's forwards read and write the states of `step`."""
         self._step = step
         try:
             yield
@@ -64,9 +66,9 @@ class RecurrentLayers:
 
 
 def install(model: torch.nn.Module) -> RecurrentLayers | None:
-    """Changes the model's recurrent layers, in place; None where it has none.
+    """Changes the model's recurrent layers in place. Returns None if it has none.
 
-    A layer is known by what its forward calls. Raises `ModelError` for one that transformers does not give a layer index.
+    A recurrent layer is recognized by the functions that its forward calls. Raises `ModelError` for a layer without a layer index.
     """
     layers = RecurrentLayers()
     for module in model.modules():
@@ -79,12 +81,12 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
             raise ModelError(f"{type(module).__name__} has no layer index")
         seams = {name: seam for name, seam in _SEAMS.items() if name in names}
         ours = {name: made(layers, index) for name, (_, made) in seams.items()}
-        # transformers' wrapper around the forward is for weights that are on another device meanwhile, which are refused.
+        # The wrapper that transformers puts around the forward is for weights on another device, which are refused.
         packed = FunctionType(
             forward.__code__, forward.__globals__ | ours, forward.__name__, forward.__defaults__, forward.__closure__
         )
         packed.__kwdefaults__ = forward.__kwdefaults__
-        # accelerate keeps a module's own forward under this name, behind its hooks.
+        # accelerate keeps a module's own forward under this name and calls it from its hooks.
         setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", MethodType(packed, module))
         layers.kinds |= {kind for kind, _ in seams.values()}
     return layers if layers.kinds else None
@@ -162,11 +164,11 @@ _SEAMS: dict[str, tuple[str, Callable[[RecurrentLayers, int], Callable[..., Any]
     "torch_chunk_gated_delta_rule": ("gated delta rule", _delta_rule),
     "mamba2_chunk_scan": ("Mamba2", _mamba2),
 }
-"""By the name that transformers' forwards have for it: its name here, and what makes ours for a layer."""
+"""By the name of the function in transformers: the kind of mixer, and what makes our function for a layer."""
 
 
 class StateProbe:
-    """Stands in for a step's states: notes what each layer would keep, and runs a single span from nothing."""
+    """Stands in for the states of a step. Records the shape of each layer's state; returns outputs of the right shape."""
 
     def __init__(self) -> None:
         self.layers: dict[int, StateShape] = {}

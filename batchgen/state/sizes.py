@@ -1,4 +1,4 @@
-"""How large the states of a model's recurrent layers are, from its configuration alone. No torch."""
+"""The sizes of the states of a model's recurrent layers, from its configuration alone. No torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 
 
 def attention_layers(config: Any) -> int:
-    """How many layers have keys and values, of a configuration of a language model; 0 where it does not say how many layers there are."""
+    """Returns the number of layers with keys and values in a language model's configuration; 0 if it does not say how many layers there are."""
     if config.model_type == "mamba2":
         return 0
     kinds = getattr(config, "layer_types", None)
-    if kinds is None or config.model_type == "falcon_h1":  # whose layers have both side by side
+    if kinds is None or config.model_type == "falcon_h1":  # its layers have both side by side
         return int(getattr(config, "num_hidden_layers", 0))
     return sum(kind in ATTENDS for kind in kinds)
 
 
 def state_bytes(config: Any, dtype_bytes: int) -> int:
-    """State of one sequence in all recurrent layers; `dtype_bytes` to a number of the convolutions' inputs.
+    """Returns the bytes of one sequence's state in all recurrent layers. A number of the convolutions' inputs has `dtype_bytes`.
 
-    `config` is a verified family's with recurrent layers (`model/architectures.py`).
+    `config` is of a verified family with recurrent layers (`model/architectures.py`).
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None or config.model_type in ("mamba2", "falcon_h1"):
@@ -50,5 +50,5 @@ def _layer_bytes(config: Any, dtype_bytes: int) -> int:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these settings that the configuration has: families name them differently."""
+    """Returns the first of these settings that the configuration has. Families name them differently."""
     return int(next(getattr(config, name) for name in names if hasattr(config, name)))

@@ -1,4 +1,4 @@
-"""A step's recurrent layers: which slot each span's state is read from and which it is written to, and the mixers' work on them."""
+"""Runs the recurrent layers of a step: reads the state of each span from its slot, and writes the new one to its slot."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from batchgen.state.convolution import convolve
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
-    """Tokens of a step that follow one another."""
+    """A span of tokens in a step."""
 
     length: int
     read: int
-    """The slot with the state before them; -1 where they begin a text."""
+    """The slot with the state before them; -1 if they begin a text."""
     write: int
-    """The slot that takes the state after them."""
+    """The slot for the state after them."""
     generated: int = 0
-    """How many of the tokens, the last ones, were generated: the others are a prompt's."""
+    """How many of the tokens, at the end, were generated. The others belong to a prompt."""
 
 
 class StateStep:
-    """One step as the model's recurrent layers meet it. Made once for a step; each layer calls `convolve` and maybe a recurrence.
+    """The recurrent layers' view of one step. Made once for a step; each layer calls `convolve` and possibly a recurrence.
 
-    Spans of one token are run together, one recurrent step each; longer ones in chunks. No slot is both read by one span and written
-    by another in a step.
+    Spans of one token run together, as one recurrent step. Longer spans run in chunks. In a step no slot is read by one span and written
+    by another.
     """
 
     def __init__(self, spans: Sequence[StateSpan], cache: StateCache, kernels: bool = False) -> None:
-        """`kernels`: those of the CPU do what they have, in float32 and bfloat16."""
+        """`kernels`: whether our kernels for the CPU run what they can, in float32 and bfloat16."""
         self._cache = cache
         self._kernels = kernels
         lengths = np.array([s.length for s in spans], dtype=np.int64)
@@ -47,7 +47,7 @@ class StateStep:
         read = np.array([s.read if s.read >= 0 else cache.num_slots for s in spans], dtype=np.int64)
         write = np.array([s.write for s in spans], dtype=np.int64)
         generated = np.array([s.generated for s in spans], dtype=np.int64)
-        # From the end of each token's span, counted from 1: a token that is nearer than the span's generated ones is one of them.
+        # Distance of each token from the end of its span, from 1. A token is generated if it is not farther than the number of those.
         left = np.repeat(starts + lengths, lengths) - np.arange(lengths.sum())
         self._arrays = _Arrays(starts, lengths, read, write, left > np.repeat(generated, lengths))
         self._on: dict[torch.device, _Layout] = {}
@@ -60,7 +60,7 @@ class StateStep:
         bias_C: torch.Tensor | None,
         activation: str | None,
     ) -> torch.Tensor:
-        """The causal convolution [T, C] of the packed tokens, each span's behind its own past."""
+        """Returns the causal convolution [T, C] of the packed tokens; each span continues its own earlier inputs."""
         at, states = self._layout(x_TC.device), self._cache.convolution[layer]
         if self._kernels and recurrent.can_convolve(x_TC, weight_CK, bias_C, activation, states):
             weight_KC = weight_CK.t().contiguous()
@@ -76,7 +76,7 @@ class StateStep:
     def delta_rule(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
     ) -> torch.Tensor:
-        """The gated delta rule: q, k [T, H, K] and v [T, H, V], float32, give [T, H, V]; g and beta [T, H]."""
+        """Returns the outputs [T, H, V] of the gated delta rule for q, k [T, H, K], v [T, H, V], g and beta [T, H], all float32."""
         at, states = self._layout(v.device), self._cache.recurrent[layer]
         if self._kernels and at.single is not None and not at.chunks:
             return recurrent.delta_rule(q, k, v, g.exp(), beta, states, at.single_read, at.single_write)
@@ -99,9 +99,9 @@ class StateStep:
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
         a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """The recurrence of Mamba2 without D x: x [T, H, P], float32, gives [T, H, P]; dt [T, H], b and c [T, G, N].
+        """Returns the outputs [T, H, P] of Mamba2's recurrence without D x, for x [T, H, P] (float32), dt [T, H], b and c [T, G, N].
 
-        dt keeps to the `limit` in prompts only, as in transformers.
+        dt is clamped to `limit` in prompts only, as in transformers.
         """
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if limit != (0.0, math.inf):
@@ -131,7 +131,7 @@ class StateStep:
 
 
 class _Arrays(NamedTuple):
-    """By span where it starts, how long it is and its slots; by token whether it is a prompt's."""
+    """By span: its start, its length and its slots. By token: whether it belongs to a prompt."""
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -141,7 +141,7 @@ class _Arrays(NamedTuple):
 
 
 class _Layout:
-    """A step's spans as tensors on a device."""
+    """The spans of a step as tensors on one device."""
 
     def __init__(self, spans: _Arrays, device: torch.device) -> None:
         def put(x: NDArray[np.int64]) -> torch.Tensor:
@@ -153,7 +153,7 @@ class _Layout:
         self.prompt = torch.from_numpy(prompt).to(device)
         single, longer = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
         self.single: torch.Tensor | None = None
-        """Where the tokens of spans of one token are; None without such spans."""
+        """The places of the tokens whose span has one token; None without such spans."""
         if len(single):
             self.single, self.single_read, self.single_write = (
                 put(starts[single]),
