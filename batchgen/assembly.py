@@ -153,7 +153,9 @@ def _merge(
             write_output(source, job, SameInput(source, job, plan.asked["inputs"]), outcomes, count_results=True)
             job.flush()
         jobs = [s["stats"]["job"] for s in shards] + ([job.previous["job"]] if job.previous else [])
-        setting = Setting(**{name: shards[0]["stats"][name] for name in ("model", "dtype", "device", "attention")})
+        setting = Setting(
+            **{name: shards[0]["stats"][name] for name in ("model", "dtype", "device", "attention", "sampling")}
+        )
         stats = figures(outcomes.run, EngineStats(), setting, earlier={"job": sum_of_jobs(jobs)})
         stats["shards"] = [_entry(shard) for shard in shards]
         job.finish(stats)

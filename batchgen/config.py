@@ -27,7 +27,7 @@ from batchgen.options import (
 )
 from batchgen.sampling_params import SamplingParams
 
-RETRIES = ("errors", "timeout", "length")
+RETRIES = ("errors", "timeout", "length", "repetition")
 """What `--retry` can name."""
 POLICIES = ("prefix", "prefill-first", "fifo")
 
@@ -360,11 +360,11 @@ class JobConfig:
     retry_errors: bool = option(False, "Run the rows again that failed in an earlier run.", group="Job")
     retry: tuple[str, ...] = option(
         (),
-        "Run the rows again that failed, or were cut by their time limit or length, in an earlier run.",
+        "Run the rows again that failed, or were cut by their time limit, length or repetition, in an earlier run.",
         group="Job",
-        metavar="errors,timeout,length",
+        metavar="errors,timeout,length,repetition",
         parse=comma_list,
-        rules=[(lambda v: set(v) <= set(RETRIES), "of errors, timeout and length")],
+        rules=[(lambda v: set(v) <= set(RETRIES), "of errors, timeout, length and repetition")],
         shown="none",
     )
     prune: bool = option(

@@ -63,7 +63,7 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
             tracker.tell = job.tell
             outcomes = Outcomes(run, tracker, config.max_errors)
             planner = Planner(config.engine.chunk_size, share=config.engine.share, under_way=job.under_way())
-            model = _Model(config, setup.tokenizer, signals, tracker, run)
+            model = _Model(config, setup.tokenizer, setup.prompts.sampling_from, signals, tracker, run)
             generation = _Generation(job, model, outcomes, signals)
             try:
                 if isinstance(job, ShardFolder):
@@ -360,9 +360,16 @@ class _Model:
     """The engine. It is loaded when the first row needs it, so a job with nothing left to generate does not load it."""
 
     def __init__(
-        self, config: JobConfig, tokenizer: LoadedTokenizer, signals: Signals, tracker: Tracker, run: RunFigures
+        self,
+        config: JobConfig,
+        tokenizer: LoadedTokenizer,
+        sampling: Mapping[str, Any],
+        signals: Signals,
+        tracker: Tracker,
+        run: RunFigures,
     ) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        """`sampling`: what the figures say of it (`PromptBuilder.sampling_from`)."""
+        self._config, self._tokenizer, self._sampling = config, tokenizer, sampling
         self._signals, self._tracker, self._run = signals, tracker, run
         self._engine: AnyEngine | None = None
         self.ready_at = self.last_token_at = 0.0
@@ -397,6 +404,7 @@ class _Model:
             dtype=engine.dtype if engine else dtype_name(self._config.model, self._tokenizer.hf_config),
             device=engine.device if engine else "",
             attention=engine.attention if engine else "",
+            sampling=self._sampling,
         )
         return figures(self._run, engine.stats if engine else EngineStats(), setting, earlier=previous)
 

@@ -20,6 +20,9 @@ class TokenLogprob:
     """The likeliest tokens in its place, falling; their own `top` is empty."""
 
 
+_REASONS = ("timeout", "cancelled", "length", "repetition", "stop")
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call of one of the row's tools."""
@@ -37,7 +40,7 @@ class Completion:
     text: str | None
     """The answer alone, of a model that marks its thoughts; None where it was cut inside of them."""
     finish_reason: str
-    """stop, length, timeout or cancelled; empty for a completion that is under way"""
+    """stop, length, repetition, timeout or cancelled; empty for a completion that is under way"""
     reasoning: str | None = None
     """The thoughts before the answer; None where there are none."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -67,7 +70,7 @@ class Result:
     text: str | None
     """The (first) completion, or the chosen label; None for a row that failed, was only scored, or was cut inside of its thoughts."""
     finish_reason: str | None
-    """stop, length, timeout, cancelled or error; None for a row that was only scored"""
+    """stop, length, repetition, timeout, cancelled or error; None for a row that was only scored"""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Of all its completions."""
@@ -90,11 +93,11 @@ class Result:
 
     @property
     def reason(self) -> str:
-        """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `stop` (of several completions the first of these), or `scored`."""
+        """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `repetition`, `stop` (of several completions the first of these), or `scored`."""
         if self.error_type is not None:
             return "error"
         reasons = {self.finish_reason, *(c.finish_reason for c in self.completions)}
-        return next((reason for reason in ("timeout", "cancelled", "length", "stop") if reason in reasons), "scored")
+        return next((reason for reason in _REASONS if reason in reasons), "scored")
 
     @classmethod
     def failed(cls, row: int, error: RowError, prompt_tokens: int = 0) -> Result:

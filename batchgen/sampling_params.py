@@ -141,6 +141,15 @@ class SamplingParams:
         rules=[between(0, MAX_LOGPROBS)],
     )
     """As the model gives them, before penalties and temperature. 0: the sampled token's alone."""
+    max_repeats: int | None = option(
+        None,
+        "A completion that ends in the same up to 256 tokens N times in a row, at least 32 in all, is ended.",
+        group="Sampling",
+        metavar="N",
+        rules=[at_least(2)],
+        shown="no limit",
+    )
+    """Its finish reason is then `repetition`."""
     reasoning: str = option(
         "auto",
         "auto separates the thoughts of models that mark them from the text, as the field reasoning; off leaves them in the text.",

@@ -71,6 +71,8 @@ class RunFigures:
     rows_failed: int = 0
     rows_truncated: int = 0
     """Rows whose prompt was cut to fit."""
+    rows_repeating: int = 0
+    """Of the rows of this run that were cut by their length, those that repeat themselves at their end."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     """How many rows of this run ended for which reason (`Result.reason`)."""
     rows_resumed: int = 0
@@ -157,6 +159,8 @@ class Setting:
     dtype: str = ""
     device: str = ""
     attention: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """`RowParams.sources` of the job."""
 
 
 def figures(
@@ -209,6 +213,7 @@ def figures(
         "dtype": setting.dtype,
         "device": setting.device,
         "attention": setting.attention,
+        "sampling": dict(setting.sampling),
         "versions": versions(),
     }
     stats["seconds"] = {name: round(value, 4) for name, value in stats["seconds"].items()}

@@ -167,6 +167,9 @@ class Engine:
         """Rows whose logits were not numbers while kernels ran, until plain torch has run them: theirs may be none either."""
         self._replaced: dict[Request, Request] = {}
         """Requests that were started again, and those that took their place."""
+        self._shortened: dict[int, Request] = {}
+        """By row: requests under way whose `max_tokens` were lowered to fit the pool."""
+        self._said_shortened = False
 
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
@@ -176,6 +179,7 @@ class Engine:
         `leaves` are `leaves_of` the requests, `plan` is `plan_prefixes` of the leaves' tokens. `run` calls `on_result` as each row
         finishes, and `on_token(row, number of the completion, token)` for each token that reaches the host.
         """
+        leaves, on_result = self._shortened_leaves(leaves, on_result)
         ordered = [leaves[i] for i in plan.order]
         unfit: dict[Request, Leaf] = {
             leaf.request: leaf for leaf in ordered if self.sizes.blocks_for(leaf) > self.sizes.num_blocks
@@ -186,6 +190,27 @@ class Engine:
         for request, leaf in unfit.items():
             result = Result.failed(request.row, self.sizes.does_not_fit(leaf), len(request.tokens))
             self._unfit.append((on_result, result))
+
+    def _shortened_leaves(self, leaves: Sequence[Leaf], on_result: OnResult) -> tuple[Sequence[Leaf], OnResult]:
+        """The leaves with requests that fit the pool where `Sizes.fitted` can make them fit, and what is called with their results."""
+        fitted = {leaf.request: self.sizes.fitted(leaf.request) for leaf in leaves}
+        shortened = {request.row: new for request, new in fitted.items() if new is not request}
+        if not shortened:
+            return leaves, on_result
+        if not self._said_shortened:
+            self._said_shortened = True
+            room = self.sizes.num_blocks * self.sizes.block_size
+            self.notes.append(
+                f"the KV memory holds {room:,} tokens of a row, so --max-tokens auto is less for some rows: their prompts and completions "
+                f"have {room:,} tokens at most (--kv-memory gives more)"
+            )
+        self._shortened |= shortened
+
+        def done(result: Result) -> None:
+            self._shortened.pop(result.row, None)
+            on_result(result)
+
+        return [replace(leaf, request=fitted[leaf.request]) for leaf in leaves], done
 
     def run(self, stop: Callable[[], str | None] | None = None) -> None:
         """Runs steps until all requests are done.
@@ -259,6 +284,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, with what it has so far as its result. Does nothing if it is done. Any thread may call this."""
+        request = self._shortened.get(request.row, request)
         self.results.cancel(self._replaced.get(request, request))
 
     def close(self) -> None:
@@ -286,6 +312,7 @@ class Engine:
         self._drop()
         self._unfit.clear()
         self._replaced.clear()
+        self._shortened.clear()
 
     def _drop(self) -> None:
         """Forgets all rows that are not done."""

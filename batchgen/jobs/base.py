@@ -10,7 +10,7 @@ from batchgen.progress import Snapshot
 from batchgen.records import Row
 from batchgen.result import Completion, Result
 
-RETRIES = {"errors": "error", "timeout": "timeout", "length": "length"}
+RETRIES = {"errors": "error", "timeout": "timeout", "length": "length", "repetition": "repetition"}
 """What `--retry` can name, and the reason with which such results ended."""
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from batchgen.config import parse_max_errors
 from batchgen.errors import TooManyErrors
+from batchgen.parsers.repetition import repeats
 from batchgen.progress import Tracker
 from batchgen.result import Result
 from batchgen.stats import RunFigures
 
 ERROR_SHARE_FROM = 100
 """`--max-errors P%` is looked at once this many rows are done."""
+SUGGESTED_REPEATS = 4
+"""The `--max-repeats` that is suggested where many rows that were cut repeat themselves so often."""
 _FAILURES_KEPT = 5
 _MANY = 10
 """Rows cut by `--max-tokens` are worth a note if they are at least this many, and more than one in this many."""
@@ -48,6 +51,8 @@ class Outcomes:
         """A row of this run is done, well or not; `source` is its place in its file, if that is known. Raises `TooManyErrors`."""
         self.run.count(result)
         self.tracker.rows_changed()
+        if result.finish_reason == "length" and repeats(result.token_ids, SUGGESTED_REPEATS):
+            self.run.rows_repeating += 1
         if result.error_type is None:
             return
         where = source or f"row {result.row}"
@@ -72,5 +77,11 @@ class Outcomes:
             )
         if _MANY * reasons["length"] > done and reasons["length"] >= _MANY:
             self.tracker.note(
-                f"{reasons['length']:,} of {done:,} rows were cut by their length (--max-tokens, or the end of the context)"
+                f"{reasons['length']:,} of {done:,} rows were cut by their length (--max-tokens, or the end of the context){self._of_them_repeat()}"
             )
+
+    def _of_them_repeat(self) -> str:
+        count = self.run.rows_repeating
+        if count < _MANY:
+            return ""
+        return f"; {count:,} of them repeat themselves, which --max-repeats {SUGGESTED_REPEATS} ends early"

@@ -120,6 +120,13 @@ class Sizes:
         """Blocks that the leaf can need."""
         return -(-leaf.max_kv_tokens // self.block_size)
 
+    def fitted(self, request: Request) -> Request:
+        """The request, with fewer `max_tokens` where nobody said how many and a completion of so many would not fit an empty pool."""
+        room = self.num_blocks * self.block_size - len(request.tokens) + 1
+        if request.texts or "max_tokens" in request.params.given or not 1 <= room < request.max_tokens:
+            return request
+        return replace(request, max_tokens=room)
+
     def does_not_fit(self, leaf: Leaf) -> RowError:
         """Says how much it needs, and what would make it fit."""
         block = self.bytes_per_token * self.block_size

@@ -58,6 +58,8 @@ class PromptBuilder:
             self._renderer.note(
                 f"sampling as the model's generation_config.json asks for: {shown} (--sampling-defaults greedy leaves it out)"
             )
+        self.sampling_from = {} if prompts.score else self._params.sources()
+        """The values that rows without parameters of their own are sampled with, and where each is from: see `RowParams.sources`."""
         self._check_sampling(sampling)
         if (
             getattr(tokenizer.hf_tokenizer, "fix_mistral_regex", None) is False

@@ -24,6 +24,11 @@ _ALIASES = {
     "guided_choice": "choices",
 }
 """Other names of parameters. Where a row has both names, the one here goes first: it is the newer or the more exact one."""
+_SHOWN = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "max_repeats", "reasoning_budget", "seed",
+)  # fmt: skip
+"""The parameters whose values the figures name."""
 CHOICES_NAMES = ("choices", "guided_choice", "structured_outputs", "guided_decoding")
 _TRANSLATED = frozenset({"logprobs", "top_logprobs", "response_format", "structured_outputs", "guided_decoding"})
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choices"}  # of vLLM's structured_outputs
@@ -161,6 +166,20 @@ class RowParams:
             return self._completed((default or self._given).merged(own))
         except OverflowError:  # JSON's whole numbers have no end
             raise RowError("unsupported_parameter", f"a number is too large: {_short(own)}") from None
+
+    def sources(self) -> dict[str, dict[str, Any]]:
+        """By parameter of sampling: its value for rows without their own, and where that is from: `option`, `model`, `auto` or `default`.
+
+        But for the temperature, those at their defaults are left out. Empty where labels are scored.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for name in () if self.default.choices else _SHOWN:
+            value, given = getattr(self.default, name), name in self._given.given
+            source = "option" if given else "model" if name in self._model else "default"
+            source = "auto" if source == "model" and name in self._auto else source
+            if source != "default" or name == "temperature":
+                found[name] = {"value": value, "from": source}
+        return found
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the model's where nothing was given; labels keep their own."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from batchgen.parsers.repetition import Repetition
 from batchgen.parsers.thinking import ThinkingFormat, ThoughtStream, thoughts_of
 from batchgen.parsers.tool_calls import HARMONY_CALLS, ToolFormat, find_calls, harmony_call_start
 from batchgen.request import TokenArray
@@ -141,6 +142,7 @@ class Stopper:
         self._prompt, self._tools = prompt, tools
         self._context = detokenizer.context(prompt)
         self._growing: _GrowingText | None = None
+        self._repetition = None if params.max_repeats is None else Repetition(params.max_repeats)
         self._thoughts: ThoughtStream | None = None
         if detokenizer.thinking is not None and params.reasoning == "auto":
             end = "".join(map(detokenizer.piece, prompt[-PROMPT_END:].tolist()))
@@ -150,10 +152,13 @@ class Stopper:
         self._text: str | None = None
 
     def append(self, token: int) -> str | None:
-        """Takes the next token; returns `stop` or `length` when it ends the completion, else None."""
+        """Takes the next token; returns `stop`, `repetition` or `length` when it ends the completion, else None."""
         self.tokens.append(token)
+        repeats = self._repetition is not None and self._repetition.append(token)
         if token in self._ends or self._stops_at(token):
             self.finish_reason = "stop"
+        elif repeats:
+            self.finish_reason = "repetition"
         elif len(self.tokens) >= self._max_tokens:
             # Text that might have become another character is final now.
             answer = self._decoded() if self._stop else None

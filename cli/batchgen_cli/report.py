@@ -88,6 +88,8 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
         *_ends(s),
         ("prompts", "through the chat template" if report.chat else "raw text"),
     ]
+    if s["sampling"] and s["steps"]:
+        lines.append(("sampling", _sampling(s["sampling"])))
     if s["steps"]:
         lines += _generation(s)
     seconds = s["seconds"]
@@ -153,6 +155,12 @@ def _ends(s: dict[str, Any]) -> list[tuple[str, str]]:
     if truncated:
         parts.append(f"{truncated:,} with a truncated prompt")
     return [("ended", ", ".join(parts))]
+
+
+def _sampling(values: dict[str, Any]) -> str:
+    """The values that were used, and where those are from that the command does not name."""
+    origins = {"model": " (the model's)", "auto": " (auto)"}
+    return ", ".join(f"{name} {value['value']:,}{origins.get(value['from'], '')}" for name, value in values.items())
 
 
 def _model(s: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ CONTRACT = """
     --chat-template-kwargs --on-long-prompt
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
-    --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --sampling-defaults --score --completion-column
+    --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --max-repeats --sampling-defaults --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --attention --threads --debug
     --shard --merge

@@ -64,7 +64,13 @@ def report_of(*, rows: int = 2, failures: tuple[str, ...] = ()) -> JobReport:
         kv_bytes_unshared=4096,
         forward_seconds=1.5,
     )
-    stats = figures(run, engine, Setting("m", "float32", "cpu" if rows else "", "cascade" if rows else ""))
+    sampling = {
+        "temperature": {"value": 0.6, "from": "model"},
+        "top_p": {"value": 0.9, "from": "option"},
+        "max_tokens": {"value": 16384, "from": "auto"},
+    }
+    device, attention = ("cpu", "cascade") if rows else ("", "")
+    stats = figures(run, engine, Setting("m", "float32", device, attention, sampling))
     stats["seconds"]["total"] = 3.5
     stats["memory_bytes_peak"] = 1 << 30
     return JobReport(stats, "out.jsonl", 3 if failures else 0, False, chat=True, failures=failures)
@@ -75,6 +81,7 @@ def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
         ("output", "out.jsonl"),
         ("rows", "2 done, 1 failed, 1 kept from an earlier run"),
         ("prompts", "through the chat template"),
+        ("sampling", "temperature 0.6 (the model's), top_p 0.9, max_tokens 16,384 (auto)"),
         ("prompt tokens", "40, of which 15 were run (minimum: 15): 62.5% shared"),
         ("completion tokens", "10"),
         ("speed", "5 completion tokens/s, 25 with the prompts', 1.5 rows/s"),

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 
+from batchgen.request import Request
+from batchgen.sampling_params import SamplingParams
 from support import tiny
 from support.params import slow_but
 from support.tiny import BLOCK, TOKEN, VOCAB, build, engine_of, planned, requests_of, run
@@ -76,6 +78,34 @@ def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
         "give --kv-memory 2008KiB or lower max_tokens"
     )
     assert results[2].error_type == "does_not_fit"  # by a single token
+
+
+def test_max_tokens_that_nobody_gave_are_no_more_than_fit(model):
+    engine = engine_of(model, blocks=4)
+    auto, given = (
+        Request(row=i, tokens=np.array([5] * 100, dtype=np.int32), params=params, max_tokens=1024, key=bytes([i]) * 16)
+        for i, params in enumerate((SamplingParams(), SamplingParams(max_tokens=1024)))
+    )
+    room = engine.sizes.num_blocks * engine.sizes.block_size
+    results = run(engine, [auto, given])
+    assert (results[0].finish_reason, results[0].completion_tokens) == ("length", room - 100 + 1)
+    assert results[1].error_type == "does_not_fit"
+    assert [note for note in engine.notes if "max-tokens auto" in note] == [
+        f"the KV memory holds {room} tokens of a row, so --max-tokens auto is less for some rows: "
+        f"their prompts and completions have {room} tokens at most (--kv-memory gives more)"
+    ]
+
+
+def test_a_shortened_request_can_be_cancelled(model):
+    engine = engine_of(model, blocks=4)
+    request = Request(
+        row=0, tokens=np.array([5] * 100, dtype=np.int32), params=SamplingParams(), max_tokens=1024, key=bytes(16)
+    )
+    results = {}
+    engine.add(*planned([request]), lambda result: results.update({result.row: result}))
+    engine.cancel(request)
+    engine.run()
+    assert results[0].finish_reason == "cancelled"
 
 
 def test_a_model_without_numbers_fails_every_row_and_the_loop_ends():

@@ -6,7 +6,10 @@ import pytest
 
 from batchgen.collector import few_collections
 from batchgen.errors import ModelError, OutOfMemory, TooManyErrors, memory_errors
-from batchgen.jobs.outcomes import ErrorLimit
+from batchgen.jobs.outcomes import ErrorLimit, Outcomes
+from batchgen.progress import Silent, Tracker
+from batchgen.result import Result
+from batchgen.stats import RunFigures
 
 
 def test_without_a_limit_any_number_of_rows_may_fail() -> None:
@@ -70,3 +73,24 @@ def test_the_collector_is_as_before_when_the_job_is_over() -> None:
     with few_collections():
         assert gc.get_threshold()[0] > 50 * before[0]
     assert gc.get_threshold() == before
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(
+    ("repeating", "more"), [(12, "; 12 of them repeat themselves, which --max-repeats 4 ends early"), (9, "")]
+)
+def test_many_rows_that_were_cut_while_they_repeated_themselves_suggest_to_end_such(repeating: int, more: str) -> None:
+    run, told = RunFigures(), Told()
+    outcomes = Outcomes(run, Tracker(told, run), None)
+    for row in range(20):
+        tokens = (1, 2, 3) * 30 if row < repeating else tuple(range(90))
+        outcomes.done(Result(row=row, text="x", finish_reason="length", token_ids=tokens))
+    outcomes.note_cut_rows()
+    assert told.notes == [f"20 of 20 rows were cut by their length (--max-tokens, or the end of the context){more}"]

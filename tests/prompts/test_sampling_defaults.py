@@ -92,3 +92,29 @@ def test_a_model_that_thinks_has_more_tokens_and_never_more_than_fit(tools):
     small = PromptBuilder(replace(thinking, context_length=100), PromptConfig(), SamplingParams())
     (request,) = small.build(tools.rows({"prompt": "a"}))
     assert len(request.tokens) + request.max_tokens == 100
+
+
+def test_the_figures_name_the_values_and_where_they_are_from(tools, tmp_path):
+    b = builder(tools, tmp_path, QWEN, SamplingParams(top_p=1.0, seed=7))
+    assert b.sampling_from == {
+        "temperature": {"value": 0.6, "from": "model"},
+        "top_p": {"value": 1.0, "from": "option"},
+        "top_k": {"value": 20, "from": "model"},
+        "repetition_penalty": {"value": 1.05, "from": "model"},
+        "max_tokens": {"value": 1024, "from": "auto"},
+        "seed": {"value": 7, "from": "option"},
+    }
+
+
+@pytest.mark.parametrize("options", [{"score": True}, {}])
+def test_the_figures_name_none_of_labels_and_scores(tools, tmp_path, options):
+    b = builder(tools, tmp_path, QWEN, SamplingParams(choices=() if options else ("a", "b")), **options)
+    assert b.sampling_from == {}
+
+
+def test_greedy_decoding_is_a_default_of_its_own(tools, tmp_path):
+    b = builder(tools, tmp_path, {}, SamplingParams(max_tokens=5))
+    assert b.sampling_from == {
+        "temperature": {"value": 0.0, "from": "default"},
+        "max_tokens": {"value": 5, "from": "option"},
+    }

@@ -130,8 +130,11 @@ def test_a_failed_row_has_an_error_and_no_response():
 
 
 def test_a_row_that_ran_out_of_time_has_the_forms_word_for_a_limit_and_ours_beside_it():
-    (choice,) = body_of(RAW, replace(DONE, finish_reason="timeout"))["choices"]
-    assert choice == {"index": 0, "text": "Yes.", "logprobs": None, "finish_reason": "length", "stop_reason": "timeout"}
+    for reason in ("timeout", "repetition"):
+        (choice,) = body_of(RAW, replace(DONE, finish_reason=reason))["choices"]
+        assert choice == {
+            "index": 0, "text": "Yes.", "logprobs": None, "finish_reason": "length", "stop_reason": reason
+        }  # fmt: skip
 
 
 def several(*completions):

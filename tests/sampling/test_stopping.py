@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from batchgen.sampling import stopping
 from batchgen.sampling.stopping import Detokenizer, Stopper
 from batchgen.sampling_params import SamplingParams
+from support.marked import complete, make
 from support.params import examples
 
 CORPUS = [
@@ -409,3 +410,12 @@ def test_following_a_long_random_text_gives_what_decoding_all_of_it_anew_gives()
         whole = DETOKENIZERS[name].decode(tokens)
         string = (whole[-9:-3],)
         assert run(stopper(name, stop=string), tokens) == expected(name, [], tokens, 1000, string)
+
+
+def test_a_completion_that_repeats_itself_is_ended_only_where_that_is_asked_for() -> None:
+    tokenizer = make(plain=("<think>", "</think>"))
+    ended = complete(tokenizer, "q", "Well, " + "ab" * 50, max_repeats=4)
+    assert (ended.finish_reason, ended.text) == ("repetition", "Well, " + "ab" * 16)
+    assert complete(tokenizer, "q", "Well, " + "ab" * 50).finish_reason is None
+    thought = complete(tokenizer, "q<think>", "Hm." + "x" * 90 + "</think>Yes.", max_repeats=4)
+    assert (thought.finish_reason, thought.text, thought.reasoning) == ("repetition", None, "Hm." + "x" * 32)

@@ -1,0 +1,52 @@
+"""Completions that repeat themselves: the same tokens again and again, from which a model rarely finds its way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+LONGEST = 256
+"""Tokens of the longest pattern that is looked for."""
+SHORTEST = 32
+"""Tokens that the repetitions have together, at least: a short pattern has to come more often."""
+_PATTERNS = np.arange(1, LONGEST + 1)
+
+
+class Repetition:
+    """Follows a completion token by token, and knows when it ends in one pattern `times` times over."""
+
+    def __init__(self, times: int) -> None:
+        self._enough = _matches_needed(times)
+        self._tokens = np.full(4 * LONGEST, -1, dtype=np.int64)
+        self._size = LONGEST
+        self._matches = np.zeros(LONGEST, dtype=np.int64)
+        """By length of a pattern less one: how many of the last tokens equal the one that many tokens before them."""
+
+    def append(self, token: int) -> bool:
+        """Takes the next token. Returns whether the completion repeats itself now."""
+        if self._size == len(self._tokens):
+            self._tokens[:LONGEST] = self._tokens[-LONGEST:]
+            self._size = LONGEST
+        before = self._tokens[self._size - LONGEST : self._size][::-1]
+        self._matches = np.where(before == token, self._matches + 1, 0)
+        self._tokens[self._size] = token
+        self._size += 1
+        return bool((self._matches >= self._enough).any())
+
+
+def _matches_needed(times: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """By length of a pattern less one: the tokens that equal those of the pattern before, once it stands there often enough."""
+    needed: np.ndarray[tuple[int], np.dtype[np.int64]] = np.maximum(_PATTERNS * (times - 1), SHORTEST - _PATTERNS)
+    return needed
+
+
+def repeats(tokens: Sequence[int], times: int) -> bool:
+    """Whether a completion ends in one pattern `times` times over."""
+    whole = np.asarray(tokens[-LONGEST * times :], dtype=np.int64)
+    for pattern, needed in zip(_PATTERNS.tolist(), _matches_needed(times).tolist(), strict=True):
+        if pattern + needed > len(whole):
+            continue
+        if np.array_equal(whole[len(whole) - needed :], whole[len(whole) - needed - pattern : len(whole) - pattern]):
+            return True
+    return False
