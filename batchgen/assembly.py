@@ -156,7 +156,8 @@ def _merge(
         setting = Setting(
             **{name: shards[0]["stats"][name] for name in ("model", "dtype", "device", "attention", "sampling")}
         )
-        stats = figures(outcomes.run, EngineStats(), setting, earlier={"job": sum_of_jobs(jobs)})
+        engine = EngineStats(quantization=shards[0]["stats"]["quantization"])
+        stats = figures(outcomes.run, engine, setting, earlier={"job": sum_of_jobs(jobs)})
         stats["shards"] = [_entry(shard) for shard in shards]
         job.finish(stats)
         for note in job.notes:

@@ -59,6 +59,12 @@ class ModelConfig:
         group="Model",
         values=["auto", "float32", "bfloat16", "float16"],
     )
+    quantize: str = option(
+        "none",
+        "Put the linear layers' weights and inputs in 8 bits as the model is loaded (CPU). The summary says what that changes.",
+        group="Model",
+        values=["none", "int8"],
+    )
     device: str = option(
         "auto",
         "Where the model runs: auto is CUDA, else MPS, else the CPU. cuda:0,1 runs one process on each of several GPUs.",

@@ -30,11 +30,14 @@ from batchgen.progress import GENERATING, Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.records import Input, Row, default_output, open_input, row_form, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
-from batchgen.request import Request
+from batchgen.request import Request, TokenArray
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, versions, write_stats
+
+QUANTIZED_TEXTS = 4
+"""Rows on which `--quantize` is measured."""
 
 
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
@@ -63,7 +66,7 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
             tracker.tell = job.tell
             outcomes = Outcomes(run, tracker, config.max_errors)
             planner = Planner(config.engine.chunk_size, share=config.engine.share, under_way=job.under_way())
-            model = _Model(config, setup.tokenizer, setup.prompts.sampling_from, signals, tracker, run)
+            model = _Model(setup, signals, tracker, run)
             generation = _Generation(job, model, outcomes, signals)
             try:
                 if isinstance(job, ShardFolder):
@@ -104,6 +107,14 @@ class _Setup:
 
     def reader(self, job: Job, outcomes: Outcomes) -> RequestReader:
         return RequestReader(self.config, self.prompts, self.grammars.of_row, job, outcomes)
+
+    def quantized_texts(self) -> list[TokenArray]:
+        """What `--quantize` is measured on: the prompts of a few of the first rows, at equal distances."""
+        if self.config.model.quantize == "none":
+            return []
+        count = min(len(self.rows), QUANTIZED_TEXTS)
+        chosen = [self.rows[i * len(self.rows) // count] for i in range(count)]
+        return [built.tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
 
     def open_store(
         self, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress | None
@@ -361,15 +372,13 @@ class _Model:
 
     def __init__(
         self,
-        config: JobConfig,
-        tokenizer: LoadedTokenizer,
-        sampling: Mapping[str, Any],
+        setup: _Setup,
         signals: Signals,
         tracker: Tracker,
         run: RunFigures,
     ) -> None:
-        """`sampling`: what the figures say of it (`PromptBuilder.sampling_from`)."""
-        self._config, self._tokenizer, self._sampling = config, tokenizer, sampling
+        self._config, self._tokenizer, self._texts = setup.config, setup.tokenizer, setup.quantized_texts()
+        self._sampling = setup.prompts.sampling_from
         self._signals, self._tracker, self._run = signals, tracker, run
         self._engine: AnyEngine | None = None
         self.ready_at = self.last_token_at = 0.0
@@ -384,7 +393,7 @@ class _Model:
 
     def load(self) -> None:
         with self._signals.interruptible(), self._run.timed("load"):
-            self._engine = open_engine(self._config.model, self._tokenizer, self._config.engine)
+            self._engine = open_engine(self._config.model, self._tokenizer, self._config.engine, self._texts)
         self.ready_at = self.last_token_at = time.perf_counter()
 
     def tell_notes(self) -> None:

@@ -42,9 +42,9 @@ class _Arrival:
 class LLM:
     """A loaded model. A prefix that several calls share runs once, as long as its blocks stay in memory.
 
-    `model` is a folder (a string or a path) or a hub name. `dtype`, `device`, `device_map`, `revision`, `trust_remote_code`, `compile` and
-    `attention` are those of `ModelConfig`. `engine` says how the work is batched. Raises `BatchgenError`. `with LLM(...) as llm:` closes
-    the model at the end.
+    `model` is a folder (a string or a path) or a hub name. `dtype`, `quantize`, `device`, `device_map`, `revision`, `trust_remote_code`,
+    `compile` and `attention` are those of `ModelConfig`. `engine` says how the work is batched. Raises `BatchgenError`.
+    `with LLM(...) as llm:` closes the model at the end.
 
     All methods take a single prompt or a list of prompts, and either parameters for all prompts or a list with those of each. Anything
     that is not a `Prompt` or `Params` raises `TypeError` before anything runs.
@@ -61,6 +61,7 @@ class LLM:
         model: str | PathLike[str],
         *,
         dtype: str = "auto",
+        quantize: str = "none",
         device: str = "auto",
         device_map: str | None = None,
         revision: str | None = None,
@@ -73,6 +74,7 @@ class LLM:
             model=model,
             revision=revision,
             dtype=dtype,
+            quantize=quantize,
             device=device,
             device_map=device_map,
             trust_remote_code=trust_remote_code,

@@ -49,12 +49,16 @@ class EngineStats:
     """Time inside the model: launching steps and, on a device that runs beside the host, waiting for them."""
     process_bytes_peak: int = 0
     """Most memory of the engine's process, where that is not the job's own."""
+    quantization: Mapping[str, Any] | None = None
+    """What `--quantize` did to the model; None without."""
 
 
 def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:
     """The figures of engines that run at the same time: sums, and the time inside the model on the average, so that it is a part of the wall time."""
-    sums = {f.name: sum(getattr(engine, f.name) for engine in engines) for f in fields(EngineStats)}
-    return EngineStats(**sums | {"forward_seconds": sums["forward_seconds"] / max(1, len(engines))})
+    names = [f.name for f in fields(EngineStats) if f.name != "quantization"]
+    sums = {name: sum(getattr(engine, name) for engine in engines) for name in names}
+    sums["forward_seconds"] /= max(1, len(engines))
+    return EngineStats(**sums, quantization=next((e.quantization for e in engines if e.quantization), None))
 
 
 _RESUMED = (
@@ -214,6 +218,7 @@ def figures(
         "device": setting.device,
         "attention": setting.attention,
         "sampling": dict(setting.sampling),
+        "quantization": engine.quantization,
         "versions": versions(),
     }
     stats["seconds"] = {name: round(value, 4) for name, value in stats["seconds"].items()}

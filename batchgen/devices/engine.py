@@ -36,7 +36,7 @@ from batchgen.errors import BatchgenError, DevicesLost, OutOfMemory
 from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet
-from batchgen.request import Leaf, Request
+from batchgen.request import Leaf, Request, TokenArray
 from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats, side_by_side
 
@@ -86,14 +86,16 @@ class AnyEngine(Protocol):
         ...
 
 
-def open_engine(model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig) -> AnyEngine:
-    """Loads the model on its devices. Raises `BatchgenError`."""
+def open_engine(
+    model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig, texts: Sequence[TokenArray] = ()
+) -> AnyEngine:
+    """Loads the model on its devices. `texts`: prompts on which `--quantize` is measured. Raises `BatchgenError`."""
     if len(model.devices) == 1:
         use_threads(config)
-        return engine_here(model, tokenizer, config)
+        return engine_here(model, tokenizer, config, texts)
     from batchgen.devices.transport import start_process
 
-    return Workers(model, config, start_process)
+    return Workers(model, config, start_process, texts)
 
 
 def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> None:
@@ -107,7 +109,9 @@ def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> Non
     torch.set_num_threads(share_of_threads(total, place, processes))
 
 
-def engine_here(model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig) -> Engine:
+def engine_here(
+    model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig, texts: Sequence[TokenArray] = ()
+) -> Engine:
     """The engine of one device, in this process."""
     with quiet():  # torchao, where it is installed, has much to say
         from batchgen.engine.engine import Engine  # imports torch
@@ -115,7 +119,8 @@ def engine_here(model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineCo
         from batchgen.model.loader import load_model, pick_device
 
     verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.chunk_size)
-    return Engine(replace(load_model(model, tokenizer, config.processes), verdict=verdict), tokenizer, config)
+    loaded = load_model(model, tokenizer, config.processes, texts)
+    return Engine(replace(loaded, verdict=verdict), tokenizer, config)
 
 
 LISTEN_SECONDS = 0.05
@@ -185,7 +190,10 @@ class Workers:
     A process that ends while it runs leaves its rows to the others; `DevicesLost`, or its own error, when it was the last.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, start: Start) -> None:
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, start: Start, texts: Sequence[TokenArray] = ()
+    ) -> None:
+        self._texts = tuple(texts)
         self.device = model.device
         self.notes: list[str] = []
         """What the user should hear, each once; grows."""
@@ -391,7 +399,7 @@ class Workers:
         self._alive[place] = worker
         processes = len(model.devices)
         worker.channel.send(
-            Setup(replace(model, device=device), replace(config, processes=processes), place, processes)
+            Setup(replace(model, device=device), replace(config, processes=processes), place, processes, self._texts)
         )
 
     def _ended(self, worker: _Worker, error: BatchgenError) -> None:

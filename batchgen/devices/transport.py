@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import BatchgenError
-from batchgen.request import Request
+from batchgen.request import Request, TokenArray
 from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats
 
@@ -77,6 +77,8 @@ class Setup:
     place: int
     """Its number among the processes."""
     processes: int
+    texts: tuple[TokenArray, ...] = ()
+    """Prompts on which `--quantize` is measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def load(setup: Setup) -> Engine:
     tokenizer = load_tokenizer(setup.model)
     use_threads(setup.engine, setup.place, setup.processes)
     take_device(setup.model.device)
-    return engine_here(setup.model, tokenizer, setup.engine)
+    return engine_here(setup.model, tokenizer, setup.engine, setup.texts)
 
 
 def serve(connection: Connection[Any, Any], load: Callable[[Setup], Engine], gone: Callable[[], None]) -> None:

@@ -131,7 +131,7 @@ class Engine:
     def __init__(self, model: LoadedModel, tokenizer: ModelTokenizer, config: EngineConfig) -> None:
         self.tokenizer = tokenizer
         self.config = config
-        self.stats = EngineStats()
+        self.stats = EngineStats(quantization=model.quantization)
         self.notes: list[str] = [*model.notes, *model.verdict.notes()]
         """Messages for the user; the list grows."""
         if model.device.type == "cpu":

@@ -42,6 +42,7 @@ def job_settings(config: JobConfig, hf_config: Any, *, chat: bool) -> dict[str, 
     return {
         **model_identity(config.model),
         "dtype": dtype_name(config.model, hf_config),
+        "quantize": config.model.quantize,
         **_prompt_settings(config.prompts, chat=chat),
         **sampling,
     }

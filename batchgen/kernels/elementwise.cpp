@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "activation.h"
+#include "int8.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -35,6 +36,10 @@ struct Norm {  // `_Norm` in elementwise.py is the same
     const float* weight;
     const void* x;
     void* y;  // [outer][inner][size]
+    // Also as 8 bits, where there is a place for them (int8.h).
+    quantized* q;
+    float* scales;
+    int64_t q_row;  // elements of q from one row to the next
 };
 
 template <class T>
@@ -63,7 +68,9 @@ template <class T>
 void norm(const Norm& n) {
     const int64_t rows = n.outer * n.inner;
     for_each(rows, threads_for(rows * n.size, n.threads), [&](int64_t row) {
-        norm_row<T>(n, (const T*)n.x + row / n.inner * n.x_outer + row % n.inner * n.x_inner, (T*)n.y + row * n.size);
+        T* y = (T*)n.y + row * n.size;
+        norm_row<T>(n, (const T*)n.x + row / n.inner * n.x_outer + row % n.inner * n.x_inner, y);
+        if (n.q) n.scales[row] = quantize_row<T>(y, n.size, n.q + row * n.q_row);
     });
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.activations import GELUTanh, SiLUActivation
@@ -28,25 +28,89 @@ ACTIVATIONS = {
 ROTARIES = (forwards.rotary, forwards.rotary_kept, forwards.rotary_partial, forwards.rotary_phi)
 
 
+class Packing(Protocol):
+    """A way to pack linear layers."""
+
+    def can_pack(self, layer: torch.nn.Linear) -> bool: ...
+    def pack(
+        self,
+        layers: list[torch.nn.Linear],
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        activation: Activation = Activation.NONE,
+    ) -> torch.nn.Module:
+        """One layer, or gate and up, which may be halves of one: `layers` say where the weights are from."""
+        ...
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Largest difference from the plain layers, relative to the largest number."""
+        ...
+
+
+class ExactPacking:
+    """Weights as they are."""
+
+    def can_pack(self, layer: torch.nn.Linear) -> bool:
+        return fits(layer.weight) and is_fast(layer.weight.dtype)
+
+    def pack(
+        self,
+        layers: list[torch.nn.Linear],
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        activation: Activation = Activation.NONE,
+    ) -> torch.nn.Module:
+        return PackedLinear(weights, biases, activation)
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        return NEAR[dtype]
+
+
 @torch.inference_mode()
-def fuse(model: torch.nn.Module) -> dict[str, int]:
+def fuse(model: torch.nn.Module, packing: Packing | None = None) -> dict[str, int]:
     """Replaces what can be, in place; returns how many parts of each kind. Parameters that are packed are freed.
 
-    The model can then run without gradients, and no more be saved. Raises `NoKernels`.
+    Linear layers are packed by `packing`, by default as they are. The model can then run without gradients, and no more be saved.
+    Raises `NoKernels`.
     """
-    count: Counter[str] = Counter()
-    if any(p.device.type != "cpu" for p in model.parameters()) or getattr(model, "is_quantized", False):
-        return count
-    shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    _fuse_rotary(model, count)
-    for kind, made in (("norms", _norm), ("gated MLPs", _mlp), ("linear layers", _linear)):
-        for part, places in _parts(model):
-            fused = made(part, shared)
-            if fused is not None:
-                for parent, name in places:
-                    parent._modules[name] = fused
-                count[kind] += 1
+    count = fuse_small_parts(model)
+    count.update(fuse_linear(model, packing or ExactPacking()))
     return count
+
+
+def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
+    """Replaces rotary embeddings and norms; returns how many of each kind."""
+    count: Counter[str] = Counter()
+    if _can_fuse(model):
+        _fuse_rotary(model, count)
+        _replace(model, "norms", _norm, count)
+    return count
+
+
+@torch.inference_mode()
+def fuse_linear(model: torch.nn.Module, packing: Packing) -> Counter[str]:
+    """Replaces gated MLPs and linear layers; returns how many of each kind."""
+    count: Counter[str] = Counter()
+    if _can_fuse(model):
+        shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+        _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count)
+        _replace(model, "linear layers", lambda part: _linear(part, shared, packing), count)
+    return count
+
+
+def _can_fuse(model: torch.nn.Module) -> bool:
+    return not getattr(model, "is_quantized", False) and all(p.device.type == "cpu" for p in model.parameters())
+
+
+def _replace(
+    model: torch.nn.Module, kind: str, made: Callable[[torch.nn.Module], torch.nn.Module | None], count: Counter[str]
+) -> None:
+    for part, places in _parts(model):
+        fused = made(part)
+        if fused is not None:
+            for parent, name in places:
+                parent._modules[name] = fused
+            count[kind] += 1
 
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[tuple[torch.nn.Module, str]]]]:
@@ -101,23 +165,28 @@ NORMS = (
 )
 
 
-def _norm(part: Any, shared: Counter[int]) -> torch.nn.Module | None:
+def _norm(part: Any) -> torch.nn.Module | None:
     forward = _own_forward(part)
     weight: Any = getattr(part, "weight", None)
-    if not _is_plain(weight) or weight.dim() != 1 or getattr(part, "with_scale", True) is not True:
+    if (
+        not _is_plain(weight)
+        or weight.dtype not in DTYPES
+        or weight.dim() != 1
+        or getattr(part, "with_scale", True) is not True
+    ):
         return None
     for kind in NORMS:
         helper = getattr(kind.written, "_norm", None)
         if is_written_as(forward, kind.written.forward) and (helper is None or is_written_as(type(part)._norm, helper)):
             fused = FusedNorm(weight, kind.offset, getattr(part, kind.eps), kind.rounds_first)
-            return fused if _agree(part, fused, weight.shape[0], weight.dtype) else None
+            return fused if _agree(part, fused, weight.shape[0], weight.dtype, NEAR[weight.dtype]) else None
     return None
 
 
 class FusedMLP(torch.nn.Module):
     """down(act(gate(x)) * up(x))"""
 
-    def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
+    def __init__(self, gate_up: torch.nn.Module, down: torch.nn.Module) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down = down
@@ -127,7 +196,7 @@ class FusedMLP(torch.nn.Module):
         return y
 
 
-def _mlp(part: Any, shared: Counter[int]) -> torch.nn.Module | None:
+def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
     forward = _own_forward(part)
     if is_written_as(forward, forwards.LlamaMLP.forward):
         gates, down, activation = [part.gate_proj, part.up_proj], part.down_proj, part.act_fn
@@ -138,28 +207,30 @@ def _mlp(part: Any, shared: Counter[int]) -> torch.nn.Module | None:
     else:
         return None
     act = ACTIVATIONS.get(type(activation))
-    if act is None or not all(_can_pack(layer, shared) for layer in (*gates, down)):
+    if act is None or not all(_can_pack(layer, shared, packing) for layer in (*gates, down)):
         return None
     weights = [half for layer in gates for half in layer.weight.chunk(3 - len(gates))]
     biases = [half for layer in gates for half in _halves(layer.bias, 3 - len(gates))]
     if weights[0].shape != weights[1].shape:
         return None
-    fused = FusedMLP(PackedLinear(weights, biases, act), PackedLinear([down.weight], [down.bias]))
-    return fused if _agree(part, fused, weights[0].shape[1], weights[0].dtype) else None
+    gate_up = packing.pack(gates, weights, biases, act)
+    fused = FusedMLP(gate_up, packing.pack([down], [down.weight], [down.bias]))
+    dtype = weights[0].dtype
+    return fused if _agree(part, fused, weights[0].shape[1], dtype, packing.tolerance(dtype)) else None
 
 
 def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
     return [None] * count if bias is None else list(bias.chunk(count))
 
 
-def _linear(part: Any, shared: Counter[int]) -> torch.nn.Module | None:
-    if not _can_pack(part, shared):
+def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+    if not _can_pack(part, shared, packing):
         return None
-    fused = PackedLinear([part.weight], [part.bias])
-    return fused if _agree(part, fused, part.in_features, part.weight.dtype) else None
+    fused, dtype = packing.pack([part], [part.weight], [part.bias]), part.weight.dtype
+    return fused if _agree(part, fused, part.in_features, dtype, packing.tolerance(dtype)) else None
 
 
-def _can_pack(part: Any, shared: Counter[int]) -> bool:
+def _can_pack(part: Any, shared: Counter[int], packing: Packing) -> bool:
     """A plain linear layer with weights of its own: those that an embedding shares stay where it finds them."""
     bias = getattr(part, "bias", None)
     return (
@@ -168,8 +239,7 @@ def _can_pack(part: Any, shared: Counter[int]) -> bool:
         and _is_plain(part.weight)
         and (bias is None or _is_plain(bias))
         and shared[id(part.weight)] == 1
-        and fits(part.weight)
-        and is_fast(part.weight.dtype)
+        and packing.can_pack(part)
     )
 
 
@@ -180,18 +250,20 @@ def _own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
 
 
 def _is_plain(tensor: Any) -> bool:
-    return type(tensor) is torch.nn.Parameter and tensor.dtype in DTYPES and tensor.layout == torch.strided
+    return type(tensor) is torch.nn.Parameter and tensor.is_floating_point() and tensor.layout == torch.strided
 
 
-def _agree(part: Callable[..., Any], fused: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
+def _agree(
+    part: Callable[..., Any], fused: Callable[..., Any], size: int, dtype: torch.dtype, tolerance: float
+) -> bool:
     """Whether the two give the same on random numbers."""
     x = torch.randn((1, 3, size), generator=torch.Generator().manual_seed(0)).to(dtype)
-    return _near(fused(x), part(x))
+    return _near(fused(x), part(x), tolerance)
 
 
-def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     difference = (a.float() - b.float()).abs().max()
-    return a.shape == b.shape and a.dtype == b.dtype and bool(difference <= NEAR[b.dtype] * b.float().abs().max())
+    return a.shape == b.shape and a.dtype == b.dtype and bool(difference <= tolerance * b.float().abs().max())
 
 
 def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:
@@ -249,6 +321,7 @@ class FusedRotary:
         for dtype in DTYPES:
             q, k = (torch.randn((1, heads, 3, 40), generator=numbers).to(dtype) for heads in (4, 2))
             cos, sin = (torch.randn((1, 3, 40), generator=numbers).to(dtype) for _ in range(2))
-            if not all(map(_near, self(q, k, cos, sin), self.plain(q, k, cos, sin))):
+            pairs = zip(self(q, k, cos, sin), self.plain(q, k, cos, sin), strict=True)
+            if not all(_near(ours, theirs, NEAR[dtype]) for ours, theirs in pairs):
                 return False
         return True

@@ -1,6 +1,6 @@
 """The vector instructions that our kernels are compiled for. `BATCHGEN_ISA` restricts them; no torch.
 
-The sets of a processor are ordered: whatever a program compiled for one set needs, the sets after it have too.
+The sets of a processor are ordered, the larger ones last; each holds all of the set that it builds on.
 """
 
 from __future__ import annotations
@@ -13,23 +13,32 @@ from pathlib import Path
 from batchgen.errors import UsageError
 
 NONE = "none"
-X86 = (NONE, "avx2", "avx512", "avx512_bf16", "amx")
-ARM = (NONE, "neon", "neon_bf16")
+X86 = (NONE, "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+ARM = (NONE, "neon", "neon_dot", "neon_bf16")
+_BUILDS_ON = {"avx512": "avx2"}
+"""Where it is not the set before it: desktops have AVX-VNNI without AVX-512, servers AVX-512 without AVX-VNNI."""
 
 _NEEDS = {
     "avx2": ("avx2", "fma", "f16c"),
+    "avx2_vnni": ("avx_vnni",),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "avx512_vnni": ("avx512_vnni",),
     "avx512_bf16": ("avx512_bf16",),
-    "amx": ("amx_tile", "amx_bf16"),
+    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
     "neon": ("asimd",),
-    "neon_bf16": ("asimddp", "bf16"),
+    "neon_dot": ("asimddp",),
+    "neon_bf16": ("bf16",),
 }
-"""What /proc/cpuinfo says of a processor that has a set but not of one that has only the sets before it."""
+"""What /proc/cpuinfo says of a processor that has a set but not of one that has only the set that it builds on."""
 _FLAGS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+    "avx2_vnni": ("-mavxvnni",),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    "avx512_vnni": ("-mavx512vnni",),
     "avx512_bf16": ("-mavx512bf16",),
+    "amx": ("-DBATCHGEN_AMX",),
     "neon": ("-march=armv8-a+simd",),
+    "neon_dot": ("-march=armv8.2-a+simd+dotprod",),
     "neon_bf16": ("-march=armv8.2-a+simd+dotprod+bf16",),
 }
 
@@ -44,23 +53,31 @@ def instruction_set() -> str:
 
 
 def allowed(wish: str | None, sets: tuple[str, ...], has: frozenset[str]) -> str:
-    """The largest of `sets` whose features, and those of the sets before it, a processor has; not beyond `wish`."""
+    """The largest of `sets` whose features, and those of the sets that it builds on, a processor has; not beyond `wish`."""
     if wish and wish not in {*X86, *ARM}:
         raise UsageError(f"BATCHGEN_ISA {wish!r} is unknown", f"use one of {', '.join(sets)}, or leave it out")
-    found = NONE
-    for name in sets[1:]:
-        if found == wish or not has.issuperset(_NEEDS[name]):
-            break
-        found = name
-    return NONE if wish == NONE else found
+    within = sets[1 : sets.index(wish) + 1] if wish in sets else sets[1:]
+    found = [NONE]
+    for name in within:
+        if _below(name, sets) in found and has.issuperset(_NEEDS[name]):
+            found.append(name)
+    return found[-1]
+
+
+def _below(name: str, sets: tuple[str, ...]) -> str:
+    """The set that a set builds on."""
+    return _BUILDS_ON.get(name) or sets[sets.index(name) - 1]
 
 
 def flags() -> list[str]:
-    """The compiler's options for `instruction_set`: those of the set and of the sets before it, and no others."""
-    sets = _sets()
-    names = sets[1 : sets.index(instruction_set()) + 1]
+    """The compiler's options for `instruction_set`: those of the set and of the sets that it builds on, and no others."""
+    sets, name = _sets(), instruction_set()
     if sets is ARM:
-        return list(_FLAGS[names[-1]]) if names else []  # one -march takes the place of another
+        return list(_FLAGS.get(name, ()))  # one -march takes the place of another
+    names: list[str] = []
+    while name != NONE:
+        names.insert(0, name)
+        name = _below(name, sets)
     return [flag for name in names for flag in _FLAGS.get(name, ())]
 
 

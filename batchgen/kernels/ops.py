@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from batchgen.kernels.build import DTYPES, kernel, library
-from batchgen.kernels.isa import instruction_set
+from batchgen.kernels.isa import X86, instruction_set
 
 
 class _Norm(ctypes.Structure):
@@ -21,7 +21,8 @@ class _Norm(ctypes.Structure):
             for name in ("outer", "inner", "size", "x_outer", "x_inner", "rounds_first", "threads")
         ),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "y")),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "y", "q", "scales")),
+        ("q_row", ctypes.c_int64),
     )
 
 
@@ -40,6 +41,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bo
 
     `rounds_first`: x over its root mean square is rounded to its type before the weight comes.
     """
+    norm, y = norm_arguments(x, weight, eps, rounds_first)
+    kernel("norm", x.dtype)(ctypes.byref(norm))
+    return y
+
+
+def norm_arguments(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool) -> tuple[_Norm, torch.Tensor]:
+    """What the kernel of `rms_norm` is given, and where its result goes."""
     size = x.shape[-1]
     if x.stride(-1) != 1 or not _is_two_deep(x):
         x = x.contiguous()
@@ -51,8 +59,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bo
         outer, inner, size, x_outer, x.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
         weight.data_ptr(), x.data_ptr(), y.data_ptr(),
     )  # fmt: skip
-    kernel("norm", x.dtype)(ctypes.byref(norm))
-    return y
+    norm.x_kept = x  # as long as the kernel may read it
+    return norm, y
 
 
 def rotate(
@@ -109,21 +117,21 @@ class Activation(IntEnum):
     GELU_TANH = 2
 
 
-class _Product(ctypes.Structure):
-    """`Product` in linear.cpp is the same."""
+class Product(ctypes.Structure):
+    """`Product` in linear.h is the same."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "columns", "words", "x_row", "y_row", "activation", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y", "x_scales", "scales", "beginnings")),
         ("inner", ctypes.c_int64),
     )
 
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether packed layers of this type, float32 or bfloat16, are faster here than torch's own."""
-    if dtype == torch.bfloat16:  # torch uses matrix units (AMX), which are not used here
-        return instruction_set() in ("avx2", "avx512", "avx512_bf16")
-    return instruction_set() in ("avx2", "avx512", "avx512_bf16", "amx")
+    if instruction_set() == "amx" and dtype == torch.bfloat16:  # torch uses its matrix units
+        return False
+    return instruction_set() in X86[1:]
 
 
 def fits(weight: torch.Tensor) -> bool:
@@ -156,14 +164,14 @@ class PackedLinear(torch.nn.Module):
         self._weight_dtype = weights[0].dtype
         words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
         # Plain tensors: torch takes microseconds to find parameters and buffers.
-        self.weights = _panels(words).transpose(1, 2).contiguous()
+        self.weights = panels(words).transpose(1, 2).contiguous()
         """[panels, words of K, columns of a panel]"""
         self.bias = biases[0] if len(biases) == 1 else None
         self.biases: torch.Tensor | None = None
         """[panels, columns of a panel] in float32"""
         if any(bias is not None for bias in biases):
             columns = [torch.zeros(self.out_features) if b is None else b.detach().float() for b in biases]
-            self.biases = _panels(columns)
+            self.biases = panels(columns)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
@@ -173,7 +181,7 @@ class PackedLinear(torch.nn.Module):
             rows = rows.contiguous()
         weights, biases = self.weights, self.biases
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
-        product = _Product(
+        product = Product(
             rows.shape[0], self.out_features, weights.shape[1], rows.stride(0) * rows.itemsize // 4, self.out_features, self.activation,
             torch.get_num_threads(), rows.data_ptr(), weights.data_ptr(), None if biases is None else biases.data_ptr(),
             y.data_ptr(),
@@ -196,7 +204,7 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
     return weight.shape[1] % 2 == 0 and not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
 
 
-def _panels(parts: list[torch.Tensor]) -> torch.Tensor:
+def panels(parts: list[torch.Tensor]) -> torch.Tensor:
     """[panels, columns of a panel, ...] of one [N, ...], or of two whose rows share each panel; filled up with zeros."""
     width = library().batchgen_linear_panel() // len(parts)
     size = parts[0].shape[0]

@@ -41,6 +41,8 @@ INLINE V load(const P* p) {  // from any address
 template <class V, class P>
 INLINE void store(P* p, V v) { std::memcpy(p, &v, sizeof v); }
 
+INLINE floats to_floats(floats x) { return x; }
+INLINE floats to_floats(ints x) { return __builtin_convertvector(x, floats); }
 INLINE floats splat(float x) { return x - floats{}; }
 
 INLINE float to_float(bf16 x) {
@@ -161,7 +163,10 @@ INLINE float largest(floats v) {
 // 32 bits, of `a_type`.
 struct Float {
     typedef float type, a_type;
+    typedef floats sum;
     static constexpr int per_word = 1, a_words = 1;
+    static constexpr int side = VECTORS * LANES;  // columns whose words lie side by side (linear.h)
+    static constexpr bool scaled = false;
     template <int R, int N>
     static INLINE void multiply(floats (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
         for (int r = 0; r < R; r++) {
@@ -173,16 +178,22 @@ struct Float {
 struct Widened {  // B in bfloat16, A in float32: exact products
     typedef bf16 type;
     typedef float a_type;
+    typedef floats sum;
+    typedef Float wide;  // what the two numbers of a word are, made wide
     static constexpr int per_word = 2, a_words = 2;
+    static constexpr int side = VECTORS * LANES;
+    static constexpr bool scaled = false;
+    static INLINE uints low(uints b) { return b << 16; }
+    static INLINE uints high(uints b) { return b & 0xffff0000u; }
     template <int R, int N>
     static INLINE void multiply(floats (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
         floats some[N];
-        for (int n = 0; n < N; n++) some[n] = (floats)(b[n] << 16);
+        for (int n = 0; n < N; n++) some[n] = (floats)low(b[n]);
         for (int r = 0; r < R; r++) {
             const float x = load<float>(a + r * a_row);
             for (int n = 0; n < N; n++) sums[r][n] += some[n] * x;
         }
-        for (int n = 0; n < N; n++) some[n] = (floats)(b[n] & 0xffff0000u);
+        for (int n = 0; n < N; n++) some[n] = (floats)high(b[n]);
         for (int r = 0; r < R; r++) {
             const float x = load<float>(a + r * a_row + 1);
             for (int n = 0; n < N; n++) sums[r][n] += some[n] * x;
@@ -192,7 +203,10 @@ struct Widened {  // B in bfloat16, A in float32: exact products
 #if defined(__AVX512BF16__)
 struct Bfloat {
     typedef bf16 type, a_type;
+    typedef floats sum;
     static constexpr int per_word = 2, a_words = 1;
+    static constexpr int side = VECTORS * LANES;
+    static constexpr bool scaled = false;
     template <int R, int N>
     static INLINE void multiply(floats (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
         for (int r = 0; r < R; r++) {
@@ -207,8 +221,8 @@ typedef Widened Bfloat;
 #endif
 
 // sums[r][n] += A row r times the vectors at b[n], over `count` words; B's next word is `step` words on.
-template <class E, int R, int N>
-INLINE void product(floats (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t step, int64_t count) {
+template <class E, int R, int N, class S>
+INLINE void product(S (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t step, int64_t count) {
 #pragma GCC unroll 4
     for (int64_t i = 0; i < count; i++) {
         uints some[N];

@@ -16,7 +16,7 @@ from batchgen.attention.cpu_backend import VECTOR, storage
 from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.errors import ModelError
 from batchgen.kernels.build import DTYPES
-from batchgen.kernels.fusion import fuse
+from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 from batchgen.kernels.transfer import put
 from batchgen.model.device_check import Verdict
 from batchgen.state.cache import StateShape
@@ -81,6 +81,8 @@ class LoadedModel:
     """What is switched off on this device."""
     notes: tuple[str, ...] = ()
     """What the user should know of how the model was loaded, a sentence each."""
+    quantization: dict[str, Any] | None = None
+    """What `--quantize` did, for the figures of a run; None without."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -89,9 +91,14 @@ class LoadedModel:
 
 
 def prepare(
-    module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None, compile: str = "auto"
+    module: Any,
+    notes: tuple[str, ...] = (),
+    kernels: ctypes.CDLL | None = None,
+    compile: str = "auto",
+    *,
+    pack_linear: bool = True,
 ) -> LoadedModel:
-    """Switches a model's attention to ours. Raises `ModelError` where that cannot be."""
+    """Switches a model's attention to ours. Raises `ModelError` where that cannot be. `pack_linear`: linear layers are packed too."""
     register()
     if module.config._attn_implementation != NAME:
         module.set_attn_implementation(NAME)
@@ -100,7 +107,9 @@ def prepare(
     spread = len({parameter.device for parameter in module.parameters()}) > 1
     _number_shared_attention(module)
     if kernels is not None:
-        fuse(module)
+        fuse_small_parts(module)
+        if pack_linear:
+            fuse_linear(module, ExactPacking())
     _scale_by_position(module)
     _pass_on_to_attention(module)
     recurrent = install(module)

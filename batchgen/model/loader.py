@@ -25,6 +25,7 @@ from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, is_verified
+from batchgen.model.int8 import check_int8, checkpoint_scales, quantize
 from batchgen.model.lora import merge_adapter
 from batchgen.model.multimodal import is_multimodal, left_out, model_class, own_class
 from batchgen.model.packed import PACKED, unpacked_weights
@@ -42,6 +43,7 @@ from batchgen.model.self_check import self_check
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file
 from batchgen.prompts.gguf import alone
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
+from batchgen.request import TokenArray
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -186,12 +188,15 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int = 1) -> LoadedModel:
-    """Loads the weights; so do `processes` of this machine, each its own. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
+def load_model(
+    config: ModelConfig, tokenizer: LoadedTokenizer, processes: int = 1, texts: Sequence[TokenArray] = ()
+) -> LoadedModel:
+    """Loads the weights; so do `processes` of this machine, each its own. `texts`: what `--quantize` is measured on. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "pip install 'batchgen-llm[device-map]'")
     check_weight_files(config, tokenizer=False)  # it has been loaded already
+    check_int8(config, tokenizer.hf_config, device)
     notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
     if config.attention == "triton" and not on_cuda:
@@ -226,7 +231,13 @@ def load_model(config: ModelConfig, tokenizer: LoadedTokenizer, processes: int =
     elif config.device_map is not None:
         check_device_map(getattr(module, "hf_device_map", {}))
     library, note = kernels.wait()
-    return replace(prepare_model(module, notes + note, library, config.compile), attention=config.attention)
+    int8 = config.quantize == "int8"
+    if int8 and library is None:
+        raise ModelError(f"--quantize int8 runs on batchgen's own kernels: {note[0]}", "leave it out")
+    model = prepare_model(module, notes + note, library, config.compile, pack_linear=not int8)
+    if int8:
+        model = quantize(model, texts, checkpoint_scales(tokenizer.hf_config, weight_files(config)))
+    return replace(model, attention=config.attention)
 
 
 def _from_pretrained(config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -303,11 +314,16 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
 
 
 def prepare_model(
-    module: Any, notes: tuple[str, ...] = (), kernels: ctypes.CDLL | None = None, compile: str = "auto"
+    module: Any,
+    notes: tuple[str, ...] = (),
+    kernels: ctypes.CDLL | None = None,
+    compile: str = "auto",
+    *,
+    pack_linear: bool = True,
 ) -> LoadedModel:
     """A transformers model already in memory, its attention switched to ours. Whether it is exact there is the caller's to know."""
     check_architecture(module.config)
-    return prepare(module, notes, kernels, compile)
+    return prepare(module, notes, kernels, compile, pack_linear=pack_linear)
 
 
 def use_exact_float32() -> None:

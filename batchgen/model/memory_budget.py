@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from batchgen.config import EngineConfig, parse_memory
 from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
 from batchgen.model.adapter import LoadedModel
 from batchgen.model.runner import Runner
-from batchgen.request import Leaf, Request, leaves_of
+from batchgen.request import Leaf, Request, TokenArray, leaves_of
 from batchgen.sampling.sampler import AT_ONCE
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
@@ -48,29 +49,38 @@ def _step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[tor
 def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
     """As many prompts as run at once, of as many tokens as fit into a step; after each the logits are wanted."""
     each, longer = divmod(limits.max_batch_tokens, limits.batch_size)
+    texts = [np.zeros(each + (row < longer), dtype=np.int32) for row in range(limits.batch_size)]
+    sizes = [len(text) for text in texts]
+    return [
+        ScheduledSpan(sequence, 0, size, size - 1)
+        for sequence, size in zip(sequences_of(texts, sizes, block_size), sizes, strict=True)
+    ]
+
+
+def sequences_of(texts: Sequence[TokenArray], sizes: Sequence[int], block_size: int) -> list[GenerationSequence]:
+    """A sequence for each text, with blocks of its own, from the first on, for so many tokens each."""
     requests = [
         Request(
             row=row,
-            tokens=np.zeros(each + (row < longer), dtype=np.int32),
+            tokens=text,
             params=SamplingParams(max_tokens=1),
             max_tokens=1,
             key=row.to_bytes(16, "little"),
         )
-        for row in range(limits.batch_size)
+        for row, text in enumerate(texts)
     ]
     leaves = leaves_of(requests)
-    spans: list[ScheduledSpan] = []
+    sequences: list[GenerationSequence] = []
     block = 0
-    for i, leaf in enumerate(leaves):
-        size = len(leaf.tokens)
+    for i, (leaf, size) in enumerate(zip(leaves, sizes, strict=True)):
         table = list(range(block, block - (-size // block_size)))
         block += len(table)
-        span = GenerationSequence(
+        sequence = GenerationSequence(
             window=0, place=(i, AFTER_NODES), parent=None, start=0, table=table, computed=0, leaf=leaf, index=i, stops=None,
             slot=i, state_slot=i,
         )  # fmt: skip
-        spans.append(ScheduledSpan(span, 0, size, size - 1))
-    return spans
+        sequences.append(sequence)
+    return sequences
 
 
 BATCH_SIZE = 256

@@ -39,6 +39,24 @@ def is_dequantized(hf_config: Any) -> bool:
     return quant_method(hf_config) in DEQUANTIZED
 
 
+def is_int8(hf_config: Any) -> bool:
+    """Whether the weights are whole numbers of 8 bits with a scale for each output column, and activations are quantized as they come (W8A8)."""
+    settings = quantization(hf_config)
+    if settings is None or settings.get("quant_method") != "compressed-tensors":
+        return False
+    groups = (settings.get("config_groups") or {}).values()
+    return bool(groups) and all(
+        _is(group.get("weights"), strategy="channel", symmetric=True)
+        and _is(group.get("input_activations"), strategy="token", dynamic=True)
+        for group in groups
+    )
+
+
+def _is(arguments: dict[str, Any] | None, **wanted: Any) -> bool:
+    wanted |= {"type": "int", "num_bits": 8}
+    return arguments is not None and all(arguments.get(name) == value for name, value in wanted.items())
+
+
 def check_quantization(model: str, hf_config: Any) -> None:
     """Raises `ModelError` for a way of quantization that is not read, or needs a package that is not there."""
     method = quant_method(hf_config)

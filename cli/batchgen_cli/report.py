@@ -101,8 +101,22 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
         ),
         ("memory", f"{size(s['memory_bytes_peak'])} at most"),
         ("model", _model(s)),
+        *_quantization(s["quantization"]),
     ]
     return lines
+
+
+def _quantization(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What `--quantize` did, where it was given and a model was loaded."""
+    if found is None:
+        return []
+    made = f"{found['layers']:,} linear layers, {found['weights']:.0%} of the weights; all take {size(found['weight_bytes'])}"
+    if found["mean_kl"] is not None:
+        made += (
+            f"; on {found['tokens']:,} tokens of {found['rows']} rows, beside the unquantized model: mean KL divergence "
+            f"{found['mean_kl']:.4f} nats, {found['equal_tokens']:.1%} of the likeliest tokens the same"
+        )
+    return [(found["method"], made)]
 
 
 def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from batchgen.kernels.isa import ARM, X86, allowed
 HASWELL = frozenset(["fpu", "sse2", "avx", "avx2", "fma", "f16c", "bmi2"])
 SKYLAKE_X = HASWELL | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 ZEN4 = SKYLAKE_X | {"avx512_bf16", "avx512_vnni"}
-SAPPHIRE_RAPIDS = ZEN4 | {"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}
+SAPPHIRE_RAPIDS = ZEN4 | {"avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}
 GRAVITON2 = frozenset(["fp", "asimd", "asimddp"])
 GRAVITON3 = GRAVITON2 | {"bf16", "i8mm", "asimdhp"}
 
@@ -39,9 +39,12 @@ def on(monkeypatch):
         (X86, HASWELL, "avx2"),
         (X86, SKYLAKE_X, "avx512"),
         (X86, SKYLAKE_X - {"avx512vl"}, "avx2"),
+        (X86, HASWELL | {"avx_vnni"}, "avx2_vnni"),
+        (X86, SKYLAKE_X | {"avx512_vnni"}, "avx512_vnni"),
         (X86, ZEN4, "avx512_bf16"),
         (X86, SAPPHIRE_RAPIDS, "amx"),
-        (ARM, GRAVITON2, "neon"),
+        (ARM, GRAVITON2 - {"asimddp"}, "neon"),
+        (ARM, GRAVITON2, "neon_dot"),
         (ARM, GRAVITON3, "neon_bf16"),
         (("none",), SAPPHIRE_RAPIDS, "none"),
     ],
@@ -58,19 +61,26 @@ def test_a_large_processor_stands_in_for_every_smaller_one(wish):
 def test_a_wish_gives_a_processor_nothing_that_it_has_not():
     assert allowed("avx512", X86, HASWELL) == "avx2"
     assert allowed("neon", X86, ZEN4) == "avx512_bf16"
+    assert allowed("avx2_vnni", X86, ZEN4) == "avx2"
 
 
 def test_an_unknown_set_is_refused_with_those_that_there_are():
     with pytest.raises(UsageError) as refused:
         allowed("avx3", ARM, GRAVITON2)
-    assert str(refused.value) == "BATCHGEN_ISA 'avx3' is unknown; use one of none, neon, neon_bf16, or leave it out"
+    assert (
+        str(refused.value)
+        == "BATCHGEN_ISA 'avx3' is unknown; use one of none, neon, neon_dot, neon_bf16, or leave it out"
+    )
 
 
 def test_the_compiler_is_given_the_instructions_of_the_set_and_no_others(on):
     on("x86_64", SAPPHIRE_RAPIDS, "avx2")
     assert isa.flags() == ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
-    on("x86_64", SAPPHIRE_RAPIDS)
-    assert isa.flags()[-1] == "-mavx512bf16"
+    on("x86_64", SAPPHIRE_RAPIDS, "avx2_vnni")
+    assert isa.flags() == ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavxvnni"]
+    on("x86_64", SAPPHIRE_RAPIDS, "avx512_bf16")
+    assert isa.flags()[-2:] == ["-mavx512vnni", "-mavx512bf16"]
+    assert "-mavxvnni" not in isa.flags()
     on("x86_64", SAPPHIRE_RAPIDS, "none")
     assert isa.flags() == []
     on("aarch64", GRAVITON3)

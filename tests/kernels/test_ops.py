@@ -4,49 +4,16 @@ import pytest
 import torch
 from torch.nn.functional import gelu, linear, silu
 
-from batchgen.kernels import build, forwards, isa
+from batchgen.kernels import forwards
 from batchgen.kernels import ops as packed
-from batchgen.kernels.build import NoKernels
-from batchgen.kernels.isa import instruction_set
 from batchgen.kernels.ops import Activation, PackedLinear, rms_norm, rotate
-from support.params import slow_but
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 ACTS = {Activation.SILU: silu, Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh")}
 
 
-def forget():
-    for cached in (instruction_set, build.library, build.kernel):
-        cached.cache_clear()
-
-
-def smaller():
-    """The sets that this processor has besides its own."""
-    sets = isa._sets()
-    return sets[1 : sets.index(instruction_set())]
-
-
-@pytest.fixture(scope="module", params=["", *slow_but({"avx2"}, smaller())], autouse=True)
-def kernels(request):
-    """As they are compiled here, and as for lesser processors."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param:
-            patch.setenv("BATCHGEN_ISA", request.param)
-            forget()
-        try:
-            yield build.library()
-        except NoKernels as e:
-            pytest.skip(e.message)
-    forget()
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def numbers(*shape, dtype=FLOAT32, seed=0):

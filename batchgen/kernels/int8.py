@@ -1,0 +1,167 @@
+"""Linear layers of 8 bits: weights whole numbers with a scale for each output column, inputs with one for each row of each step.
+
+Both are symmetric and go from -127 to 127; sums are exact, in 32 bits. So a row's result depends on the row alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchgen.kernels.build import DTYPES, kernel, library
+from batchgen.kernels.ops import Activation, Product, norm_arguments, panels
+
+LARGEST = 127
+STEP = 64
+"""Quantized rows are as long as a multiple of this (int8.h)."""
+ROW_STEP = 16
+"""So are their numbers: matrix units read whole tiles."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedRows:
+    """Rows as the kernels read them: x is about values * scales."""
+
+    values: torch.Tensor
+    """[rows and some more, inner size and some more] as int8.h says"""
+    scales: torch.Tensor
+    """[rows] float32"""
+
+
+class _Rows(ctypes.Structure):
+    """`Rows` in linear_int8.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "size", "x_row", "q_row", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "q", "scales")),
+    )
+
+
+def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, K] as int8 [N, K] and scales [N] in float32, rounded to nearest.
+
+    Without `scales` the largest magnitude of each row becomes 127; with them the weight is whole numbers times `scales` already.
+    """
+    numbers = weight.detach().to(torch.float32, copy=True)
+    if scales is not None:
+        numbers /= scales.float()[:, None]
+        return numbers.round_().clamp_(-128, 127).to(torch.int8), scales.float()
+    largest = numbers.abs().amax(1)
+    inverse = torch.where(largest > 0, LARGEST / largest, 0.0)
+    return numbers.mul_(inverse[:, None]).round_().to(torch.int8), largest / LARGEST
+
+
+def _rows_for(rows: int, size: int) -> QuantizedRows:
+    dtype = torch.int16 if library().batchgen_int8_bytes() == 2 else torch.int8
+    steps = -(-size // STEP) | 1  # rows that are an even number of cache lines apart would share places in the cache
+    values = torch.empty((-(-rows // ROW_STEP) * ROW_STEP, steps * STEP), dtype=dtype)
+    return QuantizedRows(values, torch.empty(rows))
+
+
+def quantize_rows(x: torch.Tensor) -> QuantizedRows:
+    """[rows, K] in float32 or bfloat16, each row by itself: its largest magnitude becomes 127, the others are rounded to nearest."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    made = _rows_for(*x.shape)
+    rows = _Rows(
+        x.shape[0], x.shape[1], x.stride(0), made.values.shape[1], torch.get_num_threads(),
+        x.data_ptr(), made.values.data_ptr(), made.scales.data_ptr(),
+    )  # fmt: skip
+    kernel("quantize", x.dtype)(ctypes.byref(rows))
+    return made
+
+
+class Int8Linear(torch.nn.Module):
+    """x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded as the modules round."""
+
+    def __init__(
+        self,
+        weights: list[tuple[torch.Tensor, torch.Tensor]],
+        biases: list[torch.Tensor | None],
+        dtype: torch.dtype,
+        activation: Activation = Activation.NONE,
+    ) -> None:
+        """`weights` are one, or gate and up, as int8 [N, K] and their scales [N]. They are copied. `dtype` is that of x and y."""
+        super().__init__()
+        self.out_features, self.in_features = weights[0][0].shape
+        self.dtype = dtype
+        self.activation = activation
+        self._kernel_dtype = dtype if dtype in DTYPES else torch.float32
+        fill = -self.in_features % STEP
+        padded = [torch.nn.functional.pad(values, (0, fill)).contiguous() for values, _ in weights]
+        beginnings = None
+        if library().batchgen_int8_is_unsigned():  # x is 128 too large
+            beginnings = panels([-128 * values.sum(1, dtype=torch.int32) for values in padded])
+        if library().batchgen_int8_bytes() == 2:
+            padded = [values.view(-1, 4)[:, [0, 2, 1, 3]].contiguous().view(values.shape) for values in padded]
+        # Plain tensors: torch takes microseconds to find parameters and buffers.
+        words = panels([values.view(torch.int32) for values in padded])
+        side = library().batchgen_int8_side()
+        self.weights = words.view(len(words), -1, side, words.shape[2]).transpose(2, 3).contiguous()
+        """[panels, columns of a panel / side, words of K, side]"""
+        self.scales = panels([scales.float() for _, scales in weights])
+        self.beginnings = beginnings
+        """[panels, columns of a panel]"""
+        self.biases: torch.Tensor | None = None
+        if any(bias is not None for bias in biases):
+            self.biases = panels([torch.zeros(self.out_features) if b is None else b.detach().float() for b in biases])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
+            raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
+        rows: QuantizedRows | None = getattr(x, "as_int8", None)
+        if rows is None:
+            norm = getattr(x, "from_norm", None)
+            if norm is not None:
+                norm.quantizes = True  # from the next step on
+            rows = quantize_rows(x.reshape(-1, self.in_features).to(self._kernel_dtype))
+        weights = self.weights
+        y = torch.empty((*x.shape[:-1], self.out_features), dtype=self._kernel_dtype)
+        product = Product(
+            rows.scales.shape[0], self.out_features, weights.shape[2],
+            rows.values.shape[1] * rows.values.itemsize // 4, self.out_features, self.activation, torch.get_num_threads(),
+            rows.values.data_ptr(), weights.data_ptr(), _address(self.biases), y.data_ptr(),
+            rows.scales.data_ptr(), self.scales.data_ptr(), _address(self.beginnings),
+        )  # fmt: skip
+        kernel("linear_int8", self._kernel_dtype)(ctypes.byref(product))
+        return y.to(self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """What the weights take, and what belongs to them."""
+        parts = (self.weights, self.scales, self.beginnings, self.biases)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.dtype}, {self.activation.name.lower()}"
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class QuantizingNorm(torch.nn.Module):
+    """A root mean square norm whose result the kernel also quantizes, as soon as an `Int8Linear` has read one."""
+
+    def __init__(self, norm: Any) -> None:
+        """`norm` is a `FusedNorm`."""
+        super().__init__()
+        self.weight = norm.weight
+        self.norm = norm
+        self.quantizes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.quantizes:
+            plain: torch.Tensor = self.norm(x)
+            plain.from_norm = self  # type: ignore[attr-defined]
+            return plain
+        arguments, y = norm_arguments(x, self.norm.factor, self.norm.eps, self.norm.rounds_first)
+        rows = _rows_for(arguments.outer * arguments.inner, y.shape[-1])
+        arguments.q, arguments.scales = rows.values.data_ptr(), rows.scales.data_ptr()
+        arguments.q_row = rows.values.shape[1]
+        kernel("norm", x.dtype)(ctypes.byref(arguments))
+        y.as_int8 = rows  # type: ignore[attr-defined]
+        return y

@@ -1,0 +1,152 @@
+// Linear layers with weights packed once: y = x W^T + bias, or y = act(x G^T) * (x U^T) for a gated one.
+//
+// W is [panels][words of the inner dimension][WIDTH], so that what a product reads is WIDTH words that lie side by side (where E::side is
+// less, [panels][WIDTH / side][words][side]); a panel of a gated layer holds half as many rows of G and the same ones of U. A block of ROWS rows by WIDTH columns is summed in registers, in
+// float32 or in integers; results are rounded where the modules of transformers round. ops.py and int8.py pack the weights.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "activation.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace {
+
+constexpr int WIDTH = VECTORS * LANES;  // columns of a panel, summed at a time
+constexpr int DEPTH = 512;  // words of the inner dimension that are summed at a time: their part of a panel stays in the cache
+constexpr int MOST_ROWS = 288;  // of a task
+constexpr int WIDENED_ROWS = 2 * ROWS;  // from which on weights are made float32 once for all rows, and not in each block
+constexpr int64_t LEAST = 1500;  // words of panels times blocks of rows, 12 cycles or so each, that are worth a thread
+
+struct Product {  // `_Product` in ops.py is the same
+    int64_t rows, columns, words;  // columns of y; words of the inner dimension
+    int64_t x_row, y_row;          // words of x, elements of y, from one row to the next
+    int64_t activation;            // none for a plain layer; else the layer is gated
+    int64_t threads;
+    const uint32_t* x;
+    const uint32_t* weights;
+    const float* bias;  // [panels][WIDTH], or null
+    void* y;
+    // Of 8 bits only: what x and the weights are multiplied by, and what the sums begin with.
+    const float* x_scales;      // [rows]
+    const float* scales;        // [panels][WIDTH]
+    const int32_t* beginnings;  // [panels][WIDTH]
+    int64_t inner;  // elements of the inner dimension
+    int64_t group;  // words from the first E::side columns of a panel to the next ones
+};
+
+// Sums [R][WIDTH] of R rows of x with a panel, over `words` words; onto what is there where `more`, else onto `from`, or zero.
+template <class E, int R>
+void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums, bool more,
+           const int32_t* from) {
+    typedef typename E::sum sum;
+    sum acc[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++)
+            acc[r][v] = more ? load<sum>(sums + r * WIDTH + v * LANES) : from ? load<sum>(from + v * LANES) : sum{};
+    const uint32_t* b[VECTORS];
+    for (int v = 0; v < VECTORS; v++) b[v] = panel + v * LANES / E::side * group + v * LANES % E::side;
+    product<E, R, VECTORS>(acc, x, x_row, b, E::side, words);
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
+}
+
+// As many rows as a block takes of those that are left; returns how many.
+template <class E>
+int64_t some_rows(int64_t left, const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums,
+                  bool more, const int32_t* from) {
+    if (left >= ROWS) return block<E, ROWS>(x, x_row, panel, group, words, sums, more, from), ROWS;
+    if (left >= 4) return block<E, 4>(x, x_row, panel, group, words, sums, more, from), 4;
+    if (left >= 2) return block<E, 2>(x, x_row, panel, group, words, sums, more, from), 2;
+    return block<E, 1>(x, x_row, panel, group, words, sums, more, from), 1;
+}
+
+// The sums of one row and panel, finished, to y.
+template <class E, class T>
+void finish(const Product& p, uint32_t* sums, int64_t panel, int64_t row) {
+    for (int i = 0; i < WIDTH; i += LANES) {
+        floats value = to_floats(load<typename E::sum>(sums + i));
+        if (E::scaled) value *= p.x_scales[row] * load<floats>(p.scales + panel * WIDTH + i);
+        if (p.bias) value += load<floats>(p.bias + panel * WIDTH + i);
+        store(sums + i, value);
+    }
+    const int width = p.activation == NONE ? WIDTH : WIDTH / 2;
+    const int64_t left = p.columns - panel * width;
+    T* y = (T*)p.y + row * p.y_row + panel * width;
+    for (int i = 0; i < width && i < left; i += LANES) {
+        floats value = load<floats>(sums + i);
+        if (p.activation != NONE) {
+            const floats up = rounded<T>(load<floats>(sums + width + i));
+            value = rounded<T>(activate(p.activation, rounded<T>(value))) * up;
+        }
+        if (left - i >= LANES)
+            store_floats(y + i, value);
+        else
+            store_some(y + i, value, left - i);
+    }
+}
+
+// Rows [begin, end) of x times `words` words of a panel, from word k on; finished where these are the last.
+template <class E, class T>
+INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums) {
+    const bool last = (k + words) * E::per_word == p.inner;
+    for (int64_t row = begin; row < end;) {
+        const uint32_t* x = p.x + row * p.x_row + k * E::a_words;
+        uint32_t* here = sums + (row - begin) * WIDTH;
+        const int64_t rows = some_rows<E>(end - row, x, p.x_row, weights, p.group, words, here, k > 0,
+                                              p.beginnings ? p.beginnings + panel * WIDTH : nullptr);
+        if (last)
+            for (int64_t r = 0; r < rows; r++) finish<E, T>(p, here + r * WIDTH, panel, row + r);
+        row += rows;
+    }
+}
+
+// Words of narrow numbers as two rows of wide ones.
+template <class E>
+INLINE void widen(const uint32_t* weights, int64_t words, uint32_t* to) {
+    for (int64_t i = 0; i < words * WIDTH; i += WIDTH)
+        for (int v = 0; v < WIDTH; v += LANES) {
+            const uints pair = load<uints>(weights + i + v);
+            store(to + 2 * i + v, E::low(pair));
+            store(to + 2 * i + WIDTH + v, E::high(pair));
+        }
+}
+
+// E says what x and the weights are, T is the type of y.
+template <class E, class T>
+void run(Product p) {
+    p.inner = p.words * E::per_word;
+    p.group = p.words * E::side;
+    const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
+    if (p.rows == 0) return;
+    const int64_t work = panels * p.words * ((p.rows + ROWS - 1) / ROWS);
+    const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / LEAST));
+    // Enough tasks for every thread to have several, but no smaller than that needs: each reads its panel anew.
+    const int64_t wanted = threads == 1 ? 1 : std::max<int64_t>(1, 4 * threads / panels);
+    const int64_t share = (p.rows + wanted - 1) / wanted;
+    const int64_t task_rows = std::min<int64_t>((share + ROWS - 1) / ROWS * ROWS, MOST_ROWS);
+    const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
+    in_parallel(tasks, threads, [&](Tasks& some) {
+        uint32_t sums[MOST_ROWS * WIDTH];
+        uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
+        for (int64_t task; (task = some.take()) >= 0;) {
+            const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
+            const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
+            const int64_t depth = widens ? DEPTH / 2 : DEPTH;
+            for (int64_t k = 0; k < p.words; k += depth) {
+                const int64_t words = std::min(depth, p.words - k);
+                const uint32_t* weights = p.weights + panel * p.words * WIDTH + k * E::side;
+                if constexpr (E::a_words == 2)
+                    if (widens) {
+                        widen<E>(weights, words, wide);
+                        slice<typename E::wide, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums);
+                        continue;
+                    }
+                slice<E, T>(p, panel, begin, end, weights, k, words, sums);
+            }
+        }
+    });
+}
+
+}  // namespace

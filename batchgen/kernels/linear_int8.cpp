@@ -1,0 +1,222 @@
+// Linear layers of 8 bits: y = (q x_scale) (W scale)^T + bias, where q and W are whole numbers from -127 to 127, x_scale belongs to a row
+// and scale to a column. Sums are exact, in 32 bits: a row's result depends on nothing but the row.
+//
+// A word of W is four values that follow one another along the inner dimension.
+#include "int8.h"
+#include "linear.h"
+
+#if defined(BATCHGEN_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+#if defined(BATCHGEN_AMX)
+constexpr int SIDE = 32;  // columns of two tiles
+#else
+constexpr int SIDE = WIDTH;
+#endif
+
+#if defined(__AVX2__) && !defined(UNSIGNED_BYTES)
+// No instruction sums four products of bytes exactly (vpmaddubsw saturates), so both are made 16 bits wide. The four values of a word lie
+// in the order 0, 2, 1, 3: its even bytes are two neighbours, and its odd ones.
+struct Pairs {  // words of two values of 16 bits
+    typedef ints sum;
+    static constexpr int per_word = 2, a_words = 1;
+    static constexpr int side = SIDE;
+    static constexpr bool scaled = true;
+    static INLINE ints add(ints sum, uints b, int x) {
+#if defined(__AVX512F__)
+        return sum + (ints)_mm512_madd_epi16((__m512i)b, _mm512_set1_epi32(x));
+#else
+        return sum + (ints)_mm256_madd_epi16((__m256i)b, _mm256_set1_epi32(x));
+#endif
+    }
+    template <int R, int N>
+    static INLINE void multiply(ints (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] = add(sums[r][n], b[n], int(a[r * a_row]));
+    }
+};
+struct Bytes {
+    typedef ints sum;
+    typedef Pairs wide;
+    static constexpr int per_word = 4, a_words = 2;
+    static constexpr int side = SIDE;
+    static constexpr bool scaled = true;
+#if defined(__AVX512F__)
+    static INLINE uints low(uints b) { return (uints)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8); }
+    static INLINE uints high(uints b) { return (uints)_mm512_srai_epi16((__m512i)b, 8); }
+#else
+    static INLINE uints low(uints b) { return (uints)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)b, 8), 8); }
+    static INLINE uints high(uints b) { return (uints)_mm256_srai_epi16((__m256i)b, 8); }
+#endif
+    template <int R, int N>
+    static INLINE void multiply(ints (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
+        uints some[N];
+        for (int n = 0; n < N; n++) some[n] = low(b[n]);
+        Pairs::multiply<R, N>(sums, some, a, a_row);
+        for (int n = 0; n < N; n++) some[n] = high(b[n]);
+        Pairs::multiply<R, N>(sums, some, a + 1, a_row);
+    }
+};
+#else
+struct Bytes {
+    typedef ints sum;
+    static constexpr int per_word = 4, a_words = 1;
+    static constexpr int side = SIDE;
+    static constexpr bool scaled = true;
+    static INLINE ints add(ints sum, uints b, uint32_t x) {
+#if defined(__AVX512VNNI__)
+        return (ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(int(x)), (__m512i)b);
+#elif defined(__AVXVNNI__)
+        return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_set1_epi32(int(x)), (__m256i)b);
+#elif defined(__ARM_FEATURE_DOTPROD)
+        return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)b, vreinterpretq_s8_u32(vdupq_n_u32(x)));
+#elif defined(__ARM_NEON)
+        const int8x16_t values = (int8x16_t)b, row = vreinterpretq_s8_u32(vdupq_n_u32(x));
+        const int32x4_t first = vpaddlq_s16(vmull_s8(vget_low_s8(values), vget_low_s8(row)));
+        const int32x4_t second = vpaddlq_s16(vmull_high_s8(values, row));
+        return sum + (ints)vpaddq_s32(first, second);
+#else
+        for (int i = 0; i < LANES; i++)
+            for (int k = 0; k < 4; k++) sum[i] += int8_t(b[i] >> 8 * k) * int8_t(x >> 8 * k);
+        return sum;
+#endif
+    }
+    template <int R, int N>
+    static INLINE void multiply(ints (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] = add(sums[r][n], b[n], a[r * a_row]);
+    }
+};
+#endif
+
+#if defined(BATCHGEN_AMX)
+// Advanced Matrix Extensions: tiles of 16 rows of 64 bytes. The instructions are written out, since compilers that know all the rest do
+// not know these. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.)
+constexpr int TILE = 16;          // rows of a tile, and words of one of its rows
+constexpr int AMX_ROWS = 24;      // from so many rows on tiles are faster than vectors
+constexpr int AMX_DEPTH = 256;    // words: their part of half a panel stays in the first cache
+
+// The kernel lets a process use tiles that has asked for it.
+const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+
+struct alignas(64) Shapes {  // all eight tiles are whole
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
+};
+
+#define TILE_LOAD(tile, from, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t(stride)) : "memory")
+#define TILE_STORE(tile, to, stride) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(int64_t(stride)) : "memory")
+#define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
+#define TILE_MULTIPLY(sum, x, w) asm volatile("tdpbusd %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::)  // unsigned x, signed w
+
+// 32 or, where not TWO, 16 rows of x by 32 columns of a panel, over `words` words.
+template <bool TWO>
+INLINE void tiles(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t words, uint32_t* sums, bool more) {
+    constexpr int64_t wide = WIDTH * 4, below = TILE * WIDTH, across = SIDE * 4;
+    if (more) {
+        TILE_LOAD(0, sums, wide);
+        TILE_LOAD(1, sums + TILE, wide);
+        if (TWO) TILE_LOAD(2, sums + below, wide);
+        if (TWO) TILE_LOAD(3, sums + below + TILE, wide);
+    } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        if (TWO) TILE_ZERO(2);
+        if (TWO) TILE_ZERO(3);
+    }
+    for (int64_t k = 0; k < words; k += TILE) {
+        TILE_LOAD(6, panel + k * SIDE, across);
+        TILE_LOAD(4, x + k, 4 * x_row);
+        TILE_MULTIPLY(0, 4, 6);
+        TILE_LOAD(7, panel + k * SIDE + TILE, across);
+        TILE_MULTIPLY(1, 4, 7);
+        if (TWO) {
+            TILE_LOAD(5, x + TILE * x_row + k, 4 * x_row);
+            TILE_MULTIPLY(2, 5, 6);
+            TILE_MULTIPLY(3, 5, 7);
+        }
+    }
+    TILE_STORE(0, sums, wide);
+    TILE_STORE(1, sums + TILE, wide);
+    if (TWO) TILE_STORE(2, sums + below, wide);
+    if (TWO) TILE_STORE(3, sums + below + TILE, wide);
+}
+
+// `run`, with rows of x up to a multiple of 16 that can be read.
+template <class T>
+void run_tiles(const Product& p) {
+    const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
+    const int64_t wanted = p.threads <= 1 ? 1 : std::max<int64_t>(1, 4 * p.threads / panels);
+    const int64_t share = (p.rows + wanted - 1) / wanted;
+    const int64_t task_rows = std::min<int64_t>((share + 2 * TILE - 1) / (2 * TILE) * (2 * TILE), MOST_ROWS);
+    const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
+    in_parallel(tasks, p.threads, [&](Tasks& some) {
+        const Shapes shapes;
+        asm volatile("ldtilecfg %0" ::"m"(shapes));
+        alignas(64) uint32_t sums[MOST_ROWS * WIDTH];
+        for (int64_t task; (task = some.take()) >= 0;) {
+            const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
+            for (int64_t k = 0; k < p.words; k += AMX_DEPTH) {
+                const int64_t words = std::min<int64_t>(AMX_DEPTH, p.words - k);
+                const uint32_t* weights = p.weights + panel * p.words * WIDTH + k * SIDE;
+                for (int column = 0; column < WIDTH; column += SIDE)
+                    for (int64_t row = begin; row < end; row += 2 * TILE) {
+                        const uint32_t* x = p.x + row * p.x_row + k;
+                        uint32_t* here = sums + (row - begin) * WIDTH + column;
+                        if (end - row > TILE)
+                            tiles<true>(x, p.x_row, weights + column * p.words, words, here, k > 0);
+                        else
+                            tiles<false>(x, p.x_row, weights + column * p.words, words, here, k > 0);
+                    }
+            }
+            for (int64_t row = begin; row < end; row++) {
+                uint32_t* here = sums + (row - begin) * WIDTH;
+                for (int i = 0; i < WIDTH; i += LANES)
+                    store(here + i, load<ints>(here + i) + load<ints>(p.beginnings + panel * WIDTH + i));
+                finish<Bytes, T>(p, here, panel, row);
+            }
+        }
+        asm volatile("tilerelease" ::);
+    });
+}
+#endif
+
+template <class T>
+void linear(const Product& p) {
+#if defined(BATCHGEN_AMX)
+    if (has_tiles && p.rows >= AMX_ROWS) return run_tiles<T>(p);
+#endif
+    run<Bytes, T>(p);
+}
+
+struct Rows {  // `_Rows` in int8.py is the same
+    int64_t rows, size, x_row, q_row;  // elements of x, and of q, from one row to the next
+    int64_t threads;
+    const void* x;
+    quantized* q;
+    float* scales;
+};
+
+template <class T>
+void quantize(const Rows& r) {
+    constexpr int64_t worth = 8192;  // elements, a thread
+    for_each(r.rows, std::max<int64_t>(1, std::min(r.threads, r.rows * r.size / worth)), [&](int64_t row) {
+        r.scales[row] = quantize_row<T>((const T*)r.x + row * r.x_row, r.size, r.q + row * r.q_row);
+    });
+}
+
+}  // namespace
+
+EXPORT void batchgen_linear_int8_float32(const Product* p) { linear<float>(*p); }
+EXPORT void batchgen_linear_int8_bfloat16(const Product* p) { linear<bf16>(*p); }
+EXPORT void batchgen_quantize_float32(const Rows* r) { quantize<float>(*r); }
+EXPORT void batchgen_quantize_bfloat16(const Rows* r) { quantize<bf16>(*r); }
+// Bytes of a quantized value of x: with 2, the values of a word of the weights are in the order 0, 2, 1, 3.
+EXPORT int64_t batchgen_int8_bytes() { return sizeof(quantized); }
+EXPORT int64_t batchgen_int8_side() { return SIDE; }
+EXPORT int64_t batchgen_int8_is_unsigned() { return quantized(-1) > 0; }

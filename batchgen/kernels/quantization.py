@@ -1,0 +1,99 @@
+"""`--quantize int8`: the linear layers of a loaded model in 8 bits, packed one after the other, so that memory falls as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from batchgen.kernels.fusion import ExactPacking, FusedNorm, fuse_linear
+from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_weight
+from batchgen.kernels.ops import Activation, PackedLinear
+
+SMALL = 16
+"""A layer whose columns times this are no more than its inner size stays as it is: routers and gates decide much and cost little."""
+DTYPES_PACKED = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = 0.1
+"""Largest difference from a plain layer on random numbers, relative to the largest: that of 8 bits is 0.01 to 0.03."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What became of a model's weights."""
+
+    layers: int
+    """Linear layers in 8 bits."""
+    weights: int
+    """Their weights."""
+    all_weights: int
+    """Weights of the model, the embedding's and the head's among them."""
+    bytes: int
+    """What all of them take now."""
+
+
+def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] | None = None) -> Quantized:
+    """Puts linear layers of 8 bits in the place of those of the decoder's layers, in place.
+
+    `scales`: by the name of a layer from `layers.` on, those of a checkpoint whose weights were whole numbers times these, [N] or
+    [N, 1]: they are whole numbers again, exactly. Embedding, head, weights that are shared, and layers of a few columns stay.
+    Raises `NoKernels`.
+    """
+    all_weights = sum(p.numel() for p in model.parameters())
+    packing = Int8Packing(model, scales or {})
+    fuse_linear(model, packing)
+    fuse_linear(model, ExactPacking())  # the rest
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, FusedNorm):
+                parent._modules[name] = QuantizingNorm(child)
+    rest = sum(p.numel() * p.element_size() for p in model.parameters())
+    packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear))
+    packed += sum(m.weights.nbytes for m in model.modules() if isinstance(m, PackedLinear))
+    return Quantized(packing.layers, packing.weights, all_weights, rest + packed)
+
+
+class Int8Packing:
+    """Packs the decoder layers' linear layers (`fusion.Packing`)."""
+
+    def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor]) -> None:
+        named = {id(m): name for name, m in model.named_modules() if type(m) is torch.nn.Linear}
+        self._names = {key: name for key, name in named.items() if any(map(str.isdigit, name.split(".")))}
+        self._scales = scales
+        self.layers = 0
+        self.weights = 0
+
+    def can_pack(self, layer: torch.nn.Linear) -> bool:
+        return (
+            layer.weight.dtype in DTYPES_PACKED
+            and id(layer) in self._names
+            and SMALL * layer.out_features > layer.in_features
+        )
+
+    def pack(
+        self,
+        layers: list[torch.nn.Linear],
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        activation: Activation = Activation.NONE,
+    ) -> torch.nn.Module:
+        self.layers += len(layers)
+        self.weights += sum(weight.numel() for weight in weights)
+        scales = [scale for layer in layers for scale in self._scales_of(layer, len(weights) // len(layers))]
+        values = [quantize_weight(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+        return Int8Linear(values, biases, weights[0].dtype, activation)
+
+    def _scales_of(self, layer: torch.nn.Linear, parts: int) -> list[torch.Tensor | None]:
+        """Those of the checkpoint for each of a layer's equal parts."""
+        found = self._scales.get(from_layers(self._names[id(layer)]))
+        return [None] * parts if found is None else list(found.flatten().chunk(parts))
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        return TOLERANCE
+
+
+def from_layers(name: str) -> str:
+    """A module's name from its first number on: checkpoints put other names before it."""
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[first:])

@@ -1,0 +1,189 @@
+"""`--quantize int8`: a loaded model's linear layers in 8 bits, and what that changes, measured on some texts before and after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from batchgen.attention.kv_cache import KVCache
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.errors import ModelError
+from batchgen.kernels.build import NoKernels
+from batchgen.kernels.quantization import Quantized, from_layers, quantize_linear
+from batchgen.model.adapter import LoadedModel, with_blocks
+from batchgen.model.memory_budget import sequences_of
+from batchgen.model.quantized import is_int8, quant_method
+from batchgen.model.runner import Runner
+from batchgen.request import TokenArray
+from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
+from batchgen.scheduling.sequence import GenerationSequence
+from batchgen.state.cache import StateCache
+
+TEXTS = 4
+"""Of a job's rows, so many are compared."""
+PROMPT_TOKENS = 64
+"""Of each, the last tokens of the prompt that are run."""
+COMPARED_TOKENS = 16
+"""Of each, the last tokens of those, and as many that follow them in greedy decoding, are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What `--quantize` did to a model, for the figures of a run."""
+
+    method: str
+    layers: int
+    """Linear layers in 8 bits."""
+    weights: float
+    """Share of the model's weights that are in 8 bits."""
+    weight_bytes: int
+    """What all weights take."""
+    rows: int
+    """Rows that were compared, with the unquantized weights and with these."""
+    tokens: int
+    """Positions of them."""
+    mean_kl: float | None
+    """Mean Kullback-Leibler divergence, in nats, of the next token's distribution from the unquantized one; None if nothing was compared."""
+    equal_tokens: float | None
+    """Share of positions with the same likeliest token."""
+    seconds: float
+    """What packing and comparing took."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def note(self) -> str:
+        """The sentence for the user."""
+        if self.mean_kl is None or self.equal_tokens is None:
+            return f"int8: {self.layers:,} linear layers; what that changes was not measured, for there was no text"
+        return (
+            f"int8: {self.layers:,} linear layers; against the unquantized model, on {self.tokens:,} tokens of {self.rows} rows: "
+            f"mean KL divergence {self.mean_kl:.4f} nats, {self.equal_tokens:.1%} of the likeliest tokens are the same "
+            f"({self.seconds:.1f} s)"
+        )
+
+
+def check_int8(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
+    """Raises `ModelError` where the weights cannot be packed in 8 bits."""
+    if config.quantize == "none":
+        return
+    if device.type != "cpu" or config.device_map is not None:
+        raise ModelError("--quantize int8 is for the CPU so far", "leave it out, or use --device cpu")
+    if config.compile == "off":
+        raise ModelError(
+            "--quantize int8 runs on batchgen's own kernels, which --compile off leaves out", "leave one out"
+        )
+    if quant_method(hf_config) == "torchao":
+        raise ModelError(f"the model {config.model!r} is quantized already (torchao)", "leave --quantize out")
+
+
+@torch.inference_mode()
+def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, torch.Tensor]) -> LoadedModel:
+    """Packs the linear layers of a model, in place, and compares it with what it was. `scales`: `checkpoint_scales`.
+
+    Raises `ModelError` where nothing can be packed.
+    """
+    began = time.perf_counter()
+    texts = [text[-PROMPT_TOKENS:] for text in texts if len(text)][:TEXTS]
+    whole, before = _continued(model, texts) if texts else ([], [])
+    try:
+        made = quantize_linear(model.module, scales)
+    except NoKernels as e:
+        raise ModelError(f"--quantize int8: {e.message}", "leave it out, and plain torch runs") from e
+    if not made.layers:
+        raise ModelError("--quantize int8: none of the model's linear layers can be packed in 8 bits", "leave it out")
+    after = _logits(model, whole) if whole else []
+    found = _compared(made, before, after, time.perf_counter() - began)
+    return replace(model, notes=(*model.notes, found.note), quantization=found.as_dict())
+
+
+def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[TokenArray], list[torch.Tensor]]:
+    """The texts with `COMPARED_TOKENS` tokens more, the likeliest, and the logits after their last tokens: [N, vocabulary] each."""
+    steps = _Steps(model, [len(text) + COMPARED_TOKENS for text in texts])
+    found = [[rows] for rows in steps.run(texts, [0] * len(texts), [_first(text) for text in texts])]
+    for _ in range(COMPARED_TOKENS):
+        starts = [len(text) for text in texts]
+        tokens = [int(rows[-1][-1].argmax()) for rows in found]
+        texts = [np.append(text, np.int32(token)) for text, token in zip(texts, tokens, strict=True)]
+        for rows, more in zip(found, steps.run(texts, starts, starts), strict=True):
+            rows.append(more)
+    return list(texts), [torch.cat(rows) for rows in found]
+
+
+def _first(text: TokenArray) -> int:
+    return max(0, len(text) - COMPARED_TOKENS)
+
+
+def _logits(model: LoadedModel, texts: Sequence[TokenArray]) -> list[torch.Tensor]:
+    """As `_continued` has them, in one run."""
+    steps = _Steps(model, [len(text) for text in texts])
+    return steps.run(texts, [0] * len(texts), [max(0, len(text) - 2 * COMPARED_TOKENS) for text in texts])
+
+
+class _Steps:
+    """Runs steps of a few texts, over a small pool of their own."""
+
+    def __init__(self, model: LoadedModel, sizes: Sequence[int]) -> None:
+        self._block = EngineConfig().block_size
+        self._sizes = sizes
+        self._model = with_blocks(model, self._block)
+        blocks = sum(-(-size // self._block) for size in sizes)
+        cache = KVCache(self._model.layers, blocks, self._block, model.dtype)
+        states = StateCache(model.states, len(sizes), model.dtype) if model.states else None
+        limits = Limits(batch_size=len(sizes), max_batch_tokens=sum(sizes), max_prefill_tokens=sum(sizes))
+        self._runner = Runner(self._model, cache, limits, [], states)
+
+    def run(self, texts: Sequence[TokenArray], starts: Sequence[int], first: Sequence[int]) -> list[torch.Tensor]:
+        """Runs each text from its start on; the logits after its tokens from the first on, in float32."""
+        spans = sequences_of(texts, self._sizes, self._block)
+        scheduled = [self._scheduled(*parts) for parts in zip(spans, texts, starts, first, strict=True)]
+        logits = self._runner.run(ScheduledBatch.of(scheduled))
+        assert logits is not None
+        counts = [len(text) - begin for text, begin in zip(texts, first, strict=True)]
+        return list(torch.split(logits.float(), counts))
+
+    def _scheduled(self, span: GenerationSequence, text: TokenArray, start: int, first: int) -> ScheduledSpan:
+        return ScheduledSpan(span, start, len(text), first, read=span.state_slot if start else -1)
+
+
+def _compared(
+    made: Quantized, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], seconds: float
+) -> Quantization:
+    kl, equal, tokens = 0.0, 0, 0
+    for plain, packed in zip(before, after, strict=True):
+        p, q = plain.log_softmax(-1), packed.log_softmax(-1)
+        kl += float((p.exp() * (p - q)).sum(-1).double().sum())
+        equal += int((plain.argmax(-1) == packed.argmax(-1)).sum())
+        tokens += len(plain)
+    return Quantization(
+        method="int8",
+        layers=made.layers,
+        weights=round(made.weights / made.all_weights, 6),
+        weight_bytes=made.bytes,
+        rows=len(before),
+        tokens=tokens,
+        mean_kl=round(kl / tokens, 6) if tokens else None,
+        equal_tokens=round(equal / tokens, 6) if tokens else None,
+        seconds=round(seconds, 4),
+    )
+
+
+def checkpoint_scales(hf_config: Any, files: Sequence[Path] | None) -> dict[str, torch.Tensor]:
+    """Of a checkpoint whose weights are whole numbers of 8 bits with a scale for each output column: those scales, by `from_layers` of the layers' names."""
+    if files is None or not is_int8(hf_config):
+        return {}
+    found = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                if name.endswith(".weight_scale"):
+                    found[from_layers(name.removesuffix(".weight_scale"))] = file.get_tensor(name)
+    return found

@@ -1,0 +1,138 @@
+"""Linear layers of 8 bits against plain torch with the same rounding."""
+
+import pytest
+import torch
+from torch.nn.functional import gelu, linear, silu
+
+from batchgen.kernels.fusion import FusedNorm
+from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_rows, quantize_weight
+from batchgen.kernels.ops import Activation
+
+pytestmark = pytest.mark.usefixtures("kernels")
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+ACTS = {Activation.SILU: silu, Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh")}
+
+
+def numbers(*shape, dtype=FLOAT32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def whole_numbers(*shape, seed=0):
+    return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(x, weight, bias=None):
+    """In float32, from exact sums of the rounded numbers of x and the weight."""
+    values, scales = (part.double() for part in quantize_weight(weight))
+    largest = x.float().abs().amax(1, keepdim=True)
+    rounded = (x.float() * torch.where(largest > 0, 127 / largest, 0.0)).round()
+    sums = linear(rounded.double(), values).float()
+    y = sums * (largest / 127 * scales.float())
+    return y if bias is None else y + bias.float()
+
+
+def near(got, want):
+    tolerance = 1e-6 if got.dtype == FLOAT32 else 2**-8
+    torch.testing.assert_close(got.float(), want, atol=tolerance * float(want.abs().max()), rtol=2 * tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 23, 24, 33, 64, 289])
+@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (64, 64), (66, 63), (130, 200), (1028, 65)])
+def test_sums_are_exact(rows, inner, columns, threads):
+    values, x = whole_numbers(columns, inner), whole_numbers(rows, inner, seed=1)
+    x[:, 0] = 127  # so that the scale of every row is 1
+    layer = Int8Linear([(values.to(torch.int8), torch.ones(columns))], [None], FLOAT32)
+    assert torch.equal(layer(x.float()), (x @ values.T).float())
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_sums_of_the_largest_numbers_are_exact(rows):
+    inner = 2048
+    for sign in (127, -127):
+        weight, x = torch.full((70, inner), sign, dtype=torch.int8), torch.full((rows, inner), 127.0)
+        layer = Int8Linear([(weight, torch.ones(70))], [None], FLOAT32)
+        assert torch.equal(layer(x), torch.full((rows, 70), 127.0 * sign * inner))
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 64, 64), (7, 100, 63), (33, 200, 130), (300, 2100, 70)])
+def test_a_layer_gives_what_plain_torch_gives_of_the_rounded_numbers(dtype, rows, inner, columns, threads):
+    weight, bias = numbers(columns, inner, dtype=dtype), numbers(columns, dtype=dtype, seed=1)
+    x = numbers(rows, inner, dtype=dtype, seed=2)
+    for b in (None, bias):
+        near(Int8Linear([quantize_weight(weight)], [b], dtype)(x), plain(x, weight, b))
+
+
+@dtypes
+@pytest.mark.parametrize("act", list(ACTS), ids=lambda a: a.name)
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_a_gated_layer_rounds_where_the_modules_round(dtype, act, rows):
+    gate, up = (numbers(100, 66, dtype=dtype, seed=s) for s in (0, 1))
+    bias, x = numbers(100, dtype=dtype, seed=2), numbers(rows, 66, dtype=dtype, seed=3)
+    layer = Int8Linear([quantize_weight(gate), quantize_weight(up)], [bias, None], dtype, act)
+    want = ACTS[act](plain(x, gate, bias).to(dtype)) * plain(x, up).to(dtype)
+    torch.testing.assert_close(
+        layer(x).float(), want.float(), atol=(2e-5 if dtype == FLOAT32 else 2**-6) * float(want.abs().max()), rtol=0
+    )
+
+
+@dtypes
+def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype, threads):
+    weight, x = numbers(200, 700, dtype=dtype), numbers(300, 700, dtype=dtype, seed=1)
+    layer = Int8Linear([quantize_weight(weight)], [numbers(200, dtype=dtype, seed=2)], dtype)
+    whole = layer(x)
+    for count in (1, 2, 6, 7, 16, 24, 31, 32, 33, 100):
+        assert torch.equal(layer(x[:count]), whole[:count])
+        assert torch.equal(layer(x[-count:]), whole[-count:])
+
+
+def test_rows_may_lie_apart_and_have_any_shape():
+    weight = numbers(40, 32)
+    layer = Int8Linear([quantize_weight(weight)], [None], FLOAT32)
+    wide = numbers(2, 5, 96, seed=1)
+    for x in (wide[..., 32:64], wide[..., ::3], wide[0, 0, :32]):
+        near(layer(x).view(-1, 40), plain(x.reshape(-1, 32), weight))
+    assert layer(wide[:0, :, :32]).shape == (0, 5, 40)
+
+
+def test_float16_goes_through_float32():
+    weight, x = numbers(40, 64).half(), numbers(3, 64, seed=1).half()
+    got = Int8Linear([quantize_weight(weight)], [None], torch.float16)(x)
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got.float(), plain(x, weight), atol=2e-2, rtol=0)
+
+
+@dtypes
+def test_zeros_stay_zeros_and_what_is_not_a_number_stays_in_its_row(dtype):
+    weight, x = numbers(70, 64, dtype=dtype), numbers(40, 64, dtype=dtype, seed=1)
+    x[1], x[3, 5], x[5, 0] = 0, torch.nan, torch.inf
+    weight[7] = 0
+    y = Int8Linear([quantize_weight(weight)], [None], dtype)(x)
+    assert not y[1].any()
+    assert not y[0, 7]
+    assert y[3].isnan().all()
+    assert not y[5].isfinite().any()
+    assert y[[0, 1, 2, 4, *range(6, 40)]].isfinite().all()
+
+
+def test_a_layer_refuses_what_it_was_not_made_for():
+    layer = Int8Linear([quantize_weight(numbers(4, 8))], [None], FLOAT32)
+    with pytest.raises(ValueError, match=r"expected \[..., 8\] in torch.float32, not \[1, 6\] in torch.float32"):
+        layer(numbers(1, 6))
+
+
+@dtypes
+def test_a_norm_quantizes_its_result_once_a_layer_has_read_one(dtype):
+    norm = QuantizingNorm(FusedNorm(torch.nn.Parameter(numbers(96, dtype=dtype)), 0.0, 1e-6, rounds_first=True))
+    layer = Int8Linear([quantize_weight(numbers(50, 96, dtype=dtype, seed=1))], [None], dtype)
+    x = numbers(1, 33, 96, dtype=dtype, seed=2)
+    first = norm(x)
+    assert not hasattr(first, "as_int8")
+    want = layer(first)
+    second = norm(x)
+    assert torch.equal(second, first)
+    apart = quantize_rows(first[0])
+    assert torch.equal(second.as_int8.scales, apart.scales)
+    assert torch.equal(second.as_int8.values[:33, :96], apart.values[:33, :96])
+    assert torch.equal(layer(second), want)

@@ -1,0 +1,213 @@
+"""`--quantize int8`: the model is the one whose linear layers plain torch rounds in the same way, and what that costs is told."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.kernels import isa
+from batchgen.kernels.int8 import Int8Linear, quantize_weight
+from batchgen.model.int8 import check_int8, checkpoint_scales
+from batchgen.model.loader import load_model
+from support.models import build, engine_for, expect, kernels, make_requests, run, tiny_tokenizer
+from support.params import slow_but
+from support.quantized import make
+from support.shapes import prompts_and_lengths
+from support.wrappers import text_model, whole_model
+
+PROMPTS, LENGTHS = prompts_and_lengths()
+TEXTS = [np.array(prompt, dtype=np.int32) for prompt in PROMPTS[:3]]
+MODELS = ["llama", "gemma2", "qwen3_moe", "qwen3_5_text", "granitemoehybrid/recurrent"]
+"""Gated MLPs, norms with an offset, experts that stay, recurrent layers."""
+
+
+class Rounded(torch.nn.Module):
+    """A linear layer in plain torch: exact sums of the numbers that 8 bits leave."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        values, scales = quantize_weight(layer.weight)
+        self.values, self.scales, self.bias = values.double(), scales, layer.bias
+        self.weight = layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = x.abs().amax(-1, keepdim=True)
+        rounded = (x * torch.where(largest > 0, 127 / largest, 0.0)).round()
+        sums = torch.nn.functional.linear(rounded.double(), self.values).float()
+        y = sums * (largest / 127 * self.scales)
+        return y if self.bias is None else y + self.bias
+
+
+def rounded(model: Any) -> Any:
+    """A copy of a float32 model with the layers `Rounded` that `--quantize int8` packs."""
+    made = copy.deepcopy(model)
+    for name, module in list(made.named_modules()):
+        parent, _, child = name.rpartition(".")
+        is_layer = any(part.isdigit() for part in name.split("."))
+        if type(module) is torch.nn.Linear and is_layer and 16 * module.out_features > module.in_features:
+            setattr(made.get_submodule(parent), child, Rounded(module))
+    return made
+
+
+def load(folder: Path, texts: Any = TEXTS, **options: Any) -> Any:
+    if kernels() is None:
+        pytest.skip("the kernels cannot be compiled here")
+    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
+    config = ModelConfig(**{"model": str(folder), "device": "cpu", "dtype": "float32", "quantize": "int8"} | options)
+    return load_model(config, tokenizer, 1, texts)
+
+
+def tokens(model: Any, **options: Any) -> list[tuple[int, ...]]:
+    return [r.token_ids for r in run(engine_for(model, **options), make_requests(PROMPTS, LENGTHS))]
+
+
+@pytest.mark.parametrize("name", slow_but({"llama"}, MODELS))
+def test_tokens_are_those_of_the_model_rounded_in_plain_torch(name: str, tmp_path: Path) -> None:
+    written = build(name)
+    written.save_pretrained(tmp_path)
+    reference = rounded(written)
+    expected = [tuple(expect(reference, p, n).tokens) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    model = load(tmp_path)
+    assert any(isinstance(m, Int8Linear) for m in model.module.modules())
+    assert tokens(model) == expected
+    assert tokens(model, batch_size=2, max_batch_tokens=24) == expected
+
+
+@pytest.mark.slow
+def test_a_multimodal_checkpoint_has_its_language_model_in_8_bits(tmp_path: Path) -> None:
+    written = text_model("gemma3")
+    written.save_pretrained(tmp_path)
+    reference = rounded(whole_model(written))
+    expected = [tuple(expect(reference, p, n).tokens) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    assert tokens(load(tmp_path)) == expected
+
+
+def test_a_row_has_the_same_logits_bit_for_bit_in_every_batch(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    model = load(tmp_path)
+    requests = make_requests(PROMPTS, LENGTHS, logprobs=3)
+    whole = run(engine_for(model), requests)
+    for options in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 17}):
+        for alone, beside in zip(run(engine_for(model, **options), requests), whole, strict=True):
+            assert alone.completions == beside.completions
+
+
+@torch.inference_mode()
+def test_what_it_costs_is_the_divergence_from_the_unquantized_model(tmp_path: Path) -> None:
+    written = build("llama")
+    written.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    kl, equal, count = 0.0, 0, 0
+    reference = rounded(written)
+    for prompt in PROMPTS[:3]:
+        text = prompt[-64:]
+        first = max(0, len(text) - 16)
+        for _ in range(16):
+            text = [*text, int(written(torch.tensor([text])).logits[0, -1].argmax())]
+        p, q = (m(torch.tensor([text])).logits[0, first:].log_softmax(-1) for m in (written, reference))
+        kl += float((p.exp() * (p - q)).sum())
+        equal += int((p.argmax(-1) == q.argmax(-1)).sum())
+        count += len(p)
+    found = model.quantization
+    assert found["tokens"] == count
+    assert found["rows"] == 3
+    assert found["mean_kl"] == pytest.approx(kl / count, rel=1e-3, abs=2e-6)
+    assert found["equal_tokens"] == pytest.approx(equal / count, abs=1e-6)
+    assert found["layers"] == 14
+    assert model.notes[-1].startswith(
+        f"int8: 14 linear layers; against the unquantized model, on {count} tokens of 3 rows: "
+    )
+
+
+def test_without_texts_nothing_is_measured_and_that_is_said(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    model = load(tmp_path, texts=())
+    assert (model.quantization["rows"], model.quantization["mean_kl"], model.quantization["equal_tokens"]) == (
+        0,
+        None,
+        None,
+    )
+    assert "was not measured" in model.notes[-1]
+
+
+def test_embedding_head_and_narrow_layers_stay(tmp_path: Path) -> None:
+    written = build("llama")
+    written.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert torch.equal(model.module.get_input_embeddings().weight, written.get_input_embeddings().weight)
+    assert torch.equal(model.module.get_output_embeddings().weight, written.get_output_embeddings().weight)
+    weights = sum(p.numel() for p in written.parameters())
+    layers = sum(m.weight.numel() for n, m in written.named_modules() if type(m) is torch.nn.Linear and "layers" in n)
+    assert model.quantization["weights"] == pytest.approx(layers / weights, abs=1e-6)
+    assert model.quantization["weight_bytes"] < 4 * (weights - layers) + 4 * layers
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_w8a8_checkpoint_keeps_its_own_whole_numbers(dtype: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    make("W8A8", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    scales = checkpoint_scales(config, [tmp_path / "model.safetensors"])
+    model = load(tmp_path, dtype=dtype)
+    packed = {n: m for n, m in model.module.named_modules() if isinstance(m, Int8Linear)}
+    assert len(scales) == 14
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for layer in range(2):
+            name = f"model.layers.{layer}.self_attn.o_proj"
+            made, values = packed[name], file.get_tensor(f"{name}.weight")
+            assert torch.equal(
+                made.scales.flatten()[: len(values)], scales[f"{layer}.self_attn.o_proj"].float().flatten()
+            )
+            x = torch.randint(-127, 128, (3, values.shape[1]), generator=torch.Generator().manual_seed(0))
+            x[:, 0] = 127
+            made.scales = torch.ones_like(made.scales)
+            got = made(x.to(made.dtype))
+            assert torch.equal(got, (x @ values.long().T).to(made.dtype))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "cuda"}, "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"),
+        ({"device_map": "auto"}, "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"),
+        (
+            {"compile": "off"},
+            "--quantize int8 runs on batchgen's own kernels, which --compile off leaves out; leave one out",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    config = ModelConfig(model="m", quantize="int8", **options)
+    with pytest.raises(ModelError) as refused:
+        check_int8(config, AutoConfig.for_model("llama"), torch.device(options.get("device", "cpu")))
+    assert str(refused.value) == said
+
+
+def test_without_kernels_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("llama").save_pretrained(tmp_path)
+    from batchgen.model import loader
+
+    monkeypatch.setattr(
+        loader.Kernels, "wait", lambda _: (None, ("no C++ compiler (g++) was found; plain torch runs",))
+    )
+    with pytest.raises(ModelError, match="--quantize int8 runs on batchgen's own kernels: no C\\+\\+ compiler"):
+        load(tmp_path)
+
+
+def test_the_default_leaves_a_model_as_it_is(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    model = load(tmp_path, quantize="none")
+    assert model.quantization is None
+    assert not any(isinstance(m, Int8Linear) for m in model.module.modules())
+    assert isa.instruction_set() != isa.NONE

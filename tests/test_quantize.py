@@ -1,0 +1,65 @@
+"""A job with `--quantize int8`: its figures say what that changes, it goes on where it stopped, and it is another job than one without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
+from batchgen.errors import UsageError
+from support.models import kernels
+
+ROWS = [{"id": i, "prompt": f"A few words, the same for all, and number {i}"} for i in range(8)]
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    if kernels() is None:
+        pytest.skip("the kernels cannot be compiled here")
+
+
+def job(model: Path, rows: Path, output: Path, quantize: str = "int8", **options: Any) -> Any:
+    return run_job(
+        JobConfig(
+            inputs=rows,
+            output=str(output),
+            model=ModelConfig(model=str(model), device="cpu", quantize=quantize),
+            sampling=SamplingParams(max_tokens=6),
+            engine=EngineConfig(kv_memory="8MiB"),
+            **options,
+        )
+    )
+
+
+def written(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_figures_say_what_it_changes(
+    tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    found = job(tiny_model_dir, write_jsonl(ROWS), tmp_path / "o.jsonl").stats["quantization"]
+    assert (found["method"], found["layers"], found["rows"], found["tokens"]) == ("int8", 14, 4, 4 * 32)
+    assert 0 < found["mean_kl"] < 0.05
+    assert 0.5 < found["equal_tokens"] <= 1
+    assert json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["quantization"] == found
+
+
+def test_it_goes_on_where_it_stopped(tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    rows = write_jsonl(ROWS)
+    job(tiny_model_dir, rows, tmp_path / "whole.jsonl")
+    job(tiny_model_dir, rows, tmp_path / "parts.jsonl", limit=3)
+    report = job(tiny_model_dir, rows, tmp_path / "parts.jsonl")
+    assert report.stats["rows_resumed"] == 3
+    assert written(tmp_path / "parts.jsonl") == written(tmp_path / "whole.jsonl")
+
+
+def test_without_it_the_job_is_another(tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    rows = write_jsonl(ROWS)
+    job(tiny_model_dir, rows, tmp_path / "o.jsonl", limit=1)
+    with pytest.raises(UsageError, match='quantize was "int8", is "none"'):
+        job(tiny_model_dir, rows, tmp_path / "o.jsonl", quantize="none")
