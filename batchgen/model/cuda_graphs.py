@@ -6,6 +6,7 @@ run on a GPU yet; tests run it with a capture in name only.
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -170,7 +171,9 @@ class CudaCapture:
 def _waiting_fails() -> Iterator[None]:
     """In the block whatever waits for a CUDA device raises `RuntimeError`."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

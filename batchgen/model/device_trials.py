@@ -78,8 +78,10 @@ def main() -> None:
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     setup = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    tokenizer = load_tokenizer(setup.model)
-    run(setup, load_model(setup.model, tokenizer), connection.send)
+    model = load_model(setup.model, load_tokenizer(setup.model))
+    if model.device.type == "cuda":
+        torch.cuda.set_device(model.device)  # Triton launches its kernels on the current one
+    run(setup, model, connection.send)
     os._exit(0)  # libraries' threads are not waited for
 
 

@@ -42,6 +42,7 @@ def _workload(name: str, model: str = "0.5b") -> Part:
 
 
 PARTS: dict[str, Part] = {
+    "check": Part("benchmarks.gpu.check", "what a job tries before it uses a GPU, and what it would switch off", 240.0),
     "parity": Part("benchmarks.gpu.parity", "tokens and logits against transformers", 540.0),
     "tests": Part("benchmarks.gpu.tests", "the tests that need a GPU", 420.0),
     "kernels": Part("benchmarks.gpu.kernels", "attention: shared against flat, tiles, beside torch's own", 240.0),
@@ -55,7 +56,10 @@ PARTS: dict[str, Part] = {
     "nothing-shared": _workload("nothing-shared"),
     "shared-prefix-8b": _workload("shared-prefix", "8b"),
 }
-GROUPS = {"workloads": tuple(name for name, part in PARTS.items() if part.workload and not name.endswith("-8b"))}
+GROUPS = {
+    "workloads": tuple(name for name, part in PARTS.items() if part.workload and not name.endswith("-8b")),
+    "first": ("check", "decode", "overhead", "prefill", "parity", "tests"),  # what ten minutes tell the most by
+}
 
 
 def main() -> None:

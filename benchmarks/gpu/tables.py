@@ -14,6 +14,8 @@ Result = Mapping[str, Any]
 
 
 def tables(result: Result) -> str:
+    if not result["figures"] and not result["failures"]:
+        return caption(result)
     parts = [decode(result), single(result), workloads(result)]
     return "\n".join([*parts, caption(result)])
 
@@ -132,7 +134,10 @@ def compared(result: Result, part: str, engine: str) -> str:
 def caption(result: Result) -> str:
     entries = result["figures"]
     if not entries:
-        return "Nothing has been measured on a GPU yet: `benchmarks/gpu.sh` does it.\n"
+        return (
+            "Nothing has been measured on a GPU yet: the code for GPUs has run on an emulated device only, and [checks itself](gpu.md) on a real "
+            "one. `benchmarks/gpu.sh` measures decoding, prefill, host time, parity and whole jobs beside transformers.\n"
+        )
     used = [result["machines"][place] for place in sorted({e["machine"] for e in entries})]
     where = "; ".join(dict.fromkeys(_machine(machine) for machine in used))
     dates = sorted(e["date"][:10] for e in entries)

@@ -106,15 +106,10 @@ def test_another_file_is_not_gone_on_with(tmp_path: Path) -> None:
         result(tmp_path)
 
 
-def test_a_table_of_nothing_says_so_in_every_place(tmp_path: Path) -> None:
+def test_of_nothing_there_is_one_paragraph_and_no_table(tmp_path: Path) -> None:
     text = tables(result(tmp_path).json)
-    assert text.splitlines()[:3] == [
-        "| decoding, 8B, 256 sequences under one prefix | tokens/s | ms a step | floor, ms | of the floor |",
-        "| --- | ---: | ---: | ---: | ---: |",
-        "| 1,024 tokens | not measured |  |  |  |",
-    ]
-    assert text.count("not measured") == 3 + 6 + 5 * 4
-    assert text.endswith("\nNothing has been measured on a GPU yet: `benchmarks/gpu.sh` does it.\n")
+    assert text.count("\n") == 1
+    assert text.startswith("Nothing has been measured on a GPU yet: ")
 
 
 def test_a_table_shows_what_there_is(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_parts_are_named_one_by_one_or_together() -> None:
     assert gpu.part_names("decode,workloads,decode") == [
         "decode", "shared-prefix", "nested-groups", "few-shot", "nothing-shared",
     ]  # fmt: skip
-    with pytest.raises(Exception, match=r"^'speed' is no part: parity, tests, kernels, "):
+    with pytest.raises(Exception, match=r"^'speed' is no part: check, parity, tests, "):
         gpu.part_names("speed")
 
 

@@ -1,0 +1,80 @@
+"""The trials of `batchgen/model/device_check.py`, a case for each: what a job would switch off on this GPU, and how long the trials take.
+
+First the attention kernels by themselves, for the head shapes and options of several families; then all parts on whole models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from batchgen.model.adapter import AttentionKind
+from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying
+from batchgen.model.device_trials import attention_trial, run, sampler_trial
+from batchgen.model.loader import prepare_model
+from batchgen.model.memory_budget import block_size_of
+from benchmarks.gpu.device import Bench
+from benchmarks.models import random_model
+
+CHUNK = 16
+KINDS: dict[str, dict[str, Any]] = {
+    "llama 8b": {"heads": 8, "group": 4, "k_size": 128, "v_size": 128},
+    "qwen 0.5b": {"heads": 2, "group": 7, "k_size": 64, "v_size": 64},
+    "gemma-2": {"heads": 4, "group": 2, "k_size": 256, "v_size": 256, "softcap": 50.0, "window": 256},
+    "gpt-oss": {"heads": 8, "group": 8, "k_size": 64, "v_size": 64, "window": 128, "sinks": torch.bfloat16},
+    "phi-3": {"heads": 8, "group": 1, "k_size": 96, "v_size": 96},
+    "deepseek": {"heads": 4, "group": 1, "k_size": 192, "v_size": 128},
+}
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    if bench.device.type == "cuda":
+        torch.cuda.set_device(bench.device)
+    for name in bench.size(("8b", "0.5b"), ("tiny",)):
+        yield f"{name} all parts", lambda name=name: all_parts(bench, name)  # type: ignore[misc]
+    yield "sampling", lambda: timed(lambda: sampler_trial(bench.size(151_936, 1024), bench.device))
+    for dtype in DTYPES[: bench.size(len(DTYPES), 0)]:
+        for name, shape in KINDS.items():
+            kind = kind_of(dtype, **shape)
+            yield f"{name} {str(dtype).removeprefix('torch.')}", lambda kind=kind: attention(bench, kind)  # type: ignore[misc]
+
+
+def kind_of(dtype: torch.dtype, **shape: Any) -> AttentionKind:
+    free = {"scale": shape["k_size"] ** -0.5, "window": None, "softcap": None, "sinks": None}
+    return AttentionKind(dtype=dtype, **(free | shape))
+
+
+def attention(bench: Bench, kind: AttentionKind) -> dict[str, Any]:
+    on: Any = SimpleNamespace(dtype=kind.dtype, device=bench.device)
+    first = timed(lambda: attention_trial(kind, on, block_size_of(CHUNK)))
+    again = timed(lambda: attention_trial(kind, on, block_size_of(CHUNK)))
+    return {"with_compiling_s": first["seconds"], "again_s": again["seconds"]}
+
+
+def timed(trial: Callable[[], None]) -> dict[str, Any]:
+    began = time.perf_counter()
+    with torch.inference_mode():
+        trial()
+    return {"seconds": round(time.perf_counter() - began, 3)}
+
+
+def all_parts(bench: Bench, name: str) -> dict[str, Any]:
+    """Seconds of each trial, twice: Triton compiles in the first. Raises `RuntimeError` with what would be switched off."""
+    model = prepare_model(random_model(name, str(bench.device), str(bench.dtype).removeprefix("torch.")))
+    found: dict[str, Any] = {"model": name}
+    for when in ("with_compiling_s", "again_s"):
+        marks: list[tuple[Any, float]] = []
+        setup: Any = Setup(None, CHUNK, tuple(PARTS))  # type: ignore[arg-type]
+        run(setup, model, lambda told, marks=marks: marks.append((told, time.perf_counter())))  # type: ignore[misc]
+        marks.append((None, time.perf_counter()))
+        starts = [(told.part, at) for told, at in marks if isinstance(told, Trying)] + [("", marks[-1][1])]
+        found[when] = {part: round(starts[i + 1][1] - at, 3) for i, (part, at) in enumerate(starts[:-1])}
+        failed = [f"{told.part}: {told.why}" for told, _ in marks if isinstance(told, Failed)]
+        if failed or not isinstance(marks[-2][0], Done):
+            raise RuntimeError("; ".join(failed) or "the trials did not come to their end: out of memory")
+    return found
