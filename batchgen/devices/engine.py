@@ -118,7 +118,7 @@ def engine_here(
         from batchgen.model.device_check import check_device
         from batchgen.model.loader import load_model, pick_device
 
-    verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.chunk_size)
+    verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.block_size)
     loaded = load_model(model, tokenizer, config.processes, texts)
     return Engine(replace(loaded, verdict=verdict), tokenizer, config)
 

@@ -30,6 +30,7 @@ import torch
 from batchgen.config import ModelConfig
 from batchgen.kernels.build import cache_folder
 from batchgen.stats import version_of
+from batchgen.version import __version__
 
 Part = Literal["sampler", "triton", "graphs", "step-ahead"]
 PARTS: dict[Part, str] = {
@@ -103,7 +104,7 @@ class Setup:
     """What a process of trials hears."""
 
     model: ModelConfig
-    chunk_size: int
+    block_size: int
     parts: tuple[Part, ...]
     """To be tried, in this order."""
     passed: tuple[Part, ...] = ()
@@ -140,7 +141,7 @@ def parts_on(device: torch.device) -> tuple[Part, ...]:
 
 
 def check_device(
-    config: ModelConfig, device: torch.device, hf_config: Any, chunk_size: int, start: Start | None = None
+    config: ModelConfig, device: torch.device, hf_config: Any, block_size: int, start: Start | None = None
 ) -> Verdict:
     """Tries the parts on this device, or reads what an earlier start has found. `start` starts the process of trials.
 
@@ -150,7 +151,7 @@ def check_device(
     if not parts or config.device_map is not None or config.attention == "triton":
         return Verdict()
     name, driver = device_identity(device)
-    key = _key(config, hf_config, chunk_size, name, driver)
+    key = _key(config, hf_config, block_size, name, driver)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     verdict = Verdict(f"{device} ({name})", {}, cache_folder() / "device-checks" / f"{digest}.json", key)
     with _locked(verdict):
@@ -159,7 +160,7 @@ def check_device(
             return kept
         _logger.info("trying batchgen's kernels on %s, once for this model and these versions ...", name)
         began = time.monotonic()
-        off, complete = _tried(Setup(config, chunk_size, parts), start or start_trials)
+        off, complete = _tried(Setup(config, block_size, parts), start or start_trials)
         _logger.info("tried in %.0f s, loading the model included", time.monotonic() - began)
         verdict = replace(verdict, off=off, file=verdict.file if complete else None)
         verdict.keep()
@@ -177,7 +178,7 @@ def device_identity(device: torch.device) -> tuple[str, str]:
     return torch.cuda.get_device_name(device), driver
 
 
-def _key(config: ModelConfig, hf_config: Any, chunk_size: int, name: str, driver: str) -> dict[str, str]:
+def _key(config: ModelConfig, hf_config: Any, block_size: int, name: str, driver: str) -> dict[str, str]:
     """What the outcome depends on."""
     settings = {k: v for k, v in hf_config.to_dict().items() if k not in _NO_SETTINGS}
     sources = hashlib.sha256()
@@ -188,11 +189,12 @@ def _key(config: ModelConfig, hf_config: Any, chunk_size: int, name: str, driver
     return {
         "device": name,
         "driver": driver,
-        **{package: version_of(package) for package in ("batchgen", "torch", "triton", "transformers")},
+        "batchgen": __version__,
+        **{package: version_of(package) for package in ("torch", "triton", "transformers")},
         "kernels": sources.hexdigest()[:20],
         "model": f"{hf_config.model_type} {shape.hexdigest()[:20]}",
         "dtype": f"{config.dtype}, {getattr(hf_config, 'dtype', None)}",
-        "options": f"--attention {config.attention} --compile {config.compile} --chunk-size {chunk_size}",
+        "options": f"--attention {config.attention} --compile {config.compile} blocks of {block_size} tokens",
     }
 
 

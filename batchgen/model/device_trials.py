@@ -27,7 +27,6 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.attention.triton_backend import DeviceAttention
-from batchgen.config import EngineConfig
 from batchgen.errors import is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.adapter import AttentionKind, LoadedModel
@@ -94,7 +93,7 @@ def _end_with(connection: Connection[Any, Any]) -> None:
 def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Done], None]) -> None:
     """Tries the parts of `setup` in their order. Ends without `Done` where the device is lost, or has not the memory."""
     passed = setup.passed
-    trials = Trials(model, EngineConfig(chunk_size=setup.chunk_size).block_size, "triton" in passed, "graphs" in passed)
+    trials = Trials(model, setup.block_size, "triton" in passed, "graphs" in passed)
     off: set[Part] = set()
     for part in setup.parts:
         if part == "graphs" and "triton" in off:

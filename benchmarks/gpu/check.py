@@ -16,11 +16,10 @@ from batchgen.model.adapter import AttentionKind
 from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying
 from batchgen.model.device_trials import attention_trial, run, sampler_trial
 from batchgen.model.loader import prepare_model
-from batchgen.model.memory_budget import block_size_of
 from benchmarks.gpu.device import Bench
 from benchmarks.models import random_model
 
-CHUNK = 16
+BLOCK = 32
 KINDS: dict[str, dict[str, Any]] = {
     "llama 8b": {"heads": 8, "group": 4, "k_size": 128, "v_size": 128},
     "qwen 0.5b": {"heads": 2, "group": 7, "k_size": 64, "v_size": 64},
@@ -51,8 +50,8 @@ def kind_of(dtype: torch.dtype, **shape: Any) -> AttentionKind:
 
 def attention(bench: Bench, kind: AttentionKind) -> dict[str, Any]:
     on: Any = SimpleNamespace(dtype=kind.dtype, device=bench.device)
-    first = timed(lambda: attention_trial(kind, on, block_size_of(CHUNK)))
-    again = timed(lambda: attention_trial(kind, on, block_size_of(CHUNK)))
+    first = timed(lambda: attention_trial(kind, on, BLOCK))
+    again = timed(lambda: attention_trial(kind, on, BLOCK))
     return {"with_compiling_s": first["seconds"], "again_s": again["seconds"]}
 
 
@@ -69,7 +68,7 @@ def all_parts(bench: Bench, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"model": name}
     for when in ("with_compiling_s", "again_s"):
         marks: list[tuple[Any, float]] = []
-        setup: Any = Setup(None, CHUNK, tuple(PARTS))  # type: ignore[arg-type]
+        setup: Any = Setup(None, BLOCK, tuple(PARTS))  # type: ignore[arg-type]
         run(setup, model, lambda told, marks=marks: marks.append((told, time.perf_counter())))  # type: ignore[misc]
         marks.append((None, time.perf_counter()))
         starts = [(told.part, at) for told, at in marks if isinstance(told, Trying)] + [("", marks[-1][1])]

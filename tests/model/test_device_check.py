@@ -24,7 +24,7 @@ from support.tiny import build
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(model="some/model")
-SETUP = Setup(CONFIG, 16, tuple(PARTS))
+SETUP = Setup(CONFIG, 32, tuple(PARTS))
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +316,7 @@ def hf_config(**settings):
 def check(monkeypatch, *scripts, config=CONFIG, settings=None, **options):
     start = Scripted(*scripts)
     check_as_on_a_gpu(monkeypatch, start, **options)
-    verdict = check_device(config, CPU, hf_config(**settings or {"head_dim": 64}), 16)
+    verdict = check_device(config, CPU, hf_config(**settings or {"head_dim": 64}), 32)
     assert not start.scripts, "a process was not started"
     return verdict
 
@@ -387,13 +387,16 @@ def test_it_is_tried_again_with_another_version_driver_gpu_model_or_type(monkeyp
     check(monkeypatch, ALL_WELL, config=replace(CONFIG, dtype="float16"))
     check(monkeypatch, ALL_WELL, config=replace(CONFIG, compile="off"))
     versions = device_check.version_of
-    for package in ("batchgen", "torch", "triton", "transformers"):
+    for package in ("torch", "triton", "transformers"):
         monkeypatch.setattr(
             device_check, "version_of", lambda name, of=package: "9.9.9" if name == of else versions(name)
         )
         check(monkeypatch, ALL_WELL)
         assert check(monkeypatch).off == {}
     monkeypatch.setattr(device_check, "version_of", versions)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_check, "__version__", "9.9.9")
+        check(patch, ALL_WELL)
     assert list(check(monkeypatch, settings={"head_dim": 64, "_name_or_path": "elsewhere"}).off) == ["triton"]
 
 
@@ -414,7 +417,7 @@ def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch):
     assert check(monkeypatch, config=replace(CONFIG, attention="triton")) == Verdict()
     assert check(monkeypatch, config=replace(CONFIG, device_map="auto")) == Verdict()
     monkeypatch.undo()
-    assert check_device(CONFIG, CPU, None, 16) == Verdict()
+    assert check_device(CONFIG, CPU, None, 32) == Verdict()
     assert [device_check.parts_on(torch.device(kind)) for kind in ("cpu", "mps", "cuda")] == [
         (),
         ("sampler",),
@@ -428,11 +431,11 @@ def test_a_process_of_its_own_loads_the_model_and_tries(tiny_model_dir, monkeypa
     config = ModelConfig(model=str(tiny_model_dir), device="cpu", dtype="float32")
     monkeypatch.setattr(device_check, "parts_on", lambda device: tuple(PARTS))
     monkeypatch.setattr(device_check, "device_identity", lambda device: ("Fake GPU", "driver 1"))
-    verdict = check_device(config, CPU, load_tokenizer(config).hf_config, 16)
+    verdict = check_device(config, CPU, load_tokenizer(config).hf_config, 32)
     assert verdict.off == {}
     assert [json.loads(file.read_text())["off"] for file in cache.glob("*.json")] == [{}]
     missing = replace(config, model=str(tiny_model_dir / "nothing"))
-    assert check_device(missing, CPU, hf_config(other=1), 16).file is None
+    assert check_device(missing, CPU, hf_config(other=1), 32).file is None
 
 
 HANGS = """
@@ -459,7 +462,7 @@ def test_a_process_that_hangs_is_killed(monkeypatch, command_environment):
 
     monkeypatch.setattr(device_check, "TRIAL_SECONDS", 0.2)
     check_as_on_a_gpu(monkeypatch, start)
-    verdict = check_device(CONFIG, CPU, hf_config(head_dim=64), 16)
+    verdict = check_device(CONFIG, CPU, hf_config(head_dim=64), 32)
     assert verdict.off == {"step-ahead": "its trial did not return within 0.2 s"}
     assert [process.returncode for process in processes] == [-signal.SIGKILL]
 
