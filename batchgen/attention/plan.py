@@ -108,8 +108,8 @@ class QueryChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """A step cut into shared parts and chunks; every query is in one chunk, which has its own token among its blocks."""
+class StepParts:
+    """A step split into shared parts and chunks. Every query is in one chunk; that chunk reads the query's own token."""
 
     num_tokens: int
     positions: NDArray[np.int64]
@@ -123,14 +123,14 @@ class Cuts:
 
 def plan_attention(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int = SHARED_READS) -> AttentionPlan:
     """Plans the attention of spans that are in depth-first order."""
-    cuts = cut(spans, block_size, shared_reads, CAUSAL_CHUNK)
+    cuts = split_step(spans, block_size, shared_reads, CAUSAL_CHUNK)
     paged = _paged([b for b in cuts.chunks if b.q_end - b.q_start == 1], block_size)
     causal = _causal([b for b in cuts.chunks if b.q_end - b.q_start > 1], cuts.num_tokens, block_size)
     return AttentionPlan(cuts.num_tokens, cuts.positions, cuts.slots, tuple(cuts.shared), paged, causal, block_size)
 
 
-def cut(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> Cuts:
-    """Cuts a step, whose spans are in depth-first order, into chunks of at most `chunk` queries of one span."""
+def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> StepParts:
+    """Splits a step, whose spans are in depth-first order, into shared parts and chunks of at most `chunk` queries of one span."""
     sizes = [w.stop - w.start for w in spans]
     num_tokens = sum(sizes)
     positions = np.concatenate([np.arange(w.start, w.stop) for w in spans])
@@ -147,7 +147,7 @@ def cut(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chun
         at += size
     parts, flat = _node_parts(spans, sizes, block_size, shared_reads)
     chunks = _query_chunks(spans, sizes, flat, parts, block_size, shared_reads, chunk)
-    return Cuts(num_tokens, positions, slots, parts, chunks)
+    return StepParts(num_tokens, positions, slots, parts, chunks)
 
 
 def _node_parts(
