@@ -16,8 +16,8 @@ from batchgen.config import JobConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyErrors, memory_errors
 from batchgen.jobs.base import Job, Store
-from batchgen.jobs.identity import dtype_name, job_settings
-from batchgen.jobs.job_folder import JobFolder, open_job
+from batchgen.jobs.identity import command_digest, dtype_name, job_settings, local_identity
+from batchgen.jobs.job_folder import JobFolder, find_finished, open_job
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.manifest import as_stored
 from batchgen.jobs.outcomes import Outcomes
@@ -36,6 +36,10 @@ from batchgen.sampling.grammars import GrammarCheck
 from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, versions, write_stats
 
+KEEP_SECONDS = 0.25
+"""Shortest time between two writes of what unfinished rows have."""
+KEEP_SHARE = 0.02
+"""Longest share of a run's time that these writes take, unless `--flush-every` asks for more."""
 QUANTIZED_TEXTS = 4
 """Rows on which `--quantize` is measured."""
 
@@ -56,18 +60,21 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
     tracker = Tracker(progress or Silent(), run)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
-            setup = _set_up(config, tracker, run)
+            asked = _ask(config)
+            if (done := asked.finished()) is not None:
+                _tell_notes(asked.source, tracker)
+                return _already_finished(asked, *done)
+            setup = _set_up(asked, tracker, run)
         with setup.open_store(signals, tracker, run, progress) as job:
-            for note in setup.source.notes:
-                tracker.note(note)
+            _tell_notes(asked.source, tracker)
             _tell_notes(job, tracker)
             if job.finished is not None:
-                return _already_finished(job, job.finished, setup)
+                return _already_finished(asked, job.finished, setup.prompts.chat, _shard_name(config, job))
             tracker.tell = job.tell
             outcomes = Outcomes(run, tracker, config.max_errors)
             planner = Planner(config.engine.chunk_size, share=config.engine.share, under_way=job.under_way())
             model = _Model(setup, signals, tracker, run)
-            generation = _Generation(job, model, outcomes, signals)
+            generation = _Generation(job, model, outcomes, signals, config.flush_every)
             try:
                 if isinstance(job, ShardFolder):
                     _run_shard(config, job, planner, generation)
@@ -89,12 +96,54 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
 
 
 @dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is known of a job before its tokenizer is loaded."""
+
+    config: JobConfig
+    source: Input
+    output: str
+    model_files: dict[str, Any] | None
+    """The identity of the model's files; None if the hub has to be asked."""
+    command: str
+    """Digest of the command, by which a finished job is recognised; empty where there is none."""
+
+    def finished(self) -> tuple[dict[str, Any], bool] | None:
+        """Figures of the job that this command has finished, and whether its prompts are chats; None if there may be something to do."""
+        config = self.config
+        if config.overwrite or not self.command:
+            return None
+        return find_finished(
+            self.output,
+            command=self.command,
+            input=self.source,
+            limit=config.limit,
+            order=config.order,
+            work_dir=config.work_dir,
+            retry=config.retried,
+            prune=config.prune,
+        )
+
+
+def _ask(config: JobConfig) -> _Asked:
+    """Opens the input, and checks all that can be checked without a tokenizer."""
+    check_stats_file(config.stats)
+    source = open_input(config.inputs, format=config.input_format, output=config.output)
+    output = config.output or default_output(config.inputs, source.is_stdin, config.input_format) or "-"
+    check_job(config, source, output)
+    model_files = local_identity(config.model)
+    command = "" if model_files is None or config.shard_of is not None else command_digest(config, model_files)
+    return _Asked(config, source, output, model_files, command)
+
+
+@dataclass(frozen=True, slots=True)
 class _Setup:
     """What a job has before its results have a place: its input, its tokenizer, and the settings that its results depend on."""
 
     config: JobConfig
     source: Input
     output: str
+    command: str
+    """`_Asked.command`."""
     tokenizer: LoadedTokenizer
     prompts: PromptBuilder
     grammars: GrammarCheck
@@ -141,6 +190,7 @@ class _Setup:
         config, prompts, schema = self.config, self.prompts, self.source.schema
         return open_job(
             self.output,
+            command=self.command,
             settings=self.settings,
             mentions=versions(),
             input=self.source,
@@ -159,12 +209,9 @@ class _Setup:
         )
 
 
-def _set_up(config: JobConfig, tracker: Tracker, run: RunFigures) -> _Setup:
-    """Opens the input, loads the tokenizer, and checks all that can be checked before a row is generated."""
-    check_stats_file(config.stats)
-    source = open_input(config.inputs, format=config.input_format, output=config.output)
-    output = config.output or default_output(config.inputs, source.is_stdin, config.input_format) or "-"
-    check_job(config, source, output)
+def _set_up(asked: _Asked, tracker: Tracker, run: RunFigures) -> _Setup:
+    """Loads the tokenizer, and checks all that can be checked before a row is generated."""
+    config, source, output = asked.config, asked.source, asked.output
     tracker.phase("loading tokenizer")
     with run.timed("load"):
         tokenizer = load_tokenizer(config.model)
@@ -176,8 +223,11 @@ def _set_up(config: JobConfig, tracker: Tracker, run: RunFigures) -> _Setup:
     stream = RowStream(source)
     rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
-    settings = job_settings(replace(config, sampling=prompts.sampling), tokenizer.hf_config, chat=prompts.chat)
-    return _Setup(config, source, output, tokenizer, prompts, grammars, settings, window_size, stream, rows)
+    resolved = replace(config, sampling=prompts.sampling)
+    settings = job_settings(resolved, tokenizer.hf_config, chat=prompts.chat, model=asked.model_files)
+    return _Setup(
+        config, source, output, asked.command, tokenizer, prompts, grammars, settings, window_size, stream, rows
+    )
 
 
 def _run_in_prefix_order(setup: _Setup, job: JobFolder, planner: Planner, generation: _Generation) -> None:
@@ -293,13 +343,14 @@ def _run_as_rows_come(setup: _Setup, job: Job, planner: Planner, generation: _Ge
 class _Generation:
     """The loop in which windows become results."""
 
-    def __init__(self, job: Store, model: _Model, outcomes: Outcomes, signals: Signals) -> None:
+    def __init__(self, job: Store, model: _Model, outcomes: Outcomes, signals: Signals, flush_every: float) -> None:
         self.job, self.model, self.outcomes, self.signals = job, model, outcomes, signals
+        self._flush_every = flush_every
+        self._keep_next = 0.0
+        """When unfinished rows are kept next (`time.monotonic`)."""
         self._keys: dict[int, bytes] = {}
         """The keys of the rows that the engine has, by row number."""
         self._results: dict[int, Result] | None = None
-        self._kept = 0
-        """Number of completion tokens of unfinished rows that were kept last."""
         self._tokens_asked = self._rows_asked = 0
 
     def run(
@@ -319,7 +370,7 @@ class _Generation:
             self.model.tell_notes()
             tracker.generated(engine.stats.completion_tokens, max(1, engine.unfinished - engine.waiting))
             wish = self.signals.stop()
-            if wish == "now" or self.job.flush_due:
+            if not isinstance(self.job, StdoutJob) and (wish == "now" or time.monotonic() >= self._keep_next):
                 self._keep_under_way(engine)
             if wish is None and windows is not None:
                 another = windows.next_if_ready(engine.waiting)
@@ -355,15 +406,18 @@ class _Generation:
         self.outcomes.done(result)
 
     def _keep_under_way(self, engine: AnyEngine) -> None:
-        rows = {self._keys[row]: completions for row, completions in engine.under_way().items()}
-        self._kept = sum(len(c.token_ids) for completions in rows.values() for c in completions.values())
-        self.job.keep_under_way(rows)
+        """Keeps what unfinished rows have, for a run that is killed; the next time is soon, but takes no more than a small share of the run."""
+        began = time.monotonic()
+        self.job.keep_under_way({self._keys[row]: parts for row, parts in engine.under_way().items()})
+        now = time.monotonic()
+        self._keep_next = now + min(self._flush_every, max(KEEP_SECONDS, (now - began) / KEEP_SHARE))
 
     def note_kept(self) -> None:
         """Notes what an interrupted run keeps for the next one."""
         run, total = self.outcomes.run, self.outcomes.tracker.total
         of = "" if total is None else f" of {total:,}"
-        begun = f", and {self._kept:,} tokens of unfinished rows" if self._kept else ""
+        tokens = self.job.tokens_under_way
+        begun = f", and {tokens:,} tokens of unfinished rows" if tokens else ""
         self.outcomes.tracker.note(f"{run.done:,}{of} rows are done{begun}: all of that is kept")
 
 
@@ -447,15 +501,15 @@ def _keep(job: Store, config: JobConfig, model: _Model, run: RunFigures) -> None
     write_stats(config.stats, stats)
 
 
-def _already_finished(job: Store, stats: dict[str, Any], setup: _Setup) -> JobReport:
-    write_stats(setup.config.stats, stats)
+def _already_finished(asked: _Asked, stats: dict[str, Any], chat: bool, shard: str = "") -> JobReport:
+    write_stats(asked.config.stats, stats)
     return JobReport(
         stats,
-        setup.output,
+        asked.output,
         exit_code=3 if stats["job"]["rows_failed"] else 0,
         already_finished=True,
-        chat=setup.prompts.chat,
-        shard=_shard_name(setup.config, job),
+        chat=chat,
+        shard=shard,
     )
 
 
@@ -464,6 +518,6 @@ def _shard_name(config: JobConfig, job: Store) -> str:
     return str(config.shard) if isinstance(job, ShardFolder) else ""
 
 
-def _tell_notes(job: Store, tracker: Tracker) -> None:
-    while job.notes:
-        tracker.note(job.notes.pop(0))
+def _tell_notes(of: Store | Input, tracker: Tracker) -> None:
+    while of.notes:
+        tracker.note(of.notes.pop(0))

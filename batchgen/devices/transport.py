@@ -68,7 +68,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSetup:
+class Setup:
     """The first thing a device's process hears: what it is to be."""
 
     model: ModelConfig
@@ -133,7 +133,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFailed:
+class Failed:
     """The process ends because of an error."""
 
     error: BatchgenError

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.collector import few_collections
 from batchgen.devices.engine import engine_here, use_threads
-from batchgen.devices.transport import Cancel, Channel, Ready, Report, Stop, Work, WorkerFailed, WorkerSetup
+from batchgen.devices.transport import Cancel, Channel, Failed, Ready, Report, Setup, Stop, Work
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
+from batchgen.lean_imports import allow_lean_imports
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import quiet
@@ -55,6 +56,7 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    allow_lean_imports()
     with few_collections():
         serve(Connection(int(sys.argv[1])), load, gone=lambda: os._exit(0))
     os._exit(0)  # libraries' threads are not waited for
@@ -67,7 +69,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(0)
 
 
-def load(setup: WorkerSetup) -> Engine:
+def load(setup: Setup) -> Engine:
     """The engine of this process. Raises `BatchgenError`."""
     tokenizer = load_tokenizer(setup.model)
     use_threads(setup.engine, setup.place, setup.processes)
@@ -75,7 +77,7 @@ def load(setup: WorkerSetup) -> Engine:
     return engine_here(setup.model, tokenizer, setup.engine, setup.texts)
 
 
-def serve(connection: Connection[Any, Any], load: Callable[[WorkerSetup], Engine], gone: Callable[[], None]) -> None:
+def serve(connection: Connection[Any, Any], load: Callable[[Setup], Engine], gone: Callable[[], None]) -> None:
     """Runs until an error, of which it tells, or until the other end has gone: `gone` is then called, in another thread."""
     worker = _Worker(connection, gone)
     try:
@@ -116,7 +118,7 @@ class _Worker:
     # -- in the thread that receives
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, WorkerSetup):
+        if isinstance(message, Setup):
             self._setup = message
         elif isinstance(message, Work):
             try:
@@ -136,7 +138,7 @@ class _Worker:
 
     # -- in the main thread
 
-    def run(self, load: Callable[[WorkerSetup], Engine]) -> None:
+    def run(self, load: Callable[[Setup], Engine]) -> None:
         self._engine = engine = load(self._next())
         self._channel.send(Ready(engine.dtype, engine.attention, engine.sizes.limits.batch_size))
         self._report(idle=True)
@@ -153,7 +155,7 @@ class _Worker:
             trace = "".join(traceback.format_exception(error))
             error = DevicesLost(f"{self._setup.model.device}: {type(error).__name__}: {first}")
             error.add_note(trace)
-        self._channel.send(WorkerFailed(error))
+        self._channel.send(Failed(error))
         self._channel.flush(LAST_WORDS_SECONDS)
 
     def _between(self) -> str | None:

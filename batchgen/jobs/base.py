@@ -41,13 +41,13 @@ class Store(Protocol):
         """Keep one result (of row `result.row`)."""
         ...
 
-    @property
-    def flush_due(self) -> bool:
-        """Whether it is time to call `keep_under_way`."""
+    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
+        """Keep what there is of completions that are not finished, by the key of the row and the number of the completion."""
         ...
 
-    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
-        """Keep the completions that have begun, and put everything on disk."""
+    @property
+    def tokens_under_way(self) -> int:
+        """Completion tokens that are kept of rows that are not finished."""
         ...
 
     def tell(self, progress: Snapshot) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
+from batchgen.stats import versions
 
 _SMALL_FILES = (
     "config.json", "generation_config.json", "*.safetensors.index.json", "hf_quant_config.json", "quantize_config.json",
@@ -28,24 +30,44 @@ _BLOCKS = 64
 _TENSOR_BLOCKS = 192
 _MAX_HEADER_BYTES = 1 << 26
 _LONG_TEXT = 200
+_FREE = ("device", "device_map", "compile", "attention")
+"""Options of `ModelConfig` that a job may change."""
 _DIGEST_CHARACTERS = 16
 
 
-def job_settings(config: JobConfig, hf_config: Any, *, chat: bool) -> dict[str, Any]:
+def job_settings(
+    config: JobConfig, hf_config: Any, *, chat: bool, model: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Everything that changes results. Device, batch, memory, limits and the columns of the output are not in it.
 
-    `hf_config`: the model's configuration as transformers loads it.
+    `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, where it is known already.
     """
     sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
     del sampling["given"]
     sampling |= {"regex": _text(config.sampling.regex), "json_schema": _text(config.sampling.json_schema)}
     return {
-        **model_identity(config.model),
+        **(model_identity(config.model) if model is None else model),
         "dtype": dtype_name(config.model, hf_config),
         "quantize": config.model.quantize,
         **_prompt_settings(config.prompts, chat=chat),
         **sampling,
     }
+
+
+def command_digest(config: JobConfig, model: Mapping[str, Any]) -> str:
+    """Digest of all that `job_settings` and the form of the output's rows are made of, known before a tokenizer is loaded.
+
+    That is the command's own options, the model's files (`local_identity`) and the versions of what reads them.
+    """
+    command = {
+        "model": {name: value for name, value in asdict(config.model).items() if name not in _FREE},
+        "files": dict(model),
+        "prompts": asdict(config.prompts),
+        "sampling": asdict(config.sampling),
+        "rows": [config.keep, config.id_column, config.token_ids, config.output_format],
+        "versions": versions(),
+    }
+    return hashlib.blake2b(json.dumps(command, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
@@ -100,6 +122,12 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
         adapter = adapter_folder(config.lora)
         found |= {f"--lora {name}": _file_identity(adapter / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)}
     return found
+
+
+def local_identity(config: ModelConfig) -> dict[str, Any] | None:
+    """`model_identity` where it needs no hub: of a model and an adapter that are folders. None for others."""
+    local = all(Path(name).expanduser().is_dir() for name in (config.model, config.lora) if name is not None)
+    return model_identity(config) if local else None
 
 
 def folder_identity(folder: Path, *, code: bool = False) -> dict[str, Any]:

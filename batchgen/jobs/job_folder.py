@@ -24,7 +24,6 @@ the upload (`target`): a run killed in between finds an object that it knows by 
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from batchgen.errors import OutputError, UsageError
 from batchgen.jobs import results as results_files
 from batchgen.jobs.base import RETRIES, Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
+from batchgen.jobs.finished import KEPT_FILE, complete_figures, finished_manifest, keys_are_whole
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.manifest import Manifest, as_stored, differences, file_digest, load_manifest
@@ -50,6 +50,7 @@ from batchgen.jobs.shards import (
     forget_plan,
     load_plan,
     output_facts,
+    read_stats,
     take_results,
 )
 from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
@@ -62,7 +63,6 @@ from batchgen.records.writers import DigestFile, open_writer
 from batchgen.request import Request
 from batchgen.result import Completion, Result
 
-KEPT_FILE = "kept.sqlite"
 SORTED_FOLDER = "sorted"
 _REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Of a run: each run makes them again, none leaves them."""
@@ -86,9 +86,44 @@ _FEW = 10
 """Finished rows that may all be replaced by others at once without a question."""
 
 
+def find_finished(
+    output: str,
+    *,
+    command: str,
+    input: Input,
+    limit: int | None,
+    order: str,
+    work_dir: str | None,
+    retry: Collection[str] = (),
+    prune: bool = False,
+) -> tuple[dict[str, Any], bool] | None:
+    """The figures of the job of an output, and whether its prompts are chats, if this command has finished it: `open_job` would find nothing to do.
+
+    None if there is something to do, or only `open_job` can tell. The arguments are those of `open_job`. Changes nothing.
+    """
+    if output == "-":
+        return None
+    found = finished_manifest(
+        output,
+        work_dir,
+        command=command,
+        request=_request_of(input, limit, order),
+        retry=sorted(retry),
+        prune=prune,
+        leftovers=_WORK_FILES,
+    )
+    return None if found is None else (found[1], bool(found[0].settings["chat"]))
+
+
+def _request_of(input: Input, limit: int | None, order: str) -> dict[str, Any]:
+    formats = [f.format for f in input.files]
+    return {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
+
+
 def open_job(
     output: str,
     *,
+    command: str = "",
     settings: dict[str, Any],
     mentions: dict[str, Any],
     input: Input,
@@ -106,6 +141,7 @@ def open_job(
 ) -> Job:
     """The job of an output: begun, continued or already finished. This process holds it until it is closed.
 
+    `command`: `identity.command_digest`, by which the next run may find the job finished (`find_finished`); empty where it cannot be known.
     `settings`, a flat dictionary of plain values, is what changes results: a job continues with equal ones only. `mentions`: a difference is only noted.
     `retry` names reasons of `RETRIES`: the results of rows that ended so are forgotten, and these rows run again.
     `prune`: the output may lose any number of rows, and results that no row asks for are removed when it is finished.
@@ -125,20 +161,30 @@ def open_job(
         sync_folder(folder.parent)
         lock = Lock(folder / "lock", output, leased=lease is not None)
     try:
-        formats = [f.format for f in input.files]
-        request = {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
-        request |= asdict(form) | {"retry": sorted(retry)}
+        request = _request_of(input, limit, order) | asdict(form) | {"retry": sorted(retry)}
         manifest = Manifest(
             state="running",
             output=target.address,
             settings=as_stored(settings),
             mentions=as_stored(mentions),
             request=as_stored(request),
+            command=command,
         )
         job = JobFolder(
-            output, target, folder, lock, input, manifest,
-            form=form, order=order, retry=retry, prune=prune, optional=optional, lease=lease, merging=merging,
-        )  # fmt: skip
+            output,
+            target,
+            folder,
+            lock,
+            input,
+            manifest,
+            form=form,
+            order=order,
+            retry=retry,
+            prune=prune,
+            optional=optional,
+            lease=lease,
+            merging=merging,
+        )
         job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
         lock.release()
@@ -237,14 +283,18 @@ class JobFolder:
             raise UsageError(
                 f"{self.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start again"
             )
-        self.previous = self._stats()
+        self.previous = read_stats(self._folder)
         self._manifest = replace(self._manifest, outputs=[standing] if standing else [])
-        if there and self._keys_are_whole(old):
+        if there and keys_are_whole(self._folder, old):
             self._manifest = replace(self._manifest, keys=old.keys)
         if old.state != "finished":
             return
-        if there and self._is_complete(old):
-            self.finished, self.previous = self.previous, None
+        if there:
+            self.finished = complete_figures(
+                self._folder, old, self._manifest.request, retry=self._retry, prune=self._prune
+            )
+        if self.finished is not None:
+            self.previous = None
         elif not there:
             self.notes.append(f"{self.output} is gone: its rows are generated again")
             self.previous = None
@@ -253,24 +303,6 @@ class JobFolder:
                 f"{self._folder / 'keys'} is damaged, so the rows of {self.output} are not known: they are generated again"
             )
             self.previous = None
-
-    def _keys_are_whole(self, old: Manifest) -> bool:
-        keys = self._folder / "keys"
-        return keys.exists() and file_digest(keys) == old.keys
-
-    def _is_complete(self, old: Manifest) -> bool:
-        """Whether there is nothing to do."""
-        if self.previous is None or not old.request["inputs"]:
-            return False
-        asked = self._manifest.request
-        if old.request | {"retry": []} != asked | {"retry": []} or (self._prune and self._has_kept_results()):
-            return False
-        if file_digest(self._folder / "stats.json") != old.stats:
-            return False
-        return not any(self.previous["job"]["finish_reasons"].get(RETRIES[name]) for name in self._retry)
-
-    def _has_kept_results(self) -> bool:
-        return (self._folder / KEPT_FILE).exists()
 
     def _start_again(self) -> None:
         """Forget all results; the output that is there stays until the new one replaces it."""
@@ -383,13 +415,16 @@ class JobFolder:
                 self._results.flush()
         self._order.done(result.row)
 
-    @property
-    def flush_due(self) -> bool:
-        return self._results.due
-
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
         with writing(self._folder):
             self._results.keep_under_way(completions)
+            if self._results.due:
+                self._results.flush()
+
+    @property
+    def tokens_under_way(self) -> int:
+        with writing(self._folder):
+            return self._results.tokens_under_way
 
     def tell(self, progress: Snapshot) -> None:
         """A disk that takes no progress is told of by the next result that it does not take."""
@@ -504,13 +539,6 @@ class JobFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-
-    def _stats(self) -> dict[str, Any] | None:
-        try:
-            stats = json.loads((self._folder / "stats.json").read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None
-        return stats if isinstance(stats, dict) else None
 
     # -- the first reading of the input, of a job that reads it twice
 

@@ -12,7 +12,7 @@ from typing import Any
 from batchgen.errors import UsageError
 from batchgen.jobs.disk import json_digest, write_json
 
-SCHEMA = "batchgen.job/2"
+SCHEMA = "batchgen.job/3"
 DIGEST = "digest"
 _LONGEST = 60
 _MAX_DIFFERENCES = 6
@@ -37,6 +37,8 @@ class Manifest:
     """Digest of the file of keys of the finished output that stands, or is about to."""
     stats: str = ""
     """Digest of the figures of a finished job."""
+    command: str = ""
+    """`identity.command_digest` of the run that began or finished the job: of an equal command, all of the above is known to be equal."""
 
     def save(self, path: Path) -> None:
         value = asdict(self)

@@ -1,7 +1,7 @@
 """The results of a job, its work under way and how far it is: one SQLite database, `results.sqlite` in the job's folder.
 
     results    what became of a row, by its key; each value carries a checksum of its own
-    under_way  completions that have begun and are not finished, by the key of their row
+    under_way  what there is of completions that are not finished, by the key of their row: each entry continues the one before it
     rows       the rows of this run's output: the key of each, or the result of a row that never became a request
     facts      single values: the progress of the run, and what the first reading of the input has read
 
@@ -41,7 +41,7 @@ from batchgen.result import Completion, Result
 FILE = "results.sqlite"
 FILES = (FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal", f"{FILE}.new", "run.sqlite")
 """All that may lie in a folder because of it."""
-FORMAT = 1
+FORMAT = 2
 """`user_version` of the database."""
 _ASKED_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is built with
 _CACHE_KIB = 1 << 16
@@ -51,7 +51,9 @@ _FIELDS = {f.name: f.default for f in fields(Result) if f.name != "row"}
 _TABLES = """
 CREATE TABLE IF NOT EXISTS results (
     key BLOB PRIMARY KEY, reason TEXT, value BLOB, checksum INTEGER, stays INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS under_way (key BLOB PRIMARY KEY, value BLOB, checksum INTEGER);
+CREATE TABLE IF NOT EXISTS under_way (
+    key BLOB, number INTEGER, start INTEGER, tokens INTEGER NOT NULL, value BLOB, checksum INTEGER,
+    PRIMARY KEY (key, number, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rows (number INTEGER PRIMARY KEY, key BLOB, value BLOB, checksum INTEGER);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB, checksum INTEGER);
 """
@@ -77,6 +79,8 @@ class Results:
         self._synced = time.monotonic()
         self._known = 0
         """`count`, as far as it is known without counting."""
+        self._begun: dict[bytes, dict[int, Completion]] = {}
+        """The completions of `under_way`, by the row's key and the completion's number."""
 
     # -- opening
 
@@ -84,7 +88,7 @@ class Results:
         path = self._folder / FILE
         try:
             return self._checked(path)
-        except (Damaged, sqlite3.DatabaseError) as e:
+        except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as e:  # UnicodeDecodeError: of SQLite's own message
             if isinstance(e, sqlite3.OperationalError) and not _is_damage(e):
                 raise
         with suppress(OSError):  # the damaged log belongs to the damaged file
@@ -97,6 +101,8 @@ class Results:
 
     def _checked(self, path: Path) -> sqlite3.Connection:
         """The database, whose every result has been read once and found whole. Raises `Damaged`, and what SQLite raises."""
+        if _format_bytes(path) not in (b"", b"\1\1", b"\2\2"):
+            raise Damaged  # SQLite would read it and not write it
         db = _connect(path)
         try:
             db.execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._network else 'WAL'}")
@@ -153,6 +159,8 @@ class Results:
         """Keep one result."""
         self._write_one("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
         self._known += 1
+        if self._begun.pop(key, None) is not None:
+            self._write_one("DELETE FROM under_way WHERE key = ?", (key,))
 
     def add_missing(self, entries: Iterable[tuple[bytes, Result]]) -> int:
         """Keep the results whose keys have none yet. Returns how many came; they are on disk then."""
@@ -197,27 +205,46 @@ class Results:
 
     def under_way(self) -> dict[bytes, dict[int, Completion]]:
         """What earlier runs had of completions that are not finished: by the row's key, and the completion's number."""
-        found = {}
-        query = "SELECT key, value, checksum FROM under_way WHERE key NOT IN (SELECT key FROM results)"
-        for key, value, checksum in self._db.execute(query):
-            with suppress(ValueError, TypeError, KeyError):
-                if zlib.crc32(key + value) == checksum:
-                    numbers, choices = json.loads(value)
-                    found[key] = dict(zip(numbers, completions_of(choices), strict=True))
-        return found
+        self._write_one("DELETE FROM under_way WHERE key IN (SELECT key FROM results)", ())
+        self._begun = {}
+        damaged = None
+        for key, number, start, _, value, checksum in self._db.execute(
+            "SELECT * FROM under_way ORDER BY key, number, start"
+        ):
+            if (key, number) == damaged:
+                continue
+            earlier = self._begun.get(key, {}).get(number)
+            part = _part(key, number, start, value, checksum)
+            if part is None or start != (0 if earlier is None else len(earlier.token_ids)):
+                damaged = key, number  # the parts behind it continue nothing
+            else:
+                self._begun.setdefault(key, {})[number] = part if earlier is None else _continued(earlier, part)
+        return {key: dict(begun) for key, begun in self._begun.items()}
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
-        """Keep what there is of completions that are not finished, in place of what was kept of the same rows before."""
-        entries = []
+        """Keep what there is of completions that are not finished. Only what has come since the last call is written.
+
+        A power cut takes what came after the last `flush`; a process that is killed loses nothing.
+        """
+        parts, again = [], []
         for key, begun in completions.items():
-            parts = choices_of(
-                Result(row=-1, text="", finish_reason=None, completions=tuple(begun.values())), token_ids=True
-            )
-            value = _json([list(begun), parts])
-            entries.append((key, value, zlib.crc32(key + value)))
-        self._many("INSERT OR REPLACE INTO under_way VALUES (?, ?, ?)", entries)
-        self._write_one("DELETE FROM under_way WHERE key IN (SELECT key FROM results)", ())
-        self.flush()
+            kept = self._begun.setdefault(key, {})
+            for number, completion in begun.items():
+                earlier, kept[number] = kept.get(number), completion
+                if earlier is not None and _size(earlier) == _size(completion):
+                    continue
+                if earlier is not None and not _continues(completion, earlier):
+                    again.append((key, number))
+                    earlier = None
+                parts.append(_part_entry(key, number, 0 if earlier is None else len(earlier.token_ids), completion))
+        self._many("DELETE FROM under_way WHERE key = ? AND number = ?", again)
+        self._many("INSERT OR REPLACE INTO under_way VALUES (?, ?, ?, ?, ?, ?)", parts)
+
+    @property
+    def tokens_under_way(self) -> int:
+        """Completion tokens that are kept of rows that are not finished."""
+        query = "SELECT coalesce(sum(tokens), 0) FROM under_way WHERE key NOT IN (SELECT key FROM results)"
+        return int(self._db.execute(query).fetchone()[0])
 
     # -- the rows of this run's output
 
@@ -425,15 +452,23 @@ def read_facts(folder: Path, names: Sequence[str]) -> tuple[dict[str, Any], int 
     if not path.exists():
         return {}, None
     # A closed WAL database has no log, and is read without making one. The others may be written just now.
-    with path.open("rb") as file:
-        closed = file.read(20)[18:19] == b"\x02" and not (folder / f"{FILE}-wal").exists()
+    closed = _format_bytes(path) == b"\2\2" and not (folder / f"{FILE}-wal").exists()
     try:
         address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
         with closing(_connect(address, seconds=_READ_SECONDS, uri=True)) as db:
             (count,) = db.execute("SELECT count(*) FROM results").fetchone()
             return {name: value for name in names if (value := _fact(db, name)) is not None}, int(count)
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):
         return {}, None
+
+
+def _format_bytes(path: Path) -> bytes:
+    """The versions of writing and reading in the header of a database: 1, or 2 with a log (WAL). Empty where there is no header."""
+    try:
+        with path.open("rb") as file:
+            return file.read(20)[18:]
+    except FileNotFoundError:
+        return b""
 
 
 def _connect(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
@@ -487,7 +522,7 @@ def _salvage(damaged: Path, new: Path) -> int:
 def _readable(damaged: Path) -> Iterator[tuple[Any, Any, Any, Any]]:
     """What can be read of the results, from the first on and from the last back, up to where the damage is."""
     for order in ("ASC", "DESC"):
-        with suppress(sqlite3.Error), closing(_connect(damaged)) as db:
+        with suppress(sqlite3.Error, UnicodeDecodeError), closing(_connect(damaged)) as db:
             yield from db.execute(f"SELECT key, value, checksum, stays FROM results NOT INDEXED ORDER BY rowid {order}")
 
 
@@ -499,6 +534,44 @@ def _entry(key: bytes, result: Result) -> tuple[bytes, str, bytes, int]:
 def _json(value: Any) -> bytes:
     # Python's JSON, which has infinities. Only lone surrogates cannot be encoded, and there Python's escape is JSON's.
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def _size(completion: Completion) -> tuple[int, str]:
+    return len(completion.token_ids), completion.finish_reason
+
+
+def _continues(completion: Completion, earlier: Completion) -> bool:
+    count = len(earlier.token_ids)
+    if earlier.logprobs is not None and len(earlier.logprobs) != count:
+        return False
+    return not earlier.finish_reason and completion.token_ids[:count] == earlier.token_ids
+
+
+def _continued(earlier: Completion, part: Completion) -> Completion:
+    logprobs = None if part.logprobs is None else (earlier.logprobs or ()) + part.logprobs
+    return replace(part, token_ids=earlier.token_ids + part.token_ids, logprobs=logprobs)
+
+
+def _part_entry(key: bytes, number: int, start: int, completion: Completion) -> tuple[bytes, int, int, int, bytes, int]:
+    """The entry of a completion's tokens from number `start` on."""
+    logprobs = None if completion.logprobs is None else completion.logprobs[start:]
+    part = replace(completion, token_ids=completion.token_ids[start:], logprobs=logprobs)
+    value = _json(choices_of(Result(row=-1, text="", finish_reason=None, completions=(part,)), token_ids=True)[0])
+    return key, number, start, len(part.token_ids), value, _part_checksum(key, number, start, value)
+
+
+def _part(key: bytes, number: int, start: int, value: bytes, checksum: int) -> Completion | None:
+    """The tokens of an entry; None where it is damaged."""
+    try:
+        if _part_checksum(key, number, start, value) != checksum:
+            return None
+        return completions_of([json.loads(value)])[0]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _part_checksum(key: bytes, number: int, start: int, value: bytes) -> int:
+    return zlib.crc32(key + number.to_bytes(8, "big") + start.to_bytes(8, "big") + value)
 
 
 def encode(result: Result) -> bytes:

@@ -403,14 +403,17 @@ class ShardFolder:
             if self._results.due:
                 self._results.flush()
 
-    @property
-    def flush_due(self) -> bool:
-        return self._results.due
-
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
         self._lease.check()
         with writing(self._place):
             self._results.keep_under_way(completions)
+            if self._results.due:
+                self._results.flush()
+
+    @property
+    def tokens_under_way(self) -> int:
+        with writing(self._place):
+            return self._results.tokens_under_way
 
     def tell(self, progress: Snapshot) -> None:
         self._lease.tell(progress.figures())

@@ -50,7 +50,7 @@ class StdoutJob:
         self.previous: dict[str, Any] | None = None
         self.kept_rows = 0
         self.results_at_hand = 0
-        self.flush_due = False
+        self.tokens_under_way = 0
         self._form = form
         self._order = DoneOrder(order)
         with writing(_COUNTS):

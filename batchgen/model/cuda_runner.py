@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch._dynamo import config
 from torch.fx.experimental import _config as shapes
 
 from batchgen.attention.kv_cache import KVCache
@@ -41,6 +40,8 @@ class Compiled:
 
     def __call__(self, **inputs: Any) -> Any:
         if self._compiled is not None:
+            from torch._dynamo import config  # here, for it takes as long to import as torch
+
             try:
                 with shapes.patch(use_duck_shape=False), config.patch(specialize_float=True):  # type: ignore[attr-defined]
                     return self._compiled(**inputs)

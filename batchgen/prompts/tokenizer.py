@@ -14,6 +14,7 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
+from batchgen.lean_imports import import_transformers
 from batchgen.model_files import check_model_files, gguf_file
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
@@ -62,6 +63,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     check_model_files(config)
     gguf = gguf_file(config)
     # Here and not above, because transformers takes seconds to import. Before quiet(): its import sets its log level.
+    import_transformers(config)
     from transformers import AutoConfig, AutoTokenizer
 
     with quiet():

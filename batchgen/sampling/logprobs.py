@@ -66,3 +66,45 @@ def read(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[TokenLo
         )
         for row, count in zip(rows, counts, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One sampled token per row."""
+
+    tokens: list[int]
+    valid: list[bool]
+    """False where the row's logits are not numbers: a NaN, +inf, or nothing but -inf. Its token means nothing."""
+    logprobs: list[TokenLogprobs | None] | None = None
+    """By row, None for rows that do not want them; None if no row does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """One sampled token per row, on the device."""
+
+    tokens: torch.Tensor
+    """int64 [N]"""
+    valid: torch.Tensor
+    """bool [N]"""
+    measured: torch.Tensor | None
+    """What `measure` returned for the rows that want log-probabilities; None if no row does."""
+    wanted: dict[int, int]
+    """The number of likeliest tokens that each of those rows wants, by row, in their order."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors to copy to the host."""
+        return [self.tokens, self.valid, *([] if self.measured is None else [self.measured])]
+
+    def read(self, numbers: Sequence[Sequence[float]]) -> SampledTokens:
+        """Returns the sampled tokens. `numbers` are the numbers of `tensors`, each flat."""
+        tokens, valid = [int(t) for t in numbers[0]], [bool(v) for v in numbers[1]]
+        if self.measured is None:
+            return SampledTokens(tokens, valid)
+        width = self.measured.shape[1]
+        rows = [numbers[2][i : i + width] for i in range(0, len(numbers[2]), width)]
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        for row, found in zip(self.wanted, read(rows, list(self.wanted.values())), strict=True):
+            logprobs[row] = found
+        return SampledTokens(tokens, valid, logprobs)

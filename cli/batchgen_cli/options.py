@@ -128,7 +128,7 @@ class Command(typer.core.TyperCommand):
         formatter.write(help_text(self, ctx, formatter.width))
 
 
-class CommandGroup(typer.core.TyperGroup):
+class Group(typer.core.TyperGroup):
     """The command as a whole."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]

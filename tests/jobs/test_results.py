@@ -146,6 +146,18 @@ def test_a_damaged_database_gives_no_wrong_result_and_takes_new_ones(tmp_path_fa
         assert results.stored(KEYS) == ALL
 
 
+@pytest.mark.parametrize("damage", [(18, 18 ^ 255), (19, 9)])
+def test_a_database_that_sqlite_would_only_read_takes_new_results(tmp_path, damage):
+    fill(tmp_path)
+    content = bytearray((tmp_path / "results.sqlite").read_bytes())
+    content[damage[0]] = damage[1]
+    (tmp_path / "results.sqlite").write_bytes(content)
+    with opened(tmp_path) as results:
+        assert results.damaged >= 1
+        results.append(KEYS[0], RESULTS[1])
+        assert results.stored(KEYS[:1]) == {KEYS[0]: RESULTS[1]}
+
+
 def test_what_a_damaged_database_still_has_is_salvaged(tmp_path):
     """A page in the middle is zeros: the results on the pages before and after it are there."""
     with opened(tmp_path) as results:
@@ -193,23 +205,68 @@ def test_results_that_ended_for_a_reason_can_be_forgotten(folder):
         assert set(results.stored(KEYS)) == set(KEYS) - {KEYS[2], KEYS[3]}
 
 
+def begun(*token_ids: int, reason: str = "", logprobs: bool = False) -> Completion:
+    numbers = tuple(TokenLogprob("x", token, -token / 8) for token in token_ids) if logprobs else None
+    return Completion(text="", finish_reason=reason, token_ids=token_ids, logprobs=numbers)
+
+
+def entries(results: Results) -> list[tuple[int, int, int]]:
+    return results._db.execute("SELECT number, start, tokens FROM under_way ORDER BY key, number, start").fetchall()
+
+
 def test_work_under_way_is_kept_until_its_row_has_a_result(folder):
     with opened(folder) as results:
         results.keep_under_way({KEYS[0]: BEGUN, KEYS[1]: {0: BEGUN[0]}})
-        results.keep_under_way({KEYS[1]: {0: replace(BEGUN[0], token_ids=(5, 6, 7))}})
+        results.keep_under_way({KEYS[1]: {0: begun(5, 6, 7)}})
     with opened(folder) as results:
-        assert results.under_way() == {KEYS[0]: BEGUN, KEYS[1]: {0: replace(BEGUN[0], token_ids=(5, 6, 7))}}
+        assert results.under_way() == {KEYS[0]: BEGUN, KEYS[1]: {0: begun(5, 6, 7)}}
+        assert results.tokens_under_way == 6
         results.append(KEYS[0], RESULTS[0])
         assert list(results.under_way()) == [KEYS[1]]
-        results.keep_under_way({})
-        assert results._db.execute("SELECT count(*) FROM under_way").fetchone() == (1,)
+        assert results.tokens_under_way == 3
+        assert entries(results) == [(0, 0, 2), (0, 2, 1)]
 
 
-def test_damaged_work_under_way_is_begun_again(tmp_path):
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_of_work_under_way_only_what_has_come_is_written(folder, logprobs):
+    with opened(folder) as results:
+        results.keep_under_way({KEYS[0]: {0: begun(1, 2, logprobs=logprobs)}})
+        results.keep_under_way({KEYS[0]: {0: begun(1, 2, logprobs=logprobs), 1: begun(8, logprobs=logprobs)}})
+        results.keep_under_way({KEYS[0]: {0: begun(1, 2, 3, logprobs=logprobs)}})
+    with opened(folder) as results:
+        results.under_way()
+        results.keep_under_way({KEYS[0]: {0: begun(1, 2, 3, 4, 5, logprobs=logprobs)}})
+        ended = {0: begun(1, 2, 3, 4, 5, reason="length", logprobs=logprobs), 1: begun(8, logprobs=logprobs)}
+        results.keep_under_way({KEYS[0]: ended})
+        results.keep_under_way({KEYS[0]: ended})
+        assert entries(results) == [(0, 0, 2), (0, 2, 1), (0, 3, 2), (0, 5, 0), (1, 0, 1)]
+    with opened(folder) as results:
+        assert results.under_way() == {KEYS[0]: ended}
+
+
+def test_a_completion_that_begins_again_replaces_what_was_kept_of_it(folder):
+    with opened(folder) as results:
+        results.keep_under_way({KEYS[0]: {0: begun(1, 2), 1: begun(3)}})
+        results.keep_under_way({KEYS[0]: {0: begun(1, 2, 3), 1: begun(3, 4)}})
+        results.keep_under_way({KEYS[0]: {0: begun(1, 9), 1: begun(3, 4, 5)}})
+    with opened(folder) as results:
+        assert results.under_way() == {KEYS[0]: {0: begun(1, 9), 1: begun(3, 4, 5)}}
+
+
+def test_work_under_way_is_continued_from_before_the_place_that_is_damaged(tmp_path):
     with opened(tmp_path) as results:
-        results.keep_under_way({KEYS[0]: {0: BEGUN[0]}, KEYS[1]: {0: BEGUN[0]}})
-        results._db.execute("UPDATE under_way SET value = replace(value, '5, 6', '5, 7') WHERE key = ?", (KEYS[0],))
-        assert list(results.under_way()) == [KEYS[1]]
+        for tokens in ((5, 6), (5, 6, 7), (5, 6, 7, 8)):
+            results.keep_under_way({key: {0: begun(*tokens), 1: begun(*tokens)} for key in KEYS[:2]})
+        for key, start in ((KEYS[0], 2), (KEYS[1], 0)):
+            results._db.execute(
+                "UPDATE under_way SET value = replace(value, ']', ',1]') WHERE key = ? AND number = 1 AND start = ?",
+                (key, start),
+            )
+        whole = begun(5, 6, 7, 8)
+        assert results.under_way() == {KEYS[0]: {0: whole, 1: begun(5, 6)}, KEYS[1]: {0: whole}}
+        results.keep_under_way({key: {1: begun(5, 6, 7, 8, 9)} for key in KEYS[:2]})
+    with opened(tmp_path) as results:
+        assert results.under_way() == {key: {0: whole, 1: begun(5, 6, 7, 8, 9)} for key in KEYS[:2]}
 
 
 def test_rows_of_the_output_have_a_key_or_a_result(folder):

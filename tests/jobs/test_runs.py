@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import batchgen.job
 from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
-from batchgen.errors import UsageError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.prompts import load_tokenizer
 from batchgen.request import Leaf
 from batchgen.result import Completion, Result
@@ -82,30 +82,37 @@ class Runs:
                 file.write(name.encode() * 8)
         self.tokenizer = load_tokenizer(ModelConfig(model=str(model)))
         self.reason: Callable[[str], str] = lambda prompt: "stop"
+        self.loaded = 0
+        """How often the tokenizer was loaded."""
 
     def run(
         self, rows: Sequence[str | None], *, model: str = "a", most: int | None = None, **options: Any
     ) -> tuple[list[str], JobReport | None]:
         """The prompts that were answered, and the report; None if the run was killed after `most` answers. None in `rows` is a malformed row."""
         lines = ("[]" if prompt is None else json.dumps({"prompt": prompt}) for prompt in rows)
-        (self.folder / "in.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        text, source = "".join(f"{line}\n" for line in lines), self.folder / "in.jsonl"
+        if not source.exists() or source.read_text() != text:
+            source.write_text(text)
         decode = self.tokenizer.hf_tokenizer.decode
         oracle = Oracle(model, lambda tokens: str(decode(tokens, skip_special_tokens=True)))
         oracle.most, oracle.reason = most, self.reason
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
-            patch.setattr(batchgen.job, "load_tokenizer", lambda _: self.tokenizer)
+            patch.setattr(batchgen.job, "load_tokenizer", self._load)
             config = JobConfig(
                 inputs=(str(self.folder / "in.jsonl"),),
                 output=str(self.output),
                 model=ModelConfig(model=str(self.models[model])),
-                sampling=SamplingParams(max_tokens=4),
-                **options,
+                **{"sampling": SamplingParams(max_tokens=4)} | options,
             )
             try:
                 return oracle.answered, run_job(config)
             except Killed:
                 return oracle.answered, None
+
+    def _load(self, _: ModelConfig) -> Any:
+        self.loaded += 1
+        return self.tokenizer
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
@@ -209,6 +216,56 @@ def test_rows_that_ended_for_a_reason_run_again_when_that_is_asked_for(runs: Run
     assert report.stats["job"]["finish_reasons"] == {"stop": 34, "length": 4, "timeout": 2, "error": 0}
     assert len(runs.run(PROMPTS, retry=("timeout", "length"))[0]) == 6
     assert runs.run(PROMPTS, retry=("timeout", "length"))[0] == []
+
+
+def test_a_finished_job_is_recognised_before_a_tokenizer_is_loaded(runs: Runs) -> None:
+    _, first = runs.run(PROMPTS)
+    answered, again = runs.run(PROMPTS)
+    assert first is not None
+    assert again is not None
+    assert (answered, runs.loaded, again.already_finished) == ([], 1, True)
+    assert (again.stats, again.exit_code, again.chat) == (first.stats, first.exit_code, first.chat)
+    assert runs.run(PROMPTS, retry=("errors", "length"), prune=True)[1] == again
+    assert runs.loaded == 1
+
+
+def _damage(name: str) -> Callable[[Runs], object]:
+    return lambda runs: (runs.folder / "o.jsonl.job" / name).write_bytes(b"x")
+
+
+def _append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+CHANGES: dict[str, tuple[Callable[[Runs], object], dict[str, Any], int | None]] = {
+    "the output is gone": (lambda runs: runs.output.unlink(), {}, 40),
+    "the output was changed": (lambda runs: runs.output.write_text("{}"), {}, None),
+    "the keys are damaged": (_damage("keys"), {}, 0),
+    "the figures are damaged": (_damage("stats.json"), {}, 0),
+    "a run was killed while it removed its files": (_damage("output.partial"), {}, 0),
+    "another weight": (lambda runs: _append(runs.models["a"] / "model.safetensors"), {}, None),
+    "another tokenizer file": (lambda runs: (runs.models["a"] / "merges.txt").write_text("x"), {}, None),
+    "other sampling": (lambda runs: None, {"sampling": SamplingParams(max_tokens=5)}, None),
+    "other columns": (lambda runs: None, {"keep": ()}, 0),
+    "a limit": (lambda runs: None, {"limit": 3}, 0),
+    "rows to run again": (lambda runs: None, {"retry": ("length",)}, 4),
+    "all again": (lambda runs: None, {"overwrite": True}, 40),
+}
+"""What happens to a finished job, the options of the next run, and how many rows it generates; None if it is refused."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_job_is_not_taken_for_finished_after_any_change(change: str, runs: Runs) -> None:
+    runs.reason = lambda prompt: "length" if prompt[-1] == "2" else "stop"
+    runs.run(PROMPTS)
+    happens, options, expected = CHANGES[change]
+    happens(runs)
+    try:
+        answered = len(runs.run(PROMPTS, **options)[0])
+    except BatchgenError:
+        answered = None
+    assert answered == expected
+    assert runs.loaded == 2
 
 
 def test_results_without_a_manifest_are_not_thrown_away(runs: Runs) -> None:

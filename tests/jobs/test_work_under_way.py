@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
+import batchgen.job
+import batchgen.jobs.results
+from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, run_job
+from batchgen.engine.engine import Engine
 from batchgen.progress import Silent, Snapshot
 from batchgen.scheduling.scheduler import Scheduler
+from support.params import slow_but
 
 TOKENS = 60
 
@@ -35,60 +41,108 @@ class KillAfter(Silent):
                 raise Killed
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        pytest.param(SamplingParams(max_tokens=TOKENS, ignore_eos=True), id="greedy"),
-        pytest.param(
-            SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=1.0, n=2, logprobs=1, seed=3),
-            id="several with log-probabilities",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.8, presence_penalty=0.5, stop=("zzzz",)),
-            id="penalties and stop strings",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_job_killed_every_few_steps_ends_with_few_more_tokens_and_the_same_output(
-    sampling: SamplingParams, tiny_model_dir: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write_jsonl({"prompt": f"All of them begin so, and this is number {i}"} for i in range(6))
+class Clock:
+    """A clock that only goes on when the model makes a step, by as much as one takes on a slow machine."""
 
-    def config(name: str) -> JobConfig:
-        return JobConfig(
-            inputs=(str(source),),
-            output=str(source.with_name(name)),
-            model=ModelConfig(model=str(tiny_model_dir), compile="off"),
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step_seconds: float) -> None:
+        self.now = 1000.0
+        step = Engine.step
+
+        def timed(engine: Engine, admit: bool = True) -> None:
+            step(engine, admit)
+            self.now += step_seconds
+
+        monkeypatch.setattr(Engine, "step", timed)
+        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
+        for module in (batchgen.job, batchgen.jobs.results):
+            monkeypatch.setattr(module, "time", clock)
+
+
+class Jobs:
+    """Runs of one job, and how many tokens were generated for it."""
+
+    def __init__(self, source: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.source, self.model = source, model
+        self.tokens = 0
+        accept = Scheduler._append
+
+        def counted(scheduler: Scheduler, *args: Any) -> Any:
+            self.tokens += 1
+            return accept(scheduler, *args)
+
+        monkeypatch.setattr(Scheduler, "_append", counted)
+
+    def run(self, name: str, sampling: SamplingParams, progress: Silent | None = None, **options: Any) -> JobReport:
+        config = JobConfig(
+            inputs=(str(self.source),),
+            output=str(self.source.with_name(name)),
+            model=ModelConfig(model=str(self.model), compile="off"),
             engine=EngineConfig(batch_size=4),
             sampling=sampling,
-            flush_every=0.0,
+            **options,
         )
+        return run_job(config, progress)
 
-    whole = run_job(config("whole.jsonl"))
-    made = [0]
-    accept = Scheduler._append
+    def run_killed(self, name: str, sampling: SamplingParams, steps: int, **options: Any) -> tuple[JobReport, int]:
+        """Runs the job again and again, each run killed after so many steps, until one comes to the end; and how many were killed."""
+        for kills in range(1000):
+            try:
+                return self.run(name, sampling, KillAfter(steps), **options), kills
+            except Killed:
+                continue
+        raise AssertionError("the job makes no progress")
 
-    def counted(self: Scheduler, *args: Any) -> Any:
-        made[0] += 1
-        return accept(self, *args)
 
-    monkeypatch.setattr(Scheduler, "_append", counted)
-    for _ in range(1000):
-        progress = KillAfter(25)
-        try:
-            report = run_job(config("killed.jsonl"), progress)
-        except Killed:
-            continue
-        break
+@pytest.fixture
+def jobs(write_jsonl: Callable[..., Path], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    rows = ({"prompt": f"And {i}"} for i in range(8))
+    return Jobs(write_jsonl(rows), tiny_model_dir, monkeypatch)
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+    "several with log-probabilities": SamplingParams(
+        max_tokens=TOKENS, ignore_eos=True, temperature=1.0, n=2, logprobs=1, seed=3
+    ),
+    "penalties and stop strings": SamplingParams(
+        max_tokens=TOKENS, ignore_eos=True, temperature=0.8, presence_penalty=0.5, stop=("zzzz",)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but({"greedy"}, SAMPLINGS))
+def test_a_job_killed_every_few_steps_ends_with_the_same_output_and_every_token_generated_but_those_of_the_last_step(
+    name: str, jobs: Jobs
+) -> None:
+    whole = jobs.run("whole.jsonl", SAMPLINGS[name])
+    jobs.tokens = 0
+    report, kills = jobs.run_killed("killed.jsonl", SAMPLINGS[name], steps=25, flush_every=0.0)
+    assert kills >= 3
     assert report.stats["job"]["completion_tokens"] == whole.stats["completion_tokens"]
-    assert report.stats["completion_tokens"] < whole.stats["completion_tokens"] / 5, (
-        "the last run had little left to do"
-    )
-    rows = [[json.loads(line) for line in Path(r.output).read_text().splitlines()] for r in (report, whole)]
-    assert _texts(rows[0]) == _texts(rows[1])
-    assert made[0] <= 1.1 * whole.stats["completion_tokens"]
+    assert report.stats["completion_tokens"] < whole.stats["completion_tokens"] / 2, "most was kept"
+    assert _rows(report) == _rows(whole)
+    assert jobs.tokens <= whole.stats["completion_tokens"] + 4 * kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [5, 1])
+def test_rows_of_500_tokens_killed_every_few_seconds_take_at_most_a_tenth_more_tokens_with_the_options_as_they_are(
+    seconds: int, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(max_tokens=500, ignore_eos=True, temperature=0.7)
+    whole = jobs.run("whole.jsonl", sampling)
+    assert whole.stats["completion_tokens"] == 8 * 500
+    Clock(monkeypatch, step_seconds=0.025)
+    jobs.tokens = 0
+    report, kills = jobs.run_killed("killed.jsonl", sampling, steps=40 * seconds)
+    assert kills >= 4
+    assert _rows(report) == _rows(whole)
+    assert jobs.tokens <= (1.1 if seconds == 5 else 1.4) * whole.stats["completion_tokens"]
+
+
+def _rows(report: JobReport) -> list[Any]:
+    rows = map(json.loads, Path(report.output).read_text().splitlines())
+    return _texts(list(rows))
 
 
 def _texts(rows: list[dict[str, Any]]) -> list[Any]:
