@@ -154,7 +154,7 @@ def token_bytes(tokenizer: Any, size: int) -> list[bytes]:
     """Returns the bytes that each id below `size` adds to a text; b"" for special tokens and for ids without a token.
 
     Raises `UsageError` for a tokenizer whose texts are not the concatenation of its tokens' bytes. (Why not `llguidance.hf`:
-    docs/decisions/0010-own-code-beside-a-library.md.)
+    docs/decisions/0011-own-code-beside-a-library.md.)
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)

@@ -12,7 +12,7 @@ Without stop strings a token costs a set lookup and a comparison, and the text i
 text is followed as it grows, with the two offsets of text-generation-inference: each token decodes only a few tokens
 again and searches only the end of the text. A match there is looked up again in the whole text, which decides. Until the
 completion ends, U+FFFD at the end of the text is not searched because it may still become a character. (Why not
-`tokenizers.decoders.DecodeStream`: docs/decisions/0010-own-code-beside-a-library.md.)
+`tokenizers.decoders.DecodeStream`: docs/decisions/0011-own-code-beside-a-library.md.)
 """
 
 from __future__ import annotations
