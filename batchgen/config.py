@@ -1,6 +1,6 @@
-"""What a user can set, checked once. How to add an option: `batchgen/options.py`.
+"""The configuration of a job, checked when it is created. `batchgen/options.py` explains how to add an option.
 
-Raises `UsageError` naming the option, and `TypeError` naming the field for a value of a type that it cannot have.
+Every class raises `UsageError`, which names the option, for an invalid value, and `TypeError`, which names the field, for a wrong type.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ModelConfig:
 
     model: PathText = option(
         MISSING,
-        "A folder that holds a model, or the name of one on the hub.",
+        "A folder with a model, or the name of a model on the hub.",
         group="Model",
         flags=["--model", "-m"],
         metavar="MODEL",
@@ -48,14 +48,14 @@ class ModelConfig:
     )
     lora: PathText | None = option(
         None,
-        "An adapter (LoRA) for the model: a folder, or a name on the hub. Merged into the weights as they are loaded.",
+        "A LoRA adapter for the model: a folder, or a name on the hub. It is merged into the weights when they are loaded.",
         group="Model",
         metavar="DIR|HUB",
         shown="none",
     )
     dtype: str = option(
         "auto",
-        "Type of the weights and the KV; auto is the checkpoint's own, or float32 on a CPU that is faster in float32.",
+        "Type of the weights and the KV. auto uses the checkpoint's type, or float32 on a CPU that is faster with it.",
         group="Model",
         values=["auto", "float32", "bfloat16", "float16"],
     )
@@ -67,23 +67,23 @@ class ModelConfig:
     )
     device: str = option(
         "auto",
-        "Where the model runs: auto is CUDA, else MPS, else the CPU. cuda:0,1 runs one process on each of several GPUs.",
+        "Device to run on. auto uses CUDA, else MPS, else the CPU. cuda:0,1 runs one process on each GPU.",
         group="Model",
         metavar="auto|cpu|mps|cuda[:N,…]",
     )
-    """cpu:0,1 runs several processes that share the CPU's threads."""
+    """`cpu:0,1` runs several processes that share the CPU's threads."""
     device_map: str | None = option(
         None,
-        "auto spreads the layers of one model over all devices.",
+        "auto distributes the layers of one model over all devices.",
         group="Model",
         values=["auto"],
         shown="one device",
     )
-    trust_remote_code: bool = option(False, "Run Python code that is in the model's folder.", group="Model")
+    trust_remote_code: bool = option(False, "Allow Python code from the model's folder to run.", group="Model")
     compile: str = option(
         "auto",
-        "On the CPU: use batchgen's own kernels, compiled once per machine (auto: if there is a C++ compiler). On a GPU: run steps as "
-        "CUDA graphs (auto: where they pay; on: always, and under torch.compile).",
+        "On a CPU: use batchgen's kernels, compiled once per machine (auto: if there is a C++ compiler). On a GPU: run steps as "
+        "CUDA graphs (auto: if they save time; on: always, with torch.compile).",
         group="Engine",
         values=["auto", "on", "off"],
     )
@@ -109,7 +109,7 @@ class ModelConfig:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Each by its name: cuda:0 and cuda:1 of cuda:0,1."""
+        """The name of each device: `cuda:0` and `cuda:1` for `cuda:0,1`."""
         kind, _, numbers = self.device.partition(":")
         return tuple(f"{kind}:{int(number)}" for number in numbers.split(",")) if numbers else (kind,)
 
@@ -118,35 +118,35 @@ class ModelConfig:
 class PromptConfig:
     """How a row becomes a prompt."""
 
-    prompt_column: str = option("prompt", "Column of the prompt.", group="Prompts", metavar="COL")
-    messages_column: str = option("messages", "Column of a conversation.", group="Prompts", metavar="COL")
+    prompt_column: str = option("prompt", "Column that holds the prompt.", group="Prompts", metavar="COL")
+    messages_column: str = option("messages", "Column that holds a conversation.", group="Prompts", metavar="COL")
     template: str | None = option(
         None,
-        "Jinja template over the row's columns (sandboxed); its text is the prompt.",
+        "Jinja template that makes the prompt from the row's columns (sandboxed).",
         group="Prompts",
         metavar="FILE",
         parse=file_text,
     )
     """The template's source."""
     prefix: str | None = option(
-        None, "A text before every prompt.", group="Prompts", metavar="TEXT|@FILE", parse=text_or_file
+        None, "Text to put before every prompt.", group="Prompts", metavar="TEXT|@FILE", parse=text_or_file
     )
     system: str | None = option(
         None,
-        "A system message before every prompt or conversation.",
+        "System message to put before every prompt or conversation.",
         group="Prompts",
         metavar="TEXT|@FILE",
         parse=text_or_file,
     )
     chat: bool | None = option(
         None,
-        "Send prompts as messages through the chat template, or as raw text.",
+        "Send prompts through the chat template, or as raw text.",
         group="Prompts",
         shown="chat if the model has a chat template",
     )
     chat_template: str | None = option(
         None,
-        "Jinja template in place of the model's chat template.",
+        "Jinja template to use instead of the model's chat template.",
         group="Prompts",
         metavar="FILE",
         parse=file_text,
@@ -161,11 +161,11 @@ class PromptConfig:
     )
     on_long_prompt: str = option(
         "error",
-        "A prompt longer than the model's context is an error, or its longest texts are shortened on this side.",
+        "For a prompt longer than the model's context: fail, or shorten its longest texts on this side.",
         group="Prompts",
         values=["error", "truncate-left", "truncate-right"],
     )
-    """truncate-left keeps the ends of the longest texts, truncate-right their beginnings; the chat template's frame stays whole."""
+    """truncate-left keeps the ends of the longest texts, truncate-right their beginnings. The chat template's own text stays whole."""
     row_params: tuple[str, ...] | Any = option(
         (),
         "Columns that hold a row's own sampling parameters, such as temperature.",
@@ -175,7 +175,7 @@ class PromptConfig:
     )
     score: bool = option(
         False,
-        "Generate nothing; score the completion that each row has.",
+        "Generate nothing. Score the completion that each row already has.",
         group="Constraints",
     )
     completion_column: str = option(
@@ -183,11 +183,11 @@ class PromptConfig:
     )
     sampling_defaults: str = option(
         "model",
-        "What is used where no option says it: the sampling of the model's generation_config.json, or greedy decoding.",
+        "Sampling if no option sets it: that of the model's generation_config.json, or greedy decoding.",
         group="Sampling",
         values=["model", "greedy"],
     )
-    """Labels and scores are never affected."""
+    """Does not affect labels and scores."""
     priority_column: str | None = option(
         None, "Column of numbers; rows with lower numbers start first.", group="Engine", metavar="COL"
     )
@@ -202,7 +202,7 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the work is batched. None means: chosen for the device."""
+    """How the work is batched. None means that batchgen chooses a value for the device."""
 
     chunk_size: int = option(
         16, "Tokens per chunk of the prefix hash.", group="Engine", metavar="N", rules=[at_least(1)]
@@ -227,7 +227,7 @@ class EngineConfig:
     )
     max_prefill_tokens: int | None = option(
         None,
-        "Maximum number of prompt tokens among them.",
+        "Maximum number of prompt tokens in one forward pass.",
         group="Engine",
         metavar="auto|N",
         rules=[at_least(1)],
@@ -236,26 +236,26 @@ class EngineConfig:
     )
     kv_memory: str = option(
         "auto",
-        "Memory for keys and values on each device: a size such as 8GiB, or a share of what is free such as 80%.",
+        "Memory for keys and values on each device: a size such as 8GiB, or a share of the free memory such as 80%.",
         group="Engine",
         metavar="auto|SIZE",
     )
     max_kv_read: int | None = option(
         None,
-        "Maximum number of KV tokens that a step reads; a shared prefix counts once.",
+        "Maximum number of KV tokens that one step reads. A shared prefix counts once.",
         group="Engine",
         metavar="N",
         rules=[at_least(1)],
         shown="no limit",
     )
-    """A step always takes one sequence."""
+    """A step always runs at least one sequence."""
     policy: str = option(
-        "prefix", "Which rows start first, and which tokens a step takes first.", group="Engine", values=POLICIES
+        "prefix", "Order in which rows start and in which a step takes tokens.", group="Engine", values=POLICIES
     )
-    share: bool = option(True, "Run shared prefixes once, or every prompt whole (for comparison).", group="Engine")
+    share: bool = option(True, "Run shared prefixes once, or run every prompt whole (for comparison).", group="Engine")
     row_timeout: float | None = option(
         None,
-        "End a row that has run for this long, with the text that it has by then.",
+        "End a row after this time and keep the text it has.",
         group="Job",
         metavar="SECONDS",
         rules=[above(0)],
@@ -268,17 +268,17 @@ class EngineConfig:
         metavar="SIZE",
         shown="none",
     )
-    """None: such prefixes are run again."""
+    """None: such prefixes run again."""
     threads: int | None = option(
         None,
-        "Number of CPU threads, of all processes together.",
+        "Number of CPU threads for all processes together.",
         group="Engine",
         metavar="N",
         rules=[at_least(1)],
         shown="the cores that the process may use",
     )
     processes: int = 1
-    """Engines on this machine, this one among them: each has its part of the host's memory."""
+    """Number of engines on this machine, this one included. Each gets an equal part of the host's memory."""
     debug: bool = option(False, "Check the engine's invariants after every step.", group="Engine")
 
     def __post_init__(self) -> None:
@@ -316,7 +316,7 @@ class JobConfig:
     """Files, folders, globs, URLs or `-`: one or a list of them."""
     output: PathText | None = option(
         None,
-        "JSONL (also .gz, .zst) or Parquet, by its suffix; - is JSONL on standard output.",
+        "Output file: JSONL (also .gz, .zst) or Parquet, by its suffix. - writes JSONL to standard output.",
         group="Job",
         flags=["--output", "-o"],
         metavar="OUTPUT",
@@ -324,27 +324,27 @@ class JobConfig:
     )
     input_format: str | None = option(
         None,
-        "Format of the input, whatever its suffix.",
+        "Format of the input, instead of the one its suffix names.",
         group="Job",
         values=["jsonl", "parquet", "csv", "tsv"],
         shown="by suffix",
     )
     id_column: str | None = option(
         None,
-        "Column of the rows' ids.",
+        "Column that holds the rows' ids.",
         group="Prompts",
         metavar="COL",
         shown="id, custom_id, else the row's number",
     )
     model: ModelConfig | Any
-    """Also a folder or the name of a model alone."""
+    """May also be only a folder or the name of a model."""
     prompts: PromptConfig = field(default_factory=PromptConfig)
     sampling: SamplingParams | Any = field(default_factory=SamplingParams)
-    """Also a dict of parameters."""
+    """May also be a dict of parameters."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     window: int | Literal["all"] | None = option(
         None,
-        "Put all rows in prefix order (on disk if they are many), or this many rows at a time as they arrive.",
+        "Sort all rows into prefix order (on disk if they are many), or process this many rows at a time as they arrive.",
         group="Engine",
         metavar="all|ROWS",
         rules=[(lambda v: v == "all" or v >= 1, "at least 1")],
@@ -354,16 +354,19 @@ class JobConfig:
     """None: all for files, 4,096 rows where input or output is a pipe, 50,000 for `order` done."""
     limit: int | None = option(
         None,
-        "Generate only the first N rows. Later rows that have a result stay in the output.",
+        "Generate only the first N rows. Later rows that already have a result stay in the output.",
         group="Job",
         metavar="N",
         rules=[at_least(0)],
     )
     order: str = option(
-        "input", "Write rows in the order of the input, or as they are done.", group="Job", values=["input", "done"]
+        "input",
+        "Write rows in input order, or in the order in which they finish.",
+        group="Job",
+        values=["input", "done"],
     )
-    overwrite: bool = option(False, "Start over, whatever the output holds.", group="Job")
-    retry_errors: bool = option(False, "Run the rows again that failed in an earlier run.", group="Job")
+    overwrite: bool = option(False, "Discard the existing output and start again.", group="Job")
+    retry_errors: bool = option(False, "Run rows again that failed in an earlier run.", group="Job")
     retry: tuple[str, ...] = option(
         (),
         "Run the rows again that failed, or were cut by their time limit, length or repetition, in an earlier run.",
@@ -375,48 +378,48 @@ class JobConfig:
     )
     prune: bool = option(
         False,
-        "Let finished rows go from the output that are not in the input any more, and remove their results.",
+        "Remove finished rows from the output that are no longer in the input, and delete their results.",
         group="Job",
     )
     max_errors: str | None = option(
         None,
-        "Stop when more rows have failed; a percentage is of the rows done, after the first 100.",
+        "Stop if more rows than this have failed. A percentage applies to the finished rows, from 100 rows on.",
         group="Job",
         metavar="N|P%",
         shown="no limit",
     )
     keep: tuple[str, ...] | Any | None = option(
         None,
-        "Input columns that are copied to the output.",
+        "Input columns to copy to the output.",
         group="Job",
         metavar="all|none|COL,…",
         parse=_parse_kept_columns,
         shown="all",
     )
     """None: all."""
-    token_ids: bool = option(False, "Add the completion's token ids to the rows.", group="Sampling")
+    token_ids: bool = option(False, "Add the completion's token ids to each row.", group="Sampling")
     output_format: str = option(
         "rows",
-        "Rows in batchgen's own form, or in that of OpenAI's Batch output.",
+        "Write rows in batchgen's own form, or in that of OpenAI's Batch output.",
         group="Job",
         values=["rows", "openai"],
     )
     flush_every: float = option(
         5.0,
-        "Time between writes to disk of results and of work under way.",
+        "Time between writes of results and unfinished completions to disk.",
         group="Job",
         metavar="SECONDS",
         rules=[at_least(0)],
     )
     grace: float = option(
         5.0,
-        "Time that running rows have to finish after SIGTERM or SIGHUP.",
+        "Time that running rows get to finish after SIGTERM or SIGHUP.",
         group="Job",
         metavar="SECONDS",
         rules=[at_least(0)],
     )
     work_dir: PathText | None = option(
-        None, "Where the job's folder goes.", group="Job", metavar="DIR", shown="beside the output"
+        None, "Folder in which the job's folder is created.", group="Job", metavar="DIR", shown="beside the output"
     )
     shard: str | None = option(
         None,
@@ -427,7 +430,7 @@ class JobConfig:
     )
     """The other parts are run by other processes, on any machine that sees the job's folder."""
     merge: bool = option(False, "Write the output when this shard is the last one to be done.", group="Machines")
-    stats: PathText | None = option(None, "Write the run's figures to this file too.", group="Job", metavar="FILE")
+    stats: PathText | None = option(None, "Also write the run's figures to this file.", group="Job", metavar="FILE")
 
     def __post_init__(self) -> None:
         if isinstance(self.model, str | PathLike):
@@ -453,12 +456,12 @@ class JobConfig:
 
     @property
     def retried(self) -> frozenset[str]:
-        """What `retry` and `retry_errors` name."""
+        """The names given by `retry` and `retry_errors` together."""
         return frozenset(self.retry) | ({"errors"} if self.retry_errors else set())
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
-        """Options and the columns of the input that they name, beside those that make prompts."""
+        """Options that name columns of the input (other than those that make prompts), each with its column."""
         ids = [("--id-column", self.id_column)] if self.id_column is not None else []
         return ids + [("--keep", name) for name in self.keep or ()]
 
@@ -477,9 +480,13 @@ class JobConfig:
 
     def _check_output_format(self) -> None:
         if self.output_format == "openai" and self.prompts.score:
-            raise UsageError("--output-format openai has no place for scores", "leave it out, or --score")
+            raise UsageError(
+                "--output-format openai cannot hold scores", "leave out one of --output-format and --score"
+            )
         if self.output_format == "openai" and self.keep:
-            raise UsageError("--output-format openai carries no columns", "leave it out, or --keep")
+            raise UsageError(
+                "--output-format openai cannot hold input columns", "leave out one of --output-format and --keep"
+            )
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -488,7 +495,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 
 
 def parse_memory(text: str, option: str = "--kv-memory") -> int | float | None:
-    """Bytes (int) of a size, the fraction (float) of a percentage, None of `auto`."""
+    """Returns the bytes of a size (int), the fraction of a percentage (float), or None for `auto`."""
     if text == "auto":
         return None
     m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", text)
@@ -508,7 +515,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def parse_max_errors(text: str) -> int | float:
-    """A number of rows (int), or the fraction (float) of a percentage."""
+    """Returns a number of rows (int), or the fraction of a percentage (float)."""
     m = re.fullmatch(r"\s*(\d+)\s*|\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if m and m[1]:
         return int(m[1])

@@ -1,4 +1,4 @@
-"""What a run needs of the place that its results go to: a job's folder, or standard output, which keeps nothing."""
+"""The protocol of a job: where a run puts its results. A job's folder keeps them, standard output does not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Store(Protocol):
     """Where results go, of a job or of one shard of it. A context manager: leaving it keeps what is there."""
 
     notes: list[str]
-    """What the user should hear once."""
+    """Messages to show once."""
     finished: dict[str, Any] | None
-    """The figures of the finished job if there is nothing to do; no other method may be called then."""
+    """The figures of the finished job if there is nothing to do; then no method may be called."""
     previous: dict[str, Any] | None
     """The figures that the last run left, if this one continues it."""
 
@@ -30,15 +30,15 @@ class Store(Protocol):
     ) -> None: ...
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        """The results that are there for `keys`. Their row numbers mean nothing."""
+        """Returns the stored results of `keys`. Their row numbers are meaningless."""
         ...
 
     def under_way(self) -> dict[bytes, dict[int, Completion]]:
-        """The completions that earlier runs began and did not finish: by the key of the row, and the number of the completion."""
+        """Returns the unfinished completions of earlier runs, by row key and by the completion's number."""
         ...
 
     def append(self, key: bytes, result: Result) -> None:
-        """Keep one result (of row `result.row`)."""
+        """Stores the result of row `result.row`."""
         ...
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
@@ -51,15 +51,15 @@ class Store(Protocol):
         ...
 
     def tell(self, progress: Snapshot) -> None:
-        """Keep how far the run is, for whoever looks from another process."""
+        """Stores how far the run is, for `batchgen status` in another process."""
         ...
 
     def flush(self) -> None:
-        """Put all results on disk."""
+        """Writes all results to disk."""
         ...
 
     def save_stats(self, stats: dict[str, Any]) -> None:
-        """Keep the figures of a run that ends before the job does: they are the next run's `previous`."""
+        """Stores the figures of a run that did not finish the job; they are `previous` for the next run."""
         ...
 
     def finish(self, stats: dict[str, Any]) -> None:
@@ -71,29 +71,29 @@ class Job(Store, Protocol):
     """A job, from its first window to its output."""
 
     kept_rows: int
-    """Rows of the output that stands: rows up to there stay in the output whatever `--limit` says, if they have a result or failed."""
+    """Number of rows of the existing output. Rows before this number stay in the output despite `--limit`, if they have a result or failed."""
 
     @property
     def results_at_hand(self) -> int:
-        """Number of results that earlier runs left."""
+        """Number of results of earlier runs."""
         ...
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        """How often each digest has come before in this run. Call it once for every row, in row order."""
+        """Returns how often each digest has been asked about before in this run. Must be called once for every row, in row order."""
         ...
 
     def begin_rows(self) -> None:
-        """The rows of the output are read from the start."""
+        """Says that the input is read from its start: drops all rows added before."""
         ...
 
     def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
-        """These rows, by their numbers, are in the output: each has a key, or else failed before it became a request."""
+        """Adds rows to the output, by their numbers: each has a key in `keys`, or a result in `failed` if it never became a request."""
         ...
 
     def check_dropped(self, *, prune: bool) -> None:
-        """Called when all rows are known. Raises `UsageError` if much of the finished output would go and `prune` is not given."""
+        """Must be called when all rows are known. Raises `UsageError` if many rows of the finished output would be removed without `prune`."""
         ...
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
-        """Add output rows. `results` and `keys` by row number; rows that never became requests have no key."""
+        """Writes output rows. `results` and `keys` are by row number; rows that never became requests have no key."""
         ...

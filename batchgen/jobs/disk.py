@@ -1,4 +1,4 @@
-"""What writing to a disk needs beyond the usual: errors in words, and files that are whole after a power cut."""
+"""Writing to a disk safely: readable errors, and files that are whole after a power cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from batchgen.errors import OutputError
 
-_HINT = "check the disk and run the same command again: what was finished is kept"
+_HINT = "check the disk and run the same command again: finished rows are kept"
 _SQLITE_HINTS = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
 _NETWORK = (
     "nfs",
@@ -35,8 +35,8 @@ _NETWORK = (
     "fuse.",
 )
 _HINTS = {
-    errno.ENOSPC: "free some space and run the same command again: what was finished is kept",
-    errno.EDQUOT: "free some of your quota and run the same command again: what was finished is kept",
+    errno.ENOSPC: "free some space and run the same command again: finished rows are kept",
+    errno.EDQUOT: "free some of your quota and run the same command again: finished rows are kept",
     errno.EROFS: "write to another place with -o",
     errno.EACCES: "check the permissions, or write to another place with -o",
     errno.EPERM: "check the permissions, or write to another place with -o",
@@ -45,14 +45,14 @@ _HINTS = {
 
 @contextmanager
 def writing(what: str | Path) -> Iterator[None]:
-    """Turns an error of the disk into `OutputError`: what cannot be written, why, and what to do about it."""
+    """Turns errors of the disk and of SQLite into `OutputError`, which says what cannot be written, why, and what to do."""
     with _in_words(f"{what} cannot be written"):
         yield
 
 
 @contextmanager
 def reading(what: str | Path) -> Iterator[None]:
-    """The same for a job's own files, when they are read again."""
+    """Does the same for reading a job's own files."""
     with _in_words(f"{what} cannot be read"):
         yield
 
@@ -72,7 +72,7 @@ def _in_words(failure: str) -> Iterator[None]:
 
 
 def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether a folder is on a file system that other hosts may use at the same time. False where the system does not say (no Linux)."""
+    """Whether a folder is on a network file system. False if the system does not tell (not Linux)."""
     return file_system(folder, mounts).startswith(_NETWORK)
 
 
@@ -93,7 +93,7 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new files in `folder` survive a power cut."""
+    """Makes renames and new files in `folder` survive a power cut."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -105,7 +105,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON: the old file or the new, never half of one."""
+    """Replaces the file `path` by `value` as JSON. After a power cut, the old or the new file is there, never a part of one."""
     new = path.with_name(path.name + ".new")
     with new.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
@@ -117,12 +117,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_digest(value: Any) -> str:
-    """By which a file of JSON tells that nothing of it was changed."""
+    """Returns a digest of a JSON value, which shows whether a file was changed."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Rename, or (from a work folder on another disk) copy beside the target and rename there."""
+    """Renames a file. If the target is on another disk, copies the file beside the target first."""
     try:
         source.replace(target)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""What a job's results depend on, as a flat dictionary of plain values: two runs belong to one job if theirs are equal."""
+"""The settings that a job's results depend on, as a flat dictionary of plain values. Two runs belong to one job if they are equal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SMALL_FILES = (
     "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
     "adapter_config.json",
 )  # fmt: skip
-"""Configuration and tokenizer files of a model's folder: digested whole."""
+"""Configuration and tokenizer files of a model's folder. They are digested whole."""
 _WEIGHTS = "*.safetensors"
-"""The only weights that are read. No other file of a folder matters."""
+"""The only weight files that are read. Other files of a folder do not matter."""
 _WHOLE_BYTES = 16 << 20
-"""Weight files up to this size are digested whole, in a few hundredths of a second."""
+"""Weight files up to this size are digested whole, which takes a few hundredths of a second."""
 _BLOCK_BYTES = 4096
 _BLOCKS = 64
 _TENSOR_BLOCKS = 192
@@ -38,7 +38,7 @@ _DIGEST_CHARACTERS = 16
 def job_settings(
     config: JobConfig, hf_config: Any, *, chat: bool, model: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Everything that changes results. Device, batch, memory, limits and the columns of the output are not in it.
+    """Returns everything that changes results. Device, batch, memory, limits and the columns of the output do not.
 
     `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, where it is known already.
     """
@@ -88,7 +88,7 @@ def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
 
 
 def _text(text: str | None) -> str | None:
-    """A short text as it is, a long one by its digest."""
+    """Returns a short text as it is, and a long one as its start and its digest."""
     if text is None or len(text) <= _LONG_TEXT:
         return text
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST_CHARACTERS]
@@ -96,7 +96,7 @@ def _text(text: str | None) -> str | None:
 
 
 def dtype_name(config: ModelConfig, hf_config: Any) -> str:
-    """The dtype that results depend on: `auto` is the checkpoint's own, also where a processor computes it in float32."""
+    """Returns the dtype that results depend on. `auto` is the checkpoint's own, even if a processor computes it in float32."""
     if config.dtype != "auto":
         return config.dtype
     own = getattr(hf_config, "dtype", None) or getattr(getattr(hf_config, "text_config", None), "dtype", None)
@@ -104,10 +104,10 @@ def dtype_name(config: ModelConfig, hf_config: Any) -> str:
 
 
 def model_identity(config: ModelConfig) -> dict[str, Any]:
-    """What a model's results depend on, in words. A model of the hub: its name and commit. A folder: the size and digest of each of its files.
+    """Returns what identifies a model: for a model of the hub its name and commit, for a folder the size and digest of each of its files.
 
-    Configuration and tokenizer files are digested whole. Of a large weight file the header and about 256 blocks of 4 KiB are, spread
-    over the file and its tensors: two checkpoints of one training run differ in nearly all of them. A model's code counts where it may run.
+    Configuration and tokenizer files are digested whole. Of a large weight file, the header and about 256 blocks of 4 KiB are digested, spread
+    over the file and its tensors: two checkpoints of one training run differ in nearly all of them. A model's code counts if it may run.
     """
     folder = Path(config.model).expanduser()
     found: dict[str, Any]
@@ -131,7 +131,7 @@ def local_identity(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def folder_identity(folder: Path, *, code: bool = False) -> dict[str, Any]:
-    """Size and digest of each configuration, tokenizer and weight file of a folder. `code`: of its Python files too."""
+    """Returns size and digest of each configuration, tokenizer and weight file of a folder; with `code`, of its Python files too."""
     patterns = (*_SMALL_FILES, _WEIGHTS, *(("*.py",) if code else ()))
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     return {f"model file {path.relative_to(folder).as_posix()}": _file_identity(path) for path in paths}
@@ -170,7 +170,7 @@ def _sampled(file: BinaryIO, size: int) -> list[tuple[int, int]]:
         ends = sorted(t["data_offsets"] for name, t in header.items() if name != "__metadata__")
         middles = [data + (start + end) // 2 for start, end in ends]
     except (ValueError, TypeError, KeyError, AttributeError):
-        middles = []  # damaged: said by whoever loads it
+        middles = []  # damaged: loading the model will say so
     middles = [middles[i * len(middles) // _TENSOR_BLOCKS] for i in range(_TENSOR_BLOCKS)] if middles else []
     even = [i * (size - _BLOCK_BYTES) // (_BLOCKS - 1) for i in range(_BLOCKS)]
     blocks = sorted({min(start, size - _BLOCK_BYTES) for start in (*even, *middles)})
@@ -178,7 +178,7 @@ def _sampled(file: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 
 def _commit(config: ModelConfig) -> str:
-    """The commit that a hub model's name stands for in the local cache, where its config has just been loaded to."""
+    """Returns the commit of a hub model in the local cache, to which its config has just been loaded."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(config.model, "config.json", revision=config.revision)

@@ -1,25 +1,25 @@
-"""A job's folder: everything that lets a killed job continue, and a finished one be recognised.
+"""A job's folder: everything that lets a killed job continue and a finished job be recognised.
 
 `OUTPUT.job/` (or `NAME.job/` under the work folder) holds
 
     manifest.json    the settings, what was asked for, the state (`manifest`)
-    lock             who is at it (`lock`)
-    results.sqlite   while the job is not finished: results as they come, work under way, progress (`results`)
+    lock             which process works on it (`lock`)
+    results.sqlite   while the job is not finished: finished results, rows under way, progress (`results`)
     sorted/          while the job is not finished: the requests of a large input, sorted
-    keys             of the finished output: 16 bytes for every row, by which it is recognised (`reuse_output`)
-    kept.sqlite      results that no row of the finished output asks for, or that the output does not hold whole; only if there are any
+    keys             one key of 16 bytes for every row of the finished output (`reuse_output`)
+    kept.sqlite      results that the finished output does not hold, or not whole; only if there are any
     stats.json       the figures of the last run
     shards/, claims/ of a job that runs in shards (`shards`)
 
-and, while a process is at it, made again at every start
+and, while a process works on it (made new at every start),
 
     run.sqlite       tables that serve this run only
     output.partial   the rows of finished windows, and their keys in keys.partial
     spool.jsonl      the same rows, while a Parquet output waits for the types of its columns (`writers`)
 
-The order of steps in `finish` makes every moment safe: until the manifest says finished, the database has every result, and before the
-output is put in its place the manifest knows both what stood there and what will. In a store that is size and digest, its version only after
-the upload (`target`): a run killed in between finds an object that it knows by its content.
+The order of steps in `finish` makes a kill safe at every moment. Until the manifest says "finished", the database has every result. Before
+the output takes its place, the manifest names the file that stood there and the file that will. For an output in a store these are size and
+digest, because the version is known only after the upload (`target`).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from batchgen.result import Completion, Result
 
 SORTED_FOLDER = "sorted"
 _REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
-"""Of a run: each run makes them again, none leaves them."""
+"""Files that every run makes new and none leaves behind."""
 _WORK_FILES = (*results_files.FILES, SORTED_FOLDER, SHARDS_FOLDER, *_REMADE_FILES)
-"""Of a job that is under way; a finished one has none of them."""
+"""Files of a job that is not finished."""
 _OURS = {
     *_WORK_FILES,
     "manifest.json",
@@ -81,9 +81,9 @@ _OURS = {
 }
 _START_AGAIN = "use --overwrite to start again, or another -o"
 _TIGHT = 3
-"""A disk with less than this many times the smallest size of the output is worth a note: there are the results, and the sorted requests."""
+"""A note is shown if the disk has less free space than this many times the output's smallest size: results and sorted requests need space too."""
 _FEW = 10
-"""Finished rows that may all be replaced by others at once without a question."""
+"""An output of fewer finished rows than this may lose all of them at once without `--prune`."""
 
 
 def find_finished(
@@ -233,9 +233,7 @@ class JobFolder:
 
     def _open(self, overwrite: bool, *, named_by_output: bool, flush_every: float) -> None:
         if self._lock.taken_over is not None:
-            self.notes.append(
-                f"the run before (process {self._lock.taken_over}) ended without finishing: going on from there"
-            )
+            self.notes.append(f"an earlier run (process {self._lock.taken_over}) was killed; this run continues it")
         with writing(self._folder):
             check_no_shard_runs(self._folder, self.output, self.notes.append)
             self._old = None if overwrite else load_manifest(self._folder / "manifest.json")
@@ -261,7 +259,7 @@ class JobFolder:
             )
 
     def _holds_nothing(self, old: Manifest) -> bool:
-        """Whether the run before ended before its first result, because of an option that the model does not take, say: it binds nobody."""
+        """Whether the earlier run has left no result, for example because the model refused an option. Its settings then bind nobody."""
         if old.state != "running" or old.outputs or (self._folder / KEPT_FILE).exists() or load_plan(self._folder):
             return False
         return not (self._folder / results_files.FILE).exists() or read_facts(self._folder, ())[1] == 0
@@ -274,7 +272,7 @@ class JobFolder:
         if said := differences(old.settings, self._manifest.settings):
             raise UsageError(f"{self.output} was made with other settings: {said}", _START_AGAIN)
         if said := differences(old.mentions, self._manifest.mentions):
-            self.notes.append(f"{self.output} was begun with other versions: {said}")
+            self.notes.append(f"{self.output} was started with other versions: {said}")
 
     def _take_up(self, old: Manifest) -> None:
         there = self._target.exists()
@@ -296,16 +294,16 @@ class JobFolder:
         if self.finished is not None:
             self.previous = None
         elif not there:
-            self.notes.append(f"{self.output} is gone: its rows are generated again")
+            self.notes.append(f"{self.output} no longer exists: its rows are generated again")
             self.previous = None
         elif not self._manifest.keys:
             self.notes.append(
-                f"{self._folder / 'keys'} is damaged, so the rows of {self.output} are not known: they are generated again"
+                f"{self._folder / 'keys'} is damaged, so the rows of {self.output} cannot be recognised: they are generated again"
             )
             self.previous = None
 
     def _start_again(self) -> None:
-        """Forget all results; the output that is there stays until the new one replaces it."""
+        """Drops all results. The output that exists stays until the new one replaces it."""
         self.previous = None
         self._remove((*_WORK_FILES, KEPT_FILE, "keys", "stats.json"))
         sync_folder(self._folder)
@@ -342,16 +340,16 @@ class JobFolder:
                 )
         if results.damaged:
             self.notes.append(
-                f"{results.damaged} results in {self._folder / results_files.FILE} are damaged and left out: their rows are generated again"
+                f"{results.damaged} results in {self._folder / results_files.FILE} are damaged and were dropped: their rows are generated again"
             )
         if self._manifest.keys:
             self.kept_rows = (self._folder / "keys").stat().st_size // KEY_BYTES
             results.know_finished(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
             if old is not None and old.state == "finished":
                 taken = results.add_missing(results_of_output(self._target.name, self._folder / "keys"))
-                self.notes.append(f"{self.output} was finished: {taken} of its results are at hand")
+                self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == self._retry
-        if self._retry and not interrupted:  # else it has been done
+        if self._retry and not interrupted:  # an interrupted run has dropped them already
             results.forget([RETRIES[name] for name in self._retry])
         self.results_at_hand = results.count
 
@@ -379,7 +377,7 @@ class JobFolder:
         self.close()
 
     def close(self) -> None:
-        """Keep what is there and release the lock. Does nothing the second time."""
+        """Writes everything to disk and releases the lock. Does nothing the second time."""
         try:
             self._close_files()
         finally:
@@ -427,7 +425,7 @@ class JobFolder:
             return self._results.tokens_under_way
 
     def tell(self, progress: Snapshot) -> None:
-        """A disk that takes no progress is told of by the next result that it does not take."""
+        """Ignores errors: a full disk is reported by the next result that cannot be written."""
         try:
             self._results.tell(progress.figures())
         except sqlite3.Error:
@@ -452,19 +450,19 @@ class JobFolder:
             finished, gone, new = self._results.compared()
         if not gone:
             return
-        lost = max(0, gone - new)  # the others' places are taken: their rows were changed
+        lost = max(0, gone - new)  # as many rows as are new were changed, not removed
         if not prune and (10 * lost > finished or (gone == finished and finished >= _FEW)):
             if self._old is not None and self._old.state == "finished" and not self._appended:
                 self._put_back(self._old)
             raise UsageError(
-                f"{gone:,} of the {finished:,} finished rows of {self.output} are not in the input any more, and would go from it",
-                "check the input, or use --prune to let them go, or another -o",
+                f"{gone:,} of the {finished:,} finished rows of {self.output} are no longer in the input and would be removed from the output",
+                "check the input; --prune removes them, another -o keeps them",
             )
-        what = "are removed" if prune else f"stay in {self._folder}, for when their rows come back"
-        self.notes.append(f"{gone:,} results of {self.output} have no row in the input any more: they {what}")
+        what = "are removed" if prune else f"stay in {self._folder} and are used again if their rows come back"
+        self.notes.append(f"{gone:,} results of {self.output} no longer have a row in the input: they {what}")
 
     def _put_back(self, old: Manifest) -> None:
-        """The finished job as it was before this run."""
+        """Restores the finished job as it was before this run."""
         with writing(self._folder):
             self._manifest = old
             self._manifest.save(self._folder / "manifest.json")
@@ -488,7 +486,7 @@ class JobFolder:
             write_json(self._folder / "stats.json", stats)
 
     def finish(self, stats: dict[str, Any]) -> None:
-        """The job is closed then."""
+        """Puts the output in its place and closes the job."""
         if self._lease is not None:
             self._lease.check()
         with writing(self.output):
@@ -522,7 +520,7 @@ class JobFolder:
     # -- the folder
 
     def _clean_up(self) -> None:
-        """What the finished output holds is taken out of the database; what is left of that stays as `kept.sqlite`."""
+        """Removes from the database what the finished output holds. If results remain, they stay as `kept.sqlite`."""
         file = self._folder / results_files.FILE
         if file.exists():
             with closing(Results(self._folder, 0.0)) as results:
@@ -548,7 +546,7 @@ class JobFolder:
         return self._folder / SORTED_FOLDER
 
     def earlier_reading(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What the first reading of an earlier run left (`keep_reading`), if it was of the same input with the same settings and is whole."""
+        """Returns what an earlier run's first reading saved (`keep_reading`); None unless input and settings are the same and all files are whole."""
         with writing(self._folder):
             reading: dict[str, Any] | None = self._results.fact("reading")
             if reading is None or reading["asked"] != self._asked(asked):
@@ -560,7 +558,7 @@ class JobFolder:
             return reading
 
     def begin_reading(self) -> None:
-        """Nothing of an earlier reading is left."""
+        """Removes an earlier reading."""
         with writing(self._folder):
             self._results.begin_rows()
             self._results.flush()
@@ -568,7 +566,7 @@ class JobFolder:
             self.sorted_folder.mkdir()
 
     def keep_reading(self, asked: Mapping[str, Any], reading: Mapping[str, Any]) -> None:
-        """All sorted requests are on disk: a later run may use them. `reading` has their `digests`, by name."""
+        """Saves a complete first reading, so that a later run may use it. `reading["digests"]` holds the digest of each file of sorted requests."""
         with writing(self._folder):
             sync_folder(self.sorted_folder)
             sync_folder(self._folder)
@@ -606,7 +604,7 @@ class JobFolder:
         }
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
-        """Of the rows from `first` to `last` that are in the output: the keys of some by number, and the results of the others."""
+        """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of the others."""
         with writing(self._folder):
             return self._results.rows(first, last)
 
@@ -617,7 +615,7 @@ class JobFolder:
 
     @property
     def row_count(self) -> int:
-        """Rows of the output, as far as they were added."""
+        """Number of rows added to the output so far."""
         with writing(self._folder):
             return self._results.row_count
 
@@ -629,27 +627,27 @@ class JobFolder:
 
 
 def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> None:
-    """Raises `UsageError` if the output or its folder is somebody else's, or has no place to be."""
+    """Raises `UsageError` if the output or its folder is not batchgen's, or if the folder that would hold it does not exist."""
     output_format(output)
     target.check()
     if not folder.parent.is_dir() and folder.parent != jobs_folder():
-        raise UsageError(f"there is no folder {folder.parent} to write to", f"make it with mkdir -p {folder.parent}")
+        raise UsageError(f"there is no folder {folder.parent} to write to", f"create it with mkdir -p {folder.parent}")
     if (folder / "manifest.json").exists():
         return
     if folder.exists():
         others = {p.name for p in folder.iterdir()} - _OURS if folder.is_dir() else {folder.name}
         if others:
-            raise UsageError(f"{folder} is in the way: it is not a job's folder", "move it, or use another -o")
+            raise UsageError(f"{folder} exists and is not a job's folder", "move it, or use another -o")
     if not overwrite and target.exists():
         lacks = "a job folder without manifest.json" if folder.exists() else "no job folder"
         raise UsageError(
-            f"{output} exists and has {lacks}, so it is not known to be batchgen's",
+            f"{output} exists and has {lacks}, so batchgen does not know whether it may replace it",
             "use --overwrite to replace it, or another -o",
         )
 
 
 def min_bytes(input: Input, output: str, form: RowForm) -> int:
-    """The smallest size of an output: all the columns of the input, from JSON lines to JSON lines; 0 if it cannot be known."""
+    """Returns the smallest possible size of an output in bytes: JSON lines that carry all columns of plain JSON lines; 0 in all other cases."""
     if form.keep is not None or form.openai is not None or output_format(output) != ("jsonl", None):
         return 0
     if any((file.format, file.compression) != ("jsonl", None) for file in input.files):
@@ -658,17 +656,17 @@ def min_bytes(input: Input, output: str, form: RowForm) -> int:
 
 
 def check_space(folder: Path, needed: int) -> str | None:
-    """What to say if the disk of `folder` may fill up. Raises `OutputError` if the job cannot fit."""
+    """Returns a note if the disk of `folder` may fill up, else None. Raises `OutputError` if the output cannot fit."""
     free = shutil.disk_usage(folder).free
     if free >= _TIGHT * needed:
         return None
-    facts = f"the disk of {folder} has {_size(free)} free"
+    facts = f"the disk of {folder} has {_size(free)} of free space"
     if free < needed:
         raise OutputError(
-            f"{facts}, and the output alone will take {_size(needed)}",
-            "free some, carry fewer columns with --keep, or write elsewhere with -o and --work-dir",
+            f"{facts}, and the output alone needs {_size(needed)}",
+            "free some space, carry fewer columns with --keep, or write elsewhere with -o and --work-dir",
         )
-    return f"{facts}, and the output alone will take {_size(needed)}: it may fill up (what is finished would be kept)"
+    return f"{facts}, and the output alone needs {_size(needed)}: the disk may fill up (finished rows would be kept)"
 
 
 def _size(count: float) -> str:

@@ -1,7 +1,7 @@
-"""One run at a time on one output: a lock that dies with its process, and a file that says who holds it.
+"""A lock that allows one run at a time on one output, and a file that says which process holds it.
 
-The lock is the kernel's (flock), so that a killed run's is free at once. The file names process, host and start; another host's name
-in it stands, because flock does not reach over every network file system.
+The lock is the kernel's (flock), so the lock of a killed run is free at once. The file names process, host and start time. If it names another
+host, the lock counts as held, because flock does not work across all network file systems.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Lock:
-    """Holds `path` until `release`. Raises `OutputLocked` naming the holder; `OSError` where the file cannot be made."""
+    """Holds `path` until `release`. Raises `OutputLocked`, which names the holder, and `OSError` if the file cannot be created."""
 
     def __init__(self, path: Path, output: str, *, leased: bool = False) -> None:
         """`leased`: this process has the job's lease (`lease.Lease`), without which no other run with shards can have the lock."""
         self.taken_over: int | None = None
-        """The process of a run that ended without releasing the lock."""
+        """The process id of a run that ended without releasing the lock, else None."""
         self._leased = leased
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -51,7 +51,7 @@ class Lock:
         known_dead = self._leased and holder.get("leased") is True
         if holder.get("host") not in (None, socket.gethostname()) and not known_dead:
             raise OutputLocked(
-                f"another run holds {output} (process {holder.get('pid')} on {holder['host']}, since {holder.get('started')}), and whether it still runs cannot be seen from this host",
+                f"another run holds {output} (process {holder.get('pid')} on {holder['host']}, since {holder.get('started')}); this host cannot tell whether it still runs",
                 f"wait for it; if it is dead, delete {path}",
             )
         if holder and not kernel and not known_dead and _alive(holder.get("pid")):
@@ -66,9 +66,9 @@ class Lock:
         os.pwrite(self._fd, json.dumps(me).encode(), 0)
 
     def release(self) -> None:
-        """Empties the file (unlinking it would let two runs hold two files of one name) and lets go.
+        """Empties the file and releases the lock. (If the file were deleted, two runs could hold two files of one name.)
 
-        On a disk that takes no more writes our name stays in it, and the next run takes over from a dead one.
+        If the disk is full, this process stays named in the file, and the next run takes over from a dead process.
         """
         if self._fd >= 0:
             with suppress(OSError):
@@ -79,7 +79,7 @@ class Lock:
 
 
 def check_free(path: Path, output: str) -> None:
-    """Raises `OutputLocked` if a run on this machine holds the lock. Takes nothing, changes nothing."""
+    """Raises `OutputLocked` if a run on this machine holds the lock. Does not take the lock."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:
@@ -89,13 +89,13 @@ def check_free(path: Path, output: str) -> None:
     except BlockingIOError:
         raise _locked(output, _holder(fd)) from None
     except OSError:
-        return  # a file system without locks: whoever takes it finds out
+        return  # a file system without locks: taking the lock will tell
     finally:
         os.close(fd)
 
 
 def holder_of(path: Path) -> dict[str, Any]:
-    """Who holds a lock, or held it when it died (`pid`, `host`, `started`); empty where nobody does. Takes nothing, changes nothing."""
+    """Returns who holds a lock, or held it when it died (`pid`, `host`, `started`); empty if nobody does. Does not take the lock."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def holder_of(path: Path) -> dict[str, Any]:
 
 
 def lives(holder: dict[str, Any]) -> bool | None:
-    """Whether that process still runs; None where it cannot be seen from this host."""
+    """Whether that process still runs; None if this host cannot tell."""
     if holder["host"] != socket.gethostname():
         return None
     if not _alive(holder["pid"]) and holder["pid"] != os.getpid():
@@ -117,7 +117,7 @@ def lives(holder: dict[str, Any]) -> bool | None:
 
 
 def _begun(pid: int) -> float | None:
-    """When a process began, in seconds since 1970; None where the system does not say. A number is given to another process after its own is gone."""
+    """Returns when a process started, in seconds since 1970; None if the system does not tell. Needed because process ids are used again."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/stat").read_text(encoding="ascii", errors="replace").partition("\nbtime ")[2].split()[0]
@@ -149,7 +149,7 @@ def _locked(output: str, holder: dict[str, Any]) -> OutputLocked:
 
 
 def _holder(fd: int) -> dict[str, Any]:
-    """Who the file names; empty where it was released, or cut while it was written."""
+    """Returns who the file names; empty if it was released or cut off while it was written."""
     try:
         holder = json.loads(os.pread(fd, 4096, 0))
     except ValueError:

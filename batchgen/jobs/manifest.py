@@ -1,4 +1,4 @@
-"""What a job's folder says about its job: the settings that made its results, what was asked for, and which file is its output."""
+"""The manifest of a job: the settings that made its results, the request of the last run, and which file is its output."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _NO_VALUE = object()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     state: str
-    """running (begun, whether or not a process is at it) or finished"""
+    """`running` (started and not finished, whether a process works on it or not) or `finished`"""
     output: str
-    """The output's absolute path when the job was begun."""
+    """The output's absolute path when the job was started."""
     settings: dict[str, Any]
-    """What changes results; a job goes on with equal ones only."""
+    """Everything that changes results. A job continues only with equal settings."""
     mentions: dict[str, Any]
-    """What may change results a little (versions): a difference is only said."""
+    """What may change results slightly (versions). A difference is only noted."""
     request: dict[str, Any]
     """What may change without losing results: input files, limit, order, columns."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    """`identity` of the files that may stand at the output's place as ours: what was there before, and what was put there."""
+    """The `identity` of each file that may be at the output's place: the one before this job, and the one that it wrote."""
     keys: str = ""
-    """Digest of the file of keys of the finished output that stands, or is about to."""
+    """Digest of the file of keys of the finished output, also while that is being put in its place."""
     stats: str = ""
-    """Digest of the figures of a finished job."""
+    """Digest of `stats.json` of a finished job."""
     command: str = ""
     """`identity.command_digest` of the run that began or finished the job: of an equal command, all of the above is known to be equal."""
 
@@ -46,8 +46,8 @@ class Manifest:
 
 
 def load_manifest(path: Path) -> Manifest | None:
-    """The manifest of a job's folder, None where there is none. Raises `UsageError` where it is not one of ours."""
-    way_out = "use --overwrite to start again, or another -o"
+    """Reads a manifest; None if there is none. Raises `UsageError` if it is damaged or of another version."""
+    hint = "use --overwrite to start again, or another -o"
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -62,19 +62,19 @@ def load_manifest(path: Path) -> Manifest | None:
 
 
 def as_stored(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` as it comes back from a manifest, so that the two can be compared."""
+    """Returns `value` as it would be read from a manifest, so that the two can be compared."""
     stored: dict[str, Any] = json.loads(json.dumps(value))
     return stored
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What differs, in words: `temperature was 0, is 0.7; max_tokens was 256, is 64`; empty where nothing does. At most six are named."""
+    """Describes what differs: `temperature was 0, is 0.7; max_tokens was 256, is 64`. Empty if nothing does. Names at most six settings."""
     said = []
     for name in dict.fromkeys((*new, *old)):
         was, now = old.get(name, _NO_VALUE), new.get(name, _NO_VALUE)
         if was != now and (was, now) not in ((None, _NO_VALUE), (_NO_VALUE, None)):
             a, b = _words(was), _words(now)
-            said.append(f"{name} was {a}, is {b}" if a != b else f"{name} is another")
+            said.append(f"{name} was {a}, is {b}" if a != b else f"{name} has changed")
     more = len(said) - _MAX_DIFFERENCES
     return "; ".join(said if more <= 0 else [*said[:_MAX_DIFFERENCES], f"and {more} more"])
 
@@ -89,7 +89,7 @@ def _words(value: Any) -> str:
 
 
 def identity(path: Path, digest: str | None = None) -> dict[str, Any]:
-    """What a file is known by: size, time of change and, where it is given, the digest of its content."""
+    """Returns what a file is recognised by: size, time of change and, if given, the digest of its content."""
     stat = path.stat()
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, DIGEST: digest}
 
@@ -97,9 +97,10 @@ def identity(path: Path, digest: str | None = None) -> dict[str, Any]:
 def known_as(
     now: dict[str, Any], identities: Sequence[dict[str, Any]], digest: Callable[[], str]
 ) -> dict[str, Any] | None:
-    """Which of those a file is that now has the identity `now`: by what can be seen of it, else (it was copied, say) by its content.
+    """Returns the one of `identities` that matches a file whose identity is `now`; None if none does.
 
-    `digest` reads the file for that; it is called where the size is right and nothing else is.
+    If size and time do not match (because the file was copied, for example), a file of the right size is compared by its content: only then
+    `digest` is called, which reads the file.
     """
     if all(value is not None for name, value in now.items() if name != DIGEST):
         for i in identities:

@@ -1,4 +1,4 @@
-"""Rows to requests: the rows of the output that have no result yet, window by window or all of them in prefix order."""
+"""Turns rows into requests and leaves out rows that have a result, window by window or for the whole input in prefix order."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _STOP_SECONDS = 5.0
 
 
 class RowStream:
-    """The rows of an input from its start on, a list at a time."""
+    """The rows of an input from its start, a list at a time."""
 
     def __init__(self, source: Input) -> None:
         self._rows: Iterator[Row] | None = source.rows()
         self.next_number = 0
         self.broken: InputCorrupt | None = None
-        """Where the input breaks off, once all rows before that are read."""
+        """The error of an input that breaks off, set once all rows before that place are read."""
 
     def take(self, size: int, limit: int | None = None) -> list[Row]:
-        """The next `size` rows; fewer if they are large, at the end, and at row `limit`, which is not read. Empty if there are none."""
+        """Returns the next `size` rows; fewer if they are large, at the end, and before row `limit`, which is not read. Empty if there are none."""
         rows: list[Row] = []
         taken = 0
         while self._rows is not None and len(rows) < size and taken < MAX_WINDOW_BYTES:
@@ -69,7 +69,7 @@ class ReadRows:
 
 
 class RequestReader:
-    """Makes requests of rows, counts the rows that need none, and leaves out what `--limit` leaves out.
+    """Makes requests of rows, counts the rows that need none, and applies `--limit`.
 
     A row after the limit stays in the output if an earlier run left a result for it. So rows after the limit are read as long as there are
     such results that no row has asked for yet.
@@ -83,7 +83,7 @@ class RequestReader:
         job: Job,
         outcomes: Outcomes,
     ) -> None:
-        """`check` gives a request back, or the result of a row whose grammar cannot be used."""
+        """`check` returns the request, or the result of a row whose grammar cannot be used."""
         self._config, self._prompts, self._check = config, prompts, check
         self._job, self._outcomes = job, outcomes
         self._met = 0
@@ -91,7 +91,7 @@ class RequestReader:
         self._told = 0
 
     def take(self, stream: RowStream, size: int) -> list[Row]:
-        """The next rows to look at; empty if there are no more."""
+        """Returns the next rows to look at; empty if there are no more."""
         limit, number = self._config.limit, stream.next_number
         if limit is None or number < limit:
             return stream.take(size, limit)
@@ -100,11 +100,11 @@ class RequestReader:
         return []
 
     def build(self, rows: Sequence[Row]) -> list[Request | Result]:
-        """Each row as a request, or the result of one that failed. May run in another thread, ahead of `requests`."""
+        """Returns a request for each row, or the result of a row that failed. May run in another thread, ahead of `requests`."""
         return [self._check(b) if isinstance(b, Request) else b for b in self._prompts.build(rows)]
 
     def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> ReadRows:
-        """The rows that are in the output. Call it for all rows in order. Raises `TooManyErrors`."""
+        """Returns the rows that are in the output. Must be called for all rows in order. Raises `TooManyErrors`."""
         for note in self._prompts.notes[self._told :]:
             self._outcomes.tracker.note(note)
         self._told = len(self._prompts.notes)
@@ -165,15 +165,15 @@ class SameInput:
         self._job.forget_reading()
         names = ", ".join(file.shown for file in self._source.files[:3])
         return InputCorrupt(
-            f"{names} changed while it was worked on",
-            "run the same command again: the results of rows that are still there are kept",
+            f"{names} changed while the job was running",
+            "run the same command again: the results of rows that still exist are kept",
         )
 
 
 class FirstReading:
-    """Reads the whole input once, in a thread of its own: every row becomes a request or fails, and the requests without a result are sorted.
+    """Reads the whole input once, in its own thread: every row becomes a request or fails, and the requests without a result are sorted.
 
-    A context manager: leaving it ends the reading after the rows that it is at.
+    A context manager; leaving it ends the reading after the current rows.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class FirstReading:
         self._stream = RowStream(source)
         self.input = SameInput(source, job, source.fingerprint())
         self.fresh = True
-        """Whether the requests were compared with the results of earlier runs in this run."""
+        """Whether requests that already have results were filtered out in this run."""
         self._sorted: SortedRequests | None = None
         self._error: BaseException | None = None
         self._stopped = False
@@ -208,22 +208,22 @@ class FirstReading:
         self._thread.join(_STOP_SECONDS)
 
     def needs_a_model(self) -> bool:
-        """Waits until there is a request to run, or the reading has ended. Returns whether there is one.
+        """Waits until a request to run is found or the reading has ended. Returns whether there is one.
 
-        False also if an earlier run's reading is used: its requests are compared with the results when their turn comes.
+        Also returns False if an earlier run's reading is used: its requests are compared with the results later, window by window.
         """
         self._look.wait()
         return self._found
 
     def announce(self, phase: str | None) -> None:
-        """The phase to show from the end of the reading on; None if nothing has to wait for it any more."""
+        """Sets the phase to show when the reading ends; None shows none."""
         with self._lock:
             self._next_phase = phase
             if phase is not None and self._ended:
                 self._outcomes.tracker.phase(phase)
 
     def result(self) -> SortedRequests:
-        """Waits for the end. Raises what the reading raised."""
+        """Waits for the end and returns the sorted requests. Raises what the reading raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -232,7 +232,7 @@ class FirstReading:
 
     @property
     def broken(self) -> InputCorrupt | None:
-        """Where the input breaks off."""
+        """The error of an input that breaks off, else None."""
         return self._stream.broken
 
     # -- in the thread
@@ -276,7 +276,7 @@ class FirstReading:
 
     def _read_rows(self, waiting: SortedRequests) -> int:
         count = 0
-        with ThreadPoolExecutor(1, "batchgen-building") as pool:  # tokenizing leaves Python's lock to the rest
+        with ThreadPoolExecutor(1, "batchgen-building") as pool:  # the tokenizer releases Python's lock
             ahead = pool.submit(self._build)
             while True:
                 rows, built = ahead.result()
@@ -299,7 +299,7 @@ class FirstReading:
         return rows, self._reader.build(rows)
 
     def _take_up(self, earlier: dict[str, Any]) -> SortedRequests:
-        """The reading of an earlier run serves this one."""
+        """Uses the reading of an earlier run."""
         self.fresh = False
         tracker, run = self._outcomes.tracker, self._outcomes.run
         tracker.total = earlier["rows"]

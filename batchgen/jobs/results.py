@@ -1,15 +1,15 @@
-"""The results of a job, its work under way and how far it is: one SQLite database, `results.sqlite` in the job's folder.
+"""Finished results, unfinished completions and progress of a job: one SQLite database, `results.sqlite` in the job's folder.
 
     results    what became of a row, by its key; each value carries a checksum of its own
     under_way  what there is of completions that are not finished, by the key of their row: each entry continues the one before it
     rows       the rows of this run's output: the key of each, or the result of a row that never became a request
     facts      single values: the progress of the run, and what the first reading of the input has read
 
-The database is in WAL mode. Every result is committed when it comes, so that a killed process loses none; the log is synced every `flush_every`
-seconds, so that a power cut loses no more than those. `status` reads the database from another process meanwhile. On a network file system, where
-WAL cannot be used from two hosts, it is a rollback journal and a commit every `flush_every` seconds.
+The database is in WAL mode. Every result is committed at once, so a killed process loses none. The log is synced every `flush_every` seconds,
+so a power cut loses at most the results since then. `status` reads the database from another process. On a network file system, where two
+hosts cannot share a WAL, the database uses a rollback journal and commits every `flush_every` seconds.
 
-What is only of this run (how often a digest has come, the keys of the finished output) is in a second database without any safety, `run.sqlite`.
+Data of this run only (how often a digest has occurred, the keys of the finished output) is in a second, unsynced database, `run.sqlite`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from batchgen.result import Completion, Result
 
 FILE = "results.sqlite"
 FILES = (FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal", f"{FILE}.new", "run.sqlite")
-"""All that may lie in a folder because of it."""
+"""All files that the two databases may leave in the folder."""
 FORMAT = 2
 """`user_version` of the database."""
 _ASKED_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is built with
@@ -64,21 +64,21 @@ class Damaged(Exception):
 
 
 class Results:
-    """The results of one job. Only the holder of the folder's lock may open them for writing."""
+    """The results of one job. Only the holder of the folder's lock may open the database for writing."""
 
     def __init__(self, folder: Path, flush_every: float) -> None:
-        """Raises `OSError` and `sqlite3.Error`, of a disk that cannot be written."""
+        """Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
         self._folder = folder
         self._flush_every = flush_every
         self.damaged = 0
-        """Results that were there and could not be read; they are gone now."""
+        """Number of damaged results, which were dropped."""
         self._network = network_file_system(folder)
         self._db = self._opened()
         self._batched = False
-        """Whether a transaction is open, which is committed by time."""
+        """Whether a transaction is open that `flush` commits."""
         self._synced = time.monotonic()
         self._known = 0
-        """`count`, as far as it is known without counting."""
+        """`count`, kept up to date without counting."""
         self._begun: dict[bytes, dict[int, Completion]] = {}
         """The completions of `under_way`, by the row's key and the completion's number."""
 
@@ -100,7 +100,7 @@ class Results:
         return self._checked(path)
 
     def _checked(self, path: Path) -> sqlite3.Connection:
-        """The database, whose every result has been read once and found whole. Raises `Damaged`, and what SQLite raises."""
+        """Opens the database, reads every result once and drops damaged ones. Raises `Damaged` and errors of SQLite."""
         if _format_bytes(path) not in (b"", b"\1\1", b"\2\2"):
             raise Damaged  # SQLite would read it and not write it
         db = _connect(path)
@@ -123,7 +123,7 @@ class Results:
                 self.damaged += len(bad)
                 db.execute("BEGIN")
                 db.executemany("DELETE FROM results WHERE key IS ?", [(key,) for key in bad])
-                db.execute("DELETE FROM facts WHERE name = 'reading'")  # it took them for done
+                db.execute("DELETE FROM facts WHERE name = 'reading'")  # it counted them as finished
                 db.execute("COMMIT")
             (self._folder / "run.sqlite").unlink(missing_ok=True)
             db.execute("ATTACH DATABASE ? AS run", (str(self._folder / "run.sqlite"),))
@@ -137,17 +137,17 @@ class Results:
 
     @property
     def count(self) -> int:
-        """Results that are there."""
+        """Number of results."""
         (count,) = self._db.execute("SELECT count(*) FROM results").fetchone()
         self._known = int(count)
         return self._known
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        """How often each digest has come before in this run, in this call and all earlier ones."""
+        """Returns how often each digest has been asked about before in this run, in this call and all earlier ones."""
         return occurrences(self._db, digests)
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        """The results that are there for `keys`. Their row numbers mean nothing."""
+        """Returns the stored results of `keys`. Their row numbers are meaningless."""
         found = {}
         for key, value, checksum in self._asked("SELECT key, value, checksum FROM results WHERE key IN", keys):
             result = decode(key, value, checksum)
@@ -156,14 +156,14 @@ class Results:
         return found
 
     def append(self, key: bytes, result: Result) -> None:
-        """Keep one result."""
+        """Stores one result."""
         self._write_one("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
         self._known += 1
         if self._begun.pop(key, None) is not None:
             self._write_one("DELETE FROM under_way WHERE key = ?", (key,))
 
     def add_missing(self, entries: Iterable[tuple[bytes, Result]]) -> int:
-        """Keep the results whose keys have none yet. Returns how many came; they are on disk then."""
+        """Stores the results whose keys have none yet, and writes them to disk. Returns the number of results given."""
         count = 0
         self.commit()
         self._db.execute("BEGIN")
@@ -198,13 +198,13 @@ class Results:
         return taken
 
     def keep_beside_output(self, keys: Sequence[bytes]) -> None:
-        """These results stay when the output is finished: it does not hold them whole."""
+        """Marks results that stay when the output is finished, because it does not hold them whole."""
         self._many("UPDATE results SET stays = 1 WHERE key = ?", [(key,) for key in keys])
 
     # -- work under way
 
     def under_way(self) -> dict[bytes, dict[int, Completion]]:
-        """What earlier runs had of completions that are not finished: by the row's key, and the completion's number."""
+        """Returns the unfinished completions of earlier runs, by row key and by the completion's number."""
         self._write_one("DELETE FROM under_way WHERE key IN (SELECT key FROM results)", ())
         self._begun = {}
         damaged = None
@@ -249,12 +249,12 @@ class Results:
     # -- the rows of this run's output
 
     def begin_rows(self) -> None:
-        """No row has been read yet."""
+        """Drops all rows, before the input is read from its start."""
         self.forget_reading()
         self._write_one("DELETE FROM rows", ())
 
     def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
-        """Rows of the output by their numbers: each has a key, or else a result."""
+        """Adds rows of the output by their numbers: each has a key, or a result in `failed`."""
         entries = []
         for number in rows:
             key, value = keys.get(number), b""
@@ -264,7 +264,7 @@ class Results:
         self._many("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", entries)
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
-        """The rows from `first` to `last` that are in the output: the keys of some by number, and the results of the others."""
+        """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of the others."""
         keys, failed = {}, {}
         query = "SELECT number, key, value, checksum FROM rows WHERE number BETWEEN ? AND ?"
         for number, key, value, checksum in self._db.execute(query, (first, last)):
@@ -275,7 +275,7 @@ class Results:
         return keys, failed
 
     def failed_rows(self) -> Iterator[Result]:
-        """The results of the rows that never became requests, in input order."""
+        """Yields the results of the rows that never became requests, in input order."""
         for number, value, checksum in self._db.execute(
             "SELECT number, value, checksum FROM rows WHERE key IS NULL ORDER BY number"
         ):
@@ -290,14 +290,14 @@ class Results:
         return int(count)
 
     def forget(self, reasons: Sequence[str]) -> None:
-        """Forget the results that ended for one of these reasons, so that their rows run again."""
+        """Drops the results that ended for one of these reasons, so that their rows run again."""
         self.commit()
         marks = ",".join("?" * len(reasons))
         self._db.execute(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
         self.forget_reading()
 
     def forget_unasked(self) -> int:
-        """Forget the results that no row of the output asks for. Returns how many."""
+        """Drops the results that no row of the output asks for. Returns their number."""
         self.commit()
         done = self._db.execute("DELETE FROM results WHERE key NOT IN (SELECT key FROM rows WHERE key IS NOT NULL)")
         return done.rowcount
@@ -305,14 +305,14 @@ class Results:
     # -- the finished output
 
     def know_finished(self, keys: Iterable[bytes]) -> None:
-        """The keys of the rows of the output that stands."""
+        """Stores the keys of the rows of the existing output."""
         self.commit()
         self._db.execute("BEGIN")
         self._db.executemany("INSERT OR IGNORE INTO run.finished VALUES (?)", ((key,) for key in keys))
         self._db.execute("COMMIT")
 
     def compared(self) -> tuple[int, int, int]:
-        """Of the rows with a key: those of the finished output, those of them that the new output lacks, and those that it has beside them."""
+        """Returns three numbers of keys: in the finished output, of these missing from the new output, and new in the new output."""
         ours = "SELECT key FROM rows WHERE key IS NOT NULL"
         counts = (
             "SELECT count(*) FROM run.finished",
@@ -323,7 +323,7 @@ class Results:
         return finished, gone, new
 
     def shrink(self, keys: Iterable[bytes]) -> bool:
-        """Forget the results of these keys, which a finished output holds, and all that was only of the run. False: nothing is left."""
+        """Drops the results of these keys, which a finished output holds, and all data of the run. Returns whether any results remain."""
         self._db.execute("DELETE FROM run.finished")
         self.know_finished(keys)
         self._db.execute("DELETE FROM results WHERE stays = 0 AND key IN (SELECT key FROM run.finished)")
@@ -337,7 +337,7 @@ class Results:
     # -- facts
 
     def fact(self, name: str) -> Any:
-        """The value of that name; None where there is none, or it is damaged."""
+        """Returns the value of a name; None if there is none or it is damaged."""
         return _fact(self._db, name)
 
     def set_fact(self, name: str, value: Any) -> None:
@@ -346,12 +346,12 @@ class Results:
         self._write_one("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", entry)
 
     def tell(self, figures: Mapping[str, Any]) -> None:
-        """Keep the progress of the run, for whoever reads it from another process."""
+        """Stores the progress of the run, for `status` in another process."""
         now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         self.set_fact("progress", {**figures, "results": self._known, "updated": now})
 
     def forget_reading(self) -> None:
-        """No later run is to use the first reading of the input."""
+        """Makes sure that no later run uses the first reading of the input."""
         self._write_one("DELETE FROM facts WHERE name = 'reading'", ())
 
     # -- writing
@@ -382,14 +382,14 @@ class Results:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for `flush`."""
+        """Whether `flush_every` seconds have passed since the last `flush`."""
         return time.monotonic() - self._synced >= self._flush_every
 
     def flush(self) -> None:
-        """Put all that came on disk."""
+        """Writes everything to disk."""
         self.commit()
         if not self._network:
-            with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which syncs
+            with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which has synced
                 fd = os.open(self._folder / f"{FILE}-wal", os.O_RDWR)
                 try:
                     os.fsync(fd)
@@ -398,7 +398,7 @@ class Results:
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        """On disk, in one file. Does nothing the second time."""
+        """Closes the database, which then is one file on disk. Does nothing the second time."""
         try:
             with suppress(sqlite3.ProgrammingError):  # closed already
                 self.commit()
@@ -407,7 +407,7 @@ class Results:
 
 
 def occurrences(db: sqlite3.Connection, digests: Sequence[bytes]) -> list[int]:
-    """How often each digest has come before, in this call and all earlier ones with this connection (`run.counts`)."""
+    """Returns how often each digest has been asked about before with this connection, in this call and all earlier ones (`run.counts`)."""
     # Sorted: neighbours are on one page of the table.
     seen = dict(asked(db, "SELECT digest, seen FROM run.counts WHERE digest IN", sorted(set(digests))))
     numbers: list[int] = []
@@ -424,14 +424,14 @@ def occurrences(db: sqlite3.Connection, digests: Sequence[bytes]) -> list[int]:
 
 
 def asked(db: sqlite3.Connection, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
-    """The rows of a query that ends in IN, for all of these keys."""
+    """Yields the rows of a query that ends in IN, for all of these keys."""
     for start in range(0, len(keys), _ASKED_AT_ONCE):
         some = keys[start : start + _ASKED_AT_ONCE]
         yield from db.execute(f"{query} ({','.join('?' * len(some))})", some)
 
 
 def temporary_counts() -> sqlite3.Connection:
-    """A database that holds `run.counts` only, in a temporary file that goes with it."""
+    """Returns a database with `run.counts` only, in a temporary file that SQLite deletes."""
     db = _connect(":memory:")
     db.execute("ATTACH DATABASE '' AS run")  # SQLite's name for a temporary file
     _make_run_tables(db)
@@ -447,11 +447,11 @@ def _make_run_tables(db: sqlite3.Connection) -> None:
 
 
 def read_facts(folder: Path, names: Sequence[str]) -> tuple[dict[str, Any], int | None]:
-    """Facts by name, and the number of results, of a job that another process may be at; (nothing, None) where that cannot be read now."""
+    """Returns facts by name and the number of results of a job that another process may be running; ({}, None) if they cannot be read now."""
     path = folder / FILE
     if not path.exists():
         return {}, None
-    # A closed WAL database has no log, and is read without making one. The others may be written just now.
+    # A closed WAL database has no log. It is opened as immutable, which creates none. Another one may be in use.
     closed = _format_bytes(path) == b"\2\2" and not (folder / f"{FILE}-wal").exists()
     try:
         address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
@@ -472,7 +472,7 @@ def _format_bytes(path: Path) -> bytes:
 
 
 def _connect(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
-    # From whichever thread runs the job: one at a time.
+    # Several threads use the connection, one at a time.
     return sqlite3.connect(str(path), timeout=seconds, isolation_level=None, check_same_thread=False, uri=uri)
 
 
@@ -487,7 +487,7 @@ def _fact(db: sqlite3.Connection, name: str) -> Any:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is no whole database, rather than the disk out of order."""
+    """Whether the file is damaged, as opposed to a failure of the disk."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
         return False
@@ -500,7 +500,7 @@ def _read_all(db: sqlite3.Connection) -> Iterator[tuple[Any, Result | None]]:
 
 
 def _salvage(damaged: Path, new: Path) -> int:
-    """Writes a new database with the results that can still be read. Returns how many could not, as far as that is known: at least 1."""
+    """Writes a new database with the results that can still be read. Returns how many were lost: at least 1, because the number may not be known."""
     lost = 1
     new.unlink(missing_ok=True)
     with closing(_connect(new)) as into:
@@ -520,7 +520,7 @@ def _salvage(damaged: Path, new: Path) -> int:
 
 
 def _readable(damaged: Path) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """What can be read of the results, from the first on and from the last back, up to where the damage is."""
+    """Yields the results that can be read: from the first one forwards and from the last one backwards, up to the damage."""
     for order in ("ASC", "DESC"):
         with suppress(sqlite3.Error, UnicodeDecodeError), closing(_connect(damaged)) as db:
             yield from db.execute(f"SELECT key, value, checksum, stays FROM results NOT INDEXED ORDER BY rowid {order}")
@@ -532,7 +532,7 @@ def _entry(key: bytes, result: Result) -> tuple[bytes, str, bytes, int]:
 
 
 def _json(value: Any) -> bytes:
-    # Python's JSON, which has infinities. Only lone surrogates cannot be encoded, and there Python's escape is JSON's.
+    # Python's JSON can hold infinities. Only lone surrogates cannot be encoded; Python's escape for them is also JSON's.
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
@@ -575,7 +575,7 @@ def _part_checksum(key: bytes, number: int, start: int, value: bytes) -> int:
 
 
 def encode(result: Result) -> bytes:
-    """A result as JSON, without its row number; fields that have their defaults are left out."""
+    """Returns a result as JSON, without its row number and without fields that have their defaults."""
     values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
     if result.completions:
         values["completions"] = choices_of(result, token_ids=True)
@@ -587,7 +587,7 @@ def encode(result: Result) -> bytes:
 
 
 def decode(key: bytes, value: bytes, checksum: int) -> Result | None:
-    """The result (of row -1) of an entry; None where it is damaged, or holds what this version does not know."""
+    """Returns the result of an entry, with row -1; None if it is damaged or was written by a version with other fields."""
     try:
         if zlib.crc32(key + value) != checksum:
             return None

@@ -1,4 +1,4 @@
-"""The results of a finished output, read back from it, so that a job whose input has changed generates only what is new."""
+"""Reads results back from a finished output, so that a job whose input has changed generates only new rows."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from batchgen.result import Result
 
 KEY_BYTES = 16
 NO_KEY = bytes(KEY_BYTES)
-"""Stands in the keys of an output for a row that never became a request."""
+"""The key of a row that never became a request."""
 
 
 def read_keys(path: Path) -> Iterator[bytes]:
-    """The keys of the rows of an output, in its order; `NO_KEY` for a row that never became a request."""
+    """Yields the keys of the rows of an output, in its order; `NO_KEY` for a row that never became a request."""
     with path.open("rb") as file:
         while len(key := file.read(KEY_BYTES)) == KEY_BYTES:
             yield key
 
 
 def results_of_output(output: str, keys: Path) -> Iterator[tuple[bytes, Result]]:
-    """Keys and results of `output`, as far as it tells; row i has the i-th key of `keys`.
+    """Yields keys and results of the rows of `output`; row i has the i-th key of `keys`.
 
-    Rows that failed keep their errors; token ids are there where the output has them, alone or in log-probabilities. A row that the output
-    does not hold whole (`is_held_whole`) is left out.
+    Failed rows keep their errors. Results have token ids if the output has them, in a column or in log-probabilities. Rows that the output
+    does not hold whole (`is_held_whole`) are left out.
     """
     rows = Input((InputFile(output, *output_format(output)),), []).rows()
     for key, row in zip(read_keys(keys), rows, strict=False):
@@ -41,9 +41,9 @@ def results_of_output(output: str, keys: Path) -> Iterator[tuple[bytes, Result]]
 
 
 def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
-    """Whether `results_of_output` gives a result back from an output of this form and format (jsonl or parquet).
+    """Whether `results_of_output` can read a result back from an output of this form and format (jsonl or parquet).
 
-    JSON has no word for an infinity, and OpenAI's form no place for the token ids of log-probabilities.
+    JSON cannot hold an infinity, and OpenAI's form has no token ids in log-probabilities.
     """
     if result.error_type is not None:
         return True
@@ -63,7 +63,7 @@ def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
 
 
 def _result(columns: dict[str, Any]) -> Result | None:
-    """The result of an output row; None where it is not whole."""
+    """Returns the result of an output row; None if it is not whole."""
     try:
         return _of_row(columns) if "usage" in columns else result_of(columns)
     except (ValueError, TypeError, KeyError):
@@ -73,7 +73,7 @@ def _result(columns: dict[str, Any]) -> Result | None:
 def _of_row(columns: dict[str, Any]) -> Result | None:
     usage, error = columns["usage"], columns["error"]
     probs, score, token_ids = columns.get("choice_probs"), columns.get("score"), columns.get("token_ids")
-    thought = usage.get("reasoning_tokens")  # else a column called reasoning is the input's
+    thought = usage.get("reasoning_tokens")  # otherwise a column `reasoning` is the input's
     if columns["text"] is None and not error and not score and not thought:
         return None
     completions = completions_of(columns.get("choices") or ())

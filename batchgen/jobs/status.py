@@ -1,4 +1,4 @@
-"""How far a job is, as its folder tells it to another process. Reads; takes no lock, writes nothing."""
+"""Reads from a job's folder how far the job is. Takes no lock and writes nothing."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _FIGURES = dict.fromkeys((*_OF_ONE_RUN, *_OF_THE_JOB, "results"))
 
 
 def job_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
-    """How far the job of an output is, read from its folder (schema `batchgen.status/1`, docs/status.md). Changes nothing, waits for nobody.
+    """Returns how far the job of an output is, read from its folder (schema `batchgen.status/1`, docs/status.md). Changes nothing and never waits.
 
     Raises `UsageError` if there is no job, or its folder cannot be read.
     """
     if output == "-":
-        raise UsageError("a job that writes to standard output keeps nothing by which to tell", "name an output file")
+        raise UsageError("a job that writes to standard output stores no progress", "name an output file")
     folder = job_path(output, work_dir)
     try:
         return _read(output, folder)
@@ -126,12 +126,12 @@ def _of_shards(plan: ShardPlan, shards: Sequence[Mapping[str, Any]]) -> dict[str
 def _no_job(output: str, folder: Path) -> UsageError:
     return UsageError(
         f"there is no job of {output}: {folder} is not a job's folder",
-        "name the output of a run, and the --work-dir it had",
+        "name the output of a run, with the --work-dir of that run",
     )
 
 
 def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:
-    """The figures that the job's last run left, or keeps up to date, and the results that have come since."""
+    """Returns the figures that the job's last run stored, with the results that have been added since."""
     facts, results = read_facts(folder, ("progress",))
     told = facts.get("progress") or {}
     figures: dict[str, Any] = {name: told.get(name) for name in _FIGURES} | {"results": results}
@@ -140,7 +140,7 @@ def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:
         figures["rows_done"] = done if told["rows_total"] is None else min(done, told["rows_total"])
     age, run_age = _seconds_since(figures["updated"]), _seconds_since(started)
     if state == "running" and (age is None or (run_age is not None and age > run_age)):
-        figures |= dict.fromkeys(_OF_ONE_RUN) | {"phase": "starting"}  # what is there is an earlier run's
+        figures |= dict.fromkeys(_OF_ONE_RUN) | {"phase": "starting"}  # the stored figures are an earlier run's
     elif state == "running" and figures["eta_seconds"] is not None:
         figures["eta_seconds"] = round(max(0.0, figures["eta_seconds"] - (age or 0.0)), 1)
     else:
@@ -149,7 +149,7 @@ def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:
 
 
 def _of_finished(sums: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The figures of all runs together."""
+    """Returns the figures of all runs together."""
     if sums is None:
         return {}
     try:
@@ -170,7 +170,7 @@ def _of_finished(sums: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _sums(folder: Path) -> dict[str, Any] | None:
-    """The figures of the runs so far, as the last one that came to an orderly end left them."""
+    """Returns the figures of all runs so far, as stored by the last run that was not killed."""
     try:
         sums = json.loads((folder / "stats.json").read_bytes())["job"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A job whose rows go to standard output: nothing is kept, nothing can be resumed."""
+"""A job whose rows go to standard output. It stores nothing and cannot be resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNTS = "the temporary file of the rows' keys"
 
 
 class DoneOrder:
-    """In which order the rows of a window were done: those not generated in this run first, in input order."""
+    """Remembers in which order the rows of a window finished. Rows that were not generated in this run come first, in input order."""
 
     def __init__(self, order: str) -> None:
         self._by_time = order == "done"
@@ -34,7 +34,7 @@ class DoneOrder:
             self._next += 1
 
     def sort(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """The rows as they are to be written; they are forgotten then."""
+        """Returns the rows in the order in which to write them, and forgets their order."""
         if not self._by_time:
             return rows
         places = {row.number: self._places.pop(row.number, -1) for row in rows}
@@ -42,7 +42,7 @@ class DoneOrder:
 
 
 class StdoutJob:
-    """A `Job` for `-o -`. Raises `ClosedPipe` once nobody reads any more."""
+    """A `Job` for `-o -`. Raises `ClosedPipe` when the reader has closed the pipe."""
 
     def __init__(self, form: RowForm, *, order: str) -> None:
         self.notes: list[str] = []
@@ -99,7 +99,7 @@ class StdoutJob:
 
 
 def write_stdout(data: bytes, *, flush: bool = False) -> None:
-    """Write to standard output. Raises `ClosedPipe` where its reader has gone, `OutputError` where it cannot be written."""
+    """Writes to standard output. Raises `ClosedPipe` if its reader has closed it, `OutputError` if it cannot be written."""
     if sys.stdout is None:
         raise OutputError("standard output is closed", "name an output with -o")
     try:
@@ -116,7 +116,7 @@ def write_stdout(data: bytes, *, flush: bool = False) -> None:
 
 
 def _discard_stdout() -> None:
-    """Point standard output nowhere, or Python flushes what is left at exit and complains (its docs, "Note on SIGPIPE")."""
+    """Points standard output to /dev/null. Otherwise Python flushes it at exit and complains (see "Note on SIGPIPE" in its documentation)."""
     try:
         fd = sys.stdout.fileno()
     except (OSError, ValueError):  # not a real file, in a test say

@@ -1,7 +1,7 @@
-"""The place of a finished output: a local file, which takes it by one rename, or a store, which takes it by one upload.
+"""The place of the finished output: a local file, replaced by one rename, or an object in a store, replaced by one upload.
 
-A job does all its work in its folder; here it only looks at what stands at its output's place, and puts the finished file there. What stands there is
-known by `manifest` identities: `size`, what changes when the content does (`mtime_ns`; in a store `version`), and the `digest` of the content.
+A job works in its folder. This module only looks at the file at the output's place and puts the finished file there. A file is recognised by
+its identity (`manifest.identity`): `size`, a field that changes with the content (`mtime_ns`, in a store `version`), and the content's `digest`.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from batchgen.records.remote import (
 )
 
 _STAGED = ("s3", "s3a")
-"""Stores of which s3fs begins an upload that nobody sees until it is committed: so that the right to write can be tried out."""
+"""Stores in which an upload can be started and discarded unseen, to find out whether writing is allowed."""
 _AT_ONCE = (*_STAGED, "gs", "gcs", "hf", "abfs", "abfss", "az")
-"""Stores whose uploads appear whole or not at all. In any other the file gets its name when it is there."""
+"""Stores whose uploads appear whole or not at all. Elsewhere the file is uploaded under another name and then renamed."""
 _ANOTHER = "check the address, your access to it and the connection, or use another -o"
-_AGAIN = "check the connection and your access, and run the same command again: what was finished is kept"
+_AGAIN = "check the connection and your access, and run the same command again: finished rows are kept"
 
 
 class Target(Protocol):
     name: str
-    """What the output can be read by."""
+    """The name under which the output can be read."""
     address: str
-    """What it is called wherever this process started: for the manifest."""
+    """Its absolute name, for the manifest."""
 
     def check(self) -> None:
-        """Raises `UsageError` where no output can be written there, as far as that shows without writing one."""
+        """Raises `UsageError` if no output can be written there, as far as that can be found out beforehand."""
 
     def exists(self) -> bool: ...
 
     def identity(self, digest: str | None = None) -> dict[str, Any]:
-        """What the output that stands there is known by."""
+        """Returns the identity of the existing output."""
 
     def known_as(self, identities: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """The one of these that the output that stands there is; None where it is none of them."""
+        """Returns the one of these identities that the existing output has; None if it has none of them."""
 
     def to_be(self, partial: Path, digest: str) -> dict[str, Any]:
-        """What `partial` will be known by once it stands there, as far as that can be said before."""
+        """Returns the identity that `partial` will have at its place, as far as it is known beforehand."""
 
     def put(self, partial: Path, digest: str) -> dict[str, Any]:
-        """Put it there, whole in one moment, and return what it is known by now. A second time, after a crash, does no harm."""
+        """Puts `partial` in its place atomically and returns its identity. Can be repeated after a crash."""
 
 
 def open_target(output: str) -> Target:
-    """`output` as the user named it. Raises `UsageError` where a store's package is missing."""
+    """Returns the target of `output`, as the user named it. Raises `UsageError` if a store's package is not installed."""
     name = plain_name(output)
     return RemoteTarget(name) if is_url(name) else LocalTarget(name)
 
@@ -76,7 +76,7 @@ class LocalTarget:
             raise UsageError(f"the output {self._output} is a folder", "name a file in it")
         parent = Path(self._output).parent
         if not parent.is_dir():
-            raise UsageError(f"there is no folder {parent} to write to", f"make it with mkdir -p {parent}")
+            raise UsageError(f"there is no folder {parent} to write to", f"create it with mkdir -p {parent}")
 
     def exists(self) -> bool:
         return self._path.exists()
@@ -97,17 +97,17 @@ class LocalTarget:
 
 
 class RemoteTarget:
-    """What a store raises is `UsageError` before the run, `OutputError` at its end.
+    """An object in a store. Its errors become `UsageError` before the run and `OutputError` at the end.
 
-    Only the store knows an object's version, and only when it has it. So after a crash between the upload and the manifest that
-    would tell of it, the object is known by size and digest, for which it is read once.
+    An object's version is known only after the upload. If a crash happens before the manifest has the version, the object is recognised by
+    size and digest; it is read once for that.
     """
 
     def __init__(self, output: str) -> None:
         self.name = output
         self.address = address(output)
         if "::" in output:
-            raise UsageError(f"the output {output} is a file inside another", "write it as a file of its own")
+            raise UsageError(f"the output {output} is a file inside an archive", "write it as a separate file")
         self._scheme = self.address.partition("://")[0]
         if self._scheme in ("http", "https"):
             raise UsageError(
@@ -133,7 +133,7 @@ class RemoteTarget:
     def identity(self, digest: str | None = None) -> dict[str, Any]:
         info = self._info()
         if info is None:
-            raise OutputError(f"{self.name} has gone while it was looked at", _AGAIN)
+            raise OutputError(f"{self.name} was removed while batchgen looked at it", _AGAIN)
         return {"size": info["size"], "version": version_of(info), DIGEST: digest}
 
     def known_as(self, identities: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -171,7 +171,7 @@ class RemoteTarget:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
     def _container(self) -> str:
-        """The bucket, or the repository of the Hub (`user/model`, `datasets/user/name@revision`), that must be there already."""
+        """Returns the bucket or the repository of the Hub (`user/model`, `datasets/user/name@revision`), which must exist."""
         parts = self._path.split("/")
         levels = 1 if self._scheme != "hf" else 3 if parts[0] in ("datasets", "spaces", "buckets") else 2
         return "/".join(parts[:levels])
@@ -181,7 +181,7 @@ class RemoteTarget:
         return f"{folder}{slash}.{name}.{suffix}"
 
     def _try_upload(self) -> None:
-        """Begin an upload and give it up: no object appears, none is replaced."""
+        """Starts an upload and discards it. No object appears or is replaced."""
         file = self._fs.open(self._path, "wb", autocommit=False)
         try:
             file.close()

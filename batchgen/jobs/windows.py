@@ -1,4 +1,4 @@
-"""Requests to planned windows: the prefix tree of each, and what it need not run again after the windows before."""
+"""Turns requests into planned windows: a prefix tree for each, and how many of its tokens earlier windows have run already."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Planned:
     leaves: list[Leaf]
     plan: PrefixPlan
     prefill_tokens_min: int
-    """Size of the prompts' token trie, less the tokens that are known from earlier windows."""
+    """Size of the prompts' token trie, minus the tokens that earlier windows have run."""
 
 
 class Planner:
-    """Plans windows one after the other. Remembers what an engine is likely to still have of the earlier ones, for the figures."""
+    """Plans windows one after the other. For the figures, it remembers which prefixes an engine probably still holds."""
 
     def __init__(self, chunk_size: int, *, share: bool, under_way: Mapping[bytes, Mapping[int, Completion]]) -> None:
         """`under_way`: completions that earlier runs began, by row key and number; their requests continue them."""
@@ -36,7 +36,7 @@ class Planner:
         self._kept = KeptPrefixes()
 
     def plan(self, requests: Sequence[Request], *, follow_on: bool = False) -> Planned:
-        """A window's plan. `follow_on`: these requests come, in order, right after those of the call before."""
+        """Plans a window. `follow_on` says that its requests follow those of the previous call in depth-first order."""
         begun = self._under_way
         requests = [replace(r, begun=begun[r.key]) if r.key in begun else r for r in requests]
         leaves = leaves_of(requests)
@@ -44,7 +44,7 @@ class Planner:
         plan = plan_prefixes(prompts, self._chunk_size, share=self._share)
         carried = self._kept.carried(plan, prompts, and_last=follow_on)
         prefill_min = plan.prefill_tokens_min
-        if any(request.texts for request in requests):  # their tokens are in the plan, and belong to no prompt
+        if any(request.texts for request in requests):  # the plan holds their tokens, which belong to no prompt
             alone = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False)
             prefill_min = alone.prefill_tokens_min
         return Planned(requests, leaves, plan, max(0, prefill_min - carried))
@@ -70,7 +70,7 @@ class PlannedWindows:
         self._pool = ThreadPoolExecutor(1, "batchgen-planning")
         self._ahead: Future[Planned | None] | None = None
         self._size = 0
-        """Leaves of the window that was taken last."""
+        """Number of leaves of the window that was taken last."""
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +81,7 @@ class PlannedWindows:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def next(self) -> Planned | None:
-        """The next window, waited for; None if there are no more."""
+        """Waits for the next window and returns it; None if there are no more."""
         window = self._plan() if self._ahead is None else self._ahead.result()
         self._ahead = None
         self._size = 0 if window is None else len(window.leaves)
@@ -94,14 +94,14 @@ class PlannedWindows:
         """
         if not self._size or waiting > self._size // 2:
             return None
-        if self._fresh and self._ahead is None:  # else the results are looked up, and those are for one thread
+        if self._fresh and self._ahead is None:  # otherwise results are looked up, which only one thread may do
             self._ahead = self._pool.submit(self._plan)
         if waiting or (self._ahead is not None and (not self._ahead.done() or self._ahead.exception())):
-            return None  # an error is raised by `next`, when this window is done
+            return None  # `next` raises an error of the planning, when this window is done
         return self.next()
 
     def _plan(self) -> Planned | None:
-        """The next window's requests that have no result, planned; None at the end."""
+        """Plans the requests of the next window that have no result. Returns None at the end."""
         with self._outcomes.run.timed("plan"):
             for requests in self._windows:
                 lacking = requests if self._fresh else self._without_results(requests)
@@ -119,7 +119,7 @@ class PlannedWindows:
 
 
 class KeptPrefixes:
-    """The most shared prefixes of the windows so far, the newest last. Bounded, whatever the input is."""
+    """The most shared prefixes of the windows so far, the newest last. Its size is bounded."""
 
     def __init__(self, max_paths: int = 2048, paths_of_a_window: int = 256) -> None:
         """Keeps at most `max_paths`, and of each window the `paths_of_a_window` that save the most."""

@@ -1,4 +1,4 @@
-"""From rows to requests: rendered, tokenized, checked for length. The one place that knows the whole way."""
+"""Turns rows into requests: renders them, tokenizes them and checks their length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchgen.request import Request, TokenArray, row_digest
 from batchgen.result import Result, Score
 from batchgen.sampling_params import AUTO_MAX_TOKENS, AUTO_MAX_TOKENS_THINKING, SamplingParams
 
-_ANSWER_SHARE = 4  # a shortened prompt leaves at most this part of the context (a quarter) for its completion
+_ANSWER_SHARE = 4  # a shortened prompt leaves at most a quarter of the context for its completion
 
 
 class PromptBuilder:
@@ -27,10 +27,10 @@ class PromptBuilder:
     chat: bool
     """Whether prompts go through a chat template; otherwise they are sent raw."""
     notes: list[str]
-    """What the user should hear, each said once; grows while windows are built."""
+    """Notes for the user, each only once. Grows while windows are built."""
 
     def __init__(self, tokenizer: LoadedTokenizer, prompts: PromptConfig, sampling: SamplingParams) -> None:
-        """Raises `UsageError` for options that cannot be met: a system message without a chat template, invalid Jinja."""
+        """Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self._tokenizer = tokenizer
         self._prompts = prompts
         thinks = tokenizer.thinking is not None
@@ -38,7 +38,7 @@ class PromptBuilder:
         most = AUTO_MAX_TOKENS_THINKING if thinks else AUTO_MAX_TOKENS
         self._params = RowParams(prompts.row_params, sampling, model, most)
         self.sampling = self._params.default
-        """The command's parameters, with the model's own where none were given."""
+        """The command's parameters, with the model's own for those that were not given."""
         self._renderer = Renderer(tokenizer, prompts, self._params)
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
         self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
@@ -49,26 +49,26 @@ class PromptBuilder:
             and not prompts.score
             and not sampling.choices
         )
-        """Whether completions have thoughts that are separated from their text."""
+        """Whether thoughts are separated from the text of completions."""
         self.tool_calls = self.chat and tokenizer.tool_format is not None and not prompts.score and not sampling.choices
         """Whether answers may have calls of tools, if rows have tools."""
         used = {} if sampling.choices else {n: v for n, v in model.items() if n not in sampling.given}
         if used:
             shown = ", ".join(f"{name} {value:g}" for name, value in used.items())
             self._renderer.note(
-                f"sampling as the model's generation_config.json asks for: {shown} (--sampling-defaults greedy leaves it out)"
+                f"sampling uses the model's generation_config.json: {shown} (--sampling-defaults greedy ignores it)"
             )
         self.sampling_from = {} if prompts.score else self._params.sources()
         """The values that rows without parameters of their own are sampled with, and where each is from: see `RowParams.sources`."""
         self._check_sampling(sampling)
         if (
             getattr(tokenizer.hf_tokenizer, "fix_mistral_regex", None) is False
-        ):  # transformers' mark, and its advice is not shown
+        ):  # set by transformers, whose own advice is not shown
             self._renderer.note(
                 f"the tokenizer of {tokenizer.hf_tokenizer.name_or_path!r} splits text by a pattern known to be wrong; "
-                'put "fix_mistral_regex": true into its tokenizer_config.json to mend it'
+                'to fix it, put "fix_mistral_regex": true into its tokenizer_config.json'
             )
-        # Only a tokenizer that knows more tokens than the model can make one that the model has not.
+        # Only a tokenizer with a larger vocabulary than the model can produce a token that the model does not know.
         self._check_ids = len(tokenizer.hf_tokenizer) > tokenizer.vocab_size
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
@@ -85,7 +85,7 @@ class PromptBuilder:
         return f"{over[0]} is beyond the model's {self._tokenizer.vocab_size} tokens" if over else None
 
     def optional_results(self, types: Mapping[str, Any]) -> frozenset[str]:
-        """Which parts of a result, of those that only some have, rows may have, by the command and the types of a table's columns."""
+        """Returns the optional parts of a result that rows may have, by the command's options and the types of a table's columns."""
         command, may_have = self._params.default, self._params.may_have
         if self._prompts.score:
             return frozenset(("score",))
@@ -103,16 +103,16 @@ class PromptBuilder:
         return frozenset(found)
 
     def check_columns(self, first: Sequence[Row], more: Sequence[tuple[str, str]] = ()) -> None:
-        """Raises `UsageError`, naming the columns that there are, when none of these rows has a prompt or a column that is named.
+        """Raises `UsageError` if none of these rows has a prompt, or a column that an option names. The error lists the existing columns.
 
-        `more`: options, and columns that they name beside those of the prompt.
+        `more`: further options and the columns that they name.
         """
         self._renderer.columns.check(first, more)
 
     def build(self, rows: Sequence[Row], params: Sequence[SamplingParams] | None = None) -> list[Request | Result]:
-        """One per row, in order: a request, or the result of a row that failed, or whose completion has nothing to score.
+        """Returns one item per row, in order: a request, or the result of a row that failed or has nothing to score.
 
-        `params`: the rows' default parameters, one for each; None for the command's.
+        `params`: the default parameters of each row; None for the command's.
         """
         given = params if params is not None else [None] * len(rows)
         rendered = [self._renderer.render(row, params=own) for row, own in zip(rows, given, strict=True)]
@@ -135,7 +135,7 @@ class PromptBuilder:
         return [tokens[i] for i in range(len(rendered))]
 
     def _tokenize_texts(self, rendered: Sequence[Rendered | RowError]) -> list[Texts | RowError]:
-        """What is scored of each row: its choices, or its completion; nothing where it is generated."""
+        """Returns the texts to score of each row: its choices or its completion; none if the row is generated."""
         completions = [r.completion for r in rendered if isinstance(r, Rendered) and r.completion is not None]
         encoded = iter(self._texts.texts(completions))
         found: list[Texts | RowError] = []
@@ -176,7 +176,7 @@ class PromptBuilder:
             return Result.failed(row.number, error, len(tokens))
         if params.n > 1 and params.greedy:
             self._renderer.note(
-                f"{params.n} completions of a prompt at temperature 0 are all the same; --temperature above 0 makes them differ",
+                f"the {params.n} completions of a prompt are identical at temperature 0; use --temperature above 0",
                 "greedy",
             )
         try:
@@ -184,7 +184,7 @@ class PromptBuilder:
         except RowError as e:
             return Result.failed(row.number, e, len(tokens))
         truncated = fitted is not tokens
-        if scored and len(texts[0]) == 0:  # nothing to run: it is certain, and how any text begins
+        if scored and len(texts[0]) == 0:  # nothing to run: the empty text has probability 1
             return Result(
                 row=row.number,
                 text=None,
@@ -206,10 +206,10 @@ class PromptBuilder:
         )
 
     def _fitted(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> TokenArray:
-        """The prompt's tokens if they and what comes after them fit the context, else those of a shortened prompt, if one is asked for.
+        """Returns the prompt's tokens if the context can hold them and what follows, else those of a shortened prompt if the user allows it.
 
-        After the prompt comes the longest of `texts`, or a completion. A shortened prompt leaves room for a completion of `max_tokens`,
-        but of at most a quarter of the context. Raises `RowError("prompt_too_long")`.
+        The prompt is followed by the longest of `texts`, or by a completion. A shortened prompt leaves room for `max_tokens`, but for at most
+        a quarter of the context. Raises `RowError("prompt_too_long")`.
         """
         context, truncate = self._tokenizer.context_length, self._prompts.on_long_prompt != "error"
         if texts:
@@ -226,14 +226,14 @@ class PromptBuilder:
         if fitted is None:
             error = f"the prompt has {len(tokens)} tokens, and the model's context of {context} tokens must hold it and {after}"
             if truncate:
-                error += "; what stands around its text leaves no room for that"
+                error += "; the text around it (template, system message, prefix) alone leaves too little room"
             raise RowError("prompt_too_long", error)
         return fitted
 
     def _shortened(self, row: Row, rendered: Rendered, tokens: TokenArray, keep: int) -> TokenArray | None:
-        """The row's prompt with its longest texts shortened, as at most `keep` tokens and not many fewer; None if no text is long enough.
+        """Returns the prompt with its longest texts shortened to at most `keep` tokens, and not many fewer; None if no text is long enough.
 
-        Searches for the number of characters that each text may keep, by interpolation, and every fourth time by halving.
+        Searches for the number of characters that each text may keep, by interpolation and every fourth time by halving.
         """
         prompt = rendered.prompt
         fits, fits_tokens, best = 0, 0, None
@@ -251,7 +251,7 @@ class PromptBuilder:
         return best
 
     def _shorter(self, row: Row, limit: int) -> TokenArray:
-        """The row's prompt where every text keeps at most `limit` characters. Raises `RowError`."""
+        """Returns the tokens of the prompt if every text keeps at most `limit` characters. Raises `RowError`."""
         rendered = self._renderer.render(row, limit)
         tokens = rendered if isinstance(rendered, RowError) else self._tokenize([rendered])[0]
         if isinstance(tokens, RowError):

@@ -1,4 +1,4 @@
-"""What the columns of a row are: its prompt, the completion to score, its priority. Renders nothing."""
+"""Finds the columns of a row that batchgen uses: prompt, completion to score, priority. Renders nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchgen.sampling_params import SamplingParams
 
 _DEFAULT = PromptConfig()
 _MAX_NAMES = 20
-_MANY = 1000  # the rows that are looked at: fewer are all there are
+_MANY = 1000  # number of rows that are looked at; fewer rows are the whole input
 
 
 class Source(Enum):
@@ -34,7 +34,7 @@ class Source(Enum):
 
 
 def quoted(names: Sequence[str]) -> str:
-    """The names for a message, so many of them as a line can hold."""
+    """Returns the names as one text for a message: the first 20 and the number of the others."""
     shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
@@ -62,12 +62,12 @@ class Columns:
         if prompts.priority_column is not None:
             self._needed.append(("--priority-column", prompts.priority_column))
         self._read = {self._prompt, self._messages, *(name for _, name in self._needed)}
-        # A column that the user named goes before one that is only called as usual; else messages go first.
+        # A column that the user has named wins over one with the usual name. Otherwise messages win.
         self._prompt_first = not chat or [option for option, _ in self._named] == ["--prompt-column"]
         self.why_raw = "--no-chat turns it off" if prompts.chat is False else "the model has none"
 
     def source(self, columns: Mapping[str, Any]) -> Source:
-        """Where this row's prompt comes from. Raises `RowError("invalid_row")` where it has none."""
+        """Returns where this row's prompt comes from. Raises `RowError("invalid_row")` if it has none."""
         if self._template is not None:
             return Source.TEMPLATE
         if is_batch_row(columns):
@@ -84,27 +84,29 @@ class Columns:
         raise RowError("invalid_row", " and ".join(empty))
 
     def for_chat(self, columns: Mapping[str, Any]) -> list[str]:
-        """The columns beside the prompt that a chat template takes: tools and documents, where they are used for nothing else."""
+        """Returns the columns `tools` and `documents` if the row has them and they are used for nothing else: the chat template takes them."""
         taken = self._read if self._template is None else self._read | self._template.columns
         return [name for name in ("tools", "documents") if columns.get(name) not in (None, "") and name not in taken]
 
     def both_note(self, columns: Mapping[str, Any]) -> str | None:
-        """What to say of a row that has a prompt and messages, where the user has not named one of them."""
+        """Returns a note for a row that has both a prompt and messages if the user has named neither column, else None."""
         if self._template is not None or self._named:
             return None
         if not (self._has_messages(columns) and self._has_prompt(columns)) or is_batch_row(columns):
             return None
         sent, carried = (self._prompt, self._messages) if self._prompt_first else (self._messages, self._prompt)
-        return f"rows have both {sent!r} and {carried!r}: {sent!r} is sent, {carried!r} only carried to the output"
+        return (
+            f"rows have both {sent!r} and {carried!r}: {sent!r} is the prompt, {carried!r} is only copied to the output"
+        )
 
     def only_carried(self, columns: Mapping[str, Any]) -> set[str]:
-        """Columns that look like sampling parameters and are not."""
+        """Returns columns that have the name of a sampling parameter but are not used as one."""
         return self._params.unnamed(columns) - self._read
 
     def check(self, first: Sequence[Row], more: Sequence[tuple[str, str]] = ()) -> None:
-        """Raises `UsageError` when none of these rows has a prompt, or one of the columns that the user named.
+        """Raises `UsageError` if none of these rows has a prompt, or a column that the user has named.
 
-        `more`: options and the columns that they name, beyond those that prompts are made of.
+        `more`: further options and the columns that they name.
         """
         rows = [row.columns for row in first if row.error is None]
         if not rows:
@@ -120,7 +122,7 @@ class Columns:
                 raise UsageError(f"{no_row} the column {name!r} of {option}", hint)
         if self._template is not None:
             missing = sorted(self._template.columns - set(there))
-            # A template may name columns that no row has, as long as it can do without: so by trial.
+            # A template may use a column only under a condition. So the rows are tried.
             if missing and not any(_renders(self._template, columns) for columns in rows):
                 raise UsageError(f"{no_row} the column {missing[0]!r} of --template", hint)
         elif not any(self._usable(columns) for columns in rows):
@@ -168,7 +170,7 @@ def _renders(template: RowTemplate, columns: Mapping[str, Any]) -> bool:
 
 
 def not_for_scores(params: SamplingParams) -> str | None:
-    """The name of a parameter that asks for something else than a score."""
+    """Returns the name of a parameter that cannot be combined with `--score`; None if there is none."""
     if params.n > 1:
         return "n"
     if params.logprobs is not None:
@@ -177,14 +179,14 @@ def not_for_scores(params: SamplingParams) -> str | None:
 
 
 def check_scored(prompts: PromptConfig, sampling: SamplingParams) -> None:
-    """Raises `UsageError` for an option that asks for something else than the scores that `--score` asks for."""
+    """Raises `UsageError` for an option that cannot be combined with `--score`."""
     other = not_for_scores(sampling) if prompts.score else None
     if other is not None:
         raise UsageError(f"--score cannot be combined with --{other.replace('_', '-')}", "leave one of them out")
 
 
 def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: SamplingParams) -> str:
-    """The text to score, maybe empty. Raises `RowError` for a row that has none, or asks for something else."""
+    """Returns the text to score, possibly empty. Raises `RowError` if the row has none, or a parameter that cannot be combined with it."""
     other = not_for_scores(params)
     if other is not None:
         raise RowError("unsupported_parameter", f"{other} cannot be combined with --score")
@@ -198,7 +200,7 @@ def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: Sam
 
 
 def priority_of(columns: Mapping[str, Any], name: str | None) -> float:
-    """The row's priority; 0 where it has none. Text, as of a CSV file, may stand for a number. Raises `RowError`."""
+    """Returns the row's priority, 0 if it has none. Text (from a CSV file) may hold a number. Raises `RowError`."""
     value = None if name is None else columns.get(name)
     if value is None or value == "":
         return 0.0

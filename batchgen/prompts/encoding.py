@@ -1,4 +1,4 @@
-"""Texts to token ids, many at a time: prompts, and the texts that are scored after them. Knows nothing of rows."""
+"""Tokenizes many texts at a time: prompts, and the texts that are scored after them. Knows nothing of rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from batchgen.prompts.shared_text import SharedText
 from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
 from batchgen.request import TokenArray
 
-# One call's texts at most. The tokenizers library needs some 200 bytes a token until a call's ids are taken, so also by characters.
+# Limits of one call. The tokenizers library needs about 200 bytes per token during a call, so characters are limited too.
 _MAX_TEXTS = 2048
 _MAX_CHARACTERS = 2_000_000
-_LONGEST_TEXT = 10_000_000  # characters; that of 100,000,000 would need 25 GB, and no model takes it
+_LONGEST_TEXT = 10_000_000  # characters; 100,000,000 would need 25 GB, and no model takes that much
 
 
 class Encoder:
-    """A tokenizer over many texts; one that cannot be tokenized fails alone."""
+    """Tokenizes lists of texts. A text that cannot be tokenized fails alone."""
 
     def __init__(self, tokenizer: Any, note: Callable[[str], None] = lambda text: None) -> None:
-        """`note` is told what the user should hear."""
+        """`note` is called with messages for the user."""
         rust = _rust(tokenizer)
         self._encode = rust or _python(tokenizer)
         self._shared: SharedText | None = None
@@ -33,13 +33,13 @@ class Encoder:
             self._shared = SharedText(tokenizer.backend_tokenizer, self._each, note)
         adds_bos = self._encode([""], True)[0][:1].tolist() == [tokenizer.bos_token_id]
         self._bos: str | None = tokenizer.bos_token if adds_bos else None
-        """The beginning-of-text token, where the tokenizer puts it by itself."""
+        """The beginning-of-text token, if the tokenizer adds it by itself."""
 
     def encode(self, texts: Sequence[str], *, special: bool, what: str = "the prompt") -> list[TokenArray | RowError]:
-        """The tokens of every text, int32 [length], in order, or why a text, called `what`, has none.
+        """Returns the token ids of every text in order, int32 [length], or an error for a text that has none. Messages call the text `what`.
 
-        `special`: with the special tokens that the tokenizer puts around a text; a text that begins with the
-        beginning-of-text token, written out, is not given a second one.
+        With `special`, the tokenizer puts its special tokens around each text. A text that already begins with the beginning-of-text token
+        does not get a second one.
         """
         out: dict[int, TokenArray | RowError] = {}
         for i, text in enumerate(texts):
@@ -60,7 +60,7 @@ class Encoder:
         return self._each(texts, special) if shared is None else shared
 
     def _each(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
-        """The tokens of every text as a whole; None for one that cannot be tokenized."""
+        """Tokenizes every text as a whole. Returns None for one that cannot be tokenized."""
         out: list[TokenArray | None] = []
         for batch in _batches(texts):
             try:
@@ -72,7 +72,7 @@ class Encoder:
         return out
 
     def _halves(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
-        """Finds those that are to blame."""
+        """Tokenizes each half by itself, to find the texts that cannot be tokenized."""
         if len(texts) == 1:
             return [None]
         middle = len(texts) // 2
@@ -93,7 +93,7 @@ class Encoder:
 
 
 def _rust(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] | None:
-    """The tokenizers library itself, where nothing of the class comes between: no offsets, no copies, no advice on lengths."""
+    """Returns a function that calls the tokenizers library directly, without offsets, copies and warnings; None if the tokenizer's class changes the call."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -106,7 +106,7 @@ def _rust(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] |
     backend = tokenizer.backend_tokenizer
 
     def encode(texts: Sequence[str], special: bool) -> list[TokenArray]:
-        # As transformers sets them at every call; others may have called in between.
+        # transformers sets these at every call, so another caller may have changed them.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = tokenizer.split_special_tokens
@@ -117,7 +117,7 @@ def _rust(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] |
 
 
 def _python(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]]:
-    """Tokenizers written in Python, or with Python around the library, by their own call."""
+    """Returns a function that calls a tokenizer written in Python, or with Python around the library."""
 
     def encode(texts: Sequence[str], special: bool) -> list[TokenArray]:
         with quiet():
@@ -139,7 +139,7 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _of_a_text(error: BaseException) -> bool:
-    """Whether a text can be to blame. A panic of the Rust library is not an `Exception`, and is a text's."""
+    """Whether a text can have caused the error. A panic of the Rust library is one, though it is not an `Exception`."""
     if isinstance(error, Exception):
         return not isinstance(error, MemoryError)
     return type(error).__name__ == "PanicException"
@@ -154,24 +154,24 @@ def _reason(text: str, error: BaseException) -> str:
 
 
 Texts = tuple[TokenArray, ...]
-_SETS_KEPT = 1024  # of choices: most rows of a job have the same
+_SETS_KEPT = 1024  # sets of choices; most rows of a job have the same ones
 
 
 class TextEncoder:
-    """Tokens of texts alone: no special tokens are put around them."""
+    """Tokenizes texts without special tokens around them."""
 
     def __init__(self, tokenizer: LoadedTokenizer, encoder: Encoder) -> None:
         self._encoder = encoder
         self._vocab_size = tokenizer.vocab_size
         ends, own = tokenizer.eos_token_ids, tokenizer.hf_tokenizer.eos_token_id
         self._end = own if own in ends else next(iter(ends), None)
-        """The end token: the tokenizer's where it is one of the model's, which in a chat model is the one that ends a turn."""
+        """The end token: the tokenizer's if it is one of the model's (in a chat model it ends a turn), else the model's first one."""
         self._of_choices = lru_cache(maxsize=_SETS_KEPT)(self._encode_choices)
 
     def choices(self, choices: tuple[str, ...]) -> Texts | RowError:
-        """Their tokens, in order, none the beginning of another: where one were, all have the end token.
+        """Returns the tokens of each choice, in order. If one choice is the beginning of another, all get the end token.
 
-        An error of type `unsupported_parameter` where they cannot be told apart or have no tokens.
+        Returns an error of type `unsupported_parameter` if a choice has no tokens, or if two cannot be told apart.
         """
         return self._of_choices(choices)
 
@@ -192,12 +192,12 @@ class TextEncoder:
         if self._end is None:
             return RowError(
                 "unsupported_parameter",
-                f"the tokens of the choice {one!r} begin those of {other!r}, and the model has no end token to tell them apart",
+                f"the tokens of the choice {one!r} begin those of {other!r}, and the model has no end token that would tell them apart",
             )
         return tuple(np.append(array, np.int32(self._end)) for array in whole)
 
     def texts(self, texts: Sequence[str]) -> list[TokenArray | RowError]:
-        """The tokens of each text, maybe none; an error's message calls the text `it`."""
+        """Returns the tokens of each text, possibly none. Error messages call the text "it"."""
         return [self._known(tokens) for tokens in self._encoder.encode(texts, special=False, what="it")]
 
     def _known(self, tokens: TokenArray | RowError) -> TokenArray | RowError:
@@ -208,8 +208,8 @@ class TextEncoder:
 
 
 def _begins(texts: Sequence[TokenArray]) -> tuple[int, int] | None:
-    """Two of the texts, the first of which begins the second or equals it; equal ones before others."""
-    # In this order a text comes right before those that it begins, if any of them does.
+    """Returns two texts of which the first is the beginning of the second or equal to it, equal ones preferred; None if there are none."""
+    # In this order, a text comes right before the texts that begin with it.
     order = sorted(range(len(texts)), key=lambda i: texts[i].astype(">u4").tobytes())
     pairs = [
         (i, j)

@@ -1,4 +1,4 @@
-"""Tells apart why a model cannot be loaded, from a folder or the hub, and says it in one line. Loads nothing."""
+"""Explains in one line why a model cannot be loaded from a folder or the hub. Loads nothing itself."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from batchgen.model_files import LOCAL, read_json
 
 
 def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelError:
-    """The `ModelError` for what a library raised while it loaded `what` (configuration, tokenizer…)."""
+    """Returns the `ModelError` for an exception that a library raised while it loaded `what` (configuration, tokenizer…)."""
     if "trust_remote_code" in str(error):
         return ModelError(
-            f"model {config.model!r} comes with code of its own to run",
-            "read that code, and give --trust-remote-code if you trust it",
+            f"model {config.model!r} needs Python code from its own folder",
+            "read that code, and use --trust-remote-code if you trust it",
         )
     if unknown := re.search(r"has model type `([^`]*)` but Transformers does not recognize", str(error)):
         import transformers
 
         return ModelError(
             f"transformers {transformers.__version__} does not know models of type {unknown[1]!r}",
-            "install a newer transformers, or another model",
+            "install a newer transformers, or use another model",
         )
     if Path(config.model).is_dir():
         return _folder_failure(config, what, error)

@@ -1,4 +1,4 @@
-"""Conversations: what a row gives as messages, checked and made plain; and the model's chat template over them. No tokens."""
+"""Checks a row's messages and renders them with the model's chat template. Knows nothing of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchgen.parsers.thinking import thinking_off
 Message = dict[str, Any]
 _MARK = "batchgen-trial"
 
-# Set by us, or not the template's to see: apply_chat_template takes them for arguments of its own.
+# Names that `apply_chat_template` takes as its own arguments, so a row or command cannot set them as variables.
 _RESERVED = frozenset({
     "self", "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -22,7 +22,7 @@ _RESERVED = frozenset({
 
 
 def kind(value: Any) -> str:
-    """What a value is, in the words of a data file."""
+    """Returns what a value is, in the words of a data file: "text", "a list", "null"…"""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -37,16 +37,16 @@ def kind(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's words for a row's message: one line of sane length that can be written as UTF-8."""
+    """Returns the first line of an error's message: at most 300 characters, valid UTF-8."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300].encode("utf-8", "backslashreplace").decode()
 
 
 def conversation(value: Any, where: str, name: str) -> list[Message]:
-    """The messages of a row, every content as one text; what is said calls the whole `where` and a message `name[0]`.
+    """Returns the messages of a row, each content as one text.
 
-    A list of messages, or its JSON as text (in a CSV file). Keys that are null are left out, as Parquet fills them in.
-    Raises `RowError("invalid_row")`.
+    `value` is a list of messages, or its JSON as text (in a CSV file). Null keys are dropped, because Parquet adds them. Raises
+    `RowError("invalid_row")`; its message calls the list `where` and a message `name[0]`.
     """
     if isinstance(value, str):
         try:
@@ -72,13 +72,13 @@ def _message(value: Any, where: str) -> Message:
     if message.get("tool_calls"):
         message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     if content is None and role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
-        content = ""  # as OpenAI writes a turn that only calls tools
+        content = ""  # OpenAI writes null in a turn that only calls tools
     message["content"] = content if isinstance(content, str) else _joined(content, f"{where}.content")
     return message
 
 
 def _calls(calls: Any, where: str) -> list[Any]:
-    """A turn's calls of tools, their arguments as objects, which is what templates write out; OpenAI has them as JSON text."""
+    """Returns a turn's tool calls with their arguments as objects, which templates expect. OpenAI has the arguments as JSON text."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise RowError("invalid_row", f"{where} must be a list of objects")
     found = []
@@ -97,14 +97,14 @@ def _calls(calls: Any, where: str) -> list[Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without its fields that are null, however deep: a Parquet file fills them in where objects differ."""
+    """Returns the value without null fields, at any depth. Parquet adds such fields where objects differ."""
     if isinstance(value, Mapping):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def objects(value: Any) -> list[Any] | None:
-    """A list of objects, or its JSON as text, as the chat template gets `tools` and `documents`; None for anything else."""
+    """Returns a list of objects (`tools` or `documents`) for the chat template, given as a list or as JSON text; None for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -116,7 +116,7 @@ def objects(value: Any) -> list[Any] | None:
 
 
 def _joined(parts: Any, where: str) -> str:
-    """The texts of a content's parts, one after the other, nothing put between."""
+    """Returns the texts of a content's parts, joined without separators."""
     if not isinstance(parts, list | tuple):
         raise RowError("invalid_row", f"{where} must be text or a list of text parts, not {kind(parts)}")
     texts = []
@@ -133,32 +133,32 @@ def _joined(parts: Any, where: str) -> str:
 
 
 def with_prefix(messages: Sequence[Message], prefix: str, where: str) -> list[Message]:
-    """The conversation with `prefix` at the start of its first user message."""
+    """Returns the conversation with `prefix` at the start of its first user message."""
     for i, message in enumerate(messages):
         if message["role"] == "user":
             return [*messages[:i], {**message, "content": prefix + message["content"]}, *messages[i + 1 :]]
-    raise RowError("invalid_row", f"{where} has no user message for --prefix to stand in")
+    raise RowError("invalid_row", f"{where} has no user message, which --prefix needs")
 
 
 def with_system(messages: Sequence[Message], system: str) -> list[Message]:
-    """The conversation with a system message first, unless it begins with one of its own."""
+    """Returns the conversation with a system message first, unless it already begins with one."""
     own = messages[0]["role"] in ("system", "developer")
     return [*messages] if own else [{"role": "system", "content": system}, *messages]
 
 
 def _parts(text: str) -> list[dict[str, str]]:
-    """A content of one part."""
+    """Returns a content with one part."""
     return [{"type": "text", "text": text}]
 
 
 class ChatTemplate:
-    """The model's chat template, or the user's in its place."""
+    """The chat template: the model's, or the user's in its place."""
 
     def __init__(self, tokenizer: Any, source: str | None, variables: Mapping[str, Any]) -> None:
-        """Raises `UsageError` where the template is no Jinja, or `variables` holds a name that is not a template's."""
+        """Raises `UsageError` if the template is not valid Jinja, or if `variables` has a reserved name."""
         reserved = sorted(_RESERVED & variables.keys())
         if reserved:
-            raise UsageError(f"--chat-template-kwargs {reserved[0]!r} is not the template's to set", "leave it out")
+            raise UsageError(f"--chat-template-kwargs cannot set {reserved[0]!r}", "leave it out")
         self._tokenizer = tokenizer
         self._source = source
         self._variables = variables
@@ -170,17 +170,17 @@ class ChatTemplate:
 
     @staticmethod
     def exists(tokenizer: Any) -> bool:
-        """Whether the model has a template: one, or several with a default."""
+        """Whether the model has a template: a single one, or several with a default."""
         template = tokenizer.chat_template
         return "default" in template if isinstance(template, dict) else template is not None
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt's text, special tokens written out; a last message of the assistant is left open, to be continued.
+        """Returns the prompt's text with special tokens. A last message of the assistant is left open, so that the model continues it.
 
-        Raises `RowError("template_error")` with the template's own words.
+        Raises `RowError("template_error")` with the template's own message.
         """
         continued = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-        if not self.uses("developer"):  # OpenAI's newer name of the system's role
+        if not self.uses("developer"):  # OpenAI's newer name for the role `system`
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
             return self._apply(messages, continued, {**self._variables, **variables} if variables else self._variables)
@@ -189,32 +189,32 @@ class ChatTemplate:
         except Exception as e:  # noqa: BLE001 - a template is a program of its own and raises what it likes
             reason = f"chat template: {first_line(e)}"
             if continued and isinstance(e, ValueError) and "continue_final_message" in reason:
-                reason = "chat template: it changes the last assistant message, which so cannot be continued"
+                reason = "chat template: it changes the last assistant message, so that message cannot be continued"
             raise RowError("template_error", reason) from None
 
     def thinking_off(self) -> dict[str, bool]:
-        """The variables that switch thinking off; none where the template has no switch."""
+        """Returns the variables that switch thinking off; none if the template has no switch."""
         return thinking_off(str(self._tokenizer.get_chat_template(self._source)))
 
     def uses(self, name: str) -> bool:
-        """Whether the template mentions a name at all."""
+        """Whether the template contains a name."""
         own = self._tokenizer.chat_template if self._source is None else self._source
         return any(name in text for text in (own.values() if isinstance(own, dict) else (own,)))
 
     def check_variables(self, variables: Any, where: str) -> Mapping[str, Any]:
-        """A row's own template variables (`chat_template_kwargs` of a body), {} for null. Raises `RowError`."""
+        """Checks a row's template variables (`chat_template_kwargs` of a body) and returns them, {} for null. Raises `RowError`."""
         if variables is None:
             return {}
         if not isinstance(variables, Mapping):
             raise RowError("invalid_row", f"{where} must be an object, not {kind(variables)}")
         reserved = sorted(_RESERVED & variables.keys())
         if reserved:
-            raise RowError("unsupported_parameter", f"{where}.{reserved[0]} is not the template's to set")
+            raise RowError("unsupported_parameter", f"{where} cannot set {reserved[0]}")
         return variables
 
     def _shows(self, role: str, content: Any) -> bool:
-        """Whether a message's text is in the prompt when its content is given like this. Templates of multimodal models may
-        look for a list of parts, and leave out what is plain text without a word.
+        """Whether a message with this content appears in the prompt. Some templates of multimodal models expect a list of parts and silently
+        skip plain text.
         """
         user = {"role": "user", "content": "x"}
         message = {"role": role, "content": content}
@@ -245,7 +245,7 @@ class ChatTemplate:
         )
 
     def _check_syntax(self) -> None:
-        """By a trial, because transformers' dialect has statements that plain Jinja does not know."""
+        """Raises `UsageError` if the template is not valid. Renders a short message, because plain Jinja does not know all statements of transformers."""
         from jinja2 import TemplateSyntaxError
 
         which = "the model's chat template" if self._source is None else "--chat-template"
@@ -259,14 +259,14 @@ class ChatTemplate:
             raise UsageError(f"{which} does not work for a short message: {e}", "correct it, or give another") from None
         except BatchgenError:
             raise
-        except Exception:  # noqa: BLE001 - a template may well refuse this conversation; rows are told one by one
+        except Exception:  # noqa: BLE001 - a template may refuse this conversation; each row gets its own error
             pass
 
 
 def chosen_template(tokenizer: Any, prompts: PromptConfig) -> ChatTemplate | None:
-    """The chat template that prompts go through; None sends them raw.
+    """Returns the chat template for prompts; None if prompts are sent raw.
 
-    Raises `UsageError` for options that contradict each other or need a template where there is none.
+    Raises `UsageError` for options that contradict each other, or need a template if there is none.
     """
     given = [
         option
@@ -279,9 +279,7 @@ def chosen_template(tokenizer: Any, prompts: PromptConfig) -> ChatTemplate | Non
     ]
     if prompts.chat is False:
         if given:
-            raise UsageError(
-                f"{given[0]} has no place in a raw prompt, which --no-chat asks for", "leave one of them out"
-            )
+            raise UsageError(f"{given[0]} cannot be combined with --no-chat", "leave one of them out")
         return None
     if prompts.chat_template is not None or ChatTemplate.exists(tokenizer):
         return ChatTemplate(tokenizer, prompts.chat_template, prompts.chat_template_kwargs)
@@ -289,7 +287,5 @@ def chosen_template(tokenizer: Any, prompts: PromptConfig) -> ChatTemplate | Non
     missing = f"no default among its chat templates ({', '.join(sorted(several))})" if several else "no chat template"
     if several or prompts.chat or given:
         option = "" if not (prompts.chat or given) else f"{'--chat' if prompts.chat else given[0]} needs one: "
-        raise UsageError(
-            f"{option}the model has {missing}", "give one with --chat-template FILE, or send prompts raw with --no-chat"
-        )
+        raise UsageError(f"{option}the model has {missing}", "use --chat-template FILE, or --no-chat for raw prompts")
     return None

@@ -1,4 +1,4 @@
-"""A row in the OpenAI Batch form (`custom_id`, `method`, `url`, `body`): what it asks for. Renders nothing."""
+"""Reads a row in the OpenAI Batch form (`custom_id`, `method`, `url`, `body`). Renders nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchgen.prompts.messages import kind
 from batchgen.prompts.params import translated
 from batchgen.records.openai_batch import CHAT, RAW, endpoint
 
-# Of a body, and neither a prompt nor a parameter that changes its completion.
+# Fields of a body that are not parameters of the completion.
 _IGNORED = frozenset({
     "model", "messages", "prompt", "chat_template_kwargs",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -33,35 +33,35 @@ class Body:
     """Its `messages` or `prompt`, not yet checked."""
     model: str | None
     variables: Any
-    """Its `chat_template_kwargs`, not yet checked, with what else of a body is the chat template's."""
+    """Variables for the chat template, not yet checked: `chat_template_kwargs`, and fields that only a template can use."""
     tools: Any
     """The tools of a chat, not yet checked."""
     calls: bool
     """Whether the answer may call them (`tool_choice` is not `none`)."""
     params: Mapping[str, Any]
-    """Its sampling parameters, under our names."""
+    """Its sampling parameters, under batchgen's names."""
 
 
 def is_chat(columns: Mapping[str, Any]) -> bool:
-    """Whether a row in the Batch form has messages. Raises `RowError` for an endpoint that is not served here."""
+    """Whether a row in the Batch form has messages. Raises `RowError` for an unknown endpoint."""
     known = endpoint(columns)
     if known is None:
         url = columns["url"]
         shown = repr(url) if isinstance(url, str) else kind(url)
-        raise RowError("invalid_row", f"url is {shown}; {RAW} and {CHAT} can be served")
+        raise RowError("invalid_row", f"url is {shown}; use {RAW} or {CHAT}")
     return known == CHAT
 
 
 def read_body(columns: Mapping[str, Any]) -> Body:
-    """What a row in the Batch form asks for. Raises `RowError`."""
+    """Reads the request of a row in the Batch form. Raises `RowError`."""
     method = columns.get("method")
     if method is not None and (not isinstance(method, str) or method.upper() != "POST"):
-        raise RowError("invalid_row", f"method is {method!r}; only POST makes a completion")
+        raise RowError("invalid_row", f"method is {method!r}; it must be POST")
     chat = is_chat(columns)
     body = _object(columns["body"])
     column, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if body.get(column) is None:
-        hint = f"; it has {other}, which {RAW if chat else CHAT} takes" if body.get(other) is not None else ""
+        hint = f"; it has {other}, which belongs to {RAW if chat else CHAT}" if body.get(other) is not None else ""
         raise RowError("invalid_row", f"body has no {column}{hint}")
     model = body.get("model")
     ignored = _IGNORED | _CHAT_ONLY if chat else _IGNORED

@@ -1,6 +1,6 @@
-"""A row's own sampling parameters: the object column `sampling_params`, the columns of `--row-params`, the body of an OpenAI request.
+"""A row's own sampling parameters, from the object column `sampling_params`, the columns of `--row-params` or the body of an OpenAI request.
 
-All of them may use our names or those of the OpenAI API and of vLLM.
+They may have batchgen's names or those of the OpenAI API and of vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALIASES = {
     "guided_regex": "regex",
     "guided_choice": "choices",
 }
-"""Other names of parameters. Where a row has both names, the one here goes first: it is the newer or the more exact one."""
+"""Other names of parameters. If a row has both names, the value under the other name wins: it is the newer or more exact one."""
 _SHOWN = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "max_repeats", "reasoning_budget", "seed",
@@ -33,7 +33,7 @@ CHOICES_NAMES = ("choices", "guided_choice", "structured_outputs", "guided_decod
 _TRANSLATED = frozenset({"logprobs", "top_logprobs", "response_format", "structured_outputs", "guided_decoding"})
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choices"}  # of vLLM's structured_outputs
 
-# Known elsewhere and not built here: the values that ask for nothing, which are let pass. Any other value fails the row.
+# Parameters that batchgen does not support, and the values that have no effect. Any other value fails the row.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": ("",), "top_logprobs": (0,), "logit_bias": ({},),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
@@ -42,13 +42,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "add_generation_prompt": (True,),
     "continue_final_message": (False,), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
 }  # fmt: skip
-_ITSELF = ("stop", "regex", "json_schema", "guided_regex", "guided_json")  # texts that are not to be read as JSON
+_ITSELF = ("stop", "regex", "json_schema", "guided_regex", "guided_json")  # texts that are not read as JSON
 
 
 def translated(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters under our names, without those that are null or ask for nothing (`stream: false`).
+    """Returns the parameters under batchgen's names, without those that are null or have no effect (`stream: false`).
 
-    Raises `RowError("unsupported_parameter")` for one that asks for what is not built; unknown names are left to `SamplingParams.merged`.
+    Raises `RowError("unsupported_parameter")` for an unsupported one. Unknown names are left to `SamplingParams.merged`.
     """
     ours: dict[str, Any] = {}
     for name, value in params.items():
@@ -66,7 +66,7 @@ def translated(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A number; or, as in OpenAI's chat completions, a switch and the number beside it."""
+    """Reads `logprobs`: a number or, as in OpenAI's chat completions, true with the number in `top_logprobs`."""
     wanted, top = params.get("logprobs"), params.get("top_logprobs")
     if isinstance(wanted, bool) or wanted is None:
         if top and not wanted:
@@ -91,7 +91,7 @@ def _response_format(wanted: Any) -> dict[str, Any]:
 
 
 def _structured(name: str, wanted: Any) -> dict[str, Any]:
-    """vLLM's object of constraints. What it asks for beyond ours is refused: without it the text would not be what was meant."""
+    """Reads vLLM's object of constraints. Raises `RowError` for constraints that batchgen does not have."""
     if wanted is None:
         return {}
     if not isinstance(wanted, Mapping):
@@ -114,7 +114,7 @@ def _short(value: Any) -> str:
 
 
 class RowParams:
-    """Which columns of a row are its parameters."""
+    """Reads the sampling parameters of rows."""
 
     def __init__(
         self,
@@ -123,9 +123,9 @@ class RowParams:
         model: Mapping[str, Any] | None = None,
         max_tokens: int = AUTO_MAX_TOKENS,
     ) -> None:
-        """`model` are the model's own sampling parameters and `max_tokens` the limit where nothing else is said.
+        """`named` are the columns of `--row-params`, `model` the model's own sampling parameters, `max_tokens` the value of `--max-tokens auto`.
 
-        Raises `UsageError` where a column of `--row-params` does not have the name of a parameter.
+        Raises `UsageError` if a column of `--row-params` does not have the name of a parameter.
         """
         for name in named:
             if name not in NAMES and name not in _ALIASES:
@@ -137,7 +137,7 @@ class RowParams:
         self._model = {**(model or {}), **self._auto}
         self._given = default
         self.default = self._completed(default)
-        """The command's parameters, with the model's where nothing was given."""
+        """The command's parameters, with the model's for those that were not given."""
         self._others = (NAMES | _ALIASES.keys()) - set(named)
 
     def of(
@@ -146,9 +146,9 @@ class RowParams:
         body: Mapping[str, Any] | None = None,
         default: SamplingParams | None = None,
     ) -> SamplingParams:
-        """The row's effective parameters: `default` (the command's), under the named columns', `sampling_params`' and the body's.
+        """Returns the row's effective parameters: `default` (else the command's), overridden by the named columns, `sampling_params` and `body`.
 
-        `body` has our names. Raises `RowError`.
+        `body` has batchgen's names. Raises `RowError`.
         """
         own: dict[str, Any] = {}
         for name in self._named:
@@ -164,7 +164,7 @@ class RowParams:
             return self.default if default is None else self._completed(default)
         try:
             return self._completed((default or self._given).merged(own))
-        except OverflowError:  # JSON's whole numbers have no end
+        except OverflowError:  # whole numbers of JSON can have any size
             raise RowError("unsupported_parameter", f"a number is too large: {_short(own)}") from None
 
     def sources(self) -> dict[str, dict[str, Any]]:
@@ -182,33 +182,33 @@ class RowParams:
         return found
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the model's where nothing was given; labels keep their own."""
+        """Returns the parameters with the model's for those that were not given. Labels do not use the model's."""
         return params.completed(self._auto if params.choices else self._model)
 
     def unnamed(self, columns: Iterable[str]) -> set[str]:
-        """Columns that have the name of a parameter and were not named: they are only carried."""
+        """Returns columns that have the name of a parameter but were not named in `--row-params`."""
         return self._others.intersection(columns)
 
     def may_have(self, names: Collection[str], types: Mapping[str, Any]) -> bool:
-        """Whether a row of a table, by the Arrow types of its columns, may have one of these parameters of its own."""
+        """Whether rows of a table may have one of these parameters, judged by the Arrow types of its columns."""
         if not set(names).isdisjoint(self._named):
             return True
         return any(_may_hold(types[column], names) for column in (OBJECT_COLUMN, "body") if column in types)
 
     def missing(self, columns: Iterable[str]) -> list[str]:
-        """Columns that were named and are not there."""
+        """Returns columns that were named in `--row-params` and do not exist."""
         there = set(columns)
         return [name for name in self._named if name not in there]
 
 
 def _may_hold(type: Any, names: Collection[str]) -> bool:
-    """Whether a value of an Arrow type may be an object with one of these fields: a struct without them cannot."""
+    """Whether a value of an Arrow type may be an object with one of these fields."""
     fields = getattr(type, "fields", None)
     return fields is None or any(field.name in names for field in fields)
 
 
 def _object(value: Any) -> Mapping[str, Any]:
-    """`sampling_params` as an object; in a CSV file its JSON, or nothing at all."""
+    """Returns `sampling_params` as an object. In a CSV file it is JSON, or empty."""
     if isinstance(value, str):
         if not value.strip():
             return {}
@@ -223,7 +223,7 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _from_text(name: str, text: str) -> Any:
-    """The value that a CSV field stands for; None for an empty one. A stop string, a regex, a schema is itself."""
+    """Returns the value of a CSV field, None if it is empty. Stop strings, regular expressions and schemas are taken as they are."""
     if not text:
         return None
     if name in _ITSELF:

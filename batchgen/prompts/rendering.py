@@ -1,4 +1,4 @@
-"""From rows to texts: which column is the prompt, through which template, with which parameters. Knows nothing of lengths."""
+"""Turns rows into texts: chooses the prompt's column, the template and the parameters. Knows nothing of lengths."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Text:
 
     text: str
     raw: bool
-    """The tokenizer puts its special tokens around it; a chat template has written them out already."""
+    """Whether the tokenizer puts its special tokens around the text. A chat template has already written them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A row's prompt, and what is to be done with it."""
+    """A row's prompt with its parameters."""
 
     prompt: Text | TokenArray
     params: SamplingParams
     completion: str | None
-    """To be scored; None where the row is to be generated, or labelled."""
+    """The text to score; None if the row is generated or labelled."""
     priority: float
     tools: str = ""
     """The row's tools as JSON, where calls of them are looked for in the answer."""
@@ -46,14 +46,14 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How a row is rendered this time."""
+    """How a row is rendered."""
 
     limit: int | None = None
-    """Characters of a text, or items of a list of token ids, that are kept; None for all."""
+    """Number of characters of a text, or of token ids, to keep; None for all."""
     left: bool = False
-    """Whether they are the last ones, else the first."""
+    """Whether to keep the last ones rather than the first."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, under those of the command and the row."""
+    """Variables of the chat template; those of the command and the row override them."""
 
     def cut(self, value: Any) -> Any:
         if self.limit is None or len(value) <= self.limit:
@@ -62,7 +62,7 @@ class _How:
 
 
 def _with_texts_cut(value: Any, how: _How) -> Any:
-    """A row's columns with every text in them cut, however deep it lies."""
+    """Returns a row's columns with every text in them cut, at any depth."""
     if how.limit is None:
         return value
     if isinstance(value, str):
@@ -76,15 +76,15 @@ _NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Renderer:
-    """Renders rows, one by one, and says once what the user should hear."""
+    """Renders rows one by one and collects notes for the user."""
 
     chat: bool
     """Whether prompts go through a chat template; otherwise they are sent raw."""
     notes: list[str]
-    """What the user should hear, each said once; grows while rows are rendered."""
+    """Notes for the user, each only once. Grows while rows are rendered."""
 
     def __init__(self, tokenizer: LoadedTokenizer, prompts: PromptConfig, params: RowParams) -> None:
-        """Raises `UsageError` for options that cannot be met: a system message without a chat template, invalid Jinja."""
+        """Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self.notes = []
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -93,7 +93,7 @@ class Renderer:
         self.chat = self._chat is not None
         off = self._chat.thinking_off() if self._chat is not None else {}
         self._thinking_off = {n: v for n, v in off.items() if n not in prompts.chat_template_kwargs}
-        """Variables of the chat template for rows whose answer is given: labels, and texts to score."""
+        """Variables of the chat template for labels and texts to score: no thoughts come before them."""
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
         self.columns = Columns(prompts, self._template, params, chat=self.chat)
         self._said: set[str] = set()
@@ -104,10 +104,10 @@ class Renderer:
         }
 
     def render(self, row: Row, limit: int | None = None, params: SamplingParams | None = None) -> Rendered | RowError:
-        """What a row asks for, or why it cannot be had.
+        """Returns the rendered row, or the reason why it cannot be rendered.
 
-        `limit`: characters (or token ids) that the prompt's text and each message keep of theirs; `--on-long-prompt` says at which
-        end. What stands around them is whole: the chat template's own text, `--system`, `--prefix`, the text of `--template`.
+        `limit`: number of characters (or token ids) that the prompt's text and each message keep; `--on-long-prompt` says at which end.
+        The text around them stays whole: the chat template's own text, `--system`, `--prefix`, the text of `--template`.
         `params`: the row's default parameters; None for the command's.
         """
         if row.error is not None:
@@ -137,7 +137,7 @@ class Renderer:
             return Rendered(prompt, own, completion, priority, tools)
         except RowError as e:
             return e
-        except RecursionError:  # JSON in a field of text, which no reader has measured
+        except RecursionError:  # JSON in a text field, whose depth no reader has checked
             return RowError("invalid_row", "the row has a value that is nested too deeply")
 
     def _from_template(self, columns: Mapping[str, Any], how: _How) -> Text:
@@ -152,9 +152,9 @@ class Renderer:
         where = f"column {name!r}"
         if isinstance(value, list) and value and isinstance(value[0], int):
             if self._chat is not None:
-                self.note("prompts that are token ids are sent as they are, not through the chat template")
+                self.note("prompts that are token ids do not go through the chat template")
             if self._prompts.system is not None:
-                raise RowError("invalid_row", f"{where} is a list of token ids, which --system cannot be put before")
+                raise RowError("invalid_row", f"{where} is a list of token ids, which cannot be combined with --system")
             return self._token_ids(how.cut(value), where)
         hint = ""
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -189,20 +189,20 @@ class Renderer:
                 conversation(body.prompt, "body.messages", "body.messages"), "body.messages", variables, how
             )
         if self._prompts.system is not None:
-            self.note("the prompts of /v1/completions are raw: --system is not put before them")
+            self.note("--system is not used for rows of /v1/completions, whose prompts are raw")
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]  # a list of prompts, which are one here
+            prompt = prompt[0]  # a list that holds one prompt
         if isinstance(prompt, str):
             return Text((self._prompts.prefix or "") + how.cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            raise RowError("unsupported_parameter", f"body.prompt holds {len(prompt)} prompts; a row can have one")
+            raise RowError("unsupported_parameter", f"body.prompt holds {len(prompt)} prompts; a row can have only one")
         if isinstance(prompt, list):
             return self._token_ids(how.cut(prompt), "body.prompt")
         raise RowError("invalid_row", f"body.prompt must be text or token ids, not {kind(prompt)}")
 
     def _for_chat(self, columns: Mapping[str, Any], how: _How) -> dict[str, Any]:
-        """The row's tools and documents, as variables of the chat template."""
+        """Returns the row's tools and documents as variables of the chat template."""
         found: dict[str, Any] = dict(how.variables)
         for name in self.columns.for_chat(columns):
             value = None if self._chat is None else objects(columns[name])
@@ -211,7 +211,7 @@ class Renderer:
                 self._note_unused(name)
             else:
                 why = "prompts are raw" if self._chat is None else "it is not a list of objects"
-                self.note(f"column {name!r} is only carried to the output, not sent: {why}", name)
+                self.note(f"column {name!r} is only copied to the output, not sent to the model: {why}", name)
         return found
 
     def _tools(self, columns: Mapping[str, Any], body: Body | None) -> str:
@@ -233,10 +233,10 @@ class Renderer:
     def _note_unused(self, name: str) -> None:
         assert self._chat is not None
         if not self._chat.uses(name):
-            self.note(f"rows have {name}, and the chat template does not use them: the model does not see them", name)
+            self.note(f"rows have {name}, which the chat template does not use: the model does not see them", name)
 
     def _prompt_text(self, prompt: str, variables: Mapping[str, Any]) -> Text:
-        """A prompt as it is sent: as the one message of the user, or raw."""
+        """Returns the text to send: the prompt as a single user message, or raw."""
         prompt = (self._prompts.prefix or "") + prompt
         if self._chat is None:
             return Text(prompt, raw=True)
@@ -255,9 +255,9 @@ class Renderer:
         return Text(self._chat.render(messages, variables), raw=False)
 
     def _token_ids(self, ids: list[Any], where: str) -> TokenArray:
-        """A prompt of token ids, sent as it is: no special tokens are added."""
+        """Checks a prompt of token ids, which is sent without special tokens."""
         if self._prompts.prefix:
-            raise RowError("invalid_row", f"{where} is a list of token ids, which --prefix cannot be put before")
+            raise RowError("invalid_row", f"{where} is a list of token ids, which cannot be combined with --prefix")
         for i in ids:
             if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self._tokenizer.vocab_size:
                 shown = i if isinstance(i, int) and not isinstance(i, bool) else kind(i)
@@ -265,24 +265,24 @@ class Renderer:
                 raise RowError("invalid_row", f"{where} must be token ids from 0 to {size - 1}; one is {shown}")
         return np.array(ids, dtype=np.int32)
 
-    # What the user hears once.
+    # Notes for the user.
 
     def note(self, text: str, about: str | None = None) -> None:
-        """Say it, if nothing was said about that yet."""
+        """Adds a note unless there is one `about` the same thing."""
         about = about or text
         if about not in self._said:
             self._said.add(about)
             self.notes.append(text)
 
     def note_columns(self, rows: Sequence[Row]) -> None:
-        """Name the columns of the first rows that look like sampling parameters and are not."""
+        """Adds a note that names columns which have the name of a sampling parameter but are not used as one."""
         if "columns" in self._said:
             return
         found = sorted({name for row in rows for name in self.columns.only_carried(row.columns)})
         if found:
             one = len(found) == 1
             self.note(
-                f"column{'' if one else 's'} {quoted(found)} {'is' if one else 'are'} carried to the output and not used as "
+                f"column{'' if one else 's'} {quoted(found)} {'is' if one else 'are'} copied to the output and not used as "
                 f"sampling parameter{'' if one else 's'}; name {'it' if one else 'them'} in --row-params to use {'it' if one else 'them'}",
                 "columns",
             )

@@ -1,7 +1,7 @@
-"""`--template`: a prompt's text from a row's columns, by sandboxed Jinja. Knows nothing of chat and tokens.
+"""Renders `--template`: a prompt's text from a row's columns, by sandboxed Jinja. Knows nothing of chats and tokens.
 
-The sandbox is Jinja's own (no attributes that begin with `_`, nothing that a template is given can be changed). On top of it a render
-may take so many steps and write so many characters; decision 0008 says what is not limited, and why.
+The sandbox is Jinja's own: a template cannot read attributes that begin with `_`, nor change what it is given. In addition, calls, loops and
+characters of a render are limited. Decision 0008 says what is not limited, and why.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _WHOLE_ROW = "row"
 MAX_CALLS = 1_000_000
 """Calls of macros and functions in one render."""
 MAX_LOOPS = 10_000_000
-"""Numbers in all ranges of one render together."""
+"""Total of the numbers in all ranges of one render."""
 MAX_CHARACTERS = 10_000_000
-"""Characters that a render, a macro or a block may give."""
+"""Characters that a render, a macro or a block may produce."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which what a template writes and how often it calls is limited. Raises `OverflowError`."""
+    """A sandbox that limits what a template writes and how often it calls. Raises `OverflowError`."""
 
     intercepted_binops = frozenset({"*", "**"})
     calls = 0
-    """Of the render that is under way."""
+    """Calls of the current render."""
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
@@ -38,7 +38,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             kept.append(piece)
             length += len(piece)
             if length > MAX_CHARACTERS:
-                raise OverflowError(f"more than {MAX_CHARACTERS} characters come out")
+                raise OverflowError(f"it writes more than {MAX_CHARACTERS} characters")
         return "".join(kept)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -66,7 +66,7 @@ class _NullWrittenError(Exception):
 
 
 def _written(value: Any) -> Any:
-    """What `{{ }}` writes. A null would come out as the word None and nobody would notice."""
+    """Returns what `{{ }}` writes. Raises an error for a null, which Jinja would write as the word None."""
     if value is None:
         raise _NullWrittenError
     return value
@@ -76,7 +76,7 @@ class RowTemplate:
     """A Jinja template over a row's columns; `row` is all of them, for names such as `row["my column"]`."""
 
     def __init__(self, source: str) -> None:
-        """Raises `UsageError` where the source is no Jinja."""
+        """Raises `UsageError` if the source is not valid Jinja."""
         self._sandbox = environment = _Sandbox(undefined=StrictUndefined, finalize=_written, autoescape=False)
         try:
             parsed = environment.parse(source)
@@ -90,14 +90,14 @@ class RowTemplate:
         except (RecursionError, MemoryError, OverflowError):
             raise UsageError("--template is nested too deeply, or too long", "make it simpler") from None
         self.columns = frozenset(named - environment.globals.keys() - {_WHOLE_ROW})
-        """The columns that it names."""
+        """The columns that the template uses."""
 
     def render(self, columns: Mapping[str, Any]) -> str:
-        """The text for one row. Raises `RowError("template_error")`, naming a column that is missing."""
+        """Returns the text of one row. Raises `RowError("template_error")`, which names a missing column."""
         try:
             self._sandbox.calls = 0
             return str(self._template.render({"range": _bounded_range(), _WHOLE_ROW: columns, **columns}))
-        except BatchgenError:  # a signal's, or of all rows
+        except BatchgenError:  # a signal, or an error of the whole job
             raise
         except _NullWrittenError:
             raise RowError("template_error", f"template: {self._null(columns)}") from None
@@ -107,7 +107,7 @@ class RowTemplate:
             raise RowError("template_error", f"template: {first_line(e)}") from None
 
     def missing(self, columns: Mapping[str, Any]) -> list[str]:
-        """The columns that it names and the row does not have."""
+        """Returns the columns that the template uses and the row does not have."""
         return sorted(self.columns - columns.keys())
 
     def _undefined(self, columns: Mapping[str, Any], error: UndefinedError) -> str:
@@ -119,11 +119,11 @@ class RowTemplate:
     def _null(self, columns: Mapping[str, Any]) -> str:
         nulls = [name for name in sorted(self.columns) if columns.get(name, "") is None]
         which = f"column {nulls[0]!r}" if len(nulls) == 1 else "a value"
-        return f"{which} is null; write `or ''` after it where that may be"
+        return f"{which} is null; write `or ''` after it to allow that"
 
 
 def _bounded_range() -> Callable[..., range]:
-    """Python's `range` for one render. Raises `OverflowError`."""
+    """Returns a `range` for one render, which raises `OverflowError` if all ranges together have more than `MAX_LOOPS` numbers."""
     left = MAX_LOOPS
 
     def bounded(*bounds: int) -> range:

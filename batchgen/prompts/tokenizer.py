@@ -27,42 +27,42 @@ _CONTEXT_NAMES = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "n_ctx",
 )  # fmt: skip
 OTHER_PARTS = ("vision_config", "audio_config")
-"""Where configurations describe what a model has besides its language model."""
-# A tokenizer that knows no limit says so by a number like 10**30.
+"""Names under which configurations describe parts other than the language model."""
+# A tokenizer without a limit has a number such as 10**30.
 _SANE_CONTEXT = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedTokenizer:
-    """What is known of a model without its weights."""
+    """A model's tokenizer and configuration, without its weights."""
 
     hf_tokenizer: Any
     """The transformers tokenizer."""
     hf_config: Any
     """The transformers configuration of the whole model (a nested one has `text_config`)."""
     context_length: int
-    """Most tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a completion; may be empty."""
+    """Tokens that end a completion. May be empty."""
     vocab_size: int
-    """Token ids that the model knows: 0 up to this, exclusive."""
+    """Number of token ids that the model knows: 0 to `vocab_size - 1`."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """The sampling parameters that the model's generation_config.json asks for; none where it asks for no sampling."""
+    """The sampling parameters of the model's generation_config.json; empty if that does not ask for sampling."""
     thinking: ThinkingFormat | None = None
-    """How the model marks its thoughts; None where it has no marks for them."""
+    """How the model marks its thoughts; None if it does not."""
     tool_format: ToolFormat | None = None
     """How the model writes calls of tools; None where that is not known."""
 
 
 def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
-    """The tokenizer and configuration of a folder or a hub model.
+    """Loads the tokenizer and configuration of a folder or a hub model.
 
-    Raises `ModelError`, in one line, where there is none or it cannot be read. transformers imports torch where
-    that is installed; nothing here does.
+    Raises `ModelError`, in one line, if there is none or it cannot be read. transformers imports torch if it is installed; this module
+    does not.
     """
     check_model_files(config)
     gguf = gguf_file(config)
-    # Here and not above, because transformers takes seconds to import. Before quiet(): its import sets its log level.
+    # Imported here because transformers takes seconds to import. Before quiet(), because its import sets its log level.
     import_transformers(config)
     from transformers import AutoConfig, AutoTokenizer
 
@@ -78,13 +78,13 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
             raise load_failure(config, "configuration", e) from e
         try:
             if gguf is None:
-                # Never mistral-common, which transformers takes where it happens to be installed: the same tokens everywhere.
+                # Never mistral-common, which transformers prefers if it is installed: tokens must not depend on that.
                 tokenizer = AutoTokenizer.from_pretrained(
                     config.model, config=hf_config, mistral_format=False, **options
                 )
         except Exception as e:
             raise load_failure(config, "tokenizer", e) from e
-    # Some classes make an empty tokenizer, or one of their special tokens alone, where the files are missing.
+    # If files are missing, some classes make an empty tokenizer, or one with special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise load_failure(config, "tokenizer", ValueError("its vocabulary is empty"))
     return LoadedTokenizer(
@@ -99,15 +99,15 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     )
 
 
-# torchao, where it is installed, is imported by transformers, and tells of its own build.
+# transformers imports torchao if it is installed, which logs about its own build.
 _TALKATIVE = ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the advice and the loading bars of transformers and the retries of the hub off standard error; errors are raised and logged as ever.
+    """Keeps the warnings and loading bars of transformers and the retries of the hub off standard error. Errors are still raised and logged.
 
-    May be nested, also by several threads: what was set before the first one entered is restored when the last one leaves.
+    May be nested, also by several threads. When the last one leaves, the settings from before the first one are restored.
     """
     _QUIET.enter()
     try:
@@ -119,7 +119,7 @@ def quiet() -> Iterator[None]:
 
 
 class _Quiet:
-    """Counts who wants quiet, and turns the libraries down for the first and up again after the last."""
+    """Counts the users of `quiet`. The first one silences the libraries, the last one restores them."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -149,7 +149,7 @@ class _Quiet:
 
 
 def _show_bars(show: bool) -> bool:
-    """Turns transformers' own bars on or off, and leaves those of the hub's downloads as they are; returns whether they were on."""
+    """Turns transformers' own bars on or off, but not those of the hub's downloads. Returns whether they were on."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as library
 
@@ -167,13 +167,13 @@ _QUIET = _Quiet()
 
 
 def language_config(hf_config: Any) -> Any:
-    """The configuration of the part that writes text, of a model that also speaks; else the configuration itself."""
+    """Returns the configuration of the part that writes text if the model also speaks, else the configuration itself."""
     thinker = getattr(hf_config, "thinker_config", None)
     return hf_config if thinker is None else thinker
 
 
 def text_config(hf_config: Any) -> Any:
-    """The configuration of the language model inside a multimodal one, else the configuration itself."""
+    """Returns the configuration of the language model inside a multimodal one, else the configuration itself."""
     writer = language_config(hf_config)
     nested = getattr(writer, "text_config", None)
     return writer if nested is None else nested
@@ -200,13 +200,13 @@ def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
 
 
 def _chunk(part: Any) -> int:
-    """Where layers begin to see a part of the text only, by chunks of this length (Llama 4); 0 where none do."""
+    """Returns the length of the chunks to which some layers limit their attention (Llama 4); 0 if there are none."""
     chunked = "chunked_attention" in (getattr(part, "layer_types", None) or ())
     return (_positive(getattr(part, "attention_chunk_size", None)) or 0) if chunked else 0
 
 
 def _yarn_length(part: Any) -> int:
-    """What YaRN stretches the context to: its users leave max_position_embeddings as it was (Qwen2.5's instructions). 0 without it."""
+    """Returns the context length that YaRN gives; 0 without YaRN. Models such as Qwen2.5 do not change max_position_embeddings for it."""
     rope = getattr(part, "rope_parameters", None) or getattr(part, "rope_scaling", None)
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
         return 0
@@ -215,9 +215,9 @@ def _yarn_length(part: Any) -> int:
 
 
 def _longrope_length(part: Any) -> int:
-    """Where LongRoPE changes its frequencies for a whole batch, once its longest sequence passes that; 0 without it.
+    """Returns the length from which LongRoPE changes the frequencies of a whole batch; 0 without LongRoPE.
 
-    Below it a row's text does not depend on the rows beside it. (Dynamic NTK changes beyond max_position_embeddings only.)
+    Below this length, a row's text does not depend on other rows. (Dynamic NTK changes only beyond max_position_embeddings.)
     """
     rope = getattr(part, "rope_parameters", None) or getattr(part, "rope_scaling", None)
     if not isinstance(rope, Mapping):
@@ -229,7 +229,7 @@ def _longrope_length(part: Any) -> int:
 
 
 def _eos_token_ids(config: ModelConfig, hf_config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The end tokens: of the generation configuration, else of the configuration, else of the tokenizer."""
+    """Returns the end tokens of the generation configuration, else of the configuration, else of the tokenizer."""
     for value in (
         _generation_config(config).get("eos_token_id"),
         getattr(text_config(hf_config), "eos_token_id", None),
@@ -247,7 +247,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """What a generation configuration asks for where it asks for sampling; a value that is none of its kind is passed over."""
+    """Returns the sampling parameters of a generation configuration if it asks for sampling. Invalid values are ignored."""
     if generation.get("do_sample") is not True:
         return {}
     found: dict[str, float] = {"temperature": 1.0}
@@ -263,7 +263,7 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
-    """generation_config.json as it is, {} where there is none."""
+    """Returns the content of generation_config.json; {} if there is none."""
     name = "generation_config.json"
     if gguf_file(config) is not None:
         return {}
@@ -284,5 +284,5 @@ def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as e:
-        raise ModelError(f"{name} of model {config.model!r} cannot be read: {e}", "mend it, or remove it") from e
+        raise ModelError(f"{name} of model {config.model!r} cannot be read: {e}", "correct it, or remove it") from e
     return value if isinstance(value, Mapping) else {}
