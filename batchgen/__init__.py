@@ -1,6 +1,6 @@
 """Offline batch generation: a file of prompts in, a file of completions out, every shared prefix run once.
 
-The names below are imported when they are first used, so that `import batchgen` is quick and needs no torch.
+The names below are imported when they are first used, so `import batchgen` is fast and needs no torch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The tree of errors. Each says what happened, where, and how to fix it; the command turns it into one line and an exit code.
+"""The tree of errors. Each says what happened, where, and how to fix it. The command turns it into one line and an exit code.
 
-BatchgenError            exit 1: the job failed; what was finished is kept
-├── UsageError           exit 2: the command cannot run as it was given; nothing was touched
+BatchgenError            exit 1: the job failed; finished rows are kept
+├── UsageError           exit 2: the command cannot run as given; nothing was changed
 ├── InputCorrupt         exit 1: an input file breaks off or cannot be decoded
 ├── ModelError           exit 1: the model or its tokenizer cannot be loaded, or is not supported
 ├── OutputError          exit 1: the output or its job folder cannot be written (disk full, read-only)
 ├── TooManyErrors        exit 1: more rows failed than --max-errors allows
-├── OutOfMemory          exit 1: there is not enough memory for a single row
-├── DevicesLost          exit 1: the process of the last device has ended
+├── OutOfMemory          exit 1: the memory is too small
+├── DevicesLost          exit 1: the processes of all devices have ended
 ├── OutputLocked         exit 75: another run holds this output
 ├── Interrupted          exit 128 + signal: stopped by a signal; the same command continues
 └── ClosedPipe           exit 141: standard output was closed by its reader
@@ -40,13 +40,13 @@ class BatchgenError(Exception):
 
 
 class UsageError(BatchgenError):
-    """An option, file, column or output that the command cannot run with. Nothing was touched."""
+    """The command cannot run with an option, file, column or output as given. Nothing was changed."""
 
     exit_code = 2
 
 
 class InputCorrupt(BatchgenError):
-    """An input file is cut or cannot be decoded from some point on."""
+    """An input file breaks off or cannot be decoded from some point on."""
 
 
 class ModelError(BatchgenError):
@@ -62,13 +62,13 @@ class TooManyErrors(BatchgenError):
 
 
 class OutOfMemory(BatchgenError):
-    """There is not enough memory for a single row."""
+    """The memory is too small for the model, or for its smallest step."""
 
 
 class DevicesLost(BatchgenError):
-    """The process of the last device has ended unexpectedly."""
+    """The processes of all devices have ended unexpectedly."""
 
-    def __init__(self, message: str, hint: str = "run the same command again to go on") -> None:
+    def __init__(self, message: str, hint: str = "run the same command again to continue") -> None:
         super().__init__(message, hint)
 
 
@@ -79,17 +79,17 @@ class OutputLocked(BatchgenError):
 
 
 class Interrupted(BatchgenError):
-    """Stopped by a signal; what was finished is kept, and the same command continues from there."""
+    """A signal has stopped the job. Finished rows are kept, and the same command continues."""
 
     def __init__(self, signum: int, message: str = "", hint: str = "") -> None:
         name = _signal.Signals(signum).name
-        super().__init__(message or f"interrupted by {name}", hint or "run the same command again to go on")
+        super().__init__(message or f"interrupted by {name}", hint or "run the same command again to continue")
         self.signum = signum
         self.exit_code = 128 + signum
 
 
 class ClosedPipe(BatchgenError):
-    """Standard output was closed by its reader (`| head`, say)."""
+    """The reader of standard output has closed it, for example `| head`."""
 
     exit_code = 141
 
@@ -97,24 +97,24 @@ class ClosedPipe(BatchgenError):
         super().__init__("standard output was closed")
 
 
-# The types that `error.type` of an output row can have (README, "Errors of a row").
+# The types that `error.type` of an output row can have (docs/reference/results.md).
 ROW_ERROR_TYPES = (
-    "invalid_row",  # not JSON, not an object, a column missing or of the wrong type
+    "invalid_row",  # not JSON, not an object, or a column is missing or has the wrong type
     "unsupported_content",  # a message holds an image or sound; only text can be sent
     "template_error",  # the template or chat template failed on this row
     "prompt_too_long",  # the prompt leaves no room in the model's context
     "empty_prompt",  # the prompt has no tokens
     "unsupported_parameter",  # a parameter of the row is unknown or out of range
-    "does_not_fit",  # prompt and completion need more KV memory than there is
+    "does_not_fit",  # prompt and completion need more KV memory than there is in total
     "numerical_error",  # the model's logits are not numbers
-    "constraint_error",  # the row's grammar is not valid, or went wrong
+    "constraint_error",  # the row's regular expression or JSON schema is invalid, or failed
     "timeout",  # a text was not scored within --row-timeout
     "cancelled",  # a text was not scored before the program cancelled it (Python API)
 )
 
 
 class RowError(Exception):
-    """One row fails: `type` is one of `ROW_ERROR_TYPES`, `message` is for the user."""
+    """One row fails. `type` is one of `ROW_ERROR_TYPES`; `message` is for the user."""
 
     def __init__(self, type: str, message: str) -> None:
         super().__init__(message)
@@ -125,7 +125,7 @@ class RowError(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, whoever noticed it: Python, or torch on the CPU or a device."""
+    """Whether an error of Python, or of torch on the CPU or a device, means that memory ran out."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -135,7 +135,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raises `OutOfMemory` in place of what Python, or torch on the CPU or a device, raises when memory runs out."""
+    """Turns the errors that Python and torch raise when memory runs out into `OutOfMemory`."""
     try:
         yield
     except BatchgenError:
@@ -144,5 +144,5 @@ def memory_errors() -> Iterator[None]:
         if not is_out_of_memory(e):
             raise
         said = str(e)
-        first = said.splitlines()[0] if said else "no more memory"
+        first = said.splitlines()[0] if said else "no memory left"
         raise OutOfMemory(f"out of memory: {first}", "lower --kv-memory, --batch-size or --window") from e

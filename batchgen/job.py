@@ -341,7 +341,7 @@ def _run_as_rows_come(setup: _Setup, job: Job, planner: Planner, generation: _Ge
 
 
 class _Generation:
-    """The loop in which windows become results."""
+    """Turns windows into results."""
 
     def __init__(self, job: Store, model: _Model, outcomes: Outcomes, signals: Signals, flush_every: float) -> None:
         self.job, self.model, self.outcomes, self.signals = job, model, outcomes, signals
@@ -418,7 +418,7 @@ class _Generation:
         of = "" if total is None else f" of {total:,}"
         tokens = self.job.tokens_under_way
         begun = f", and {tokens:,} tokens of unfinished rows" if tokens else ""
-        self.outcomes.tracker.note(f"{run.done:,}{of} rows are done{begun}: all of that is kept")
+        self.outcomes.tracker.note(f"{run.done:,}{of} rows are done{begun}: everything is kept")
 
 
 class _Model:

@@ -102,7 +102,7 @@ class LLM:
     def engine(self) -> AnyEngine:
         """The engine that runs the model. Raises `RuntimeError` after `close`."""
         if self._engine is None:
-            raise RuntimeError("this model is closed: make a new LLM")
+            raise RuntimeError("this model is closed: create a new LLM")
         return self._engine
 
     @property

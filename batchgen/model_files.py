@@ -1,4 +1,4 @@
-"""What a model's folder holds, told from its files alone: a broken or foreign one is refused by name before anything slow is imported.
+"""Checks the files of a model's folder, so that a broken or foreign one is refused before anything slow is imported.
 
 Knows JSON, the layout of safetensors files and the names that other programs give their files. Reads no weights.
 """
@@ -16,9 +16,9 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 
 _LFS = b"version https://git-lfs"
-_PULL = "run `git lfs pull` in the folder it was cloned to, or download it with `hf download`"
-_AGAIN = "the download was not finished: download it again"
-LOCAL = "give a local folder with config.json and the tokenizer's files"
+_PULL = "run `git lfs pull` in the cloned folder, or download the model with `hf download`"
+_AGAIN = "the download was not completed: download it again"
+LOCAL = "use a local folder with config.json and the tokenizer's files"
 _GGUF_HEADER = 24
 _HEADS = {
     "ForSequenceClassification": "a classifier or reward model",
@@ -33,7 +33,7 @@ _HEADS = {
     "ForCTC": "a speech model",
     "ForAudioClassification": "an audio classifier",
 }
-"""What a model is whose architecture's name ends so: none of them writes text."""
+"""Models that do not write text, by the end of their architecture's name."""
 QUANTIZERS = {
     "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
     "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
@@ -44,15 +44,15 @@ QUANTIZERS = {
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _TOKENIZERS = {"tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model"}
-"""Files that can hold a vocabulary; tokenizer_config.json alone holds none."""
+"""Files that can hold a vocabulary. tokenizer_config.json holds none."""
 _VOCABULARIES = (".model", ".tiktoken", ".tekken", ".spm", ".bpe")
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
 def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
-    """Raises `ModelError` if the model is a folder, or a file, that cannot be loaded and its files say why. A name on the hub is not looked up.
+    """Raises `ModelError` if the model is a folder or file that cannot be loaded, and its files show why. Names on the hub are not looked up.
 
-    Weights are not looked for: see `check_weight_files`. `tokenizer`: whether the folder must hold one.
+    Does not look at weights: see `check_weight_files`. `tokenizer` says whether the folder must hold one.
     """
     folder = Path(config.model).expanduser()
     file = gguf_file(config)
@@ -83,9 +83,9 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
 
 
 def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: bool = True) -> None:
-    """Checks like `check_model_files`, and the weights too: they may be missing (unless not `needed`), cut, pointers, damaged or another model's.
+    """Checks like `check_model_files`, and also the weights. Raises `ModelError` if they are missing, cut, damaged, pointers or another model's.
 
-    Reads the headers of the shards only. Raises `ModelError`.
+    Reads only the headers of the shards. Unless `needed`, weights may be missing.
     """
     check_model_files(config, tokenizer=tokenizer)
     folder = Path(config.model).expanduser()
@@ -144,7 +144,7 @@ def _check_gguf(config: ModelConfig, file: Path) -> None:
 
 
 def _is_path(model: str) -> bool:
-    """Whether it can only be a path: a hub name is `name` or `org/name`."""
+    """Whether a name can only be a path. A hub name is `name` or `org/name`."""
     return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or "\\" in model
 
 
@@ -152,7 +152,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_folder(lora: str) -> Path:
-    """The folder with an adapter's configuration and weights: the user's own, or where a hub adapter was downloaded to. Raises `ModelError`."""
+    """Returns the folder with an adapter's configuration and weights: the user's, or the download of a hub adapter. Raises `ModelError`."""
     folder = Path(lora).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -162,7 +162,7 @@ def adapter_folder(lora: str) -> Path:
         except Exception as e:
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise ModelError(
-                f"the adapter {lora!r} is neither a folder here nor can it be had from the hub: {reason[:200]}",
+                f"the adapter {lora!r} is not a folder here, and the hub does not have it: {reason[:200]}",
                 "give a folder with adapter_config.json and adapter_model.safetensors, or a hub name such as org/adapter",
             ) from e
     for name in ("adapter_config.json", ADAPTER_WEIGHTS):
@@ -189,7 +189,7 @@ def has_chat_template(config: ModelConfig) -> bool | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model. Raises `ModelError` saying what the file is instead."""
+    """Returns the object in a JSON file of a model. Raises `ModelError`, which says what is wrong with the file."""
     try:
         data = path.read_bytes()
     except OSError as e:
@@ -205,7 +205,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_content(path: Path, start: bytes) -> None:
-    """Refuses a file that is empty, a pointer of Git LFS or a web page in place of what it should be."""
+    """Raises `ModelError` for a file that is empty, a Git LFS pointer or a web page."""
     if not start:
         raise ModelError(f"{path} is empty", _AGAIN)
     if start.startswith(_LFS):
@@ -222,7 +222,7 @@ def _refuse_file(path: Path) -> None:
 
 
 def _refuse_without_config(folder: Path) -> None:
-    """Says what a folder without config.json is."""
+    """Raises `ModelError`, which says what a folder without config.json is."""
     names = {p.name for p in folder.iterdir()}
     suffixes = {Path(name).suffix for name in names}
     what = f"model folder {str(folder)!r}"
@@ -260,12 +260,12 @@ def _refuse_adapter(folder: Path) -> None:
     of = f" of {base}" if isinstance(base, str) and base else ""
     raise ModelError(
         f"model folder {str(folder)!r} holds an adapter (LoRA){of}, not a model",
-        "give the model that it is for with --model, and this folder with --lora",
+        "name its base model with --model, and this folder with --lora",
     )
 
 
 def _check_task(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuses models that write no text, and configurations that do not say what they are."""
+    """Raises `ModelError` for models that write no text, and for configurations that do not name their type."""
     architectures = [a for a in settings.get("architectures") or () if isinstance(a, str)]
     if not isinstance(settings.get("model_type"), str) and not architectures:
         raise ModelError(
@@ -317,7 +317,7 @@ def _check_dtype(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files of the weights. Raises `ModelError` if there are none or one is missing."""
+    """Returns the files of the weights. Raises `ModelError` if there are none or one is missing."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if single.exists() or single.is_symlink():
@@ -344,8 +344,8 @@ def _shards(folder: Path) -> list[Path]:
         )
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         raise ModelError(
-            f"the model {str(folder)!r} has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
-            "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
+            f"the model {str(folder)!r} has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any program",
+            "convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), or use another model or --revision",
         )
     foreign = [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx", ".npz"))]
     if foreign:
@@ -360,12 +360,12 @@ def _there(path: Path, folder: Path, count: int = 1) -> Path:
     if path.is_file():
         return path
     if path.is_symlink():
-        raise ModelError(f"{path} is a link to a file that is gone", "download the model again")
+        raise ModelError(f"{path} is a link to a file that does not exist", "download the model again")
     raise ModelError(f"the weights in {str(folder)!r} lack {path.name}, one of {count} shards", _AGAIN)
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
-    """Names, types and shapes of the tensors in a safetensors file, whose length is checked against them.
+    """Returns names, types and shapes of the tensors in a safetensors file. Checks the length of the file.
 
     The layout: 8 bytes with the header's length, the header as JSON, the tensors' bytes.
     """
@@ -397,7 +397,7 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
 
 
 def _check_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Refuses a bare model (`LlamaModel`): it ends in hidden states, and nothing makes tokens of them."""
+    """Raises `ModelError` for a model without an output head (`LlamaModel`), which returns hidden states instead of tokens."""
     architectures = settings.get("architectures") or [""]
     name = architectures[0] if isinstance(architectures, list) and isinstance(architectures[0], str) else ""
     text = settings.get("text_config")
@@ -410,7 +410,7 @@ def _check_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str,
 
 
 def _check_vocabulary(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Refuses embeddings of another size than config.json says, the commonest mismatch: a config of one model beside weights of another."""
+    """Raises `ModelError` if the embeddings have another size than config.json says: the configuration belongs to another model."""
     tensor = tensors.get("model.embed_tokens.weight")
     expected = [settings.get("vocab_size"), settings.get("hidden_size")]
     if "text_config" in settings or not isinstance(tensor, dict) or tensor.get("dtype") not in ("F32", "BF16", "F16"):
@@ -423,9 +423,9 @@ def _check_vocabulary(folder: Path, settings: Mapping[str, Any], tensors: Mappin
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Refuses a folder without a tokenizer, and a tokenizer.json that is a pointer, a web page or cut."""
+    """Raises `ModelError` for a folder without a tokenizer, and for a tokenizer.json that is a pointer, a web page or cut off."""
     names = {p.name for p in folder.iterdir()}
-    own = any(name.startswith("tokenization_") for name in names)  # code of the model's own may read any file
+    own = any(name.startswith("tokenization_") for name in names)  # the model's own code may read any file
     if not own and not names & _TOKENIZERS and not any(name.endswith(_VOCABULARIES) for name in names):
         raise ModelError(
             f"model folder {str(folder)!r} has no tokenizer files",

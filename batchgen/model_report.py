@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are there: `batchgen models`."""
+"""Reports on a model without its weights: `batchgen models`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchgen.prompts.tokenizer import text_config
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """Whether a model would run, from its configuration and tokenizer alone."""
+    """Whether a model would run, judged by its configuration and tokenizer only."""
 
     model: str
     model_type: str

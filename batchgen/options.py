@@ -1,11 +1,11 @@
-"""How an option is declared: once, with the field of the configuration that it sets.
+"""Declares options: each once, together with the field of the configuration that it sets.
 
     batch_size: int | None = option(None, "Maximum number of sequences that decode at once.", group="Engine",
                                     rules=[at_least(1)], parse=whole_number_or_auto, metavar="auto|N", shown="auto")
 
-The annotation is the type (values that can mean only one value of it are brought into it: a list for a tuple, a `Path` for a
-`PathText`), the default is the default, `rules` are what `check` refuses, and the command line and the documentation
-are made from the rest. A field without `option` is no option of the command.
+The annotation and the default are those of the option. A value of a similar type is converted (a list to a tuple, a `Path` to text). `check`
+refuses values that break a rule in `rules`. The command line and the documentation are made from the rest. A field without `option` is not
+an option of the command.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ GROUPS = ("Model", "Prompts", "Sampling", "Constraints", "Engine", "Machines", "
 """The groups of `batchgen run --help`, in this order."""
 
 Rule = tuple[Callable[[Any], bool], str]
-"""A test of a value, and what the value must be, in words that follow "must be"."""
+"""A test of a value, and a text that follows "must be" in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of the command: everything but its type and its default, which are the field's own."""
+    """One option of the command: everything except its type and default, which the field has."""
 
     help: str
     """One or two short sentences."""
@@ -38,14 +38,14 @@ class Option:
     flags: tuple[str, ...]
     """Its names, such as `--model` and `-m`."""
     metavar: str
-    """What stands for the value in the help; empty for a switch."""
+    """The placeholder for the value in the help; empty for a switch."""
     values: tuple[str, ...]
-    """The only texts that it takes; empty where there are too many to list."""
+    """The texts that the option takes; empty if they cannot be listed."""
     rules: tuple[Rule, ...]
     parse: Callable[[str, str], Any] | None
-    """Makes the value of the option's name and text; None where the annotation says how. Raises `UsageError`."""
+    """Makes the value from the option's name and text; None if the annotation is enough. Raises `UsageError`."""
     shown: str
-    """The default in the help; empty where the default itself can be shown."""
+    """The default as the help shows it; empty if the default itself can be shown."""
 
 
 def option(
@@ -60,9 +60,9 @@ def option(
     parse: Callable[[str, str], Any] | None = None,
     shown: str = "",
 ) -> Any:
-    """A dataclass field that is also an option of the command. `default` may be MISSING (required) or a factory.
+    """Returns a dataclass field that is also an option of the command. `default` may be MISSING (required) or a factory.
 
-    `flags` are needed only where the option is not called as the field is. A field of type bool is a switch.
+    `flags` are needed only if the option's name differs from the field's. A field of type bool is a switch.
     """
     rules = tuple(rules)
     if values:
@@ -93,12 +93,12 @@ def one_of(values: Sequence[str]) -> Rule:
     return (lambda v: v in values), " or ".join(filter(None, [", ".join(values[:-1]), values[-1]]))
 
 
-# Types. A value that is not yet of its field's type is brought into it where that can mean only one thing.
+# Types. A value of another type is converted to its field's type if there is only one way to do so.
 
 PathText = str | Any
-"""Kept as text; a path is taken too."""
+"""Text; a path is converted."""
 JsonText = str | Any
-"""Kept as JSON text; an object is taken too."""
+"""JSON as text; an object is converted."""
 
 _UNFIT = object()
 
@@ -129,7 +129,7 @@ def _json_text(value: Any) -> Any:
 
 
 def _tuple_of(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Of a list, a tuple, an array, or a single value."""
+    """Returns a function that converts a list, a tuple, an array or a single value to a tuple."""
 
     def convert(value: Any) -> Any:
         if type(value).__name__ == "ndarray":
@@ -159,7 +159,7 @@ class _Checks:
     optional: bool
     default: Any
     convert: Callable[[Any], Any] | None
-    """Brings a value into the field's type; None where the annotation allows more than one."""
+    """Converts a value to the field's type; None if the annotation allows several."""
     type: str
     rules: tuple[Rule, ...]
 
@@ -168,7 +168,7 @@ _CHECKS: dict[type, tuple[_Checks, ...]] = {}
 
 
 def _checks(config: type) -> tuple[_Checks, ...]:
-    """What is checked of each field of a dataclass, options and others."""
+    """Returns the checks of each field of a dataclass, options and others."""
     if config not in _CHECKS:  # worked out once: parameters are checked for every row
         found = []
         for f in fields(config):
@@ -182,7 +182,7 @@ def _checks(config: type) -> tuple[_Checks, ...]:
 
 
 def settle(config: Any) -> None:
-    """Brings the fields of a dataclass that is being made into their types. Raises `TypeError` for a value that cannot be."""
+    """Converts the fields of a new dataclass object to their types. Raises `TypeError` for a value that cannot be converted."""
     for field_ in _checks(type(config)):
         value = getattr(config, field_.name)
         if field_.convert is None or (value is None and field_.optional):
@@ -198,7 +198,7 @@ def settle(config: Any) -> None:
 
 
 def first_problem(config: Any) -> tuple[str, str] | None:
-    """The first field of a dataclass that breaks a rule: its name, and "must be …, not …". None if all values are allowed."""
+    """Returns the first field that breaks a rule: its name, and "must be …, not …". None if all values are allowed."""
     for field_ in _checks(type(config)):
         value = getattr(config, field_.name)
         if value is None and field_.optional:
@@ -212,9 +212,9 @@ def first_problem(config: Any) -> tuple[str, str] | None:
 
 
 def check(config: Any) -> None:
-    """Brings the fields of a dataclass into their types and checks its options by their rules.
+    """Converts the fields of a dataclass object to their types and checks their rules.
 
-    Raises `TypeError` naming the field, and `UsageError` naming the option.
+    Raises `TypeError`, which names the field, and `UsageError`, which names the option.
     """
     settle(config)
     problem = first_problem(config)
@@ -224,14 +224,14 @@ def check(config: Any) -> None:
 
 
 def flag_of(config: type, name: str) -> str:
-    """The option that sets a field, as users write it: `--stop-token-id` of `stop_token_ids`."""
+    """Returns the option that sets a field, as users write it: `--stop-token-id` for `stop_token_ids`."""
     for f in fields(config):
         if f.name == name and "option" in f.metadata and f.metadata["option"].flags:
             return str(next(flag for flag in f.metadata["option"].flags if flag.startswith("--")))
     return "--" + name.replace("_", "-")
 
 
-# How the text of an option becomes its value: for `parse`.
+# Functions for `parse`: they turn the text of an option into its value.
 
 
 def whole_number(name: str, text: str) -> int:
@@ -249,7 +249,7 @@ def number(name: str, text: str) -> float:
 
 
 def whole_number_or_auto(name: str, text: str) -> int | None:
-    """None for `auto`."""
+    """Returns a whole number, or None for `auto`."""
     if text == "auto":
         return None
     try:
@@ -259,12 +259,12 @@ def whole_number_or_auto(name: str, text: str) -> int | None:
 
 
 def comma_list(name: str, text: str) -> tuple[str, ...]:
-    """The parts between commas, without the empty ones."""
+    """Returns the parts between commas, without empty ones."""
     return tuple(part for part in text.split(",") if part)
 
 
 def file_text(name: str, path: str) -> str:
-    """The text of a file."""
+    """Returns the text of a file."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as e:
@@ -274,12 +274,12 @@ def file_text(name: str, path: str) -> str:
 
 
 def text_or_file(name: str, text: str) -> str:
-    """The text itself, or that of the file whose path follows an @."""
+    """Returns the text itself or, after an @, the text of the file."""
     return file_text(name, text[1:]) if text.startswith("@") else text
 
 
 def json_object(name: str, text: str) -> dict[str, object]:
-    hint = """give an object such as '{"enable_thinking": false}'"""
+    hint = """use an object such as '{"enable_thinking": false}'"""
     try:
         value = json.loads(text)
     except ValueError as e:
@@ -290,7 +290,7 @@ def json_object(name: str, text: str) -> dict[str, object]:
 
 
 def json_schema_file(name: str, path: str) -> str:
-    """The JSON schema of a file, on one line; the order of its keys is kept."""
+    """Returns the JSON schema of a file as one line. The order of its keys is kept."""
     try:
         value = json.loads(file_text(name, path))
     except ValueError as e:

@@ -1,4 +1,4 @@
-"""What a job tells while it runs: notes, and snapshots of how far it is. The command shows them; a program may pass its own `Progress`."""
+"""The progress of a job: notes, and snapshots of how far it is. The command shows them. A program may pass its own `Progress`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from batchgen.stats import RunFigures
 
 GENERATING = "generating"
-"""The phase in which the model works: speed and the time left are of this phase alone."""
+"""The phase in which the model runs. Speed and remaining time refer to this phase."""
 TELL_SECONDS = 1.0
-"""What a job's folder says about a run is at most this old, while rows or steps pass."""
+"""Seconds between two updates of the progress in the job's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,40 +22,40 @@ class Snapshot:
     phase: str = ""
     """What the run is doing: `reading`, `planning`, `loading model`, `generating`, `writing`…"""
     rows_total: int | None = None
-    """Rows of the output, once they are counted."""
+    """Number of rows of the output; None until they are counted."""
     rows_done: int = 0
     """Rows that have a result, from this run or an earlier one."""
     rows_failed: int = 0
     rows_kept: int = 0
-    """Of the rows that are done, those that came from earlier runs."""
+    """Rows among `rows_done` whose results come from earlier runs."""
     rows_passed: int | None = None
-    """Rows that have passed in this phase, if it only reads or writes rows."""
+    """Rows read or written in this phase; None if the phase does more than that."""
     prompt_tokens: int = 0
-    """Of the rows that this run has finished."""
+    """Prompt tokens of the rows that this run has finished."""
     completion_tokens: int = 0
-    """Of the rows that this run has finished, and of those that are under way."""
+    """Completion tokens of the rows that this run has finished and of those that are running."""
     rows_under_way: float = 0.0
-    """What the unfinished rows have, counted in rows of the expected length."""
+    """The tokens of unfinished rows, expressed as a number of rows of the expected length."""
     completion_tokens_per_s: float = 0.0
     rows_per_s: float = 0.0
-    """Rows generated per second; in a phase that only reads or writes rows, those."""
+    """Rows generated per second; in a phase that only reads or writes rows, these rows."""
     seconds: float = 0.0
-    """Since the run began."""
+    """Seconds since the run started."""
     seconds_left: float | None = None
-    """Until the last row is generated. Before the first row is finished it is counted as if every row needed all of its `max_tokens`."""
+    """Estimated seconds until the last row is generated. Until the first row finishes, every row is expected to need all of its `max_tokens`."""
     finish_reasons: tuple[tuple[str, int], ...] = ()
-    """How many of the rows that are done ended for which reason."""
+    """Number of finished rows by the reason why they ended."""
 
     @property
     def share(self) -> float | None:
-        """The part of the work of this phase that is done, from 0 to 1; None if the number of rows is not known."""
+        """The finished part of this phase's work, from 0 to 1; None if the number of rows is not known."""
         if self.rows_total is None:
             return None
         done = self.rows_done + self.rows_under_way if self.rows_passed is None else float(self.rows_passed)
         return min(1.0, done / self.rows_total) if self.rows_total else 1.0
 
     def figures(self) -> dict[str, Any]:
-        """How far the run is, as it is written down (docs/status.md)."""
+        """Returns how far the run is, in the form that docs/status.md describes."""
         return {
             "phase": self.phase,
             "rows_total": self.rows_total,
@@ -74,13 +74,13 @@ class Snapshot:
 
 
 class Progress(Protocol):
-    """Shows how a job gets on."""
+    """Shows the progress of a job."""
 
     def note(self, text: str) -> None:
-        """Something that the user should hear once."""
+        """Shows a message once."""
 
     def update(self, now: Snapshot) -> None:
-        """How far the run is now. Called at every change, many times a second, so that a new phase is seen at once."""
+        """Shows how far the run is. Called at every change, many times a second."""
 
 
 class Silent:
@@ -91,7 +91,7 @@ class Silent:
 
 
 class Tracker:
-    """Makes the snapshots of a run: shows each, and gives one a second, and the first of each phase, to `tell`."""
+    """Makes the snapshots of a run. Shows each of them, and passes one per second and the first of each phase to `tell`."""
 
     def __init__(
         self, shown: Progress, run: RunFigures | None = None, clock: Callable[[], float] = time.monotonic
@@ -100,9 +100,9 @@ class Tracker:
         self.total: int | None = None
         """Rows of the output, once they are counted."""
         self.expected_tokens = 0.0
-        """Completion tokens that a row can have at most, on average."""
+        """Maximum number of completion tokens per row, on average."""
         self.begun_tokens = 0
-        """Tokens that earlier runs had of the completions that this run has continued."""
+        """Tokens that earlier runs generated of completions that this run continues."""
         self._shown, self._clock = shown, clock
         self._run = run or RunFigures()
         self._phase = ""
@@ -112,15 +112,15 @@ class Tracker:
         self._generating_from: float | None = None
         self._generated_until = 0.0
         self._generated_before = 0
-        """Rows that the model had finished when this phase began. Others failed before they became requests."""
+        """Rows that the model had finished when this phase started. Rows that failed before they became requests are not included."""
         self._new_before = 0
-        """Rows of this run that were done when this phase began."""
+        """Rows of this run that were done when this phase started."""
 
     def note(self, text: str) -> None:
         self._shown.note(text)
 
     def phase(self, name: str) -> None:
-        """What the run is doing from now on; the same name again is the same phase."""
+        """Starts a phase. The same name again continues the phase."""
         if name == self._phase:
             return
         now = self._clock()
@@ -134,16 +134,16 @@ class Tracker:
         self._changed(new_phase=True)
 
     def passed(self, rows: int) -> None:
-        """This many rows have passed in this phase, which only reads or writes rows."""
+        """Sets the number of rows that this phase, which only reads or writes rows, has read or written."""
         self._passed = rows
         self._changed()
 
     def rows_changed(self) -> None:
-        """A row is done, or the number of rows is known."""
+        """Must be called when a row is done, and when the number of rows becomes known."""
         self._changed()
 
     def generated(self, tokens: int, rows_running: int) -> None:
-        """The engine has generated this many tokens in this run so far; this many rows are under way."""
+        """Sets the number of tokens that the engine has generated in this run, and the number of running rows."""
         self._tokens, self._rows_running = tokens, rows_running
         self._changed()
 
@@ -186,16 +186,16 @@ class Tracker:
 
     @property
     def _generating_seconds(self) -> float:
-        """Since the first step; what comes after the last one (so far) is not in it."""
+        """Seconds from the first step to the last one so far."""
         if self._generating_from is None:
             return 0.0
         return (self._clock() if self._phase == GENERATING else self._generated_until) - self._generating_from
 
     def _rows_under_way(self, tokens: int, generated: int) -> float:
-        """What the unfinished rows have, in rows of the expected length: of the finished rows' mean, once there are some.
+        """Returns the tokens of unfinished rows as a number of rows of the expected length, which is the mean of the finished rows.
 
-        The first rows to finish are the shortest. So an unfinished row is never expected to be shorter than the unfinished rows are on
-        average, and what they have counts as no more rows than were finished.
+        The shortest rows finish first. So the expected length is at least the current mean of the unfinished rows, and the result is at most
+        the number of finished rows.
         """
         running = self._rows_running
         if not tokens or not running:

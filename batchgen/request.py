@@ -1,4 +1,4 @@
-"""What goes through the engine: requests, and the leaves they give the prefix tree. Token ids only; knows nothing of files or text templates."""
+"""Requests, and the leaves that they add to the prefix tree. They hold token ids only: this module knows nothing of files and texts."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class Request:
     """The prompt, int32 [prompt length], at least one token."""
     params: SamplingParams
     max_tokens: int
-    """`params.max_tokens`, or less where the model's context leaves less room."""
+    """`params.max_tokens`, or less if the model's context leaves less room."""
     key: bytes
-    """The row key (16 bytes): `row_key` of tokens, parameters and occurrence. Seeds the row's random numbers.
+    """The row key (16 bytes): `row_key` of tokens, parameters and occurrence. It seeds the row's random numbers.
 
-    Prompts are built with the key of the first occurrence, which is their digest; `repeated` gives the others.
+    A new request has the key of the first occurrence, which is its digest; `repeated` gives the others.
     """
     truncated: bool = False
     """Whether the prompt was cut to fit the context."""
     texts: tuple[TokenArray, ...] = ()
-    """Texts to score after the prompt, each of at least one token: those of `params.choices` in their order, or the row's one
-    completion. Nothing is generated then."""
+    """Texts to score after the prompt, each of at least one token: those of `params.choices` in order, or the row's completion.
+    If there are any, nothing is generated."""
     priority: float = 0.0
-    """Lower ones are started first."""
+    """Requests with lower numbers start first."""
     tools: str = ""
     """The row's tools as JSON, where calls of them are looked for in the answer; else empty."""
     begun: Mapping[int, Completion] = field(default_factory=dict)
-    """Completions that an earlier run began, by number: they are continued. One with a finish reason is whole."""
+    """Completions that an earlier run started, by number. They are continued, unless they have a finish reason."""
 
     def repeated(self, occurrence: int) -> Request:
-        """The request of a row that equals `occurrence` earlier ones: the same with a key of its own."""
+        """Returns this request with the key of a row that equals `occurrence` earlier ones."""
         return replace(self, key=row_key(self.key, occurrence)) if occurrence else self
 
     @property
@@ -63,28 +63,28 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """One way on from a request's prompt: a completion to generate or a text to score. The prefix tree is made over these."""
+    """A continuation of a request's prompt: a completion to generate or a text to score. The prefix tree is built over leaves."""
 
     request: Request
     choice: int
     """Its number among the request's completions or texts."""
     tokens: TokenArray
-    """What is run before the first token is sampled: the prompt; of a text to score also all its tokens but the last."""
+    """The tokens that run before the first token is sampled: the prompt and, for a text to score, all tokens of the text except the last."""
 
     @property
     def scored(self) -> TokenArray:
-        """The tokens of the text to score: those at the positions behind the prompt. Empty for a completion to generate."""
+        """The tokens of the text to score, which follow the prompt. Empty for a completion to generate."""
         return self.request.texts[self.choice] if self.request.texts else _NONE
 
     @property
     def ended(self) -> bool:
-        """Whether it is a completion that an earlier run brought to its end."""
+        """Whether it is a completion that an earlier run has finished."""
         begun = self.request.begun.get(self.choice)
         return begun is not None and bool(begun.finish_reason)
 
     @property
     def max_kv_tokens(self) -> int:
-        """Most positions that need KV: the last token of a completion is never run."""
+        """Maximum number of positions that need KV. The last token of a completion is never run."""
         return len(self.tokens) + (0 if self.request.texts else self.request.max_tokens - 1)
 
 
@@ -92,7 +92,7 @@ _NONE: TokenArray = np.zeros(0, dtype=np.int32)
 
 
 def leaves_of(requests: Iterable[Request]) -> list[Leaf]:
-    """The leaves of all requests, a request's together and in order."""
+    """Returns the leaves of all requests, in order."""
     leaves: list[Leaf] = []
     for request in requests:
         if request.texts:
@@ -116,7 +116,7 @@ def row_digest(tokens: TokenArray, params: SamplingParams, texts: Sequence[Token
 
 
 def row_key(digest: bytes, occurrence: int) -> bytes:
-    """A row's key (16 bytes): its digest and the number (from 0) of its occurrence among equals."""
+    """Returns a row's key (16 bytes), made from its digest and the number (from 0) of its occurrence among equal rows."""
     if occurrence == 0:
         return digest
     return hashlib.blake2b(digest + occurrence.to_bytes(8, "little"), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""What became of a row: its completions, its label, its score, or why it failed. No torch."""
+"""The result of a row: its completions, its label, its score, or the reason why it failed. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from batchgen.errors import RowError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability, as the model gave it: before penalties, temperature and filters."""
+    """A token's log-probability as the model gives it, before penalties, temperature and filters."""
 
     token: str
-    """Its text; U+FFFD where it is no whole character."""
+    """Its text, with U+FFFD for an incomplete character."""
     token_id: int
     logprob: float
     """Natural logarithm."""
     top: tuple[TokenLogprob, ...] = ()
-    """The likeliest tokens in its place, falling; their own `top` is empty."""
+    """The most likely tokens at this position, the most likely first. Their own `top` is empty."""
 
 
 _REASONS = ("timeout", "cancelled", "length", "repetition", "stop")

@@ -1,4 +1,4 @@
-"""How a completion is sampled, or which texts are scored: the parameters of a row, checked, merged and digested. No torch."""
+"""Sampling parameters: how a completion is sampled, or which texts are scored. Checks, merges and digests them. No torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from batchgen.options import (
 _CONSTRAINTS = ("choices", "regex", "json_schema")
 MAX_LOGPROBS = 1000
 AUTO_MAX_TOKENS = 1024
-"""`max_tokens` where nobody says how many."""
+"""The value of `max_tokens` if nobody sets it."""
 AUTO_MAX_TOKENS_THINKING = 16_384
-"""The same for a model that thinks before it answers."""
+"""The same, for a model that thinks before it answers."""
 
 _TEXTS: Rule = (lambda v: all(v), "texts that are not empty")
 _NOT_EMPTY: Rule = (lambda v: v != "", "text that is not empty")
@@ -45,43 +45,43 @@ def _parse_choices(name: str, text: str) -> tuple[str, ...]:
 class SamplingParams:
     """How a completion is sampled, or which texts are scored.
 
-    Lists may be lists, tuples or numpy arrays, or a single value; a JSON schema may be a dict. Raises `TypeError` for a value of the
-    wrong type and `ValueError` for one out of range, naming the parameter.
+    A list may be a list, a tuple, a numpy array or a single value. A JSON schema may be a dict. Raises `TypeError` for a value of the wrong
+    type and `ValueError` for a value out of range; both name the parameter.
     """
 
     max_tokens: int = option(
         AUTO_MAX_TOKENS,
-        "Maximum number of tokens of a completion; auto is 1,024, or 16,384 for a model that thinks.",
+        "Maximum number of tokens in a completion. auto is 1,024, or 16,384 for a model that thinks.",
         group="Sampling",
         metavar="auto|N",
         rules=[at_least(1)],
         parse=whole_number_or_auto,
         shown="auto",
     )
-    """None is auto, too."""
+    """None means auto."""
     temperature: float = option(
-        0.0, "Logits are divided by it; 0 is greedy.", group="Sampling", metavar="X", rules=[at_least(0)]
+        0.0, "Divides the logits. 0 is greedy decoding.", group="Sampling", metavar="X", rules=[at_least(0)]
     )
     top_p: float = option(
         1.0,
-        "Sample from the most likely tokens that together have this probability; 1 is off.",
+        "Sample from the most likely tokens that together have this probability. 1 is off.",
         group="Sampling",
         metavar="X",
         rules=[(lambda v: 0 < v <= 1, "above 0 and at most 1")],
     )
     top_k: int = option(
-        0, "Sample from the N most likely tokens; 0 or -1 is off.", group="Sampling", metavar="N", rules=[at_least(0)]
+        0, "Sample from the N most likely tokens. 0 or -1 is off.", group="Sampling", metavar="N", rules=[at_least(0)]
     )
     min_p: float = option(
         0.0,
-        "Minimum probability of a token, relative to the most likely one's; 0 is off.",
+        "Minimum probability of a token, relative to the most likely token. 0 is off.",
         group="Sampling",
         metavar="X",
         rules=[between(0, 1)],
     )
     repetition_penalty: float = option(
         1.0,
-        "Above 1, tokens of the prompt and the completion become less likely; 1 is off.",
+        "A value above 1 makes tokens of the prompt and completion less likely. 1 is off.",
         group="Sampling",
         metavar="X",
         rules=[above(0)],
@@ -89,34 +89,34 @@ class SamplingParams:
     """The penalty of CTRL (arXiv:1909.05858)."""
     presence_penalty: float = option(
         0.0,
-        "Subtracted once from the logit of every token that the completion has; -2 to 2.",
+        "Subtracted once from the logit of every token that is in the completion; -2 to 2.",
         group="Sampling",
         metavar="X",
         rules=[between(-2, 2)],
     )
     frequency_penalty: float = option(
         0.0,
-        "Subtracted from a token's logit for each time the completion has it; -2 to 2.",
+        "Subtracted from a token's logit for each time it is in the completion; -2 to 2.",
         group="Sampling",
         metavar="X",
         rules=[between(-2, 2)],
     )
     stop: tuple[str, ...] | Any = option(
         (),
-        "A text that ends the completion and is not part of it; repeatable.",
+        "A text that ends the completion and is removed from it. Repeatable.",
         group="Sampling",
         metavar="TEXT",
         rules=[_TEXTS],
     )
     stop_token_ids: tuple[int, ...] | Any = option(
         (),
-        "A token id that ends the completion, besides the model's own; repeatable.",
+        "A token id that ends the completion, in addition to the model's own. Repeatable.",
         group="Sampling",
         flags=["--stop-token-id"],
         metavar="ID",
         rules=[(lambda v: all(t >= 0 for t in v), "token ids")],
     )
-    ignore_eos: bool = option(False, "Continue at the model's end tokens, up to --max-tokens.", group="Sampling")
+    ignore_eos: bool = option(False, "Ignore the model's end tokens: generate --max-tokens tokens.", group="Sampling")
     seed: int = option(
         0,
         "Seed of the random numbers.",
@@ -126,7 +126,7 @@ class SamplingParams:
     )
     n: int = option(
         1,
-        "Completions of each prompt, each with random numbers of its own.",
+        "Number of completions of each prompt, each with its own random numbers.",
         group="Sampling",
         flags=["--n", "-n"],
         metavar="N",
@@ -134,13 +134,13 @@ class SamplingParams:
     )
     logprobs: int | None = option(
         None,
-        "Add the log-probability of each sampled token and of the K most likely ones.",
+        "Add the log-probability of each sampled token and of the K most likely tokens.",
         group="Sampling",
         metavar="K",
         shown="none",
         rules=[between(0, MAX_LOGPROBS)],
     )
-    """As the model gives them, before penalties and temperature. 0: the sampled token's alone."""
+    """As the model gives them, before penalties and temperature. 0 adds only the sampled token's."""
     max_repeats: int | None = option(
         None,
         "A completion that ends in the same up to 256 tokens N times in a row, at least 32 in all, is ended.",
@@ -152,13 +152,13 @@ class SamplingParams:
     """Its finish reason is then `repetition`."""
     reasoning: str = option(
         "auto",
-        "auto separates the thoughts of models that mark them from the text, as the field reasoning; off leaves them in the text.",
+        "auto moves the thoughts of models that mark them from the text to the field reasoning. off leaves them in the text.",
         group="Sampling",
         values=["auto", "off"],
     )
     reasoning_budget: int | None = option(
         None,
-        "Thoughts end after N tokens, and the answer begins.",
+        "End the thoughts after N tokens, so that the answer begins.",
         group="Sampling",
         metavar="N",
         rules=[at_least(0)],
@@ -166,7 +166,7 @@ class SamplingParams:
     )
     choices: tuple[str, ...] | Any = option(
         (),
-        "Labels, separated by commas or as a JSON list. Nothing is generated: each is scored, and the text is the most likely one.",
+        "Labels, separated by commas or as a JSON list. Each is scored instead of generating, and the text is the most likely one.",
         group="Constraints",
         metavar="A,B,C",
         rules=[_TEXTS, (lambda v: len(set(v)) == len(v) != 1, "two or more different texts")],
@@ -175,14 +175,14 @@ class SamplingParams:
     """At a temperature above 0 the text is sampled from the labels."""
     regex: str | None = option(
         None,
-        "The whole completion matches this regular expression.",
+        "Regular expression that the whole completion must match.",
         group="Constraints",
         metavar="TEXT",
         rules=[_NOT_EMPTY],
     )
     json_schema: JsonText | None = option(
         None,
-        "The completion is JSON that is valid under the schema in this file.",
+        "File with a JSON schema that the completion must satisfy.",
         group="Constraints",
         metavar="FILE",
         rules=[_NOT_EMPTY],
@@ -191,12 +191,12 @@ class SamplingParams:
     """The schema as JSON text."""
     json_whitespace: bool = option(
         False,
-        "JSON may have blanks and line ends between its tokens; otherwise it is compact.",
+        "Allow spaces and line ends between the tokens of JSON, which is compact otherwise.",
         group="Constraints",
     )
 
     given: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The parameters that were given a value, be it their default: the others may be those of the model (`completed`). Set by itself."""
+    """Names of the parameters that were given a value, even the default. Others may come from the model (`completed`). Set automatically."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -214,7 +214,7 @@ class SamplingParams:
         if self.choices and (self.n > 1 or self.logprobs is not None):
             raise ValueError(f"choices cannot be combined with {'n' if self.n > 1 else 'logprobs'}")
         if self.constrained and (self.stop or self.ignore_eos):
-            # A text cut at a stop string, or one that cannot end, would not be what was asked for.
+            # A text cut at a stop string, or one that cannot end, would not match the constraint.
             raise ValueError(f"{constraints[0]} cannot be combined with {'stop' if self.stop else 'ignore_eos'}")
 
     @property
@@ -223,21 +223,21 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar says which tokens may follow."""
+        """Whether a grammar restricts the tokens that may follow."""
         return self.regex is not None or self.json_schema is not None
 
     @property
     def guided(self) -> bool:
-        """Whether it is limited which tokens may follow: by a grammar, or by an end of the thoughts."""
+        """Whether the tokens that may follow are restricted, by a grammar or by a limit of the thoughts."""
         return self.constrained or self.reasoning_budget is not None
 
     def completed(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with `defaults` for those that were not given."""
+        """Returns these parameters with `defaults` for those that were not given."""
         changes = {name: value for name, value in defaults.items() if name not in self.given}
         return replace(self, **changes, given=self.given) if changes else self
 
     def merged(self, row: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with a row's own on top; a null keeps the default.
+        """Returns these parameters, overridden by a row's own; a null keeps the default.
 
         Raises `RowError("unsupported_parameter")` for an unknown name or a value out of range.
         """
@@ -253,7 +253,7 @@ class SamplingParams:
                 )
             if value is not None:
                 changes[name] = value
-        if not changes.keys().isdisjoint(_CONSTRAINTS):  # a row's own constraint takes the place of the command's
+        if not changes.keys().isdisjoint(_CONSTRAINTS):  # a row's own constraint replaces the command's
             changes = {name: None if name != "choices" else () for name in _CONSTRAINTS} | changes
         try:
             return replace(self, **changes, given=tuple(sorted({*self.given, *changes})))
@@ -261,7 +261,7 @@ class SamplingParams:
             raise RowError("unsupported_parameter", str(e)) from None
 
     def digest(self) -> bytes:
-        """The same for equal parameters, whatever the machine: what goes into a row's key."""
+        """Returns a digest for the row's key: the same for equal parameters, on every machine."""
         return _params_digest(self)
 
 
@@ -270,7 +270,7 @@ _plain_init = SamplingParams.__init__
 
 @wraps(_plain_init)
 def _init(self: SamplingParams, **values: Any) -> None:
-    """Notes which parameters were given."""
+    """Remembers which parameters were given."""
     if "max_tokens" in values and values["max_tokens"] is None:
         del values["max_tokens"]
     values.setdefault("given", tuple(sorted(values)))
@@ -282,7 +282,7 @@ SamplingParams.__init__ = _init  # type: ignore[method-assign]
 
 @lru_cache(maxsize=1024)  # most rows of a job have the same parameters
 def _params_digest(params: SamplingParams) -> bytes:
-    # Without those that are at their defaults, so that a parameter that is new leaves the keys of rows without it as they were.
+    # Without parameters that have their defaults, so that a new parameter does not change the keys of rows that do not use it.
     own = {
         f.name: getattr(params, f.name) for f in fields(params) if f.compare and getattr(params, f.name) != f.default
     }
@@ -290,7 +290,7 @@ def _params_digest(params: SamplingParams) -> bytes:
 
 
 def choices_of(text: str) -> tuple[str, ...]:
-    """The choices of a text: separated by commas, blanks around them left out; or a JSON list, taken to the letter.
+    """Returns the choices of a text: separated by commas, without the blanks around them; or a JSON list, taken literally.
 
     Raises `ValueError` for a list that is not JSON.
     """

@@ -1,4 +1,4 @@
-"""Figures of a run (schema `batchgen.stats/1`): what the engine counted, turned into what is written and shown. No torch."""
+"""The figures of a run (schema `batchgen.stats/1`), made from what the engine and the job have counted. No torch."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ SCHEMA = "batchgen.stats/1"
 
 @dataclass(slots=True)
 class EngineStats:
-    """What the engine counts while it runs; sums over all its steps so far."""
+    """What the engine counts: sums over all steps so far."""
 
     prefill_tokens: int = 0
-    """Prompt tokens run through the model, recomputation after preemption included."""
+    """Prompt tokens run through the model, also those that run again after a preemption."""
     recomputed_tokens: int = 0
-    """Generated tokens run again after preemption; not in the figures beside it."""
+    """Generated tokens that run again after a preemption. No other figure includes them."""
     scored_tokens: int = 0
     """Tokens of choices and completions to score run through the model."""
     completion_tokens: int = 0
     steps: int = 0
     decode_sequences: int = 0
-    """Sequences that got a token, summed over steps."""
+    """Number of sequences that got a token, summed over steps."""
     attention_parts: int = 0
-    """Parts that attention was computed over (shared, causal, paged), summed over steps."""
+    """Number of parts of attention (shared, causal, paged), summed over steps."""
     preemptions: int = 0
     kv_bytes_peak: int = 0
-    """Most KV memory held at once, in bytes."""
+    """Maximum of the KV memory in use, in bytes."""
     state_bytes_peak: int = 0
-    """Most memory held at once by states of recurrent layers, in bytes."""
+    """Maximum of the memory used by states of recurrent layers, in bytes."""
     kv_bytes_unshared: int = 0
-    """What the same sequences would have held, at the worst moment, with a copy of the prefix each."""
+    """Maximum of the KV memory that the same sequences would have used if each had its own copy of its prefix, in bytes."""
     forward_seconds: float = 0.0
-    """Time inside the model: launching steps and, on a device that runs beside the host, waiting for them."""
+    """Time in the model: launching steps and, on an asynchronous device, waiting for them."""
     process_bytes_peak: int = 0
-    """Most memory of the engine's process, where that is not the job's own."""
+    """Maximum of the memory of the engine's process in bytes; 0 if that is the job's own process."""
     quantization: Mapping[str, Any] | None = None
     """What `--quantize` did to the model; None without."""
 
 
 def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:
-    """The figures of engines that run at the same time: sums, and the time inside the model on the average, so that it is a part of the wall time."""
+    """Returns the figures of engines that run at the same time: sums, but the mean of the time in the model, which is a part of the wall time."""
     names = [f.name for f in fields(EngineStats) if f.name != "quantization"]
     sums = {name: sum(getattr(engine, name) for engine in engines) for name in names}
     sums["forward_seconds"] /= max(1, len(engines))
@@ -69,16 +69,16 @@ _RESUMED = (
 
 @dataclass(slots=True)
 class RunFigures:
-    """What the job counts of one run, beside the engine."""
+    """What the job counts during one run, in addition to the engine."""
 
     rows_ok: int = 0
     rows_failed: int = 0
     rows_truncated: int = 0
-    """Rows whose prompt was cut to fit."""
+    """Rows whose prompt was shortened to fit the context."""
     rows_repeating: int = 0
     """Of the rows of this run that were cut by their length, those that repeat themselves at their end."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    """How many rows of this run ended for which reason (`Result.reason`)."""
+    """Number of rows of this run by the reason why they ended (`Result.reason`)."""
     rows_resumed: int = 0
     """Rows whose result was taken from an earlier run."""
     resumed_failed: int = 0
@@ -90,7 +90,7 @@ class RunFigures:
     begun_tokens: int = 0
     """Completion tokens of this run's rows that earlier runs had generated."""
     prompt_tokens: int = 0
-    """Prompt tokens of this run's rows, each row's counted whole; of failed rows none are run and none counted."""
+    """Prompt tokens of this run's rows, shared ones counted for every row. Failed rows do not count."""
     completion_tokens: int = 0
     """Of this run's finished rows."""
     prefill_tokens_min: int = 0
@@ -111,7 +111,7 @@ class RunFigures:
 
     @property
     def all_reasons(self) -> Counter[str]:
-        """How many rows ended for which reason, in this run or an earlier one."""
+        """Number of rows by the reason why they ended, in this run or an earlier one."""
         return self.finish_reasons + self.resumed_reasons
 
     @contextmanager
@@ -124,7 +124,7 @@ class RunFigures:
             self.seconds[name] += time.perf_counter() - start
 
     def count(self, result: Result) -> None:
-        """One more row of this run is done."""
+        """Counts a row that this run has finished."""
         failed = result.error_type is not None
         self.rows_failed += failed
         self.rows_ok += not failed
@@ -134,7 +134,7 @@ class RunFigures:
         self.completion_tokens += result.completion_tokens
 
     def count_resumed(self, result: Result) -> None:
-        """One more row was taken from an earlier run."""
+        """Counts a row whose result comes from an earlier run."""
         failed = result.error_type is not None
         self.rows_resumed += 1
         self.resumed_failed += failed
@@ -145,7 +145,7 @@ class RunFigures:
 
     @property
     def resumed(self) -> dict[str, Any]:
-        """What was counted of the rows that came from earlier runs."""
+        """The counts of rows whose results come from earlier runs."""
         return {name: getattr(self, name) for name in _RESUMED}
 
     @resumed.setter
@@ -157,7 +157,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """With what a run was made: only mentioned in the figures."""
+    """The setting of a run, as the figures mention it."""
 
     model: str
     dtype: str = ""
@@ -170,11 +170,11 @@ class Setting:
 def figures(
     run: RunFigures, engine: EngineStats, setting: Setting, earlier: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The figures of a run in the documented form; `earlier` are the figures of the job's last run, whose `job` holds the sums up to it."""
+    """Returns the figures of a run in the documented form. `earlier` are those of the job's last run; its `job` has the sums so far."""
     generate = run.seconds["generate"]
     rows = run.rows_ok + run.rows_failed
-    # Planned rows that were not run (a run that was stopped) and prefixes kept over several windows make the plans' sum too large;
-    # what was run was enough.
+    # The plans' sum is too large if planned rows did not run (the run was stopped) or if prefixes were kept over several windows. The
+    # minimum is never more than what was run.
     prefill_min = min(run.prefill_tokens_min, engine.prefill_tokens)
     stats: dict[str, Any] = {
         "schema": SCHEMA,
@@ -231,7 +231,7 @@ _LARGEST = ("kv_bytes_peak", "state_bytes_peak", "memory_bytes_peak")
 
 
 def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Over all runs of the job. Rows and their tokens are counted in the output itself, so a run that was killed is in them too."""
+    """Returns sums over all runs of the job. Rows and their tokens are counted in the output itself, which includes rows of killed runs."""
     seconds = earlier.get("seconds", {})
     return {
         "runs": earlier.get("runs", 0) + 1,
@@ -260,7 +260,7 @@ def sum_of_jobs(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _reasons(counts: Counter[str]) -> dict[str, int]:
-    """The documented reasons always, others if there are any."""
+    """Returns the counts of the documented reasons, and of others if there are any."""
     return dict.fromkeys(("stop", "length", "timeout", "error"), 0) | {k: n for k, n in sorted(counts.items()) if n}
 
 
@@ -269,9 +269,9 @@ def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:
 
 
 def memory_bytes_peak() -> int:
-    """Most memory of this process so far, in bytes."""
+    """Returns the maximum of this process's memory so far, in bytes."""
     try:
-        # getrusage also counts what the parent held when it started this process; the kernel's own mark does not.
+        # getrusage includes the memory of the parent process at the start; the kernel's own figure does not.
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -282,14 +282,14 @@ def memory_bytes_peak() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result may depend on."""
+    """Returns the versions of everything that a result may depend on."""
     return {"python": platform.python_version()} | {
         name: version_of(name) for name in ("batchgen", "torch", "transformers", "tokenizers")
     }
 
 
 def version_of(package: str) -> str:
-    """A package's version, read from what pip wrote when it was installed: nothing is imported."""
+    """Returns a package's version from its installed metadata, without importing it."""
     if package == "batchgen":
         return __version__
     try:
@@ -299,7 +299,7 @@ def version_of(package: str) -> str:
 
 
 def check_stats_file(path: str | None) -> None:
-    """Raises `UsageError` if the figures could not be written there, before any work is done."""
+    """Raises `UsageError` if the figures cannot be written to `path`. Called before any work is done."""
     if path is not None and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
         raise UsageError(f"--stats {path} cannot be written", "name a file in a folder that exists")
 

@@ -350,7 +350,7 @@ def test_a_note_is_told_once(tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([{"prompt": f"p{i}", "temperature": 0.5} for i in range(6)])
     run_job(config_of(tiny_model_dir, source, window=2), progress)
     assert progress.notes == [
-        "column 'temperature' is carried to the output and not used as sampling parameter; name it in --row-params to use it"
+        "column 'temperature' is copied to the output and not used as sampling parameter; name it in --row-params to use it"
     ]
 
 

@@ -142,7 +142,7 @@ def test_a_model_is_closed_at_the_end_of_with_and_says_so_afterwards(tiny_model_
     with LLM(tiny_model_dir) as llm:
         llm.generate("a", FOUR)
     for call in (lambda: llm.generate("a"), lambda: llm.score("a", "b"), llm.run, lambda: llm.engine):
-        with pytest.raises(RuntimeError, match=r"^this model is closed: make a new LLM$"):
+        with pytest.raises(RuntimeError, match=r"^this model is closed: create a new LLM$"):
             call()
     assert llm.stats.completion_tokens == 4
     llm.close()

@@ -137,7 +137,7 @@ def test_what_the_examples_have_and_is_not_served_fails_by_row(tiny_chat_model_d
     assert [record["error"] and record["error"]["code"] for record in answers] == [
         None, "unsupported_content", None, None, "invalid_row", "invalid_row"
     ]  # fmt: skip
-    served = "/v1/completions and /v1/chat/completions can be served"
+    served = "use /v1/completions or /v1/chat/completions"
     assert [record["error"]["message"] for record in answers if record["error"]] == [
         "body.messages[1].content[1] has type 'image_url'; only text can be sent",
         f"url is '/v1/embeddings'; {served}",
@@ -228,7 +228,7 @@ def test_a_finished_output_changes_its_form_without_the_model(tiny_chat_model_di
     progress = Notes()
     rows = run(tiny_chat_model_dir, source, progress, output_format="rows")
     assert (rows.stats["rows_resumed"], rows.stats["steps"]) == (3, 0)
-    assert progress.notes[0] == f"{rows.output} was finished: 3 of its results are at hand"
+    assert progress.notes[0] == f"{rows.output} was finished: 3 of its results are used again"
     assert [list(row)[-1] for row in records(rows)] == ["error"] * 5
     back = run(tiny_chat_model_dir, source)
     assert (back.stats["rows_resumed"], back.stats["steps"]) == (3, 0)

@@ -63,7 +63,7 @@ def test_an_input_that_changed_in_its_store_has_only_its_new_rows_generated(stor
     run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
     store.pipe_file("bucket/in/a.jsonl", store.cat_file("bucket/in/a.jsonl") + b'{"prompt": "four"}\n')
     said = run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
-    assert "s3://bucket/o.jsonl was finished: 3 of its results are at hand" in said.err
+    assert "s3://bucket/o.jsonl was finished: 3 of its results are used again" in said.err
     assert [row["prompt"] for row in rows(store)] == [*PROMPTS, "four"]
 
 
@@ -104,7 +104,7 @@ def test_a_job_killed_while_it_uploads_is_finished_by_the_next_run_without_the_m
     [
         ("s3://nobucket/o.jsonl", "s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; check the address, your access to it and the connection, or use another -o"),
         ("s3://bucket/in/a.jsonl", "s3://bucket/in/a.jsonl is both an input and the output; name another output with -o (or quote a glob: outputs are left out then)"),
-        ("s3://bucket/mine.jsonl", "s3://bucket/mine.jsonl exists and has no job folder, so it is not known to be batchgen's; use --overwrite to replace it, or another -o"),
+        ("s3://bucket/mine.jsonl", "s3://bucket/mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"),
     ],
 )  # fmt: skip
 def test_what_a_store_refuses_is_wrong_use_and_one_line(store, run, output, message):

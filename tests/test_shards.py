@@ -169,7 +169,7 @@ def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir: Path,
     for name in ("1/2", "2/2"):
         shard(tiny_model_dir, name)
     write(rows(25))
-    with pytest.raises(Exception, match=r"in\.jsonl changed while it was worked on"):
+    with pytest.raises(Exception, match=r"in\.jsonl changed while the job was running"):
         merge_job("o.jsonl")
     assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == 1
     merge_job("o.jsonl")

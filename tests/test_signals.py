@@ -29,7 +29,7 @@ def test_sigint_stops_at_the_next_step() -> None:
         with pytest.raises(Interrupted) as error:
             signals.check()
     assert error.value.exit_code == 130
-    assert str(error.value) == "interrupted by SIGINT; run the same command again to go on"
+    assert str(error.value) == "interrupted by SIGINT; run the same command again to continue"
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

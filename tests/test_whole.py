@@ -306,7 +306,7 @@ def test_an_input_that_changes_meanwhile_ends_the_job_and_loses_nothing(
     with pytest.raises(InputCorrupt) as error:
         run_job(config, Change())
     assert str(error.value) == (
-        f"{source} changed while it was worked on; run the same command again: the results of rows that are still there are kept"
+        f"{source} changed while the job was running; run the same command again: the results of rows that still exist are kept"
     )
     assert not Path(str(config.output)).exists()
     source.write_text(text + json.dumps({"prompt": "one more"}) + "\n")

@@ -15,14 +15,14 @@ RETRIES = {"errors": "error", "timeout": "timeout", "length": "length", "repetit
 
 
 class Store(Protocol):
-    """Where results go, of a job or of one shard of it. A context manager: leaving it keeps what is there."""
+    """Where the results of a job, or of one of its shards, go. A context manager; leaving it keeps everything that was appended."""
 
     notes: list[str]
     """Messages to show once."""
     finished: dict[str, Any] | None
     """The figures of the finished job if there is nothing to do; then no method may be called."""
     previous: dict[str, Any] | None
-    """The figures that the last run left, if this one continues it."""
+    """The figures of the last run, if this run continues it."""
 
     def __enter__(self) -> Self: ...
     def __exit__(

@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands, `--version`, and how misuse is reported. Imports neither torch nor transformers."""
+"""The command line: its commands, `--version`, and messages about wrong command lines. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command and exits with its code. Misuse is reported in one line."""
+    """Runs the command and exits with its code. A wrong command line is reported in one line."""
     _wait_asleep()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     as_json = wants_json(arguments)
@@ -79,16 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _wait_asleep() -> None:
-    """Lets the threads of torch's OpenMP sleep soon after they have found nothing to do, unless the user has chosen how they wait.
+    """Makes idle threads of torch's OpenMP sleep early, unless the user has chosen how they wait.
 
-    By default they spin for milliseconds, which on a busy machine is time that another thread needs. Read when torch is imported.
+    By default they spin for milliseconds, time that other threads need on a busy machine. torch reads the setting when it is imported.
     """
     if os.environ.keys().isdisjoint(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def _misuse(error: Any, arguments: Sequence[str]) -> str:
-    """What is wrong with the command line, what may have been meant, and where the help is."""
+    """Returns what is wrong with the command line, what may have been meant, and where the help is."""
     ctx = getattr(error, "ctx", None)
     message, meant = error.format_message(), ""
     if type(error).__name__ == "NoSuchOption":

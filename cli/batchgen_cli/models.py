@@ -1,4 +1,4 @@
-"""`batchgen models`: which models are verified, and whether one would run, from its configuration alone."""
+"""`batchgen models`: shows which models are verified, and whether a model would run, judged by its configuration."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ModelsOptions:
 
 class ModelsCommand(Command):
     short = "Show which models are verified, and whether MODEL would run."
-    text = """Show which types of models are verified, or whether MODEL would run and what it is.
+    text = """Show which types of models are verified, or whether MODEL would run, and its size.
 
-    Reads the configuration and the tokenizer of MODEL, never its weights. The exit code is 1 for a model that is refused."""
+    Reads the configuration and the tokenizer of MODEL, never its weights. The exit code is 1 if the model is refused."""
     example = "batchgen models Qwen/Qwen3-0.6B"
 
     def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
@@ -64,16 +64,20 @@ def _known_lines(known: dict[str, Any]) -> list[str]:
     lines += textwrap.wrap(", ".join(known["verified"]), 98, initial_indent="  ", subsequent_indent="  ")
     lines += ["", "Verified with text rows, without their vision and audio parts:", ""]
     lines += textwrap.wrap(", ".join(known["multimodal"]), 98, initial_indent="  ", subsequent_indent="  ")
-    lines += ["", "Refused, because a wrong answer is worse than none:", ""]
+    lines += ["", "Refused, because their answers would be wrong:", ""]
     lines += [f"  {name:<28} {why}" for name, why in known["refused"].items()]
-    return [*lines, "", "Other decoder-only models are compared with transformers in small when they are loaded."]
+    return [
+        *lines,
+        "",
+        "Any other decoder-only model is checked when it is loaded: a small model of its type is compared with transformers.",
+    ]
 
 
 def _report_lines(report: ModelReport) -> list[str]:
     runs = (
         "would run: its type is verified"
         if report.verified
-        else "may run: its type is not on the verified list, and a small model of the type is compared with transformers when it is loaded"
+        else "may run: its type is not verified; when it is loaded, a small model of its type is compared with transformers"
     )
     kv = f"{size(report.kv_bytes_per_token)} per token" if report.kv_bytes_per_token else "unknown"
     return [

@@ -1,4 +1,4 @@
-"""The command's options, made from the fields of the configuration (batchgen/options.py), and the configuration made from them."""
+"""Makes the command's options from the fields of the configuration (batchgen/options.py), and the configuration from given options."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Display:
 
     progress: bool | None = option(
         None,
-        "Show how far the job is.",
+        "Show the progress of the job.",
         group="Job",
-        shown="a bar on a terminal, a line now and then in a log",
+        shown="a bar on a terminal, a line every 10 s in a log",
     )
     log_format: str = option(
-        "text", "Standard error as text, or as one JSON object a line.", group="Job", values=["text", "json"]
+        "text", "Write standard error as text, or as one JSON object per line.", group="Job", values=["text", "json"]
     )
     quiet: bool = option(False, "Show errors only.", group="Job", flags=["--quiet", "-q"])
     verbose: bool = option(
-        False, "Show the warnings of libraries, and tracebacks of errors.", group="Job", flags=["--verbose", "-v"]
+        False, "Show warnings of libraries and tracebacks of errors.", group="Job", flags=["--verbose", "-v"]
     )
 
     def __post_init__(self) -> None:
@@ -42,13 +42,13 @@ class Display:
 
 
 def run_options() -> type:
-    """A dataclass whose fields are the inputs and every option of a job, as typer reads them: a command takes its constructor.
+    """Returns a dataclass whose fields are the inputs and all options of a job. Typer takes its constructor as the command.
 
-    An option that is not given is None (or an empty list), so that defaults are the configuration's alone.
+    An option that is not given is None (or an empty list), because only the configuration has defaults.
     """
     inputs = typer.Argument(
         metavar="INPUT...",
-        help="JSONL, Parquet, CSV or TSV files (also .gz, .zst), a folder, a glob, a URL, or - for standard input (JSONL, or as --input-format says).",
+        help="JSONL, Parquet, CSV or TSV files (also .gz, .zst), a folder, a glob, a URL, or - for standard input (JSONL unless --input-format says otherwise).",
         show_default=False,
     )
     configs = (ModelConfig, PromptConfig, SamplingParams, JobConfig, EngineConfig, Display)
@@ -60,7 +60,7 @@ def run_options() -> type:
         annotation = Annotated[_type(f), _typer_option(config, f)]  # type: ignore[valid-type]
         parameters.append((f.name, annotation) if required else (f.name, annotation, None))
     dry_run = typer.Option(
-        "--dry-run", help="Generate nothing; show the plan, as batchgen plan does.", rich_help_panel="Job"
+        "--dry-run", help="Generate nothing. Show the plan, like batchgen plan.", rich_help_panel="Job"
     )
     parameters.append(("dry_run", Annotated[bool, dry_run], False))
     return make_dataclass("RunOptions", parameters, kw_only=True)
@@ -97,7 +97,7 @@ def _repeats(f: Field[Any]) -> bool:
 
 
 def _shown_default(f: Field[Any]) -> str | bool:
-    """The default as the help shows it; False where there is nothing to show."""
+    """Returns the default as the help shows it; False if there is nothing to show."""
     shown = f.metadata["option"].shown
     if shown:
         return str(shown)
@@ -107,19 +107,19 @@ def _shown_default(f: Field[Any]) -> str | bool:
 
 
 def _completion(declared: Option) -> Callable[[str], list[str]] | None:
-    """What completes the option's value: the only texts that it takes, where there are few; files otherwise (the shell's own)."""
+    """Returns a function that completes the option's value if it takes only a few texts; None leaves completion to the shell."""
     if not declared.values:
         return None
     return lambda incomplete: [value for value in declared.values if value.startswith(incomplete)]
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help lists its options in groups, with one example, whole at every width."""
+    """A command whose help lists its options in groups, with one example. Nothing is cut off on a narrow terminal."""
 
     short: ClassVar[str] = ""
-    """What it does, in one line."""
+    """The description in one line."""
     text: ClassVar[str] = ""
-    """What it does, in paragraphs."""
+    """The description in paragraphs."""
     example: ClassVar[str] = ""
     brief: ClassVar[bool] = False
     """Whether the help leaves out the options of `batchgen run`, except --model."""
@@ -129,7 +129,7 @@ class Command(typer.core.TyperCommand):
 
 
 class Group(typer.core.TyperGroup):
-    """The command as a whole."""
+    """The command `batchgen`, which groups the others."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         formatter.write(group_help(self, ctx, formatter.width))
@@ -152,7 +152,7 @@ def group_help(group: Any, ctx: Any, width: int) -> str:
 
 
 def help_text(command: Any, ctx: Any, width: int) -> str:
-    """The help of a command: usage, what it does, arguments, options in groups, one example."""
+    """Returns the help of a command: usage, description, arguments, options in groups, one example."""
     params = command.get_params(ctx)
     arguments = [p for p in params if p.param_type_name == "argument"]
     usage = " ".join([ctx.command_path, "[OPTIONS]", *(p.metavar for p in arguments)])
@@ -174,7 +174,7 @@ def help_text(command: Any, ctx: Any, width: int) -> str:
 
 
 def option_names(param: Any) -> str:
-    """Its names and what stands for its value: `--model, -m MODEL`."""
+    """Returns the names and the placeholder of an option: `--model, -m MODEL`."""
     names = ", ".join([*sorted(param.opts, key=lambda opt: not opt.startswith("--")), *param.secondary_opts])
     return f"{names} {param.metavar}" if param.metavar and not param.is_flag else names
 
@@ -185,18 +185,18 @@ def _help(param: Any) -> str:
 
 
 def default_text(param: Any) -> str:
-    """The default as the help shows it; empty where there is nothing to show."""
+    """Returns the default as the help shows it; empty if there is nothing to show."""
     return param.show_default if isinstance(param.show_default, str) else ""
 
 
 def _paragraph(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters. No word is broken at its hyphens: `--max-tokens` stays whole."""
+    """Returns lines of at most `width` characters. Words are not broken at hyphens, so `--max-tokens` stays whole."""
     wrapped = textwrap.wrap(text, width - 2, break_on_hyphens=False, break_long_words=False)
     return [f"  {line}" for line in wrapped]
 
 
 def _section(title: str, rows: list[tuple[str, str]], width: int) -> list[str]:
-    """A heading, and names with their texts in a second column."""
+    """Returns a heading, and names with their texts in a second column."""
     column = min(max(len(name) for name, _ in rows), 28) + 4
     lines = ["", f"{title}:"]
     for name, text in rows:
@@ -210,7 +210,7 @@ def _section(title: str, rows: list[tuple[str, str]], width: int) -> list[str]:
 
 
 def job_config(given: Mapping[str, Any]) -> JobConfig:
-    """The job that these options ask for, by their names. Raises `UsageError`."""
+    """Returns the configuration of a job from the given options. Raises `UsageError`."""
     return JobConfig(
         inputs=tuple(given["inputs"]),
         model=build(ModelConfig, given),
@@ -222,7 +222,7 @@ def job_config(given: Mapping[str, Any]) -> JobConfig:
 
 
 def build(config: type[T], given: Mapping[str, Any]) -> T:
-    """A dataclass of the options that were given; the others keep their defaults. Raises `UsageError`."""
+    """Returns a `config` made from the given options; others keep their defaults. Raises `UsageError`."""
     return config(**_values(config, given))
 
 
@@ -235,7 +235,7 @@ def _values(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(config: type, f: Field[Any], text: Any) -> Any:
-    """The value of an option's text (of its texts, where it repeats)."""
+    """Returns the value of an option's text, or of its texts if it is repeatable."""
     if isinstance(text, bool):
         return text
     declared: Option = f.metadata["option"]
@@ -246,7 +246,7 @@ def _value(config: type, f: Field[Any], text: Any) -> Any:
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
-    """The parameters; a value out of range is told by its option's name."""
+    """Returns the sampling parameters. Raises `UsageError`, which names the option, for a value out of range."""
     try:
         return build(SamplingParams, given)
     except ValueError as e:
@@ -258,6 +258,6 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
 
 
 def similar(word: str, known: list[str], count: int = 3, cutoff: float = 0.85) -> list[str]:
-    """The known words that one may have meant: those that begin with it, else those that look like it."""
+    """Returns the known words that may have been meant: those that begin with `word`, else those that look like it."""
     begin = [k for k in known if k.startswith(word)] if len(word.strip("-")) > 1 else []
     return begin[:count] or get_close_matches(word, known, count, cutoff)

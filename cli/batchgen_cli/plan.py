@@ -1,4 +1,4 @@
-"""`batchgen plan`: what a run would share and cost; loads the tokenizer, not the weights."""
+"""`batchgen plan`: shows what a run would share and cost. Loads the tokenizer, not the weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PlanCommand(Command):
     short = "Show what a run would share and the memory it needs."
     text = """Show what a run over INPUT would share and the memory it needs, without loading the model's weights.
 
-    Takes every option of `batchgen run`, so that a run becomes a plan by changing one word (see batchgen run --help)."""
+    Takes all options of `batchgen run` (see batchgen run --help), so only one word of the command changes."""
     example = "batchgen plan prompts.jsonl --model ./model"
     brief = True
 
@@ -75,9 +75,9 @@ def show_plan(given: dict[str, Any]) -> int:
 
 
 def plan_lines(report: PlanReport) -> list[str]:
-    """The plan as people read it."""
+    """Returns the plan as lines of text."""
     f = report.figures
-    bad = f" ({report.rows_failed:,} cannot be run)" if report.rows_failed else ""
+    bad = f" ({report.rows_failed:,} would fail)" if report.rows_failed else ""
     lines = [
         f"rows               {report.rows:,}{bad}, {'through the chat template' if report.chat else 'as raw text'}",
         f"prompt tokens      {f.prompt_tokens:,}",
@@ -88,16 +88,16 @@ def plan_lines(report: PlanReport) -> list[str]:
     if report.bytes_per_token:
         lines += [
             f"KV per token       {size(report.bytes_per_token)}",
-            f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}), prompts and whole completions",
-            f"KV for the longest {size(f.kv_bytes_min)}; with less, that row cannot be run",
+            f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}) with completions of full length",
+            f"KV for longest row {size(f.kv_bytes_min)}; with less KV memory that row fails",
         ]
     if report.bytes_per_state:
         lines.append(
-            f"state of a sequence {size(report.bytes_per_state)} in the recurrent layers, whatever its length; each node above the running ones has one too"
+            f"recurrent state     {size(report.bytes_per_state)} per running sequence, and per node above one, whatever its length"
         )
     if report.windows > 1:
-        tree = "" if report.whole else ", the tree below the first one's"
-        lines.append(f"windows            {report.windows:,}; memory is the largest one's{tree}")
+        tree = "" if report.whole else ", and the tree is that of the first one"
+        lines.append(f"windows            {report.windows:,}; memory is that of the largest one{tree}")
     if report.cuts is not None:
         again, shares = report.cuts.prefill_tokens_again, report.cuts.cost
         lines.append(

@@ -1,4 +1,4 @@
-"""What is seen while a job runs: a bar on a terminal, a line now and then in a log, or events. All on standard error."""
+"""Shows a running job on standard error: as a bar on a terminal, as a line every few seconds in a log, or as events."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from batchgen_cli.stderr import Stderr, Stream, event, printable, put
 REFRESH_SECONDS = 0.2
 LINE_SECONDS = 10.0
 SILENT_PHASES = ("loading model",)
-"""Phases that may take their time and count nothing on the way: a log is told when they begin."""
-_LEAST_BAR = 8
+"""Phases that may take long and count nothing. A log gets a line when they start."""
+_MIN_BAR = 8
 
 
 def share(done: int, total: int) -> int:
-    """In per cent; 100 only when all are done."""
+    """Returns a percentage, which is 100 only if all are done."""
     return 100 * done // total if total else 100
 
 
 def percent(now: Snapshot) -> int:
-    """Of the work of this phase, the tokens of unfinished rows included; 100 only when all rows are done."""
+    """Returns the percentage of this phase's work that is done, with the tokens of unfinished rows. It is 100 only if all rows are done."""
     if now.rows_passed is not None or now.rows_total in (None, 0) or now.rows_done == now.rows_total:
         return share(now.rows_done if now.rows_passed is None else now.rows_passed, now.rows_total or 0)
     return min(99, int(100 * (now.share or 0.0)))
 
 
 def duration(seconds: float) -> str:
-    """As people read it: 90 s, 10 min, 3 h 20 min, 2 d 4 h."""
+    """Returns a duration as text: 90 s, 10 min, 3 h 20 min, 2 d 4 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -47,14 +47,14 @@ def duration(seconds: float) -> str:
 
 
 def speed(tokens_per_second: float, rows_per_second: float) -> str:
-    """In tokens; in rows where no tokens are generated: labels and scores."""
+    """Returns the speed as text: in tokens, or in rows if no tokens are generated (labels and scores)."""
     if tokens_per_second:
         return f"{tokens_per_second:,.0f} tokens/s"
     return f"{rows_per_second:,.0f} rows/s" if rows_per_second >= 10 else f"{rows_per_second:.1f} rows/s"
 
 
 class Notes:
-    """Shows notes and nothing else; and the lines of libraries (`Relay`), as every kind does."""
+    """Shows only notes and, like all its subclasses, the lines that libraries write (`Relay`)."""
 
     def __init__(self, stream: Stream, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream, self.clock = stream, clock
@@ -77,7 +77,7 @@ class Notes:
     def close(self) -> None: ...
 
     def facts(self) -> list[str]:
-        """Speed and time left, the most useful first."""
+        """Returns remaining time, failures and speed, the most useful first."""
         now = self.now
         if now.rows_passed is not None:
             return [speed(0, now.rows_per_s)]
@@ -98,7 +98,7 @@ class Nothing(Notes):
 
 
 class Lines(Notes):
-    """A plain line every `every` seconds, and one at each new phase that takes its time and counts nothing."""
+    """Writes a line every `every` seconds, and one at the start of each phase of `SILENT_PHASES`."""
 
     def __init__(
         self, stream: Stream, every: float = LINE_SECONDS, clock: Callable[[], float] = time.monotonic
@@ -121,7 +121,7 @@ class Lines(Notes):
 
 
 class Events(Notes):
-    """Every line a JSON object (docs/status.md). `every`: seconds between two that tell how far it is; None for none."""
+    """Writes every line as a JSON object (docs/status.md). `every` is the number of seconds between progress events; None for none."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Events(Notes):
 
 
 class Bar(Notes):
-    """A bar of the rows done, or of those that go by where they are only read or written."""
+    """Shows a bar of the finished rows, or of the rows read or written in a phase that only does that."""
 
     def __init__(self, stream: Stderr, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream, clock)
@@ -161,39 +161,39 @@ class Bar(Notes):
 
         self._terminal = stream
         self._bar: Any = tqdm(file=stream, leave=False, position=0, bar_format=" ", ncols=stream.width(80))
-        self._drawn = 0.0
-        self._drawing = threading.RLock()  # a library's thread may write a line
+        self._shown_at = 0.0
+        self._lock = threading.RLock()  # a library's thread may write a line
 
     def show(self, *, new_phase: bool) -> None:
-        if new_phase or self.clock() - self._drawn >= REFRESH_SECONDS:
-            self._draw()
+        if new_phase or self.clock() - self._shown_at >= REFRESH_SECONDS:
+            self._refresh()
 
     def write(self, line: str) -> None:
-        with self._drawing:
+        with self._lock:
             self._bar.clear()
             super().write(line)
             self._bar.refresh()
 
     def close(self) -> None:
         self._bar.close()
-        self._terminal.write("\r\x1b[K")  # a ^C, too
+        self._terminal.write("\r\x1b[K")  # also removes a ^C
         self._terminal.flush()
 
-    def _draw(self) -> None:
-        with self._drawing:
-            self._drawn = self.clock()
+    def _refresh(self) -> None:
+        with self._lock:
+            self._shown_at = self.clock()
             bar, width = self._bar, self._terminal.width(80)
             bar.ncols = width
             now = self.now
-            # The bar moves by tokens: what unfinished rows have counts in rows.
+            # The bar moves by tokens: those of unfinished rows are counted as parts of rows.
             bar.n = now.rows_done + now.rows_under_way if now.rows_passed is None else now.rows_passed
             bar.total = now.rows_total
-            # Two columns for the ^C that a terminal shows: it would wrap, and leave the bar behind on the line above.
+            # Leaves two columns for the ^C that a terminal shows. A wrapped line would leave the bar on the line above.
             bar.bar_format = self._layout(width - 3)
             bar.refresh()
 
     def _layout(self, width: int) -> str:
-        """The line, with `{bar}` for what tqdm draws; what does not fit is left out whole: half a number would be another one."""
+        """Returns the line, with `{bar}` for the bar of tqdm. Parts that do not fit are left out whole, because half a number would be wrong."""
         now = self.now
         name, total = printable(now.phase), now.rows_total
         count = now.rows_done if now.rows_passed is None else now.rows_passed
@@ -207,11 +207,11 @@ class Bar(Notes):
         facts = self.facts()
         tail = _fitting(
             f" {count:,}/{total:,}", facts[:1], room
-        )  # what is left rather than the bar, the bar rather than the others
-        tail = _fitting(tail, facts[1:], room - _LEAST_BAR)
-        drawn = room - len(tail)
-        bar = f"|{{bar:{drawn - 2}}}|" if drawn >= _LEAST_BAR else ""
-        return _literal(head) + bar + _literal(tail if drawn >= 0 else "")
+        )  # remaining time is more important than the bar, the bar more than the rest
+        tail = _fitting(tail, facts[1:], room - _MIN_BAR)
+        left = room - len(tail)
+        bar = f"|{{bar:{left - 2}}}|" if left >= _MIN_BAR else ""
+        return _literal(head) + bar + _literal(tail if left >= 0 else "")
 
 
 def _literal(text: str) -> str:
@@ -226,7 +226,7 @@ def _fitting(line: str, facts: list[str], width: int) -> str:
 
 
 class Relay(io.TextIOBase):
-    """Stands in for standard error while a job runs: what libraries write there comes out in whole lines, by `write`."""
+    """Replaces standard error while a job runs: passes what libraries write to `write`, in whole lines."""
 
     def __init__(self, write: Callable[[str], None], stream: Stderr) -> None:
         self._write: Callable[[str], None] | None = write
@@ -236,7 +236,7 @@ class Relay(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         with self._writing:
-            if self._write is None:  # a library has kept it
+            if self._write is None:  # a library still uses this object
                 return 0 if sys.stderr in (None, self) else sys.stderr.write(text)
             *lines, rest = (self._rest + text).split("\n")
             self._rest = _last_frame(rest)
@@ -249,19 +249,19 @@ class Relay(io.TextIOBase):
         return self._stream.fileno()
 
     def end(self) -> None:
-        """From now on standard error is what it was."""
+        """Stops replacing standard error."""
         if self._rest.strip():
             self.write("\n")
         self._write = None
 
 
 def _last_frame(line: str) -> str:
-    """What is left to be seen of a line that was written over and over."""
+    """Returns the visible part of a line that was overwritten with carriage returns."""
     return next((frame for frame in reversed(line.split("\r")) if frame), "")
 
 
 class _Notes(logging.Handler):
-    """Shows what the package logs (that kernels are being compiled, say) as notes."""
+    """Shows log messages of the package as notes, for example that kernels are being compiled."""
 
     def __init__(self, shown: Notes) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> Iterator[Notes]:
-    """The progress to show: `wanted` is --progress, --no-progress or neither. What libraries write meanwhile is shown with it."""
+    """Yields the progress to show. `wanted` is True for --progress, False for --no-progress, else None. Shows what libraries write, too."""
     stream = Stderr()
     shown: Notes
     if as_json:
@@ -302,11 +302,11 @@ def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> 
 
 @contextmanager
 def calm_libraries(*, verbose: bool) -> Iterator[None]:
-    """Keeps the advice and bars of libraries off standard error, unless -v asks for them."""
+    """Keeps warnings and progress bars of libraries off standard error, unless -v asks for them."""
     if verbose:
         yield
         return
-    # Read when the libraries are imported, which happens inside.
+    # The libraries read these when they are imported, which happens inside this context.
     calm = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     added = {name: value for name, value in calm.items() if name not in os.environ}
     os.environ.update(added)

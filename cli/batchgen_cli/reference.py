@@ -1,4 +1,4 @@
-"""The reference page and the man page of the command, made from its options: `python -m batchgen_cli.reference markdown|man`."""
+"""Makes the reference page and the man page of the command from its options: `python -m batchgen_cli.reference markdown|man`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from batchgen_cli.options import default_text, option_names
 
 EXIT_CODES = {
     "0": "Every row has a result.",
-    "1": "The job failed; what was finished is kept.",
-    "2": "The command cannot run as it was given; nothing was touched.",
-    "3": "Finished, and some rows failed.",
+    "1": "The job failed. Finished rows are kept.",
+    "2": "The command cannot run as given. Nothing was changed.",
+    "3": "The job is finished, and some rows failed.",
     "75": "Another run holds the output.",
-    "129, 130, 143": "Interrupted by SIGHUP, SIGINT or SIGTERM; the same command continues.",
+    "129, 130, 143": "Interrupted by SIGHUP, SIGINT or SIGTERM. The same command continues.",
     "141": "Standard output was closed.",
 }
 
 
 def markdown() -> str:
-    """The page docs/reference/commands.md."""
+    """Returns the page docs/reference/commands.md."""
     lines = [
         "# Commands",
         "",
@@ -53,7 +53,7 @@ def markdown() -> str:
 
 
 def man() -> str:
-    """The page batchgen(1), in the man macros of roff."""
+    """Returns the page batchgen(1), in the man macros of roff."""
     lines = [
         '.TH BATCHGEN 1 "" "batchgen" "User Commands"',
         ".SH NAME",
@@ -84,7 +84,7 @@ def _commands() -> list[tuple[str, Any, list[Any]]]:
 
 
 def _groups(command: Any, params: list[Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """The arguments and options of a command by group: names, meaning, default."""
+    """Returns the arguments and options of a command by group: names, meaning, default."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     for group in ("Arguments", *GROUPS, "Options"):
         for p in params:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 LOG_WIDTH = 140
-"""Where standard error is no terminal: a line is a line."""
+"""Width of the summary if standard error is not a terminal."""
 
 
 def size(count: float) -> str:
-    """Bytes as people read them: 512 B, 3.1 MiB."""
+    """Returns a number of bytes as text: 512 B, 3.1 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -76,7 +76,7 @@ def _place(report: JobReport) -> str:
 
 
 def summary(report: JobReport) -> list[tuple[str, str]]:
-    """The lines of the table; where nothing was generated, what that would have cost is left out."""
+    """Returns the lines of the table: names and values. If nothing was generated, the figures of generating are left out."""
     s = report.stats
     lines = [
         ("output", _place(report)),
@@ -95,7 +95,7 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
             "time",
             f"{seconds['total']:.1f} s: {parts} (in the model {seconds['forward']:.1f}), write {seconds['write']:.1f}",
         ),
-        ("memory", f"{size(s['memory_bytes_peak'])} at most"),
+        ("memory", f"up to {size(s['memory_bytes_peak'])}"),
         ("model", _model(s)),
         *_quantization(s["quantization"]),
     ]
@@ -120,7 +120,7 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
     sequences = f"{s['mean_decode_batch']:,.1f} sequences and " if s["mean_decode_batch"] else ""
     unshared = f" (unshared: {size(s['kv_bytes_unshared'])})" if s["kv_bytes_unshared"] else ""
     rows = f"{s['rows_per_s']:,.1f} rows/s"
-    # Labels and scores are no completions, and what they are paid for is rows.
+    # Labels and scores are not completions; their speed is given in rows.
     tokens, speed = [], f"{rows}, {s['total_tokens_per_s']:,.0f} prompt tokens/s"
     if s["completion_tokens"]:
         tokens.append(("completion tokens", f"{s['completion_tokens']:,}"))
@@ -141,8 +141,8 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{s['steps']:,}, on average {sequences}{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
         ),
         ("prefix tree", f"{s['prefix_nodes']:,} nodes, {s['groups']:,} groups"),
-        ("KV memory", f"{size(s['kv_bytes_peak'])} at most{unshared}"),
-        *([("state memory", f"{size(s['state_bytes_peak'])} at most")] if s["state_bytes_peak"] else []),
+        ("KV memory", f"up to {size(s['kv_bytes_peak'])}{unshared}"),
+        *([("state memory", f"up to {size(s['state_bytes_peak'])}")] if s["state_bytes_peak"] else []),
     ]
 
 
@@ -156,7 +156,7 @@ def _rows(s: dict[str, Any]) -> str:
 
 
 def _ends(s: dict[str, Any]) -> list[tuple[str, str]]:
-    """How this run's rows ended, if not all ended with `stop` and whole prompts. Failed rows are counted beside the others already."""
+    """Returns how this run's rows ended, unless all ended with `stop` and whole prompts. The line `rows` already counts failed rows."""
     counts = {name: n for name, n in s["finish_reasons"].items() if n and name != "error"}
     truncated = s["rows_truncated"]
     if not truncated and counts.keys() <= {"stop", "scored"}:

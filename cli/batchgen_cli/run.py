@@ -17,9 +17,9 @@ RunOptions = run_options()
 
 class RunCommand(Command):
     short = "Generate a completion for every row of INPUT, or label or score it."
-    text = """Generate a completion for every row of INPUT, label it (--choices), or score the one it has (--score).
+    text = """Generate a completion for every row of INPUT, label it (--choices), or score the completion it has (--score).
 
-    The same command again does nothing when the output is complete, and continues where it stopped when it is not."""
+    If the job was stopped, the same command continues it. If the output is complete, the same command does nothing."""
     example = "batchgen run prompts.jsonl --model ./model -o answers.jsonl --max-tokens 64"
 
     def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
@@ -37,7 +37,7 @@ def _run(given: dict[str, Any]) -> int:
     as_json = display.log_format == "json"
     config = job_config(given | {"output": _output(given["output"])})
     from batchgen.job import run_job
-    from batchgen_cli.report import show_report  # after the options are known to be good: it takes half a second
+    from batchgen_cli.report import show_report  # takes half a second, so only after the options are checked
 
     showing = progress_for(display.progress, quiet=display.quiet, as_json=as_json)
     with calm_libraries(verbose=display.verbose), showing as shown:
@@ -48,7 +48,7 @@ def _run(given: dict[str, Any]) -> int:
 
 
 def _output(name: str | None) -> str | None:
-    """The output, with the names of standard output for `-`. Rows for /dev/null are written nowhere."""
+    """Returns the output, with `-` for the names of standard output. Rows for /dev/null are discarded."""
     if name == os.devnull:
         point_nowhere(sys.stdout)
         return "-"

@@ -1,4 +1,4 @@
-"""`batchgen status`: how far a running, stopped, dead or finished job is, from another shell."""
+"""`batchgen status`: shows from another shell how far a running, stopped, dead or finished job is."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ class StatusOptions:
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of a run.", show_default=False)]
     work_dir: Annotated[
         str | None,
-        typer.Option("--work-dir", metavar="DIR", help="Where the job's folder is.", show_default="beside the output"),
+        typer.Option(
+            "--work-dir", metavar="DIR", help="Folder that holds the job's folder.", show_default="beside the output"
+        ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False
 
 
 class StatusCommand(Command):
     short = "Show how far a running, stopped, dead or finished job is."
-    text = "Show how far the job of OUTPUT is: one that runs, was stopped, has died or is finished. Changes nothing."
+    text = "Show how far the job of OUTPUT is, whether it is running, stopped, dead or finished. Changes nothing."
     example = "batchgen status answers.jsonl"
 
     def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
@@ -48,12 +50,12 @@ def _status(output: str, work_dir: str | None, *, as_json: bool) -> int:
 
 
 def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str]]:
-    """The status as people read it; what is not known is left out."""
+    """Returns the status as names and texts. Unknown figures are left out."""
     lines = [("output", found["output"]), ("state", _state(found))]
     running = found["state"] == "running"
     if found["phase"]:
         passed = "" if found["rows_passed"] is None else f", {found['rows_passed']:,} rows read"
-        lines.append(("phase", f"{'' if running else 'it was at '}{found['phase']}{passed}"))
+        lines.append(("phase", f"{'' if running else 'was '}{found['phase']}{passed}"))
     if found["rows_done"] is not None:
         lines.append(("rows", _rows(found)))
     if reasons := {name: n for name, n in (found["finish_reasons"] or {}).items() if n}:
@@ -103,13 +105,13 @@ def _state(found: dict[str, Any]) -> str:
     named = who and f"process {who['pid']} on {who['host']}, since {who['started']}"
     match found["state"]:
         case "running" if who["alive"] is None:
-            return f"running: {named}; whether it still runs cannot be seen from this host"
+            return f"running: {named}; this host cannot tell whether it still runs"
         case "running":
             return f"running: {named}"
         case "dead":
-            return f"dead: {named}, is gone; the same command continues from there"
+            return f"dead: {named}, no longer exists; the same command continues the job"
         case "stopped":
-            return "stopped; the same command continues from there"
+            return "stopped; the same command continues the job"
         case _:
             return "finished"
 
@@ -122,7 +124,7 @@ def _rows(found: dict[str, Any]) -> str:
     if found["rows_kept"]:
         parts.append(f"{found['rows_kept']:,} kept from earlier runs")
     if (found["results"] or 0) > done:
-        parts.append(f"{found['results']:,} results at hand")
+        parts.append(f"{found['results']:,} results stored")
     return ", ".join(parts)
 
 

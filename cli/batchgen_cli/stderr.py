@@ -1,6 +1,6 @@
-"""Standard error, where all goes that is not a row: in lines that steer no terminal, as text or as JSON (`--log-format`).
+"""Standard error, which gets everything except rows: as lines of text or JSON (`--log-format`), without control characters.
 
-What cannot be written there (its disk is full, its reader has gone) is lost, and ends no job.
+A line that cannot be written (disk full, reader gone) is lost. This does not end the job.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from batchgen.errors import BatchgenError, ClosedPipe
 
 
 def printable(text: str) -> str:
-    """The text on one line, control characters escaped: what a file or a model holds must not steer the terminal."""
+    """Returns the text on one line with control characters escaped, so that text from a file or a model cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
 
 
 def event(kind: str, **fields: Any) -> str:
-    """An event as a line of JSON, in ASCII (docs/status.md)."""
+    """Returns an event as a line of JSON, in ASCII (docs/status.md)."""
     time = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
     return json.dumps({"time": time, "event": kind, **fields}).replace("\x7f", "\\u007f")
 
@@ -41,7 +41,7 @@ class Stream(Protocol):
 
 
 class Stderr:
-    """The process's standard error as it is now; closed, full or broken it takes everything and keeps nothing."""
+    """The process's current standard error. If it is closed, full or broken, text is discarded."""
 
     def __init__(self) -> None:
         self._stream: TextIO | None = sys.stderr
@@ -73,7 +73,7 @@ class Stderr:
         return self._stream.fileno()
 
     def width(self, otherwise: int) -> int:
-        """Columns of the terminal; `otherwise` where there is none."""
+        """Returns the columns of the terminal; `otherwise` if there is none."""
         try:
             return os.get_terminal_size(self.fileno()).columns or otherwise
         except (OSError, ValueError):
@@ -81,7 +81,7 @@ class Stderr:
 
 
 def drop_unwritten() -> None:
-    """What a stream could not write is forgotten: else Python tries again when it exits, and exits with 120."""
+    """Discards text that a stream could not write. Otherwise Python tries again at exit and exits with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -93,14 +93,14 @@ def drop_unwritten() -> None:
 def point_nowhere(stream: TextIO | None) -> None:
     if stream is None:
         return
-    with suppress(OSError, ValueError):  # no real file (a test's), or closed already: nothing will be flushed
+    with suppress(OSError, ValueError):  # not a real file (in a test), or already closed: nothing will be flushed
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Whether the command line asks for events: known before it is parsed, for what is wrong with it is to be an event too."""
+    """Whether the command line asks for JSON. Needed before it is parsed, because its own errors are events too."""
     wanted = ""
     for before, argument in zip(("", *arguments), arguments, strict=False):
         if before == "--log-format":
@@ -111,7 +111,7 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 
 def say(message: str, code: int, *, as_json: bool, trace: bool = False) -> None:
-    """Writes the one line of a failure, and with `trace` where it came from."""
+    """Writes the line of a failure, and with `trace` the traceback."""
     if as_json:
         more = {"traceback": traceback.format_exc()} if trace else {}
         put(event("error", message=message, exit_code=code, **more))
@@ -126,7 +126,7 @@ def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: 
     """Runs a command and returns its exit code. Whatever it raises becomes one line on standard error and that error's code."""
     try:
         return command()
-    except (ClosedPipe, BrokenPipeError):  # of standard output: a pipe that standard error goes to may close unseen
+    except (ClosedPipe, BrokenPipeError):  # of standard output; errors of standard error are ignored
         point_nowhere(sys.stdout)
         return ClosedPipe.exit_code
     except BatchgenError as e:
@@ -138,8 +138,8 @@ def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: 
     except KeyboardInterrupt:
         code = 130
         say("interrupted by SIGINT", code, as_json=as_json)
-    except Exception as e:  # noqa: BLE001 - the last line of defence: a line and an exit code for whatever it was
+    except Exception as e:  # noqa: BLE001 - the last resort: one line and an exit code for any error
         first, code = next(iter(str(e).splitlines()), ""), 1
-        hint = "" if verbose else "; run it again with -v to see where"
+        hint = "" if verbose else "; run the command again with -v to see where"
         say(f"{type(e).__name__}: {first}{hint}", code, as_json=as_json, trace=verbose)
     return code

@@ -57,7 +57,7 @@ def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
     out, err = process.communicate(timeout=60)
     name = signal.Signals(signum).name
     assert (process.returncode, out) == (code, "")
-    assert err.splitlines()[-1] == (f"batchgen: error: interrupted by {name}; run the same command again to go on")
+    assert err.splitlines()[-1] == (f"batchgen: error: interrupted by {name}; run the same command again to continue")
     assert "Traceback" not in err
     output = tmp_path / "prompts.out.jsonl"
     assert not output.exists()
@@ -116,10 +116,7 @@ def test_a_killed_run_goes_on_where_it_was(
     options = ("--max-tokens", "100", "--ignore-eos", "--limit", "40", "--stats", stats)
     outcome = cli("run", slow_job, "-m", tiny_model_dir, *options)
     assert outcome.code == 0
-    assert (
-        f"batchgen: the run before (process {process.pid}) ended without finishing: going on from there\n"
-        in outcome.err
-    )
+    assert f"batchgen: an earlier run (process {process.pid}) was killed; this run continues it\n" in outcome.err
     assert json.loads(stats.read_text())["rows_resumed"] >= 1
 
 

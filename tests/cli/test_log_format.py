@@ -56,7 +56,7 @@ def test_the_rows_on_standard_output_are_as_ever(cli: Cli, source: Path, tiny_mo
 def test_a_plan_tells_its_phases(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
     outcome = cli("plan", source, "-m", tiny_model_dir, "--log-format", "json")
     assert {one["event"] for one in events(outcome.err)} == {"phase"}
-    assert outcome.out.startswith("rows               3 (2 cannot be run)")
+    assert outcome.out.startswith("rows               3 (2 would fail)")
 
 
 @pytest.mark.parametrize(

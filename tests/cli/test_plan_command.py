@@ -29,8 +29,8 @@ def test_the_plan_is_told_in_lines(cli: Cli, source: Path, tiny_model_dir: Path)
         "groups             2 with 8 rows",
         "prefix nodes       3",
         "KV per token       512 B",
-        "KV for all rows    240.0 KiB (unshared: 512.0 KiB), prompts and whole completions",
-        "KV for the longest 64.0 KiB; with less, that row cannot be run",
+        "KV for all rows    240.0 KiB (unshared: 512.0 KiB) with completions of full length",
+        "KV for longest row 64.0 KiB; with less KV memory that row fails",
         "",
         "the prefixes that save the most (tokens × rows):",
         '  64 × 8  "<|begin|>All rows begin with this text, which i…"',
@@ -60,8 +60,8 @@ def test_rows_that_cannot_be_run_and_windows_are_told(
 ) -> None:
     source = write_jsonl([{"prompt": "a"}, "junk", {"prompt": "b"}])
     out = cli("plan", source, "-m", tiny_chat_model_dir, "--window", "2", "-q").out.splitlines()
-    assert out[0] == "rows               3 (1 cannot be run), through the chat template"
-    assert out[-1] == "windows            2; memory is the largest one's, the tree below the first one's"
+    assert out[0] == "rows               3 (1 would fail), through the chat template"
+    assert out[-1] == "windows            2; memory is that of the largest one, and the tree is that of the first one"
 
 
 def test_what_a_prompt_holds_does_not_steer_the_terminal(

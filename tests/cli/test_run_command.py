@@ -173,7 +173,7 @@ def test_max_errors_is_a_failure_of_the_job(cli: Cli, write_jsonl: Write, tiny_m
     outcome = cli("run", write_jsonl([{"prompt": "x"}, {"prompt": 1}]), "-m", tiny_model_dir, "--max-errors", "0")
     assert outcome.code == 1
     assert outcome.err.splitlines()[-1].startswith(
-        "batchgen: error: 1 of 1 rows failed, more than --max-errors 0 allows; the last: "
+        "batchgen: error: 1 of 1 rows failed, more than --max-errors 0 allows; the last one: "
     )
 
 
@@ -205,7 +205,7 @@ def test_verbose_shows_where_an_error_comes_from(verbose: bool, cli: Cli, tmp_pa
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (RuntimeError("boom\nmore"), "RuntimeError: boom; run it again with -v to see where"),
+        (RuntimeError("boom\nmore"), "RuntimeError: boom; run the command again with -v to see where"),
         (MemoryError(), "out of memory; lower --window or --kv-memory"),
         (KeyboardInterrupt(), "interrupted by SIGINT"),
     ],

@@ -60,7 +60,7 @@ def test_a_job_that_reads_its_input() -> None:
     }
     assert lines(found)[2:5] == [
         "phase: planning, 70,000 rows read",
-        "rows: 0 done, 900 results at hand",
+        "rows: 0 done, 900 results stored",
         "tokens: 23,400 of prompts, 12,345 of completions, 7,000 rows/s",
     ]
 
@@ -68,21 +68,21 @@ def test_a_job_that_reads_its_input() -> None:
 def test_a_job_on_another_host() -> None:
     found = NOTHING | {"output": "o.jsonl", "state": "running", "process": WHO | {"alive": None}}
     assert lines(found)[1:] == [
-        "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00; whether it still runs cannot be seen from this host"
+        "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00; this host cannot tell whether it still runs"
     ]
 
 
 def test_a_dead_job() -> None:
     found = RUNNING | {"state": "dead", "process": WHO | {"alive": False}, "eta_seconds": None}
     assert lines(found)[1:3] == [
-        "state: dead: process 12 on here, since 2026-03-04T05:00:00+00:00, is gone; the same command continues from there",
+        "state: dead: process 12 on here, since 2026-03-04T05:00:00+00:00, no longer exists; the same command continues the job",
         "phase: it was at generating",
     ]
 
 
 def test_a_stopped_job_of_which_little_is_known() -> None:
     found = NOTHING | {"output": "o\x1b[2J.jsonl", "state": "stopped", "rows_done": 7, "results": 7}
-    assert lines(found)[1:] == ["state: stopped; the same command continues from there", "rows: 7 done"]
+    assert lines(found)[1:] == ["state: stopped; the same command continues the job", "rows: 7 done"]
 
 
 def test_a_finished_job_is_told_in_lines_and_as_json(
@@ -119,7 +119,7 @@ def test_where_there_is_no_job_the_exit_code_is_2(cli: Cli, tmp_path: Path) -> N
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == (
         f"batchgen: error: there is no job of {place}: {place}.job is not a job's folder; "
-        "name the output of a run, and the --work-dir it had\n"
+        "name the output of a run, with the --work-dir of that run\n"
     )
 
 

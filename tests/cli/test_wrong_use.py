@@ -192,7 +192,7 @@ def test_a_stats_file_in_no_folder(refused: Callable[..., str], write_jsonl: Wri
 def test_an_unknown_model_folder(refused: Callable[..., str], write_jsonl: Write, tmp_path: Path) -> None:
     model = tmp_path / "no-model"
     assert refused(write_jsonl([{"prompt": "x"}]), model=model, code=1) == (
-        f"model folder '{model}' does not exist; give a local folder with config.json and the tokenizer's files, "
+        f"model folder '{model}' does not exist; use a local folder with config.json and the tokenizer's files, "
         "or a hub name such as org/model"
     )
 
@@ -209,7 +209,7 @@ def test_a_strangers_output(refused: Callable[..., str], write_jsonl: Write, tmp
     output = tmp_path / "out.jsonl"
     output.write_text("mine\n")
     assert refused(write_jsonl([{"prompt": "x"}]), "-o", output) == (
-        f"{output} exists and has no job folder, so it is not known to be batchgen's; "
+        f"{output} exists and has no job folder, so batchgen does not know whether it may replace it; "
         "use --overwrite to replace it, or another -o"
     )
     assert output.read_text() == "mine\n"

@@ -111,7 +111,7 @@ def test_a_prompt_that_cannot_be_run_fails_alone(started: list[ThreadProcess], t
     (alone,) = llm.generate(["x" * 400], PARAMS)
     assert alone.error_type == "does_not_fit"
     llm.close()
-    with pytest.raises(RuntimeError, match=r"^this model is closed: make a new LLM$"):
+    with pytest.raises(RuntimeError, match=r"^this model is closed: create a new LLM$"):
         llm.generate(["x"], PARAMS)
 
 

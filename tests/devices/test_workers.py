@@ -241,7 +241,7 @@ def test_when_the_last_one_ends_the_run_ends_with_its_error(fleet: Fleet) -> Non
     with pytest.raises(DevicesLost) as e:
         workers.run(when(lambda: len(results) > 4, kill))
     assert str(e.value) in (
-        f"the process of cpu:{i} ended (SIGKILL); run the same command again to go on" for i in (0, 1)
+        f"the process of cpu:{i} ended (SIGKILL); run the same command again to continue" for i in (0, 1)
     )
     assert e.value.exit_code == 1
     assert 4 < len(results) < 60
@@ -254,7 +254,7 @@ def test_when_the_last_one_ends_the_run_ends_with_its_error(fleet: Fleet) -> Non
     [
         (RuntimeError("CUDA error: an illegal memory access\nmore"), "cpu:0: RuntimeError: CUDA error: an illegal memory access"),
         (OutOfMemory("not one row fits", "lower it"), "not one row fits"),
-        (MemoryError(), "out of memory: no more memory"),
+        (MemoryError(), "out of memory: no memory left"),
     ],
 )  # fmt: skip
 def test_an_error_on_one_device_leaves_its_rows_to_the_others(fleet: Fleet, error: Exception, message: str) -> None:

@@ -93,7 +93,7 @@ def test_when_all_of_them_are_killed_the_job_fails_and_goes_on_later(long_job: J
     ended = running.wait()
     assert ended.code == 1
     assert ended.error in (
-        f"the process of cpu:{i} ended (SIGKILL); run the same command again to go on" for i in (0, 1)
+        f"the process of cpu:{i} ended (SIGKILL); run the same command again to continue" for i in (0, 1)
     )
     now = stored_keys(long_job.job_folder)
     assert now[: len(kept)] == kept
@@ -123,7 +123,7 @@ def test_a_signal_to_all_of_them_is_the_jobs_to_answer(long_job: Job, signum: si
     ended = running.wait()
     assert (ended.code, ended.error) == (
         128 + signum,
-        f"interrupted by {signum.name}; run the same command again to go on",
+        f"interrupted by {signum.name}; run the same command again to continue",
     )
     assert gone(workers)
     kept = stored_keys(long_job.job_folder)
@@ -142,7 +142,7 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job: Job) ->
     time.sleep(0.2)
     running.kill(signal.SIGTERM)
     ended = running.wait()
-    assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to go on")
+    assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to continue")
     assert gone(workers)
     long_job.go_on()
 

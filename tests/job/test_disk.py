@@ -80,7 +80,7 @@ def test_an_input_that_changes_while_it_is_worked_on_is_read_anew_by_the_next_ru
     ended = running.wait()
     assert ended.code == 1
     assert ended.error == (
-        "in.jsonl changed while it was worked on; run the same command again: the results of rows that are still there are kept"
+        "in.jsonl changed while the job was running; run the same command again: the results of rows that still exist are kept"
     )
     assert not job.output.exists()
     job.expected = expected
@@ -172,7 +172,5 @@ def test_a_dead_runs_lock_is_taken_over_and_another_hosts_is_not(job: Job) -> No
     lock.write_text(json.dumps(dead))
     ended = job.run(quiet=False)
     assert ended.code == job.case.code
-    assert (
-        f"batchgen: the run before (process {dead['pid']}) ended without finishing: going on from there\n" in ended.err
-    )
+    assert f"batchgen: an earlier run (process {dead['pid']}) was killed; this run continues it\n" in ended.err
     job.check_output(finished=True)

@@ -22,7 +22,7 @@ def check_stopped(job: Job, ended: Ended, signum: signal.Signals) -> None:
         assert ended.err == ""
         return
     assert ended.code == 128 + signum, ended.err
-    assert ended.err == f"batchgen: error: interrupted by {signum.name}; run the same command again to go on\n"
+    assert ended.err == f"batchgen: error: interrupted by {signum.name}; run the same command again to continue\n"
     assert not job.is_in_place()
     keys = stored_keys(job.job_folder)
     assert len(set(keys)) == len(keys)
@@ -82,7 +82,7 @@ def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
     time.sleep(0.1)  # of two that are pending Python handles the one with the lower number first
     running.kill(signal.SIGHUP)
     ended = running.wait()
-    assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to go on")
+    assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to continue")
     kept = stored_keys(job.job_folder)
     assert len(set(kept)) == len(kept) > 0
     assert job.run().code == job.case.code

@@ -89,7 +89,7 @@ def test_a_job_that_is_killed_loses_nothing_and_its_lock_is_recognised(run, open
         process.send_signal(signal.SIGKILL)
     job, generated = run()
     assert generated == ["c"]
-    assert job.notes == [f"the run before (process {process.pid}) ended without finishing: going on from there"]
+    assert job.notes == [f"an earlier run (process {process.pid}) was killed; this run continues it"]
     assert texts() == ["A", "B", "C"]
 
 
@@ -101,8 +101,8 @@ def test_rows_added_and_changed_are_generated_and_the_others_kept(run, write_inp
     job, generated = run(token_ids=True)
     assert generated == ["new"]
     assert job.notes == [
-        "o.jsonl was finished: 4 of its results are at hand",
-        "1 results of o.jsonl have no row in the input any more: they stay in o.jsonl.job, for when their rows come back",
+        "o.jsonl was finished: 4 of its results are used again",
+        "1 results of o.jsonl no longer have a row in the input: they stay in o.jsonl.job and are used again if their rows come back",
     ]
     rows = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
     assert [r["prompt"] for r in rows] == ["new", "cut", "a", "fail"]
@@ -192,7 +192,7 @@ def test_other_versions_are_only_mentioned(run, write_input):
     run(stop_after=1, mentions={"transformers": "5.17.0", "torch": "2.11"})
     job, generated = run(mentions={"transformers": "5.23.0", "torch": "2.11"})
     assert generated == ["a"]
-    assert job.notes == ['o.jsonl was begun with other versions: transformers was "5.17.0", is "5.23.0"']
+    assert job.notes == ['o.jsonl was started with other versions: transformers was "5.17.0", is "5.23.0"']
 
 
 def test_a_finished_output_that_was_deleted_is_made_anew(run, texts, write_input):
@@ -200,7 +200,7 @@ def test_a_finished_output_that_was_deleted_is_made_anew(run, texts, write_input
     run()
     Path("o.jsonl").unlink()
     job, generated = run()
-    assert (generated, job.notes) == (["a"], ["o.jsonl is gone: its rows are generated again"])
+    assert (generated, job.notes) == (["a"], ["o.jsonl no longer exists: its rows are generated again"])
     assert texts() == ["A"]
 
 
@@ -211,7 +211,9 @@ def test_keys_that_are_damaged_are_not_believed(run, write_input):
     write_input(["a", "b"])
     job, generated = run()
     assert generated == ["b", "a"]
-    assert job.notes == ["o.jsonl.job/keys is damaged, so the rows of o.jsonl are not known: they are generated again"]
+    assert job.notes == [
+        "o.jsonl.job/keys is damaged, so the rows of o.jsonl cannot be recognised: they are generated again"
+    ]
 
 
 def test_a_damaged_result_is_generated_again_and_said(run, texts, write_input):
@@ -224,7 +226,7 @@ def test_a_damaged_result_is_generated_again_and_said(run, texts, write_input):
     job, generated = run()
     assert generated == ["b", "a"]
     assert job.notes == [
-        "1 results in o.jsonl.job/results.sqlite are damaged and left out: their rows are generated again"
+        "1 results in o.jsonl.job/results.sqlite are damaged and were dropped: their rows are generated again"
     ]
     assert texts() == ["A", "B"]
 

@@ -48,7 +48,7 @@ def test_a_strangers_output_is_left_alone_unless_told(run, texts, write_input):
     with pytest.raises(UsageError) as caught:
         run()
     assert str(caught.value) == (
-        "o.jsonl exists and has no job folder, so it is not known to be batchgen's; use --overwrite to replace it, or another -o"
+        "o.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"
     )
     assert not Path("o.jsonl.job").exists()
     run(overwrite=True, stop_after=0)
@@ -170,10 +170,10 @@ def test_an_output_that_is_a_link_stays_one(run, texts, write_input):
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("nowhere/o.jsonl", "there is no folder nowhere to write to; make it with mkdir -p nowhere"),
+        ("nowhere/o.jsonl", "there is no folder nowhere to write to; create it with mkdir -p nowhere"),
         ("folder.jsonl", "the output folder.jsonl is a folder; name a file in it"),
-        ("taken.jsonl", "taken.jsonl.job is in the way: it is not a job's folder; move it, or use another -o"),
-        ("busy.jsonl", "busy.jsonl.job is in the way: it is not a job's folder; move it, or use another -o"),
+        ("taken.jsonl", "taken.jsonl.job exists and is not a job's folder; move it, or use another -o"),
+        ("busy.jsonl", "busy.jsonl.job exists and is not a job's folder; move it, or use another -o"),
         ("old.jsonl", "old.jsonl.job/manifest.json was written by another version of batchgen; use --overwrite to start again, or another -o"),
         ("torn.jsonl", "torn.jsonl.job/manifest.json is damaged; use --overwrite to start again, or another -o"),
     ],
@@ -223,7 +223,7 @@ def test_a_full_disk_is_one_line_and_what_was_kept_stays(monkeypatch, run, texts
         with pytest.raises(OutputError) as caught:
             run()
     assert str(caught.value) == (
-        "o.jsonl.job cannot be written: No space left on device; free some space and run the same command again: what was finished is kept"
+        "o.jsonl.job cannot be written: No space left on device; free some space and run the same command again: finished rows are kept"
     )
     assert run()[1] == []
     assert texts() == ["A", "B"]

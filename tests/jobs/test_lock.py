@@ -76,8 +76,8 @@ def test_another_hosts_lock_is_not_taken_over(tmp_path):
     with pytest.raises(OutputLocked) as caught:
         Lock(tmp_path / "lock", "o.jsonl")
     assert str(caught.value) == (
-        "another run holds o.jsonl (process 12 on elsewhere, since 2026-01-02T03:04:05+00:00), "
-        f"and whether it still runs cannot be seen from this host; wait for it; if it is dead, delete {tmp_path / 'lock'}"
+        "another run holds o.jsonl (process 12 on elsewhere, since 2026-01-02T03:04:05+00:00); "
+        f"this host cannot tell whether it still runs; wait for it; if it is dead, delete {tmp_path / 'lock'}"
     )
     assert json.loads((tmp_path / "lock").read_text()) == theirs
 

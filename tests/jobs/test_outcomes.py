@@ -22,8 +22,8 @@ def test_one_more_than_the_number_allowed_is_too_many() -> None:
     with pytest.raises(TooManyErrors) as error:
         limit.check(failed=3, done=4, last="a.jsonl:4: invalid_row: not JSON")
     assert str(error.value) == (
-        "3 of 4 rows failed, more than --max-errors 2 allows; the last: a.jsonl:4: invalid_row: not JSON; "
-        "correct the input, or allow more, and run the same command again to go on"
+        "3 of 4 rows failed, more than --max-errors 2 allows; the last one: a.jsonl:4: invalid_row: not JSON; "
+        "correct the input, or allow more errors, and run the same command again to continue"
     )
 
 
@@ -47,7 +47,7 @@ class OutOfMemoryError(RuntimeError):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (MemoryError(), "out of memory: no more memory"),
+        (MemoryError(), "out of memory: no memory left"),
         (OutOfMemoryError("CUDA out of memory. Tried to\nallocate"), "out of memory: CUDA out of memory. Tried to"),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),

@@ -135,8 +135,8 @@ def test_an_empty_input_does_not_empty_a_finished_output(runs: Runs) -> None:
     with pytest.raises(UsageError) as error:
         runs.run([])
     assert str(error.value) == (
-        f"40 of the 40 finished rows of {runs.output} are not in the input any more, and would go from it; "
-        "check the input, or use --prune to let them go, or another -o"
+        f"40 of the 40 finished rows of {runs.output} are no longer in the input and would be removed from the output; "
+        "check the input; --prune removes them, another -o keeps them"
     )
     assert before == {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
     assert runs.run(PROMPTS)[0] == []

@@ -279,7 +279,7 @@ def test_where_there_is_no_job_one_line_says_so(make, tmp_path, monkeypatch):
     with pytest.raises(UsageError) as caught:
         job_status("o.jsonl")
     assert str(caught.value) == (
-        "there is no job of o.jsonl: o.jsonl.job is not a job's folder; name the output of a run, and the --work-dir it had"
+        "there is no job of o.jsonl: o.jsonl.job is not a job's folder; name the output of a run, with the --work-dir of that run"
     )
 
 
@@ -316,5 +316,5 @@ def test_a_folder_that_may_not_be_read_is_told(folder):
 
 
 def test_standard_output_keeps_nothing(tmp_path):
-    with pytest.raises(UsageError, match="a job that writes to standard output keeps nothing by which to tell"):
+    with pytest.raises(UsageError, match="a job that writes to standard output stores no progress"):
         job_status("-")

@@ -64,7 +64,7 @@ def test_rows_that_come_later_are_added_and_the_others_are_read_from_the_store(s
     write_input(["c", "b", "a"])
     job, generated = run(url)
     assert generated == ["c"]
-    assert job.notes == [f"{url} was finished: 2 of its results are at hand"]
+    assert job.notes == [f"{url} was finished: 2 of its results are used again"]
     assert lines(fs, url) == ["C", "B", "A"]
 
 
@@ -91,7 +91,7 @@ def test_an_object_that_is_gone_is_made_anew(store, run, write_input):
     run(url)
     fs.rm_file(url.partition("://")[2])
     job, generated = run(url)
-    assert (job.notes, generated) == ([f"{url} is gone: its rows are generated again"], ["a"])
+    assert (job.notes, generated) == ([f"{url} no longer exists: its rows are generated again"], ["a"])
     assert lines(fs, url) == ["A"]
 
 
@@ -102,7 +102,7 @@ def test_a_strangers_object_is_left_alone_unless_told(store, run, write_input):
     with pytest.raises(UsageError) as caught:
         run(url)
     assert str(caught.value) == (
-        f"{url} exists and has no job folder, so it is not known to be batchgen's; use --overwrite to replace it, or another -o"
+        f"{url} exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"
     )
     assert not jobs_folder().exists()
     run(url, overwrite=True, stop_after=0)
@@ -167,7 +167,7 @@ def test_a_store_that_fails_at_the_upload_is_one_line_and_nothing_is_generated_a
             run(url)
     assert str(caught.value) == (
         f"{url} cannot be written: Access Denied; "
-        "check the connection and your access, and run the same command again: what was finished is kept"
+        "check the connection and your access, and run the same command again: finished rows are kept"
     )
     assert everything(fs) == []
     assert run(url)[1] == []
@@ -197,7 +197,7 @@ def test_what_shows_before_the_run_is_refused_before_it_and_nothing_is_touched(s
     for url, message in (
         ("s3://nobucket/o.jsonl", f"s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; {HINT}"),
         ("s3://bucket/folder", "the output s3://bucket/folder has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
-        ("zip://o.jsonl::s3://bucket/a.zip", "the output zip://o.jsonl::s3://bucket/a.zip is a file inside another; write it as a file of its own"),
+        ("zip://o.jsonl::s3://bucket/a.zip", "the output zip://o.jsonl::s3://bucket/a.zip is a file inside an archive; write it as a separate file"),
         ("https://host/o.jsonl", "the output https://host/o.jsonl is a web address; name a local file, or a store: s3://bucket/o.jsonl"),
         ("nosuch://bucket/o.jsonl", "nosuch://bucket/o.jsonl cannot be written: Protocol not known: nosuch; use a path, or a URL such as s3://bucket/rows.jsonl"),
     ):  # fmt: skip

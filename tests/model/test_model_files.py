@@ -97,8 +97,8 @@ def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line_and_the_code_
     with pytest.raises(ModelError) as e:
         load(folder)
     assert str(e.value) == (
-        f"model {str(folder)!r} comes with code of its own to run; "
-        "read that code, and give --trust-remote-code if you trust it"
+        f"model {str(folder)!r} needs Python code from its own folder; "
+        "read that code, and use --trust-remote-code if you trust it"
     )
     assert not mark.exists()
 

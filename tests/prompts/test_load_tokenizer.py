@@ -98,7 +98,7 @@ def test_the_vocabulary_is_the_models_not_the_tokenizers(tools, tmp_path):
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "../none", "a/b/c", "none/"])
 def test_a_folder_that_does_not_exist_is_named_and_the_hub_not_asked(name):
     assert failure(name) == (
-        f"model folder {name!r} does not exist; give a local folder with config.json and the tokenizer's files, "
+        f"model folder {name!r} does not exist; use a local folder with config.json and the tokenizer's files, "
         "or a hub name such as org/model"
     )
 
@@ -136,7 +136,7 @@ def test_a_folder_without_tokenizer_files(tools, tmp_path, model_type, leave_con
     [
         ("config.json", "{", "{m}/config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); copy the file from the model again"),
         ("config.json", "{}", "{m}/config.json does not say the model's model_type; give the folder of a transformers model"),
-        ("generation_config.json", "{", "generation_config.json of model {m!r} cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); mend it, or remove it"),
+        ("generation_config.json", "{", "generation_config.json of model {m!r} cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct it, or remove it"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_named(tools, tmp_path, file, content, message):
@@ -157,8 +157,8 @@ def test_code_of_the_models_own_is_not_run_unless_asked(tools, tmp_path):
     )
     (tmp_path / "configuration_mine.py").write_text("raise SystemExit('it ran')")
     assert failure(folder) == (
-        f"model {folder!r} comes with code of its own to run; "
-        "read that code, and give --trust-remote-code if you trust it"
+        f"model {folder!r} needs Python code from its own folder; "
+        "read that code, and use --trust-remote-code if you trust it"
     )
 
 
@@ -176,14 +176,14 @@ def test_a_hub_name_that_cannot_be_reached_says_how_to_do_without(monkeypatch, t
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
     assert failure("nobody/nothing") == (
         "model 'nobody/nothing' is neither a folder here nor in the local cache, and the hub cannot be reached; "
-        "check the connection and HF_HUB_OFFLINE, or give a local folder with config.json and the tokenizer's files"
+        "check the connection and HF_HUB_OFFLINE, or use a local folder with config.json and the tokenizer's files"
     )
     assert failure("nobody/nothing", revision="v9").startswith("model 'nobody/nothing' at revision 'v9' is neither")
 
 
 def test_a_name_that_is_no_name():
     assert failure("what is this?") == (
-        "model 'what is this?' is neither a folder nor a hub name; give a local folder with config.json and the "
+        "model 'what is this?' is neither a folder nor a hub name; use a local folder with config.json and the "
         "tokenizer's files, or a hub name such as org/model"
     )
 
@@ -255,7 +255,7 @@ def test_what_the_hub_answers_is_said_in_one_line_and_nothing_else_on_stderr(tmp
     finally:
         server.shutdown()
         server.server_close()
-    local = "give a local folder with config.json and the tokenizer's files"
+    local = "use a local folder with config.json and the tokenizer's files"
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         "model 'org/reponotfound' is neither a folder here nor a model on the hub; "
         f"check the name (a private model needs `hf auth login`), or {local}",
@@ -302,7 +302,7 @@ def test_a_pattern_that_transformers_knows_to_be_wrong_is_told(tools, tmp_path):
     tokenizer.hf_tokenizer.fix_mistral_regex = False
     assert PromptBuilder(tokenizer, PromptConfig(), SamplingParams()).notes == [
         f"the tokenizer of {str(tmp_path)!r} splits text by a pattern known to be wrong; "
-        'put "fix_mistral_regex": true into its tokenizer_config.json to mend it'
+        'to fix it, put "fix_mistral_regex": true into its tokenizer_config.json'
     ]
 
 

@@ -135,7 +135,7 @@ def test_a_frame_that_does_not_fit_by_itself_is_an_error(tools):
     assert tools.error_of(result) == (
         "prompt_too_long",
         "the prompt has 45 tokens, and the model's context of 20 tokens must hold it and a completion; "
-        "what stands around its text leaves no room for that",
+        "the text around it (template, system message, prefix) alone leaves too little room",
     )
 
 

@@ -36,7 +36,7 @@ def test_a_message_that_the_template_changes_cannot_be_continued(tools):
     (result,) = b.build(tools.rows({"messages": [USER, {"role": "assistant", "content": "bcd"}]}))
     assert tools.error_of(result) == (
         "template_error",
-        "chat template: it changes the last assistant message, which so cannot be continued",
+        "chat template: it changes the last assistant message, so that message cannot be continued",
     )
 
 
@@ -55,7 +55,7 @@ def test_the_prefix_stands_in_the_first_user_message(tools):
     ))  # fmt: skip
     assert tools.text_of(good).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nP:a<|im_end|>\n")
     assert tools.text_of(good).endswith("user\na<|im_end|>\n<|im_start|>assistant\n")
-    assert tools.error_of(none) == ("invalid_row", "column 'messages' has no user message for --prefix to stand in")
+    assert tools.error_of(none) == ("invalid_row", "column 'messages' has no user message, which --prefix needs")
 
 
 def test_the_rows_own_messages_are_left_as_they_came(tools):
@@ -159,7 +159,7 @@ def test_messages_go_before_a_prompt_and_that_is_said_once(tools):
         "<|im_start|>user\np",
     ]
     assert b.notes == [
-        "rows have both 'messages' and 'prompt': 'messages' is sent, 'prompt' only carried to the output"
+        "rows have both 'messages' and 'prompt': 'messages' is the prompt, 'prompt' is only copied to the output"
     ]
 
 
@@ -176,5 +176,5 @@ def test_with_raw_prompts_the_prompt_goes_before_messages(tools):
     assert tools.text_of(both) == "<s>p"
     assert tools.error_of(only) == ("invalid_row", "column 'messages' needs a chat template: --no-chat turns it off")
     assert b.notes == [
-        "rows have both 'prompt' and 'messages': 'prompt' is sent, 'messages' only carried to the output"
+        "rows have both 'prompt' and 'messages': 'prompt' is the prompt, 'messages' is only copied to the output"
     ]

@@ -49,10 +49,10 @@ def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_other
 @pytest.mark.parametrize(
     ("columns", "options", "note"),
     [
-        ({"prompt": "a", "tools": [TOOL]}, {"chat_template": "{{ messages[-1].content }}"}, "rows have tools, and the chat template does not use them: the model does not see them"),
-        ({"prompt": "a", "tools": [TOOL]}, {"chat_template": None}, "column 'tools' is only carried to the output, not sent: prompts are raw"),
-        ({"prompt": "a", "tools": "hammer, saw"}, {}, "column 'tools' is only carried to the output, not sent: it is not a list of objects"),
-        ({"prompt": "a", "documents": [5]}, {}, "column 'documents' is only carried to the output, not sent: it is not a list of objects"),
+        ({"prompt": "a", "tools": [TOOL]}, {"chat_template": "{{ messages[-1].content }}"}, "rows have tools, which the chat template does not use: the model does not see them"),
+        ({"prompt": "a", "tools": [TOOL]}, {"chat_template": None}, "column 'tools' is only copied to the output, not sent to the model: prompts are raw"),
+        ({"prompt": "a", "tools": "hammer, saw"}, {}, "column 'tools' is only copied to the output, not sent to the model: it is not a list of objects"),
+        ({"prompt": "a", "documents": [5]}, {}, "column 'documents' is only copied to the output, not sent to the model: it is not a list of objects"),
     ],
 )  # fmt: skip
 def test_what_the_model_does_not_see_is_said_once(tools, columns, options, note):
@@ -125,7 +125,7 @@ def test_an_empty_list_of_choices_is_refused_and_not_generated_freely(tools):
 def test_several_completions_at_temperature_0_are_noted_once(tools):
     b = tools.builder(sampling=SamplingParams(n=3))
     b.build(tools.rows({"prompt": "a"}, {"prompt": "b"}))
-    note = "3 completions of a prompt at temperature 0 are all the same; --temperature above 0 makes them differ"
+    note = "the 3 completions of a prompt are identical at temperature 0; use --temperature above 0"
     assert b.notes == [note]
     b = tools.builder(sampling=SamplingParams(n=3, temperature=0.5))
     b.build(tools.rows({"prompt": "a"}))

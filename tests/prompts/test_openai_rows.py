@@ -86,7 +86,7 @@ def test_a_completion_request_is_raw_even_where_there_is_a_chat_template(tools):
         tools.rows(row(RAW, prompt="a"), row(RAW, prompt=["b"]), row("https://api/v1/completions/", prompt="c"))
     )
     assert [tools.text_of(d) for d in drafts] == ["<s>P:a", "<s>P:b", "<s>P:c"]
-    assert b.notes == ["the prompts of /v1/completions are raw: --system is not put before them"]
+    assert b.notes == ["--system is not used for rows of /v1/completions, whose prompts are raw"]
 
 
 def test_token_ids_of_a_completion_request_are_sent_as_they_are(tools):
@@ -94,7 +94,7 @@ def test_token_ids_of_a_completion_request_are_sent_as_they_are(tools):
         assert one(tools, row(RAW, prompt=prompt), chat_template=tools.CHATML).tokens.tolist() == [5, 6]
     assert tools.error_of(one(tools, row(RAW, prompt=[5, 6]), prefix="P")) == (
         "invalid_row",
-        "body.prompt is a list of token ids, which --prefix cannot be put before",
+        "body.prompt is a list of token ids, which cannot be combined with --prefix",
     )
     assert tools.error_of(one(tools, row(RAW, prompt=[]))) == ("empty_prompt", "the prompt has no tokens")
 
@@ -173,19 +173,19 @@ def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
         (row(RAW, prompt="a", reasoning_effort="low"), ("unsupported_parameter", "unknown parameter 'reasoning_effort'")),
         (row(CHAT, messages=[USER], max_tokens=0), ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
         (row(CHAT, messages=[USER], chat_template_kwargs=5), ("invalid_row", "body.chat_template_kwargs must be an object, not a number")),
-        (row(CHAT, messages=[USER], chat_template_kwargs={"tokenize": True}), ("unsupported_parameter", "body.chat_template_kwargs.tokenize is not the template's to set")),
+        (row(CHAT, messages=[USER], chat_template_kwargs={"tokenize": True}), ("unsupported_parameter", "body.chat_template_kwargs cannot set tokenize")),
         (row(CHAT, messages=[]), ("invalid_row", "body.messages is an empty list")),
         (row(CHAT, messages=[{"role": "user"}]), ("invalid_row", "body.messages[0].content must be text or a list of text parts, not null")),
-        (row(CHAT, prompt="a"), ("invalid_row", "body has no messages; it has prompt, which /v1/completions takes")),
-        (row(RAW, messages=[USER]), ("invalid_row", "body has no prompt; it has messages, which /v1/chat/completions takes")),
+        (row(CHAT, prompt="a"), ("invalid_row", "body has no messages; it has prompt, which belongs to /v1/completions")),
+        (row(RAW, messages=[USER]), ("invalid_row", "body has no prompt; it has messages, which belongs to /v1/chat/completions")),
         (row(RAW), ("invalid_row", "body has no prompt")),
-        (row(RAW, prompt=["a", "b"]), ("unsupported_parameter", "body.prompt holds 2 prompts; a row can have one")),
+        (row(RAW, prompt=["a", "b"]), ("unsupported_parameter", "body.prompt holds 2 prompts; a row can have only one")),
         (row(RAW, prompt=5), ("invalid_row", "body.prompt must be text or token ids, not a number")),
         (row(RAW, prompt=[5, None]), ("invalid_row", "body.prompt must be token ids from 0 to 259; one is null")),
         (row(RAW, prompt="a", echo=True), ("unsupported_parameter", "echo is not supported: true")),
-        (row("/v1/embeddings", input="a"), ("invalid_row", "url is '/v1/embeddings'; /v1/completions and /v1/chat/completions can be served")),
-        (row(7, prompt="a"), ("invalid_row", "url is a number; /v1/completions and /v1/chat/completions can be served")),
-        (row(RAW, prompt="a") | {"method": "GET"}, ("invalid_row", "method is 'GET'; only POST makes a completion")),
+        (row("/v1/embeddings", input="a"), ("invalid_row", "url is '/v1/embeddings'; use /v1/completions or /v1/chat/completions")),
+        (row(7, prompt="a"), ("invalid_row", "url is a number; use /v1/completions or /v1/chat/completions")),
+        (row(RAW, prompt="a") | {"method": "GET"}, ("invalid_row", "method is 'GET'; it must be POST")),
         ({"url": RAW, "body": "{"}, ("invalid_row", "body is text that is not JSON")),
         ({"url": RAW, "body": "[1]"}, ("invalid_row", "body must be an object, not a list")),
     ],

@@ -117,12 +117,12 @@ def test_of_several_templates_the_default_is_used(tools):
 @pytest.mark.parametrize(
     ("own", "options", "message"),
     [
-        (None, {"system": "S"}, "--system needs one: the model has no chat template; give one with --chat-template FILE, or send prompts raw with --no-chat"),
-        (None, {"chat": True}, "--chat needs one: the model has no chat template; give one with --chat-template FILE, or send prompts raw with --no-chat"),
-        (None, {"chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs needs one: the model has no chat template; give one with --chat-template FILE, or send prompts raw with --no-chat"),
-        ({"a": "x", "b": "y"}, {}, "the model has no default among its chat templates (a, b); give one with --chat-template FILE, or send prompts raw with --no-chat"),
-        ("x", {"system": "S", "chat": False}, "--system has no place in a raw prompt, which --no-chat asks for; leave one of them out"),
-        ("x", {"chat_template_kwargs": {"messages": []}}, "--chat-template-kwargs 'messages' is not the template's to set; leave it out"),
+        (None, {"system": "S"}, "--system needs one: the model has no chat template; use --chat-template FILE, or --no-chat for raw prompts"),
+        (None, {"chat": True}, "--chat needs one: the model has no chat template; use --chat-template FILE, or --no-chat for raw prompts"),
+        (None, {"chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs needs one: the model has no chat template; use --chat-template FILE, or --no-chat for raw prompts"),
+        ({"a": "x", "b": "y"}, {}, "the model has no default among its chat templates (a, b); use --chat-template FILE, or --no-chat for raw prompts"),
+        ("x", {"system": "S", "chat": False}, "--system cannot be combined with --no-chat; leave one of them out"),
+        ("x", {"chat_template_kwargs": {"messages": []}}, "--chat-template-kwargs cannot set 'messages'; leave it out"),
         ("{% if %}", {}, "the model's chat template is not valid Jinja (line 1): Expected an expression, got 'end of statement block'; correct it, or give another"),
         ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'; correct the template"),
     ],
@@ -160,11 +160,11 @@ def test_a_prompt_of_token_ids_is_sent_as_it_is_beside_a_chat_template_and_that_
     b = tools.builder(chat_template=tools.CHATML)
     (chat,) = b.build(tools.rows({"prompt": [5, 0, 9]}))
     assert chat.tokens.tolist() == [5, 0, 9]
-    assert b.notes == ["prompts that are token ids are sent as they are, not through the chat template"]
+    assert b.notes == ["prompts that are token ids do not go through the chat template"]
     (row,) = tools.builder(chat_template=tools.CHATML, system="Be.").build(tools.rows({"prompt": [5, 0, 9]}))
     assert tools.error_of(row) == (
         "invalid_row",
-        "column 'prompt' is a list of token ids, which --system cannot be put before",
+        "column 'prompt' is a list of token ids, which cannot be combined with --system",
     )
 
 

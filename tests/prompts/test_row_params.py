@@ -207,13 +207,13 @@ def test_columns_called_like_parameters_are_only_carried_and_that_is_said_once(t
         )
         assert [d.params for d in drafts] == [SamplingParams(seed=1), SamplingParams()]
     assert b.notes == [
-        "columns 'n', 'temperature', 'top_p' are carried to the output and not used as sampling parameters; "
+        "columns 'n', 'temperature', 'top_p' are copied to the output and not used as sampling parameters; "
         "name them in --row-params to use them"
     ]
     b = tools.builder(prompt_column="stop")
     b.build(tools.rows({"stop": "a", "seed": 1}))
     assert b.notes == [
-        "column 'seed' is carried to the output and not used as sampling parameter; name it in --row-params to use it"
+        "column 'seed' is copied to the output and not used as sampling parameter; name it in --row-params to use it"
     ]
 
 

@@ -35,15 +35,15 @@ def test_row_is_all_columns_for_names_that_are_no_words(tools):
         ("{{ a }}{{ b }}", {"a": 1}, "template: the row has no column 'b'"),
         ("{% if b %}x{% endif %}", {"a": 1}, "template: the row has no column 'b'"),
         ("{{ a.b }}", {"a": {}}, "template: 'dict object' has no attribute 'b'"),
-        ("{{ a }}", {"a": None}, "template: column 'a' is null; write `or ''` after it where that may be"),
-        ("{{ a.b }}", {"a": {"b": None}}, "template: a value is null; write `or ''` after it where that may be"),
+        ("{{ a }}", {"a": None}, "template: column 'a' is null; write `or ''` after it to allow that"),
+        ("{{ a.b }}", {"a": {"b": None}}, "template: a value is null; write `or ''` after it to allow that"),
         ("{{ a / 0 }}", {"a": 1}, "template: division by zero"),
         ("{{ a | nofilter }}", None, None),
         ("{{ a.__class__ }}", {"a": 1}, "template: access to attribute '__class__' of 'int' object is unsafe."),
         ("{{ a.append(1) }}", {"a": []}, "template: access to attribute 'append' of 'list' object is unsafe."),
         ("{{ 'x' * a }}", {"a": 10**12}, "template: the result of * is too large"),
         ("{{ a ** 99999 }}", {"a": 7}, "template: the result of ** is too large"),
-        ("{% for i in range(60000) %}{{ a }}{% endfor %}", {"a": "x" * 200}, "template: more than 10000000 characters come out"),
+        ("{% for i in range(60000) %}{{ a }}{% endfor %}", {"a": "x" * 200}, "template: it writes more than 10000000 characters"),
     ],
 )  # fmt: skip
 def test_a_row_that_the_template_fails_on_fails_alone(tools, template, columns, message):

@@ -36,8 +36,8 @@ def test_the_models_sampling_is_used_where_it_asks_for_sampling_and_that_is_said
     assert params(tools, b, {}) == [SamplingParams(**ASKED)]
     assert b.sampling == SamplingParams(**ASKED)
     assert b.notes == [
-        "sampling as the model's generation_config.json asks for: temperature 0.6, top_p 0.95, top_k 20, repetition_penalty 1.05 "
-        "(--sampling-defaults greedy leaves it out)"
+        "sampling uses the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20, repetition_penalty 1.05 "
+        "(--sampling-defaults greedy ignores it)"
     ]
 
 

@@ -193,7 +193,7 @@ def test_labels_that_only_an_end_token_tells_apart_need_one(tools):
     with pytest.raises(UsageError) as e:
         PromptBuilder(tokenizer, PromptConfig(), sampling)
     assert str(e.value) == (
-        "--choices: the tokens of the choice 'no' begin those of 'none', and the model has no end token to tell them apart"
+        "--choices: the tokens of the choice 'no' begin those of 'none', and the model has no end token that would tell them apart"
     )
     assert len(PromptBuilder(tokenizer, PromptConfig(), SamplingParams(choices=("no", "yes"))).build([])) == 0
 

@@ -14,7 +14,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 RECURSIVE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 LOOPS = "its loops run more than 10000000 times"
 CALLS = "it makes more than 1000000 calls"
-SIZE = "more than 10000000 characters come out"
+SIZE = "it writes more than 10000000 characters"
 
 
 @pytest.mark.parametrize(("template", "why"), slow_but([(ENDLESS, LOOPS)], [(ENDLESS, LOOPS), (RECURSIVE, CALLS)]))

@@ -271,8 +271,8 @@ def test_what_is_no_record_of_ours_is_left_out(tmp_path, spoil):
     ("options", "message"),
     [
         ({"output_format": "OpenAI"}, "--output-format must be rows or openai, not 'OpenAI'"),
-        ({"output_format": "openai", "keep": ("a",)}, "--output-format openai carries no columns; leave it out, or --keep"),
-        ({"output_format": "openai", "prompts": PromptConfig(score=True)}, "--output-format openai has no place for scores; leave it out, or --score"),
+        ({"output_format": "openai", "keep": ("a",)}, "--output-format openai cannot hold input columns; leave out one of --output-format and --keep"),
+        ({"output_format": "openai", "prompts": PromptConfig(score=True)}, "--output-format openai cannot hold scores; leave out one of --output-format and --score"),
     ],
 )  # fmt: skip
 def test_options_that_have_no_place_in_the_form_are_refused(options, message):

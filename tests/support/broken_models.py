@@ -127,8 +127,8 @@ def quantized(method: str) -> Break:
     return settings(quantization_config={"quant_method": method, "bits": 4})
 
 
-AGAIN = "the download was not finished: download it again"
-PULL = "run `git lfs pull` in the folder it was cloned to, or download it with `hf download`"
+AGAIN = "the download was not completed: download it again"
+PULL = "run `git lfs pull` in the cloned folder, or download the model with `hf download`"
 CAUSAL = "give a causal language model (…ForCausalLM)"
 ORIGINAL = "give the original model, or one quantized in a way that docs/quantized.md lists"
 
@@ -164,7 +164,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "adapter": (
         _adapter_folder,
         "model folder 'M' holds an adapter (LoRA) of org/base, not a model; "
-        "give the model that it is for with --model, and this folder with --lora",
+        "name its base model with --model, and this folder with --lora",
     ),
     "diffusers": (only(("model_index.json", "{}")), "model folder 'M' is an image model of diffusers; give a language model"),
     "original format": (
@@ -205,7 +205,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "unknown type": (
         settings(model_type="martian", architectures=["MartianForCausalLM"]),
-        "transformers TRANSFORMERS does not know models of type 'martian'; install a newer transformers, or another model",
+        "transformers TRANSFORMERS does not know models of type 'martian'; install a newer transformers, or use another model",
     ),
     # quantized in ways that are not read
     **{
@@ -247,11 +247,11 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "weights are gone": (
         without("model.safetensors"), f"model folder 'M' has no weights (model.safetensors); {AGAIN}",
     ),
-    "weights are a dead link": (_dead_link, "M/model.safetensors is a link to a file that is gone; download the model again"),
+    "weights are a dead link": (_dead_link, "M/model.safetensors is a link to a file that does not exist; download the model again"),
     "pickled weights": (
         renamed("model.safetensors", "pytorch_model.bin"),
-        "the model 'M' has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened; "
-        "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
+        "the model 'M' has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any program; "
+        "convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), or use another model or --revision",
     ),
     "weights of Flax": (
         renamed("model.safetensors", "flax_model.msgpack"),

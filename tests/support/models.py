@@ -107,7 +107,7 @@ def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **con
 
 
 def memory_for(engine: Engine, blocks: int) -> str:
-    """The `kv_memory` that holds so many blocks, and beside them as many state slots as take no more memory than they do."""
+    """The `kv_memory` that holds so many blocks, and beside them as many state slots as take no memory left than they do."""
     sizes = engine.sizes
     block = sizes.block_size * sizes.bytes_per_token
     if not sizes.num_slots:
