@@ -369,7 +369,7 @@ class JobConfig:
     retry_errors: bool = option(False, "Run rows again that failed in an earlier run.", group="Job")
     retry: tuple[str, ...] = option(
         (),
-        "Run the rows again that failed, or were cut by their time limit, length or repetition, in an earlier run.",
+        "Run rows again that failed in an earlier run, or were cut by their time limit, length or repetition.",
         group="Job",
         metavar="errors,timeout,length,repetition",
         parse=comma_list,

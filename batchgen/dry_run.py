@@ -53,7 +53,7 @@ class TreeLine:
     rows: int
     saved_tokens: int
     text: str
-    """The beginning of its own text."""
+    """The start of its own text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class PlanReport:
     bytes_per_token: int
     """KV of one token in all layers; 0 if the model's configuration does not say."""
     bytes_per_state: int
-    """State of one sequence, or node, in all recurrent layers; 0 for a model without such layers."""
+    """State of one sequence or node in all recurrent layers; 0 for a model without such layers."""
     block_size: int
     tree: tuple[TreeLine, ...]
     groups: tuple[GroupLine, ...]
     chat: bool = False
     whole: bool = True
-    """Whether the windows are those of the whole input in prefix order."""
+    """Whether the windows cover the whole input in prefix order."""
     cuts: CutFigures | None = None
     """Of as many shards as were asked for."""
 

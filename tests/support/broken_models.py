@@ -159,7 +159,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     # another program's
     "gguf": (
         only(("m.Q4_K_M.gguf", "GGUF")),
-        "M/m.Q4_K_M.gguf is cut inside its header; the download was not finished: download it again",
+        "M/m.Q4_K_M.gguf is cut inside its header; the download was not completed: download it again",
     ),
     "adapter": (
         _adapter_folder,
