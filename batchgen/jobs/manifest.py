@@ -53,11 +53,11 @@ def load_manifest(path: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except ValueError as e:
-        raise UsageError(f"{path} is damaged", way_out) from e
+        raise UsageError(f"{path} is damaged", hint) from e
     if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
-        raise UsageError(f"{path} was written by another version of batchgen", way_out)
+        raise UsageError(f"{path} was written by another version of batchgen", hint)
     if value.pop(DIGEST, None) != json_digest(value) or value.keys() != {f.name for f in fields(Manifest)}:
-        raise UsageError(f"{path} is damaged", way_out)
+        raise UsageError(f"{path} is damaged", hint)
     return Manifest(**value)
 
 
