@@ -16,7 +16,8 @@ from batchgen.errors import RowError
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
-from batchgen.records import Row
+from batchgen.records import Row, RowForm
+from batchgen.records.frames import rows_of_table, with_results
 from batchgen.request import Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
@@ -124,8 +125,32 @@ class LLM:
         list with those of each (None for the defaults).
         """
         options = _options(prompt_options)
-        rows = [_columns(prompt, options) for prompt in _listed(prompts)]
+        rows = _rows([_columns(prompt, options) for prompt in _listed(prompts)])
         return self._do(rows, _params_of(params, len(rows)), options)
+
+    def generate_table(
+        self,
+        table: Any,
+        params: Params | Sequence[Params | None] | None = None,
+        *,
+        prompt_options: PromptConfig | None = None,
+    ) -> Any:
+        """Generates for each row of a table, and returns the table with the columns of the results (`text`, `finish_reason`, `usage`…).
+
+        `table` is an Arrow table, a DataFrame of pandas or polars, or a `datasets.Dataset`, with a column `prompt` or `messages`, or those
+        that `prompt_options` name, and the returned table is of the same kind. Its own columns stay as they are; one that is called like
+        a field of a result gets the prefix `input_`. `sampling_params` and the other columns of a file's rows mean what they mean there.
+
+        Raises `TypeError` for anything that is no such table, `UsageError` if no row has a prompt.
+        """
+        options = _options(prompt_options)
+        rows = rows_of_table(table)
+        given = _params_of(params, len(rows))
+        builder = self._builder(given, options)
+        builder.check_columns(rows)
+        results = self._do(rows, given, options)
+        form = RowForm(reasoning=builder.reasoning, tool_calls=builder.tool_calls)
+        return with_results(table, rows, results, form)
 
     def score(
         self,
@@ -146,7 +171,7 @@ class LLM:
                 f"there are {len(rows)} prompts and {len(texts)} completions; give one completion for each prompt"
             )
         pairs = zip(rows, texts, strict=True)
-        return self._do([row | {options.completion_column: text} for row, text in pairs], None, options)
+        return self._do(_rows([row | {options.completion_column: text} for row, text in pairs]), None, options)
 
     def add(
         self,
@@ -163,7 +188,7 @@ class LLM:
         each sampled token; `completion` is the index of the completion among those of the prompt.
         """
         options = _options(prompt_options)
-        rows = [_columns(prompt, options) for prompt in _listed(prompts)]
+        rows = _rows([_columns(prompt, options) for prompt in _listed(prompts)])
         return self._add(rows, _params_of(params, len(rows)), options, on_result, on_token)
 
     def cancel(self, number: int) -> None:
@@ -206,7 +231,7 @@ class LLM:
 
     def _do(
         self,
-        rows: list[dict[str, Any]],
+        rows: list[Row],
         params: SamplingParams | list[SamplingParams] | None,
         options: PromptConfig,
     ) -> list[Result]:
@@ -217,7 +242,7 @@ class LLM:
 
     def _add(
         self,
-        columns: list[dict[str, Any]],
+        rows: list[Row],
         params: SamplingParams | list[SamplingParams] | None,
         options: PromptConfig,
         on_result: OnResult,
@@ -225,18 +250,12 @@ class LLM:
     ) -> list[int]:
         self.engine  # noqa: B018 - a closed model takes no prompts
         own = params if isinstance(params, list) else None
-        builder = PromptBuilder(
-            self.tokenizer, options, params if isinstance(params, SamplingParams) else SamplingParams()
-        )
-        numbers = [next(self._numbers) for _ in columns]
-        rows = [
-            Row(number=number, columns=of, error=None, source=f"prompt {place}")
-            for place, (number, of) in enumerate(zip(numbers, columns, strict=True))
-        ]
+        numbers = [next(self._numbers) for _ in rows]
+        rows = [replace(row, number=number) for row, number in zip(rows, numbers, strict=True)]
         requests: list[Request] = []
         failed: list[Result] = []
         seen: Counter[bytes] = Counter()
-        for built in builder.build(rows, own):
+        for built in self._builder(params, options).build(rows, own):
             row = self._grammars.of_row(built) if isinstance(built, Request) else built
             if isinstance(row, Request):
                 requests.append(row.repeated(seen[row.key]))
@@ -246,6 +265,11 @@ class LLM:
         self._requests.update((request.row, request) for request in requests)
         self._arriving.append(_Arrival(requests, failed, on_result, on_token))
         return numbers
+
+    def _builder(self, params: SamplingParams | list[SamplingParams] | None, options: PromptConfig) -> PromptBuilder:
+        return PromptBuilder(
+            self.tokenizer, options, params if isinstance(params, SamplingParams) else SamplingParams()
+        )
 
     def _take(self) -> None:
         """Gives the added prompts to the engine."""
@@ -271,6 +295,10 @@ def _listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a prompt or a list of prompts, not {_shown(prompts)}")
     return list(prompts)
+
+
+def _rows(columns: list[dict[str, Any]]) -> list[Row]:
+    return [Row(place, of, None, f"prompt {place}") for place, of in enumerate(columns)]
 
 
 def _columns(prompt: Any, options: PromptConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
-from batchgen.attention.plan import contiguous_parts, cut
+from batchgen.attention.plan import contiguous_parts, split_step
 from batchgen.scheduling.batch import ScheduledSpan
 
 VECTOR = 16
@@ -61,7 +61,7 @@ class PackedAttention:
 
     def __init__(self, library: ctypes.CDLL, spans: Sequence[ScheduledSpan], cache: KVCache) -> None:
         size = cache.block_size
-        cuts = cut(spans, size, SHARED_READS)
+        cuts = split_step(spans, size, SHARED_READS)
         self.positions = cuts.positions
         self.num_parts = len(cuts.shared) + 1
         self._library = library

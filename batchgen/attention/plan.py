@@ -21,11 +21,11 @@ from batchgen.scheduling.batch import ScheduledSpan
 from batchgen.scheduling.sequence import PrefixNodeSpan
 
 CAUSAL_CHUNK = 256
-"""Most queries of one causal part: what lies before them in their span is unmasked and read as a shared part."""
+"""Maximum number of queries in a causal part. The keys before a chunk in its own span need no mask and are read as a shared part."""
 SHARED_READS = 64
 """A run of blocks becomes a shared part where queries x blocks reaches this (CPU, benchmarks/NOTES.md)."""
 CAUSAL_SCORES = 1 << 16
-"""Most (query, key) pairs of one causal batch, for each head: bounds the scores in memory."""
+"""Maximum number of (query, key) pairs in a causal batch, for each head. It bounds the memory of the scores."""
 NO_LIMIT = 1 << 62
 PADDING = np.int64(1) << 40  # the position of a key that is not there: after every query
 
@@ -108,8 +108,8 @@ class QueryChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """A step cut into shared parts and chunks; every query is in one chunk, which has its own token among its blocks."""
+class StepParts:
+    """A step split into shared parts and chunks. Every query is in one chunk; that chunk reads the query's own token."""
 
     num_tokens: int
     positions: NDArray[np.int64]
@@ -121,16 +121,23 @@ class Cuts:
     """In the order of their queries."""
 
 
-def plan_attention(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int = SHARED_READS) -> AttentionPlan:
-    """Plans the attention of spans that are in depth-first order."""
-    cuts = cut(spans, block_size, shared_reads, CAUSAL_CHUNK)
-    paged = _paged([b for b in cuts.chunks if b.q_end - b.q_start == 1], block_size)
-    causal = _causal([b for b in cuts.chunks if b.q_end - b.q_start > 1], cuts.num_tokens, block_size)
-    return AttentionPlan(cuts.num_tokens, cuts.positions, cuts.slots, tuple(cuts.shared), paged, causal, block_size)
+def plan_attention(
+    spans: Sequence[ScheduledSpan],
+    block_size: int,
+    shared_reads: int = SHARED_READS,
+    causal_chunk: int = CAUSAL_CHUNK,
+    causal_scores: int = CAUSAL_SCORES,
+) -> AttentionPlan:
+    """Returns the attention plan of spans that are in depth-first order."""
+    step = split_step(spans, block_size, shared_reads, causal_chunk)
+    paged = _paged([chunk for chunk in step.chunks if chunk.q_end - chunk.q_start == 1], block_size)
+    longer = [chunk for chunk in step.chunks if chunk.q_end - chunk.q_start > 1]
+    causal = _causal(longer, step.num_tokens, block_size, causal_scores)
+    return AttentionPlan(step.num_tokens, step.positions, step.slots, tuple(step.shared), paged, causal, block_size)
 
 
-def cut(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> Cuts:
-    """Cuts a step, whose spans are in depth-first order, into chunks of at most `chunk` queries of one span."""
+def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> StepParts:
+    """Splits a step, whose spans are in depth-first order, into shared parts and chunks of at most `chunk` queries of one span."""
     sizes = [w.stop - w.start for w in spans]
     num_tokens = sum(sizes)
     positions = np.concatenate([np.arange(w.start, w.stop) for w in spans])
@@ -147,30 +154,30 @@ def cut(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chun
         at += size
     parts, flat = _node_parts(spans, sizes, block_size, shared_reads)
     chunks = _query_chunks(spans, sizes, flat, parts, block_size, shared_reads, chunk)
-    return Cuts(num_tokens, positions, slots, parts, chunks)
+    return StepParts(num_tokens, positions, slots, parts, chunks)
 
 
 def _node_parts(
     spans: Sequence[ScheduledSpan], sizes: list[int], block_size: int, shared_reads: int
 ) -> tuple[list[SharedPart], list[list[tuple[int, int]]]]:
-    """The resident nodes above the works: as shared parts, or listed with each work below (table ranges)."""
+    """Returns the resident nodes above the spans as shared parts, or as table ranges of each span below them."""
     parts: list[SharedPart] = []
     flat: list[list[tuple[int, int]]] = [[] for _ in spans]
-    open_: list[tuple[PrefixNodeSpan, int, int]] = []  # branch, first work below it, first query below it
+    open_: list[tuple[PrefixNodeSpan, int, int]] = []  # node, first span below it, first query below it
 
-    def close(depth: int, scheduled: int, query: int) -> None:
+    def close(depth: int, last_span: int, query: int) -> None:
         while len(open_) > depth:
-            node_span, first_work, q_start = open_.pop()
+            node_span, first_span, q_start = open_.pop()
             first, last = node_span.start // block_size, node_span.end // block_size
             if first == last:
                 continue
-            if scheduled - first_work > 1 and (query - q_start) * (last - first) >= shared_reads:
-                # Of the spans below, that which has given back least: what others see no more is masked for them.
-                span = min((w.span for w in spans[first_work:scheduled]), key=lambda span: span.dropped)
+            if last_span - first_span > 1 and (query - q_start) * (last - first) >= shared_reads:
+                # The span below that has released the fewest blocks. Blocks that the others do not see any more are masked for them.
+                span = min((w.span for w in spans[first_span:last_span]), key=lambda span: span.dropped)
                 parts.extend(contiguous_parts(span.table, max(first, span.dropped), last, q_start, query, block_size))
             else:
-                for w in range(first_work, scheduled):
-                    flat[w].append((max(first, spans[w].span.dropped), last))
+                for i in range(first_span, last_span):
+                    flat[i].append((max(first, spans[i].span.dropped), last))
 
     at = 0
     for i, (scheduled, size) in enumerate(zip(spans, sizes, strict=True)):
@@ -190,10 +197,10 @@ def _node_parts(
 def contiguous_parts(
     table: list[int], first: int, last: int, q_start: int, q_end: int, block_size: int
 ) -> list[SharedPart]:
-    """Table entries [first, last) as parts of blocks that follow one another in the pool."""
+    """Returns table entries [first, last) as parts whose blocks are contiguous in the pool."""
     parts: list[SharedPart] = []
     begin = first
-    for i in range(first + 1, last + 1):  # none where first >= last: all of it was given back
+    for i in range(first + 1, last + 1):  # no part if first >= last: all blocks were released
         if i == last or table[i] != table[i - 1] + 1:
             parts.append(SharedPart(table[begin], i - begin, q_start, q_end, begin * block_size))
             begin = i
@@ -207,16 +214,16 @@ def _query_chunks(
     parts: list[SharedPart],
     block_size: int,
     shared_reads: int,
-    most: int,
+    max_queries: int,
 ) -> list[QueryChunk]:
-    """Cuts the works into chunks of queries; what a chunk has behind it in its own span may become a shared part."""
+    """Cuts the spans into chunks of queries. The blocks before a chunk in its own span may become a shared part."""
     chunks: list[QueryChunk] = []
     at = 0
     for scheduled, size, ranges in zip(spans, sizes, flat, strict=True):
         table, own = scheduled.span.table, max(scheduled.span.start // block_size, scheduled.span.dropped)
-        for offset in range(0, size, most):
+        for offset in range(0, size, max_queries):
             start = scheduled.start + offset
-            q_start, q_end = at + offset, at + min(offset + most, size)
+            q_start, q_end = at + offset, at + min(offset + max_queries, size)
             behind = start // block_size
             if size > 1 and (q_end - q_start) * (behind - own) >= shared_reads:
                 parts.extend(contiguous_parts(table, own, behind, q_start, q_end, block_size))
@@ -255,8 +262,8 @@ def _paged(chunks: list[QueryChunk], block_size: int) -> PagedPart | None:
     )
 
 
-def _causal(chunks: list[QueryChunk], num_tokens: int, block_size: int) -> tuple[CausalPart, ...]:
-    """Batches chunks of similar shape, so that padding costs at most half."""
+def _causal(chunks: list[QueryChunk], num_tokens: int, block_size: int, max_scores: int) -> tuple[CausalPart, ...]:
+    """Batches chunks of similar shape, so that padding at most doubles each dimension."""
     shapes: dict[tuple[int, int], list[tuple[QueryChunk, list[int]]]] = {}
     for chunk in chunks:
         indices = chunk.indices(block_size)
@@ -266,9 +273,9 @@ def _causal(chunks: list[QueryChunk], num_tokens: int, block_size: int) -> tuple
     for similar in shapes.values():
         L = max(b.q_end - b.q_start for b, _ in similar)
         S = max(len(indices) for _, indices in similar) * block_size
-        most = max(1, CAUSAL_SCORES // (L * S))
+        size = max(1, max_scores // (L * S))
         parts += [
-            _causal_batch(similar[i : i + most], L, S, num_tokens, block_size) for i in range(0, len(similar), most)
+            _causal_batch(similar[i : i + size], L, S, num_tokens, block_size) for i in range(0, len(similar), size)
         ]
     return tuple(parts)
 

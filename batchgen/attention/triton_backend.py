@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache
-from batchgen.attention.plan import cut
+from batchgen.attention.plan import split_step
 from batchgen.attention.work_list import BLOCK_TABLE, HEADER, Lane, work_list
 from batchgen.scheduling.batch import ScheduledSpan
 
@@ -108,7 +108,7 @@ class DeviceAttention:
         `tokens`: the padded size of the batch; padded places write no KV and give zeros. Raises `ValueError` where it is too small.
         """
         size = self._cache.block_size
-        cuts = cut(spans, size, SHARED_READS)
+        cuts = split_step(spans, size, SHARED_READS)
         count = cuts.num_tokens
         padded = count if tokens is None else tokens
         if not count <= padded <= self._max_tokens:

@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.attention.plan import Cuts, QueryChunk, SharedPart
+from batchgen.attention.plan import QueryChunk, SharedPart, StepParts
 from batchgen.scheduling.batch import ScheduledSpan
 
 Q_START, Q_COUNT, BLOCK_TABLE, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL = range(7)
@@ -67,7 +67,7 @@ class WorkList:
     num_partials: int
 
 
-def work_list(spans: Sequence[ScheduledSpan], cuts: Cuts, block_size: int, wide: Lane, narrow: Lane) -> WorkList:
+def work_list(spans: Sequence[ScheduledSpan], cuts: StepParts, block_size: int, wide: Lane, narrow: Lane) -> WorkList:
     """The items of a step that was cut with one chunk for each work.
 
     A work that fills a wide tile by itself reads its block table from end to end: a shared part would save it nothing, and
@@ -137,7 +137,7 @@ def _runs(flat: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, 
     return runs
 
 
-def _shared(cuts: Cuts, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
+def _shared(cuts: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
     """Adds the shared parts that several works read, without the queries that read their own block table."""
     starts = [chunk.q_start for chunk in cuts.chunks]
     for parts in _adjoining(cuts.shared, ranges.block_size):

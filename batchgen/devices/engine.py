@@ -22,13 +22,13 @@ from batchgen.devices.threads import cpu_quota, share_of_threads
 from batchgen.devices.transport import (
     Cancel,
     Channel,
-    Failed,
     Process,
     Ready,
     Report,
-    Setup,
     Stop,
     Work,
+    WorkerFailed,
+    WorkerSetup,
     how_it_ended,
     kill,
 )
@@ -343,7 +343,7 @@ class Workers:
             if place in self._alive:  # else there is nothing more that it could say
                 self._hear(self._alive[place], message)
 
-    def _hear(self, worker: _Worker, message: Ready | Report | Failed | _Gone) -> None:
+    def _hear(self, worker: _Worker, message: Ready | Report | WorkerFailed | _Gone) -> None:
         if isinstance(message, Ready):
             worker.dtype, worker.attention = message.dtype, message.attention
             worker.batch_size = message.batch_size
@@ -363,7 +363,7 @@ class Workers:
                     del self._rows[result.row]
                     worker.leaves -= row.request.leaves
                     row.on_result(result)
-        elif isinstance(message, Failed):
+        elif isinstance(message, WorkerFailed):
             self._ended(worker, message.error)
         else:
             how = how_it_ended(worker.process, worker.said)
@@ -399,7 +399,9 @@ class Workers:
         self._alive[place] = worker
         processes = len(model.devices)
         worker.channel.send(
-            Setup(replace(model, device=device), replace(config, processes=processes), place, processes, self._texts)
+            WorkerSetup(
+                replace(model, device=device), replace(config, processes=processes), place, processes, self._texts
+            )
         )
 
     def _ended(self, worker: _Worker, error: BatchgenError) -> None:

@@ -68,7 +68,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class WorkerSetup:
     """The first thing a device's process hears: what it is to be."""
 
     model: ModelConfig
@@ -133,7 +133,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class WorkerFailed:
     """The process ends because of an error."""
 
     error: BatchgenError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.collector import few_collections
 from batchgen.devices.engine import engine_here, use_threads
-from batchgen.devices.transport import Cancel, Channel, Failed, Ready, Report, Setup, Stop, Work
+from batchgen.devices.transport import Cancel, Channel, Ready, Report, Stop, Work, WorkerFailed, WorkerSetup
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
 from batchgen.lean_imports import allow_lean_imports
 from batchgen.prefix import PrefixPlan, plan_prefixes
@@ -69,7 +69,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(0)
 
 
-def load(setup: Setup) -> Engine:
+def load(setup: WorkerSetup) -> Engine:
     """The engine of this process. Raises `BatchgenError`."""
     tokenizer = load_tokenizer(setup.model)
     use_threads(setup.engine, setup.place, setup.processes)
@@ -77,7 +77,7 @@ def load(setup: Setup) -> Engine:
     return engine_here(setup.model, tokenizer, setup.engine, setup.texts)
 
 
-def serve(connection: Connection[Any, Any], load: Callable[[Setup], Engine], gone: Callable[[], None]) -> None:
+def serve(connection: Connection[Any, Any], load: Callable[[WorkerSetup], Engine], gone: Callable[[], None]) -> None:
     """Runs until an error, of which it tells, or until the other end has gone: `gone` is then called, in another thread."""
     worker = _Worker(connection, gone)
     try:
@@ -118,7 +118,7 @@ class _Worker:
     # -- in the thread that receives
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, Setup):
+        if isinstance(message, WorkerSetup):
             self._setup = message
         elif isinstance(message, Work):
             try:
@@ -138,7 +138,7 @@ class _Worker:
 
     # -- in the main thread
 
-    def run(self, load: Callable[[Setup], Engine]) -> None:
+    def run(self, load: Callable[[WorkerSetup], Engine]) -> None:
         self._engine = engine = load(self._next())
         self._channel.send(Ready(engine.dtype, engine.attention, engine.sizes.limits.batch_size))
         self._report(idle=True)
@@ -155,7 +155,7 @@ class _Worker:
             trace = "".join(traceback.format_exception(error))
             error = DevicesLost(f"{self._setup.model.device}: {type(error).__name__}: {first}")
             error.add_note(trace)
-        self._channel.send(Failed(error))
+        self._channel.send(WorkerFailed(error))
         self._channel.flush(LAST_WORDS_SECONDS)
 
     def _between(self) -> str | None:

@@ -18,8 +18,7 @@ from batchgen.errors import BatchgenError, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
 from batchgen.sampling.constraints import Constraints
-from batchgen.sampling.logprobs import SamplerOutput
-from batchgen.sampling.sampler import Sampler
+from batchgen.sampling.sampler import Sampler, SamplerOutput
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling.stopping import Stopper
 from batchgen.scheduling.batch import Freed, Sample, ScheduledBatch, StepOutput

@@ -171,20 +171,9 @@ def open_job(
             command=command,
         )
         job = JobFolder(
-            output,
-            target,
-            folder,
-            lock,
-            input,
-            manifest,
-            form=form,
-            order=order,
-            retry=retry,
-            prune=prune,
-            optional=optional,
-            lease=lease,
-            merging=merging,
-        )
+            output, target, folder, lock, input, manifest,
+            form=form, order=order, retry=retry, prune=prune, optional=optional, lease=lease, merging=merging,
+        )  # fmt: skip
         job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
         lock.release()

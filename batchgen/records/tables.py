@@ -214,14 +214,14 @@ def read_parquet(
             _batch_rows(group, batch_rows, batch_bytes), row_groups=[place], use_threads=False
         ):
             batch = pa.RecordBatch.from_arrays(read.columns, names=names) if names else read
-            for columns in _batch_columns(batch):
+            for columns in batch_columns(batch):
                 yield f":row {number}", columns, batch.nbytes // max(1, batch.num_rows)
                 number += 1
         if number != end:  # Arrow reports nothing if a column ends early
             raise pa.ArrowInvalid(f"row group {place} has {group.num_rows + number - end} of {group.num_rows} rows")
 
 
-def _batch_columns(batch: pa.RecordBatch) -> Generator[ArrowColumns | str, None, None]:
+def batch_columns(batch: pa.RecordBatch) -> Generator[ArrowColumns | str, None, None]:
     """The columns of each row, or the reason why a row is malformed."""
     names = batch.schema.names
     columns = [_values(c) for c in batch.columns]

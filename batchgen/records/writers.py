@@ -143,20 +143,26 @@ def open_writer(
     kind, compression = output_format(output)
     if kind == "jsonl":
         return JsonlWriter(file, compression, form)
-    results = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or form.token_ids}
-    if not form.token_ids:
-        results["choices"] = pa.list_(pa.struct(_CHOICE))
-    if form.reasoning:
-        results["usage"] = pa.struct([*results["usage"], ("reasoning_tokens", pa.int64())])
-        results["choices"] = pa.list_(pa.struct([*results["choices"].value_type, ("reasoning", pa.string())]))
-    else:
-        del results["reasoning"]  # a column of the input may be called so
-    if form.tool_calls:
-        results["choices"] = pa.list_(pa.struct([*results["choices"].value_type, ("tool_calls", _CALLS)]))
+    results = result_types(form)
     if schema is None:
         return SpoolingWriter(file, spool, results, form, optional, limits)
     results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}
     return ParquetWriter(file, schema, results, form, limits)
+
+
+def result_types(form: RowForm) -> dict[str, pa.DataType]:
+    """Returns the Arrow types of the fields that results of this form may have."""
+    types = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or form.token_ids}
+    if not form.token_ids:
+        types["choices"] = pa.list_(pa.struct(_CHOICE))
+    if form.reasoning:
+        types["usage"] = pa.struct([*types["usage"], ("reasoning_tokens", pa.int64())])
+        types["choices"] = pa.list_(pa.struct([*types["choices"].value_type, ("reasoning", pa.string())]))
+    else:
+        del types["reasoning"]  # a column of the input may be called so
+    if form.tool_calls:
+        types["choices"] = pa.list_(pa.struct([*types["choices"].value_type, ("tool_calls", _CALLS)]))
+    return types
 
 
 class JsonlWriter:
@@ -363,7 +369,7 @@ class _ParquetFile:
         """Writes a row group. Columns that are not in `carried` are taken from `rows`."""
         if not rows:
             return
-        arrays = [carried[f.name] if f.name in carried else _result_array(rows, f) for f in self._schema]
+        arrays = [carried[f.name] if f.name in carried else result_array(rows, f) for f in self._schema]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         self._parquet.write_table(table.unify_dictionaries(), row_group_size=len(rows))
 
@@ -378,7 +384,7 @@ class _ParquetFile:
         self._file.abandon()
 
 
-def _result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
+def result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
     """A column of results. Lone surrogates in text become their escapes."""
     values = [row.get(field.name) for row in rows]
     if field.name == "truncated":

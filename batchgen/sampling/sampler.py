@@ -13,6 +13,7 @@ Shapes: N rows, V vocabulary, n rows of a subset, k tokens of a sorted head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
 from batchgen.sampling.batch_params import Batch, Slots
 from batchgen.sampling.filters import forbid, head_tokens, inverse_cdf, largest, nucleus, nucleus_head
-from batchgen.sampling.logprobs import SamplerOutput, measure
+from batchgen.sampling.logprobs import TokenLogprobs, measure, read
 from batchgen.sampling.penalties import Penalties
 from batchgen.sampling.philox import uniforms
 from batchgen.sampling_params import SamplingParams
@@ -32,6 +33,48 @@ AT_ONCE = 1 << 24
 """Number of logits that are filtered and sampled from at once. This takes about ten times their size in float32."""
 AT_ONCE_CPU = 1 << 18
 """The same on the CPU: as many as stay in its cache (twice as fast)."""
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One sampled token per row."""
+
+    tokens: list[int]
+    valid: list[bool]
+    """False where the row's logits are not numbers: a NaN, +inf, or nothing but -inf. Its token means nothing."""
+    logprobs: list[TokenLogprobs | None] | None = None
+    """By row, None for rows that do not want them; None if no row does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """One sampled token per row, on the device."""
+
+    tokens: torch.Tensor
+    """int64 [N]"""
+    valid: torch.Tensor
+    """bool [N]"""
+    measured: torch.Tensor | None
+    """What `measure` returned for the rows that want log-probabilities; None if no row does."""
+    wanted: dict[int, int]
+    """The number of likeliest tokens that each of those rows wants, by row, in their order."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors to copy to the host."""
+        return [self.tokens, self.valid, *([] if self.measured is None else [self.measured])]
+
+    def read(self, numbers: Sequence[Sequence[float]]) -> SampledTokens:
+        """Returns the sampled tokens. `numbers` are the numbers of `tensors`, each flat."""
+        tokens, valid = [int(t) for t in numbers[0]], [bool(v) for v in numbers[1]]
+        if self.measured is None:
+            return SampledTokens(tokens, valid)
+        width = self.measured.shape[1]
+        rows = [numbers[2][i : i + width] for i in range(0, len(numbers[2]), width)]
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        for row, found in zip(self.wanted, read(rows, list(self.wanted.values())), strict=True):
+            logprobs[row] = found
+        return SampledTokens(tokens, valid, logprobs)
 
 
 class Sampler:

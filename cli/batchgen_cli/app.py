@@ -13,7 +13,7 @@ import typer
 
 from batchgen_cli.merge import MergeCommand, MergeOptions
 from batchgen_cli.models import ModelsCommand, ModelsOptions
-from batchgen_cli.options import Command, Group, similar
+from batchgen_cli.options import Command, CommandGroup, similar
 from batchgen_cli.plan import PlanCommand, PlanOptions
 from batchgen_cli.run import RunCommand, RunOptions
 from batchgen_cli.status import StatusCommand, StatusOptions
@@ -21,7 +21,7 @@ from batchgen_cli.stderr import drop_unwritten, exit_code_of, say, wants_json
 
 app = typer.Typer(
     name="batchgen",
-    cls=Group,
+    cls=CommandGroup,
     help="Offline batch generation: a file of prompts in, a file of completions out, every shared prefix run once.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -128,7 +128,7 @@ class Command(typer.core.TyperCommand):
         formatter.write(help_text(self, ctx, formatter.width))
 
 
-class Group(typer.core.TyperGroup):
+class CommandGroup(typer.core.TyperGroup):
     """The command `batchgen`, which groups the others."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from batchgen.attention import plan as module
 from batchgen.attention.plan import PADDING, SharedPart, plan_attention
 from batchgen.prefix import PrefixNode
 from batchgen.scheduling.batch import ScheduledSpan
@@ -117,9 +116,9 @@ def test_two_branches_of_one_node_are_not_taken_for_one():
     assert plan.paged.blocks.tolist() == [0, 1, 9, 2, 3, 10]
 
 
-def test_what_a_long_slice_has_behind_it_is_a_shared_part(monkeypatch):
-    monkeypatch.setattr(module, "CAUSAL_CHUNK", 4)
-    plan = plan_attention([ScheduledSpan(sequence(sim, list(range(10, 15)), None), 4, 17, 16)], 4, shared_reads=8)
+def test_what_a_long_slice_has_behind_it_is_a_shared_part():
+    spans = [ScheduledSpan(sequence(sim, list(range(10, 15)), None), 4, 17, 16)]
+    plan = plan_attention(spans, 4, shared_reads=8, causal_chunk=4)
     # chunks of 4, 4, 4 and 1 queries behind 1, 2, 3 and 4 blocks
     assert plan.shared == (SharedPart(10, 2, 4, 8, 0), SharedPart(10, 3, 8, 12, 0))
     assert plan.paged.queries.tolist() == [12]
@@ -128,10 +127,9 @@ def test_what_a_long_slice_has_behind_it_is_a_shared_part(monkeypatch):
     assert sorted(keys) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
 
 
-def test_a_causal_batch_is_bounded_in_its_scores(monkeypatch):
-    monkeypatch.setattr(module, "CAUSAL_SCORES", 64)
+def test_a_causal_batch_is_bounded_in_its_scores():
     spans = [ScheduledSpan(sequence(sim, [i], None, i), 0, 4, 3) for i in range(10)]
-    plan = plan_attention(spans, 4)
+    plan = plan_attention(spans, 4, causal_scores=64)
     assert [part.queries.shape for part in plan.causal] == [(4, 4), (4, 4), (2, 4)]
 
 
@@ -146,9 +144,8 @@ def test_padding_is_never_attended_to():
 
 
 @pytest.mark.parametrize("shared_reads", [1, 6, 10**9])
-def test_every_query_reads_each_of_its_keys_once(shared_reads, monkeypatch):
+def test_every_query_reads_each_of_its_keys_once(shared_reads):
     """The same is checked on random trees in test_scheduler."""
-    monkeypatch.setattr(module, "CAUSAL_CHUNK", 3)
     root = node_span([4, 5, 0], 0, 10)
     inner = node_span([4, 5, 1, 7, 8], 10, 20, root)
     spans = [
@@ -157,7 +154,7 @@ def test_every_query_reads_each_of_its_keys_once(shared_reads, monkeypatch):
         ScheduledSpan(sequence(sim, [4, 5, 1, 7, 8, 31], inner), 20, 24, 23),
         ScheduledSpan(sequence(sim, [4, 5, 33, 34], root), 13, 14, 14),
     ]
-    plan = plan_attention(spans, 4, shared_reads)
+    plan = plan_attention(spans, 4, shared_reads, causal_chunk=3)
     reads = sim.reads_of(plan)
     queries = [(w.span.table, p) for w in spans for p in range(w.start, w.stop)]
     for got, (table, position) in zip(reads, queries, strict=True):

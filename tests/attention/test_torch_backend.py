@@ -46,7 +46,9 @@ def compare(
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
-def random_steps(sim, seed, check, *, block_size=4, blocks=400, shared_reads=1, longest=14, steps=6, tokens=40):
+def random_steps(
+    sim, seed, check, *, block_size=4, blocks=400, shared_reads=1, longest=14, steps=6, tokens=40, **attention
+):
     """Some steps of a random tree of prompts, prefill in slices and decode mixed."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
@@ -57,6 +59,7 @@ def random_steps(sim, seed, check, *, block_size=4, blocks=400, shared_reads=1, 
         blocks=blocks, block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens, shared_reads=shared_reads,
         every_step=lambda step, plan: check(step, plan) if plan is not None else None,
     )  # fmt: skip
+    s.attention |= attention
     s.load(prompts, [rng.randint(1, 8) for _ in prompts])
     for _ in range(steps):
         if s.scheduler.unfinished:
@@ -109,11 +112,10 @@ def test_the_cascade_is_the_reference_on_random_trees(data):
 
 @pytest.mark.parametrize("shared_reads", [1, 10**9])
 def test_long_slices_are_cut_into_blocks(monkeypatch, shared_reads):
-    monkeypatch.setattr(plan_module, "CAUSAL_CHUNK", 5)
-    monkeypatch.setattr(plan_module, "CAUSAL_SCORES", 100)
     monkeypatch.setattr(cascade_module, "SCORES", 64)
-    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400), shared_reads=shared_reads, longest=40, tokens=90)
-    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, window=7), shared_reads=shared_reads, longest=40, tokens=90)
+    options = {"shared_reads": shared_reads, "longest": 40, "tokens": 90, "causal_chunk": 5, "causal_scores": 100}
+    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400), **options)
+    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, window=7), **options)
 
 
 @pytest.mark.parametrize("dense", [0.0, 2.0], ids=["in place", "gathered"])

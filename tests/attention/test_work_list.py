@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.attention.plan import cut
+from batchgen.attention.plan import split_step
 from batchgen.attention.work_list import (
     ALL,
     BLOCK_TABLE,
@@ -31,7 +31,7 @@ NARROW = Lane(tokens=1, programs=1, heads=1, min_keys=1 << 20)
 
 
 def listed(spans, block_size, wide=WIDE, narrow=NARROW, shared_reads=1):
-    return work_list(spans, cut(spans, block_size, shared_reads, NO_LIMIT), block_size, wide, narrow)
+    return work_list(spans, split_step(spans, block_size, shared_reads, NO_LIMIT), block_size, wide, narrow)
 
 
 def node_span(start, end):
@@ -159,7 +159,7 @@ def test_what_a_prompt_has_behind_its_slice_is_read_with_it():
 def test_a_shared_part_in_several_runs_of_the_pool_is_one_range():
     node = node_span(0, 16)
     spans = [scheduled([8, 9, 2, 5, 20 + i], 16, 17, (node,)) for i in range(2)]
-    assert len(cut(spans, 4, 1, NO_LIMIT).shared) == 3
+    assert len(split_step(spans, 4, 1, NO_LIMIT).shared) == 3
     lists = listed(spans, 4)
     assert columns(lists.wide) == [(0, 2, 2, 16, "all", 0, 0)]
     assert lists.blocks.tolist() == [20, 21, 8, 9, 2, 5]

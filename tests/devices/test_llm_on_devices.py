@@ -11,7 +11,7 @@ import pytest
 
 from batchgen import LLM, EngineConfig, Result, SamplingParams
 from batchgen.devices import transport, worker
-from batchgen.devices.transport import Setup
+from batchgen.devices.transport import WorkerSetup
 from batchgen.errors import ModelError
 from support.fakes import ThreadProcess
 
@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 one_at_a_time = threading.Lock()
 
 
-def load_in_turn(setup: Setup) -> Any:
+def load_in_turn(setup: WorkerSetup) -> Any:
     """transformers patches its classes while it loads, and two threads would put each other's patches back: processes do not meet."""
     with one_at_a_time:
         return worker.load(setup)

@@ -10,7 +10,7 @@ import torch
 
 from batchgen.kernels.transfer import Readback
 from batchgen.sampling import sampler
-from batchgen.sampling.logprobs import SampledTokens
+from batchgen.sampling.sampler import SampledTokens
 
 
 class Sampler(sampler.Sampler):

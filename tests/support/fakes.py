@@ -16,7 +16,7 @@ import numpy as np
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.engine import Workers
-from batchgen.devices.transport import Setup
+from batchgen.devices.transport import WorkerSetup
 from batchgen.devices.worker import serve
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of
@@ -92,7 +92,7 @@ class FakeEngine:
 class ThreadProcess:
     """Looks like a process; `kill` cuts its connection, so that it ends before its next step."""
 
-    def __init__(self, connection: Connection[Any, Any], said: IO[bytes], load: Callable[[Setup], Any]) -> None:
+    def __init__(self, connection: Connection[Any, Any], said: IO[bytes], load: Callable[[WorkerSetup], Any]) -> None:
         self.pid = 0
         self.said = said
         self._code = 0
@@ -125,9 +125,9 @@ class Fleet:
     make: Callable[[str], Any] = FakeEngine
     engines: dict[str, Any] = field(default_factory=dict)
     processes: list[ThreadProcess] = field(default_factory=list)
-    setups: list[Setup] = field(default_factory=list)
+    setups: list[WorkerSetup] = field(default_factory=list)
 
-    def load(self, setup: Setup) -> Any:
+    def load(self, setup: WorkerSetup) -> Any:
         self.setups.append(setup)
         engine = self.make(setup.model.device)
         self.engines[setup.model.device] = engine

@@ -98,7 +98,8 @@ class Simulation:
             self.block_manager, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy]
         )
         self.block_size = block_size
-        self.shared_reads = shared_reads
+        self.attention = {"shared_reads": shared_reads}
+        """Options of `plan_attention`."""
         self.sliding = sliding
         self.every_step = every_step
         self.held: dict[int, tuple[int, ...]] = {}
@@ -193,7 +194,7 @@ class Simulation:
         self.steps += 1
         self._check_budgets(batch)
         self._move(batch)
-        plan = plan_attention(batch.spans, self.block_size, self.shared_reads) if batch.spans else None
+        plan = plan_attention(batch.spans, self.block_size, **self.attention) if batch.spans else None
         if plan is not None:
             self._check_tokens(batch)
             self._write(batch, plan)

@@ -1,0 +1,109 @@
+"""Tables of Python programs in and out of `LLM.generate_table`."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from batchgen import LLM
+from batchgen.errors import UsageError
+
+COLUMNS = {
+    "prompt": pa.array(["The same beginning, one", None, "The same beginning, two"]),
+    "number": pa.array([1, None, 3], pa.int32()),
+    "when": pa.array([dt.datetime(2020, 1, 1, tzinfo=dt.UTC), None, None], pa.timestamp("ns", "UTC")),
+    "nested": pa.array([[{"a": 1, "b": ["x"]}], [], None]),
+    "text": pa.array(["a column of the user's"] * 3),
+}
+TABLE = pa.table(COLUMNS)
+RESULTS = ["text", "finish_reason", "usage", "truncated", "error"]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model_dir: Path) -> Iterator[LLM]:
+    with LLM(tiny_model_dir) as model:
+        yield model
+
+
+def pandas_frame() -> pd.DataFrame:
+    return TABLE.to_pandas().set_index(pd.Index([10, 10, 30], name="place")).astype({"number": "Int32"})
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "arrow": lambda: TABLE,
+    "pandas": pandas_frame,
+    "polars": lambda: pl.from_arrow(TABLE),
+    "datasets": lambda: datasets.Dataset(TABLE),
+}
+ARROW: dict[str, Callable[[Any], pa.Table]] = {
+    "arrow": lambda t: t,
+    "pandas": lambda t: pa.Table.from_pandas(t, preserve_index=False),
+    "polars": lambda t: t.to_arrow(),
+    "datasets": lambda t: t.with_format("arrow")[:],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_comes_back_as_the_same_kind_with_its_columns_as_they_were(llm: LLM, kind: str) -> None:
+    table = KINDS[kind]()
+    out = llm.generate_table(table, {"max_tokens": 3})
+    assert type(out) is type(table)
+    before, after = ARROW[kind](table), ARROW[kind](out)
+    own = ["prompt", "number", "when", "nested", "input_text"]
+    assert after.column_names == [*own, *RESULTS]
+    for old, new in zip(before.column_names, own, strict=True):
+        assert after.schema.field(new).type == before.schema.field(old).type, old
+        assert after[new].to_pylist() == before[old].to_pylist(), old
+    texts = [r.text for r in llm.generate([p for p in TABLE["prompt"].to_pylist() if p], {"max_tokens": 3})]
+    assert after["text"].to_pylist() == [texts[0], None, texts[1]]
+    assert [error and error["type"] for error in after["error"].to_pylist()] == [None, "invalid_row", None]
+
+
+def test_the_index_and_the_types_of_pandas_stay(llm: LLM) -> None:
+    table = pandas_frame()
+    out = llm.generate_table(table, {"max_tokens": 1})
+    assert out.index.equals(table.index)
+    assert out.index.name == "place"
+    assert out["number"].dtype == table["number"].dtype
+    assert list(table.columns) == list(COLUMNS), "the table that was given is not changed"
+
+
+def test_a_dataset_that_was_shuffled_and_filtered_keeps_its_order(llm: LLM) -> None:
+    whole = datasets.Dataset.from_dict({"prompt": [f"number {i}" for i in range(8)], "i": list(range(8))})
+    part = whole.shuffle(seed=1).filter(lambda row: row["i"] % 2 == 0)
+    out = llm.generate_table(part, {"max_tokens": 2})
+    assert out["i"][:] == part["i"][:]
+    assert out["text"][:] == [r.text for r in llm.generate(part["prompt"][:], {"max_tokens": 2})]
+
+
+def test_parameters_of_rows_and_shared_prefixes_are_as_in_a_file(llm: LLM) -> None:
+    table = pa.table({"prompt": ["a", "b"], "sampling_params": [{"max_tokens": 1}, {"max_tokens": 4}]})
+    before = llm.stats.prefill_tokens
+    out = llm.generate_table(table, {"ignore_eos": True})
+    assert [usage["completion_tokens"] for usage in out["usage"].to_pylist()] == [1, 4]
+    assert llm.stats.prefill_tokens - before <= sum(usage["prompt_tokens"] for usage in out["usage"].to_pylist())
+
+
+def test_labels_have_their_probabilities_in_a_column(llm: LLM) -> None:
+    out = llm.generate_table(pl.DataFrame({"prompt": ["a", "b"]}), {"choices": ["x", "y"]})
+    assert set(out["text"]) <= {"x", "y"}
+    assert [len(pairs) for pairs in out["choice_probs"]] == [2, 2]
+
+
+def test_an_empty_table_has_the_columns_too(llm: LLM) -> None:
+    assert llm.generate_table(TABLE.slice(0, 0)).num_rows == 0
+
+
+def test_what_is_no_table_is_a_type_error_and_a_table_without_prompts_is_told(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"a DataFrame of pandas or polars, or a datasets.Dataset, not builtins.list"):
+        llm.generate_table([{"prompt": "a"}])
+    with pytest.raises(UsageError, match="question"):
+        llm.generate_table(pa.table({"question": ["a"]}))
