@@ -376,6 +376,7 @@ class Engine:
 
     def _blame(self, failed: KernelsFailed) -> None:
         """The kernels stay off, now and at the next start."""
+        self.runner.drop_kernels()
         verdict = self.runner.model.verdict.without("triton", str(failed))
         self.notes.append(verdict.note("triton"))
 

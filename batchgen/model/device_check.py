@@ -127,6 +127,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Unknown:
+    """The trials end here, and nothing is known of the part that was being tried and of those after it."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """All trials are over."""
 
@@ -194,7 +201,7 @@ def _key(config: ModelConfig, hf_config: Any, block_size: int, name: str, driver
         "kernels": sources.hexdigest()[:20],
         "model": f"{hf_config.model_type} {shape.hexdigest()[:20]}",
         "dtype": f"{config.dtype}, {getattr(hf_config, 'dtype', None)}",
-        "options": f"--attention {config.attention} --compile {config.compile} blocks of {block_size} tokens",
+        "options": f"--attention {config.attention} --compile {config.compile} --quantize {config.quantize} blocks of {block_size} tokens",
     }
 
 
@@ -227,24 +234,31 @@ def _locked(verdict: Verdict) -> Iterator[None]:
 
 
 def _tried(setup: Setup, start: Start) -> tuple[dict[Part, str], bool]:
-    """The parts that failed, and whether all were tried. A process that was lost in a trial is followed by one for the trials after it."""
+    """The parts that are not to be used, and whether that is to be kept. What could not be tried is not used, but tried again the next time.
+
+    A process that was lost in a trial is followed by one for the trials after it.
+    """
     off: dict[Part, str] = {}
     while True:
-        ended, lost, complete = _one_process(setup, start)
-        off |= ended
-        if lost is None:
-            return off, complete
-        passed = tuple(part for part in setup.parts[: setup.parts.index(lost)] if part not in off)
-        parts = setup.parts[setup.parts.index(lost) + 1 :]
-        if lost == "triton":  # graphs are of steps with these kernels
+        failed, at, unknown = _one_process(setup, start)
+        off |= failed
+        if unknown:
+            rest = setup.parts if at is None else setup.parts[setup.parts.index(at) :]
+            off |= {part: f"it could not be tried ({unknown})" for part in rest if part not in off}
+            return off, False
+        if at is None:
+            return off, True
+        passed = tuple(part for part in setup.parts[: setup.parts.index(at)] if part not in off)
+        parts = setup.parts[setup.parts.index(at) + 1 :]
+        if at == "triton":  # graphs are of steps with these kernels
             parts = tuple(part for part in parts if part != "graphs")
         if not parts:
             return off, True
         setup = replace(setup, parts=parts, passed=(*setup.passed, *passed))
 
 
-def _one_process(setup: Setup, start: Start) -> tuple[dict[Part, str], Part | None, bool]:
-    """The parts that failed in a process of trials, the one that it was lost in, and whether it came to its end."""
+def _one_process(setup: Setup, start: Start) -> tuple[dict[Part, str], Part | None, str]:
+    """The parts that failed in a process of trials; the one that it ended in, if that was before its time; and why nothing is known of that one."""
     off: dict[Part, str] = {}
     trying: Part | None = None
     ours, theirs = Pipe()
@@ -256,24 +270,25 @@ def _one_process(setup: Setup, start: Start) -> tuple[dict[Part, str], Part | No
             while True:
                 if not ours.poll(None if trying is None else TRIAL_SECONDS):
                     assert trying is not None
-                    off[trying] = f"its trial did not return within {TRIAL_SECONDS:g} s"
-                    return off, trying, False
+                    return {**off, trying: f"its trial did not return within {TRIAL_SECONDS:g} s"}, trying, ""
                 message = ours.recv()
                 if isinstance(message, Trying):
                     trying = message.part
                 elif isinstance(message, Failed):
                     off[message.part] = message.why
+                elif isinstance(message, Unknown):
+                    return off, trying, message.why
                 elif isinstance(message, Done):
-                    return off, None, True
+                    return off, None, ""
         except (EOFError, OSError):
-            code = process.wait(END_SECONDS)
-            if trying is not None and trying not in off:
-                if (
-                    code == -signal.SIGKILL or not code
-                ):  # memory of the host that ran out, say: nothing is known of the part
-                    return off, None, False
-                off[trying] = f"its trial ended the process ({_how(code, said)})"
-            return off, trying, False
+            code, how = _how(process, said)
+            if trying in off:  # with the device
+                return off, trying, ""
+            if (
+                trying is None or code == -signal.SIGKILL
+            ):  # somebody else's doing, such as memory of the host that ran out
+                return off, trying, how
+            return {**off, trying: f"its trial ended the process ({how})"}, trying, ""
         finally:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # the driver may hold it back, and nothing more can be done
@@ -293,12 +308,16 @@ def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
     )
 
 
-def _how(code: int, said: IO[bytes]) -> str:
-    """The signal or exit code of a process, and the last line that it printed."""
+def _how(process: Process, said: IO[bytes]) -> tuple[int | None, str]:
+    """How a process has ended that says nothing more: its exit code, and in words with the last line that it printed."""
+    try:
+        code = process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None, "it hangs"
     how = f"exit code {code}"
     if code < 0:
         with suppress(ValueError):
             how = signal.Signals(-code).name
     said.seek(max(0, said.seek(0, os.SEEK_END) - 10_000))
     lines = [line.strip() for line in said.read().decode(errors="replace").split("\n") if line.strip()]
-    return f"{how}: {lines[-1][:200]}" if lines else how
+    return code, f"{how}: {lines[-1][:200]}" if lines else how

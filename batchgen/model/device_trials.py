@@ -30,7 +30,7 @@ from batchgen.attention.triton_backend import DeviceAttention
 from batchgen.errors import is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.adapter import AttentionKind, LoadedModel
-from batchgen.model.device_check import Done, Failed, Part, Setup, Trying
+from batchgen.model.device_check import Done, Failed, Part, Setup, Trying, Unknown
 from batchgen.model.loader import load_model
 from batchgen.model.runner import Runner
 from batchgen.prefix import plan_prefixes
@@ -77,7 +77,11 @@ def main() -> None:
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     setup = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    model = load_model(setup.model, load_tokenizer(setup.model))
+    try:
+        model = load_model(setup.model, load_tokenizer(setup.model))
+    except Exception as e:  # noqa: BLE001 - the job's own load tells of it
+        connection.send(Unknown(reason(e)))
+        os._exit(1)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # Triton launches its kernels on the current one
     run(setup, model, connection.send)
@@ -90,8 +94,8 @@ def _end_with(connection: Connection[Any, Any]) -> None:
     os._exit(1)
 
 
-def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Done], None]) -> None:
-    """Tries the parts of `setup` in their order. Ends without `Done` where the device is lost, or has not the memory."""
+def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Unknown | Done], None]) -> None:
+    """Tries the parts of `setup` in their order. Ends without `Done` where the device is lost."""
     passed = setup.passed
     trials = Trials(model, setup.block_size, "triton" in passed, "graphs" in passed)
     off: set[Part] = set()
@@ -105,6 +109,7 @@ def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Done
                 _synchronize(model.device)
         except Exception as e:  # noqa: BLE001 - whatever a compiler, a driver or a library may raise
             if is_out_of_memory(e):
+                tell(Unknown(reason(e)))
                 return
             off.add(part)
             tell(Failed(part, reason(e)))

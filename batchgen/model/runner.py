@@ -52,6 +52,10 @@ class Runner:
             torch.cuda.synchronize(self.model.device)
         self._device_step, self._paused = None, self._device_step
 
+    def drop_kernels(self) -> None:
+        """After `pause_kernels`: gives back what the kernels hold of the device's memory. They cannot be resumed."""
+        self._paused = None
+
     def resume_kernels(self) -> None:
         """Steps run as they did before `pause_kernels`."""
         self._device_step, self._paused = self._paused, None

@@ -17,7 +17,7 @@ from batchgen.config import ModelConfig
 from batchgen.llm import LLM
 from batchgen.model import device_check, device_trials
 from batchgen.model.adapter import AttentionKind
-from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Verdict, check_device
+from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Unknown, Verdict, check_device
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
 from support.tiny import build
@@ -237,7 +237,9 @@ def test_memory_that_runs_out_in_a_trial_says_nothing_of_the_part(model, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     use_fake_device(monkeypatch, attention=faulty(full))
-    assert tried(model) == (["sampler", "triton"], {}, False)
+    told = []
+    device_trials.run(SETUP, model, told.append)
+    assert told == [Trying("sampler"), Trying("triton"), Unknown("OutOfMemoryError: CUDA out of memory")]
 
 
 def test_after_an_error_that_the_device_keeps_no_more_is_tried_in_that_process(model, monkeypatch):
@@ -358,14 +360,20 @@ def test_a_trial_that_ends_its_process_is_at_fault(monkeypatch, code, said, how)
 
 
 @pytest.mark.parametrize(
-    "script", [([], 1, b"no memory"), ([Trying("triton")], -signal.SIGKILL, b""), ([Trying("triton")], 0, b"")]
+    ("script", "off", "why"),
+    [
+        (([], 1, b"no memory\n"), list(PARTS), "exit code 1: no memory"),
+        (([Unknown("ModelError: no such file")], 1, b""), list(PARTS), "ModelError: no such file"),
+        (([Trying("sampler"), Trying("triton")], -signal.SIGKILL, b""), list(PARTS)[1:], "SIGKILL"),
+        (([Trying("sampler"), Trying("triton"), Unknown("full")], 0, b""), list(PARTS)[1:], "full"),
+    ],
 )
-def test_a_process_that_could_not_try_says_nothing_and_nothing_is_kept(monkeypatch, cache, script):
-    """The model cannot be loaded, say, of which its own load tells more; or the host's memory was used up."""
+def test_what_could_not_be_tried_is_not_used_and_tried_again_the_next_time(monkeypatch, cache, script, off, why):
+    """The model cannot be loaded, say, of which its own load tells more; or memory ran out."""
     verdict = check(monkeypatch, script)
-    assert (verdict.off, verdict.file, verdict.notes()) == ({}, None, [])
+    assert verdict.off == dict.fromkeys(off, f"it could not be tried ({why})")
     assert list(cache.glob("*.json")) == []
-    check(monkeypatch, ALL_WELL)
+    assert check(monkeypatch, ALL_WELL).off == {}
 
 
 def test_what_was_found_is_kept_and_said_at_every_start(monkeypatch):
@@ -435,7 +443,8 @@ def test_a_process_of_its_own_loads_the_model_and_tries(tiny_model_dir, monkeypa
     assert verdict.off == {}
     assert [json.loads(file.read_text())["off"] for file in cache.glob("*.json")] == [{}]
     missing = replace(config, model=str(tiny_model_dir / "nothing"))
-    assert check_device(missing, CPU, hf_config(other=1), 32).file is None
+    assert set(check_device(missing, CPU, hf_config(other=1), 32).off) == set(PARTS)
+    assert len(list(cache.glob("*.json"))) == 1
 
 
 HANGS = """
