@@ -57,12 +57,13 @@ ULPS = 4.0
 """Or by so many units in the last place of the largest logit, where that difference is smaller."""
 ROUTED = 0.1
 """Share of tokens whose logits may differ more in a model with experts: rounding sends some tokens to other experts."""
-TREES = (  # tokens in a step; tokens of the common beginning, of the group's, of each row's own; rows; completion tokens
-    (64, (0, 21, 30), 12, 3),
+TREES = (  # tokens in a step; tokens of the common beginning, of the group's, at most of a row's own; rows; completion tokens
+    (1024, (0, 21, 70), 70, 3),
     (160, (200, 60, 70), 9, 3),
-    (512, (1100, 100, 40), 6, 2),
+    (512, (1100, 100, 40), 12, 2),
 )
-"""Random trees: a few blocks, several tiles of keys, and keys that are split and merged."""
+"""Random trees. The first has rows of every length modulo the keys that a kernel reads at a time, the second tiles of queries in the middle
+of a prompt, the third keys that are split over programs and merged."""
 MODEL_TREE = (48, (67, 20, 24), 8, 14)
 
 
@@ -255,7 +256,7 @@ def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int,
     requests = []
     for row in range(rows):
         parts = (beginning, groups[row % 2]) if row < rows - 1 else ()
-        tail = np.concatenate([np.array([row % vocabulary], dtype=np.int32), text(int(rng.integers(0, own)))])
+        tail = np.concatenate([np.array([row % vocabulary], dtype=np.int32), text(row * own // rows)])
         requests.append(
             Request(
                 row=row, tokens=np.concatenate([*parts, tail]), params=SamplingParams(max_tokens=length), max_tokens=length,
