@@ -1,4 +1,4 @@
-"""How large the block pool and the steps are: what the user says, else what suits the device."""
+"""The sizes of the block pool and of the steps: what the user says, otherwise what suits the device."""
 
 from __future__ import annotations
 
@@ -86,27 +86,27 @@ def sequences_of(texts: Sequence[TokenArray], sizes: Sequence[int], block_size: 
 BATCH_SIZE = 256
 BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
 SCORED_LOGITS = 1 << 25
-"""Most logits of texts to score in one forward: tokens times vocabulary."""
+"""Maximum number of logits (tokens times vocabulary) of texts that are scored in one forward."""
 AUTO_SHARE = {"cpu": 0.5, "mps": 0.5}
-"""Of the memory that is free once the model is loaded; the rest is for activations and other programs. On CUDA it is measured."""
+"""Share of the memory that is free once the model is loaded. The rest is for activations and other programs. On CUDA it is measured."""
 STEP_SHARE = 0.5
-"""On CUDA: the largest step takes at most so much of the free memory, else it is made smaller."""
+"""On CUDA, the largest share of the free memory that a step may take; otherwise steps are made smaller."""
 MIN_STEP = 256
-"""A step of so many tokens is not made smaller."""
+"""Steps of this many tokens are not made smaller."""
 STEP_SLACK = 1.5
-"""What a step takes of memory, as a multiple of what it holds: steps of other sizes leave gaps, and graphs have memory of their own."""
-DRAWING = 12
-"""Float32 copies of the logits that tokens are drawn from at once, at most, meanwhile: sorting alone takes six."""
+"""Memory that steps take, as a multiple of what the largest one holds. Steps of other sizes leave gaps, and graphs have memory of their own."""
+SAMPLING_COPIES = 12
+"""Memory of sampling, in float32 copies of the logits that are sampled from at once. Sorting alone takes six."""
 GRAPHS_BYTES = 512 << 20
-"""For what CUDA graphs take beside their tensors."""
+"""Memory that CUDA graphs take beside their tensors."""
 SNAPSHOTS = 32
-"""State slots beside those of the sequences that run at once: for the nodes above them, and for what later windows begin with."""
+"""Number of state slots beside those of the running sequences: for the nodes above them, and for nodes that later windows begin with."""
 STATE_SHARE = 0.5
-"""Most of the memory that state slots take where there is KV too."""
-MAX_PAGES = 1 << 20
-"""Of a model whose KV takes no memory."""
+"""Largest share of the memory for state slots in a model that has KV too."""
+MAX_BLOCKS = 1 << 20
+"""Number of blocks for a model whose KV takes no memory."""
 SPARE = 0.02
-"""Of the free memory, for whatever else."""
+"""Share of the free memory that is left for anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +120,25 @@ class Sizes:
     """KV of one token in all layers."""
     limits: Limits
     host_blocks: int = 0
-    """Blocks of idle nodes kept in host memory."""
+    """Number of blocks of cached nodes that host memory takes."""
     num_slots: int = 0
-    """State slots; 0 for a model without recurrent layers."""
+    """Number of state slots; 0 for a model without recurrent layers."""
     bytes_per_slot: int = 0
     """State of one slot in all recurrent layers."""
 
     def blocks_for(self, leaf: Leaf) -> int:
-        """Blocks that the leaf can need."""
+        """Returns the largest number of blocks that the leaf can need."""
         return -(-leaf.max_kv_tokens // self.block_size)
 
     def fitted(self, request: Request) -> Request:
-        """The request, with fewer `max_tokens` where nobody said how many and a completion of so many would not fit an empty pool."""
+        """Returns the request with fewer `max_tokens` if the user gave none and so long a completion would not fit an empty pool."""
         room = self.num_blocks * self.block_size - len(request.tokens) + 1
         if request.texts or "max_tokens" in request.params.given or not 1 <= room < request.max_tokens:
             return request
         return replace(request, max_tokens=room)
 
     def does_not_fit(self, leaf: Leaf) -> RowError:
-        """Says how much it needs, and what would make it fit."""
+        """Returns the error of a leaf that does not fit: how much memory it needs, and what would make it fit."""
         block = self.bytes_per_token * self.block_size
         needed = self.blocks_for(leaf) * block
         prompt = len(leaf.request.tokens)
@@ -152,7 +152,7 @@ class Sizes:
 
 
 def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -> Sizes:
-    """Sizes for this model on this device. Raises `UsageError` when the KV memory does not hold a single block."""
+    """Returns the sizes for this model on its devices. Raises `UsageError` if the KV memory does not hold a single block."""
     block_size = config.block_size
     token = bytes_per_token(model.layers, model.dtype)
     slot = bytes_per_slot(model.states, model.dtype)
@@ -204,20 +204,20 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A device's memory, and what a block and a state slot take of it."""
+    """The memory of a device, and the bytes of a block and of a state slot on it."""
 
     room: int
     block: int
     slot: int
 
     def slots(self, batch_size: int) -> int:
-        """State slots that it has for so many sequences at once."""
+        """Returns the number of state slots for so many running sequences."""
         wanted = batch_size + SNAPSHOTS
         return min(wanted, int(self.room * (STATE_SHARE if self.block else 1)) // self.slot) if self.slot else wanted
 
     def blocks(self, num_slots: int) -> int:
-        """Blocks that it has beside the slots."""
-        return max(0, self.room - num_slots * self.slot) // self.block if self.block else MAX_PAGES
+        """Returns the number of blocks that fit beside the slots."""
+        return max(0, self.room - num_slots * self.slot) // self.block if self.block else MAX_BLOCKS
 
 
 def _share(model: LoadedModel, block_size: int, device: torch.device, room: int) -> _Share:
@@ -237,8 +237,8 @@ def _limits(model: LoadedModel, config: EngineConfig) -> Limits:
 
 
 def _measured(model: LoadedModel, limits: Limits, block_size: int) -> tuple[Limits, dict[torch.device, int]]:
-    """Bytes for blocks on each CUDA device, when a largest step has been run; and the limits, where it had to be made smaller for that."""
-    drawing = DRAWING * 4 * min(limits.batch_size * model.vocab_size, AT_ONCE)
+    """Runs a step of the largest size. Returns the bytes for blocks on each CUDA device, and the limits, which are smaller if that step did not fit."""
+    sampling = SAMPLING_COPIES * 4 * min(limits.batch_size * model.vocab_size, AT_ONCE)
     while True:
         free = {device: free_memory(device) for device in model.devices}
         steps = step_bytes(model, limits, block_size)
@@ -247,31 +247,31 @@ def _measured(model: LoadedModel, limits: Limits, block_size: int) -> tuple[Limi
         ):
             left = {on: free_memory(on) for on in free}  # without what the libraries have loaded for the step
             return limits, {
-                on: room_for_blocks(left[on], steps[on], drawing if on == model.device else 0) for on in left
+                on: room_for_blocks(left[on], steps[on], sampling if on == model.device else 0) for on in left
             }
         if limits.max_batch_tokens == 1:
             raise OutOfMemory(f"{model.device} has not the memory for a forward of one token", "use a smaller --dtype")
         limits = halved(limits)
 
 
-def room_for_blocks(free: int, step: int, drawing: int) -> int:
-    """Of a CUDA device's free bytes those for blocks, where the largest step holds `step` and drawing tokens takes `drawing`."""
-    return max(0, free - int(STEP_SLACK * step) - drawing - GRAPHS_BYTES - int(SPARE * free))
+def room_for_blocks(free: int, step: int, sampling: int) -> int:
+    """Returns the bytes for blocks of a CUDA device's free bytes, if the largest step holds `step` bytes and sampling takes `sampling`."""
+    return max(0, free - int(STEP_SLACK * step) - sampling - GRAPHS_BYTES - int(SPARE * free))
 
 
 def halved(limits: Limits) -> Limits:
-    """The same for steps of half as many tokens."""
-    most = max(1, limits.max_batch_tokens // 2)
+    """Returns limits for steps of half as many tokens."""
+    tokens = max(1, limits.max_batch_tokens // 2)
     return replace(
         limits,
-        batch_size=min(limits.batch_size, most),
-        max_batch_tokens=most,
-        max_prefill_tokens=min(limits.max_prefill_tokens, most),
+        batch_size=min(limits.batch_size, tokens),
+        max_batch_tokens=tokens,
+        max_prefill_tokens=min(limits.max_prefill_tokens, tokens),
     )
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
+    """Returns the bytes that can still be allocated on the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -290,6 +290,6 @@ def _size(count: int) -> str:
 
 
 def _option(count: int) -> str:
-    """The least size, in whole units, that `--kv-memory` takes for so many bytes."""
+    """Returns the smallest `--kv-memory` in whole units that is at least `count` bytes."""
     unit, name = (2**30, "GiB") if count >= 2**32 else (2**20, "MiB") if count >= 2**22 else (2**10, "KiB")
     return f"{-(-count // unit)}{name}"

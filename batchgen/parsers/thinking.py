@@ -1,7 +1,7 @@
-"""How models mark their thoughts: the formats that are known, which one a tokenizer has, and how a template switches thinking off.
+"""How models mark their thoughts: the known formats, the format of a tokenizer, and the switch of a chat template.
 
-A completion of such a model is its thoughts, a mark, and the answer. Thoughts begin where the prompt leaves them open or where the
-completion opens them itself. The harmony format of gpt-oss has channels in their place: all but the channel `final` are thoughts.
+A completion of such a model is its thoughts, a mark, and the answer. Either the prompt opens the thoughts, or the completion does. The
+harmony format of gpt-oss has channels instead: every channel but `final` is thoughts.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
-    """The marks around the thoughts of one family of models."""
+    """The marks around the thoughts in one family of models."""
 
     open: str
     close: str
     always: bool = False
-    """Whether every completion is thoughts until the answer is marked."""
+    """Whether every completion begins with thoughts and marks its answer."""
     answer: re.Pattern[str] = field(init=False)
-    """What the answer comes after."""
+    """The mark before the answer."""
     longest: int = field(init=False)
-    """Characters that a mark may have."""
+    """Maximum number of characters of a mark."""
 
     def __post_init__(self) -> None:
         marked = _HARMONY_ANSWER if self.always else re.escape(self.close)
@@ -31,14 +31,14 @@ class ThinkingFormat:
         object.__setattr__(self, "longest", 200 if self.always else max(len(self.open), len(self.close)))
 
     def opened(self, prompt: str) -> bool:
-        """Whether a completion of this prompt (its end, special tokens written out) begins inside of thoughts."""
+        """Whether a completion begins inside thoughts. `prompt` is the prompt's end, with special tokens written out."""
         if self.always:
             return self.answer.search(prompt[prompt.rfind("<|start|>") + 1 :]) is None
         _, mark, after = prompt.rpartition(self.open.rstrip())
-        return bool(mark) and not after.strip()  # further up it is what somebody wrote
+        return bool(mark) and not after.strip()  # a mark further up is part of a message
 
     def ending(self, *, begun: bool) -> str:
-        """What ends the thoughts of a completion that has begun, or not."""
+        """Returns the text that ends the thoughts. `begun`: whether the completion has tokens already."""
         return "<|end|><|start|>assistant" + self.close if self.always and begun else self.close
 
 
@@ -58,7 +58,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def thinking_format(tokenizer: Any) -> ThinkingFormat | None:
-    """The format whose marks are tokens of a transformers tokenizer or stand in its chat template, if there is one."""
+    """Returns the format whose marks are tokens of a transformers tokenizer or are in its chat template; None if there is none."""
     known: Mapping[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     templates = getattr(tokenizer, "chat_template", None)
     text = "".join(templates.values() if isinstance(templates, dict) else [templates or ""])
@@ -68,31 +68,31 @@ def thinking_format(tokenizer: Any) -> ThinkingFormat | None:
 
 
 def thinking_off(template: str) -> dict[str, bool]:
-    """The variables that switch thinking off in a chat template; none where it has no switch."""
+    """Returns the variables that switch thinking off in a chat template; empty if it has no switch."""
     return {name: False for name in _SWITCHES if re.search(rf"\b{name}\b(?! *\()", template)}
 
 
 class ThoughtStream:
-    """Follows a completion token by token, to the place where its thoughts end. `piece` is a token's text, special or not."""
+    """Follows a completion token by token until its thoughts end. `piece` returns the text of a token, special or not."""
 
     def __init__(self, format: ThinkingFormat, prompt: str, piece: Callable[[int], str]) -> None:
         """`prompt` is the prompt's end, with special tokens written out."""
         self._format, self._piece = format, piece
         self.thinking = format.opened(prompt)
-        """Whether the last token was a thought's or the mark behind it."""
+        """Whether the last token belongs to the thoughts or to the mark that closes them."""
         self.ended = False
-        """Whether what follows is the answer."""
+        """Whether the answer has begun."""
         self._closed = format.close in prompt
         self.answer_start = 0
-        """Tokens before the answer, once it has begun."""
+        """Number of tokens before the answer, once it has begun."""
         self.begins = ""
-        """Characters of the answer that the last of those tokens has behind the mark."""
+        """The beginning of the answer, if it is in the same token as the end of the mark."""
         self.count = 0
-        """Tokens so far."""
+        """Number of tokens so far."""
         self._tail = prompt[-format.longest :] if format.always and self.thinking else ""
 
     def append(self, token: int) -> bool:
-        """Takes the next token; returns whether the answer begins now. Not to be called after that."""
+        """Takes the next token. Returns whether the answer begins after it. Must not be called again then."""
         self.count += 1
         self._tail += self._piece(token)
         if not self.thinking:
@@ -112,9 +112,9 @@ class ThoughtStream:
         return False
 
     def look_back(self, tokens: Sequence[int]) -> None:
-        """Of a whole completion that began as an answer: finds the end of thoughts that the prompt began, or that were never opened.
+        """Looks in a complete completion, which seemed to have no thoughts, for a mark that closes some.
 
-        Such are the thoughts of models that leave the opening mark out, and those that go on where a last message of the assistant stops.
+        Some models leave out the opening mark, and thoughts may continue a last message of the assistant.
         """
         if not self.ended or self.answer_start or self._closed or self._format.always:
             return
@@ -134,9 +134,9 @@ def thoughts_of(
     text: Callable[[Sequence[int], Sequence[int]], str],
     begins: str,
 ) -> str:
-    """The thoughts in the tokens before an answer (or in all of a completion that has none), without marks and outer blanks.
+    """Returns the thoughts in the tokens before an answer (all tokens if there is no answer), without marks and outer blanks.
 
-    `text` gives what tokens add after others; `begins` is what the last token has of the answer.
+    `text` returns the text that tokens add after others. `begins` is the beginning of the answer in the last token.
     """
     if format.always:
         found = [
@@ -150,13 +150,13 @@ def thoughts_of(
     if begun.startswith(format.open):
         thoughts = begun[len(format.open) :]
     elif begun.startswith(plain := re.sub(r"<\|[^>]*>", "", format.open)) and plain.strip():
-        thoughts = begun[len(plain) :]  # the part of the mark that is no special token (`thought` of Gemma 4)
+        thoughts = begun[len(plain) :]  # the part of the mark that is not a special token (`thought` in Gemma 4)
     before, mark, _ = thoughts.rpartition(format.close)
     return (before if mark else thoughts).strip()
 
 
 def _messages(tokens: Sequence[int], piece: Callable[[int], str]) -> Iterable[tuple[int, int]]:
-    """Where the messages of harmony's channels begin and end, but for those of the channel `final`. The first header may be cut."""
+    """Yields the places [start, stop) of harmony's messages, except in the channel `final`. The first header may be incomplete."""
     header, start = "", None
     for at, token in enumerate(tokens):
         name = piece(token)

@@ -135,15 +135,19 @@ class BlockManager:
         self.live[node_span] = None
         return node_span
 
+    def attach(self, seq: GenerationSequence, parent: PrefixNodeSpan | None) -> None:
+        """Puts the sequence after its parent node; None for the root."""
+        seq.parent = parent
+        seq.path = (*parent.path, parent) if parent else ()
+        seq.start = seq.computed = parent.end if parent else 0
+
     def open_sequence(self, seq: GenerationSequence, parent: PrefixNodeSpan | None, reserve: int | None) -> bool:
         """Allocates blocks for the tokens that the sequence has. Returns False if too few are free.
 
         `reserve` is None if the sequence runs alone. Otherwise `reserve` blocks must stay free, or half of those that the running
         sequences may still need if that is more: a preempted sequence is work done twice.
         """
-        seq.parent = parent
-        seq.path = (*parent.path, parent) if parent else ()
-        seq.start = seq.computed = parent.end if parent else 0
+        self.attach(seq, parent)
         growth = self.blocks_for(seq.max_kv_tokens) - self.blocks_for(seq.end)
         if not self._open(seq, 0 if reserve is None else max(reserve, (self._reserved_blocks + growth) // 2)):
             return False
@@ -223,8 +227,9 @@ class BlockManager:
         """Whether `count` state slots are free, or would be if cached nodes were evicted. True for a model without recurrent layers."""
         return self.slots is None or self.slots.num_free + len(self.cached) >= count
 
-    def wrote_state(self, span: Span) -> None:
-        """The span's first forward is launched: from now on its state is in its own slot."""
+    def advance(self, span: Span, computed: int) -> None:
+        """A forward is launched that computes the span's positions before `computed`. From now on its state is in its own slot."""
+        span.computed = computed
         if span.read_slot != span.state_slot:
             if span.read_slot >= 0 and self.slots is not None:
                 self.slots.release([span.read_slot])

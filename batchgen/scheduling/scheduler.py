@@ -238,7 +238,7 @@ class Admission:
     def _score(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence:
         seq = self._sequence(w, i)
         assert parent is not None
-        seq.parent, seq.path, seq.start, seq.computed = parent, (*parent.path, parent), parent.end, parent.end
+        self._block_manager.attach(seq, parent)
         seq.gather()
         self._running.start_finishing(seq)
         return seq
@@ -397,8 +397,7 @@ class Scheduler:
         """Does what is certain once the batch is launched and before its tokens are known."""
         for scheduled in batch.spans:
             span = scheduled.span
-            span.computed = scheduled.stop
-            self.block_manager.wrote_state(span)
+            self.block_manager.advance(span, scheduled.stop)
             if scheduled.stop < span.end:
                 continue
             if isinstance(span, PrefixNodeSpan):

@@ -125,7 +125,7 @@ def test_budgets_are_what_the_user_says_as_far_as_they_fit_into_one_another():
 GIB = 2**30
 
 
-def test_blocks_get_what_steps_drawing_and_graphs_leave():
+def test_blocks_get_what_steps_sampling_and_graphs_leave():
     assert GRAPHS_BYTES == GIB // 2
     assert room_for_blocks(100 * GIB, 4 * GIB, GIB) == int(100 * GIB - 6 * GIB - GIB - GIB / 2 - 2 * GIB)
     assert room_for_blocks(100 * GIB, 0, 0) == int(98 * GIB - GIB / 2)
@@ -154,14 +154,14 @@ def cuda(monkeypatch):
     return has
 
 
-def drawing(rows):
+def sampling(rows):
     return 12 * 4 * rows * 2**15
 
 
 def test_auto_on_cuda_is_what_the_largest_step_leaves(cuda):
     got = size_engine(cuda.model, EngineConfig(), 10**6)
     assert cuda.tried == [8192]
-    assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, drawing(256)) // (128 * 1024)
+    assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, sampling(256)) // (128 * 1024)
     assert got.limits.max_batch_tokens == 8192
 
 
@@ -170,7 +170,7 @@ def test_a_step_that_takes_too_much_is_halved_until_it_leaves_room(cuda):
     got = size_engine(cuda.model, EngineConfig(), 10**6)
     assert cuda.tried == [8192, 4096, 2048]
     assert got.limits == Limits(256, 2048, 2048, 1024)
-    assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, drawing(256)) // (128 * 1024)
+    assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, sampling(256)) // (128 * 1024)
 
 
 def test_a_step_without_memory_is_halved_however_small_it_is(cuda):
@@ -188,7 +188,7 @@ def test_a_small_step_may_take_more_than_its_share(cuda):
     cuda.step = 12 * GIB // MIN_STEP
     got = size_engine(cuda.model, EngineConfig(batch_size=16), 10**6)
     assert cuda.tried[-1] == MIN_STEP
-    assert got.num_blocks == room_for_blocks(20 * GIB, 12 * GIB, drawing(16)) // (128 * 1024)
+    assert got.num_blocks == room_for_blocks(20 * GIB, 12 * GIB, sampling(16)) // (128 * 1024)
 
 
 @pytest.mark.parametrize(("memory", "blocks"), [("1GiB", 8192), ("50%", 81920)])
