@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.attention.sizes import kv_numbers
 from batchgen.collector import few_collections
-from batchgen.config import JobConfig
+from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import SortedRequests, in_order
 from batchgen.jobs.windows import KeptPrefixes
+from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture
 from batchgen.prefix import (
     GroupLine,
@@ -186,7 +188,7 @@ class _PlanBuilder:
 
     def __post_init__(self) -> None:
         self._survey = Survey(self.config.engine.chunk_size, TREE_NODES, GROUPS)
-        dtype = dtype_name(self.config.model, self.tokenizer.hf_config)
+        dtype = computed_dtype(self.config.model, self.tokenizer.hf_config)
         self.block_size = self.config.engine.block_size
         self.bytes_per_token = kv_bytes_per_token(self.tokenizer.hf_config, dtype)
         self.bytes_per_state = state_bytes_per_sequence(self.tokenizer.hf_config, dtype)
@@ -257,20 +259,24 @@ class _PlanBuilder:
         return TreeLine(line.level, len(line.tokens), line.rows, line.saved_tokens, text)
 
 
+def computed_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> str:
+    """Returns the dtype that a run computes in: on a CPU it may be float32 for a 16-bit checkpoint (`model.loader.cpu_dtype`)."""
+    own = dtype_name(config, hf_config)
+    fast = {"bfloat16": isa.has_bfloat16, "float16": isa.has_float16}.get(own)
+    if config.dtype != "auto" or config.device_map is not None or fast is None or fast():
+        return own
+    from batchgen.model.loader import cpu_dtype, pick_device  # with torch, which only these processors need here
+
+    if pick_device(config.device).type != "cpu":
+        return own
+    return str(cpu_dtype(config, hf_config, processes)).removeprefix("torch.")
+
+
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
     """Returns the KV of one token in all layers, from the model's configuration alone; 0 if it does not say."""
     own = text_config(hf_config)
-    layers, heads = getattr(own, "num_hidden_layers", None), getattr(own, "num_attention_heads", None)
-    if getattr(own, "model_type", None) in RECURRENT:
-        layers = attention_layers(own)
-        if not layers:
-            return 0
-    hidden = getattr(own, "hidden_size", None)
-    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
-        return 0
-    kv_heads = getattr(own, "num_key_value_heads", None) or heads
-    head_dim = getattr(own, "head_dim", None) or hidden // heads
-    return layers * kv_heads * head_dim * 2 * DTYPE_BYTES.get(dtype, 2)
+    layers = attention_layers(own) if getattr(own, "model_type", None) in RECURRENT else None
+    return kv_numbers(own, layers) * DTYPE_BYTES.get(dtype, 2)
 
 
 def state_bytes_per_sequence(hf_config: Any, dtype: str) -> int:

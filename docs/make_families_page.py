@@ -32,6 +32,7 @@ The families are those of the download rankings of the Hugging Face Hub in 2026,
 This page is written by `docs/make_families_page.py`; a test compares the two.
 """
 Q = "checkpoints of this family are published quantized: see [quantized.md](quantized.md)"
+INDEXED = f"contexts end at 2,048 tokens, where its indexer begins to choose which keys a query sees; {Q}"
 FAMILIES: list[tuple[str, str, str, str, str]] = [
     # family, example, model_type, model_type of the language model inside, remark
     ("Qwen 3", "Qwen/Qwen3-8B", "qwen3", "", ""),
@@ -58,14 +59,14 @@ FAMILIES: list[tuple[str, str, str, str, str]] = [
     ("DeepSeek R1 distilled", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2", "", ""),
     ("DeepSeek V3, R1", "deepseek-ai/DeepSeek-R1-0528", "deepseek_v3", "", Q),
     ("DeepSeek V2, Coder V2", "deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek_v2", "", ""),
-    ("DeepSeek V3.2", "deepseek-ai/DeepSeek-V3.2", "deepseek_v32", "", ""),
+    ("DeepSeek V3.2", "deepseek-ai/DeepSeek-V3.2", "deepseek_v32", "", INDEXED),
     ("DeepSeek V4", "deepseek-ai/DeepSeek-V4-Flash", "deepseek_v4", "", ""),
     ("Kimi K2.5 to K2.7", "moonshotai/Kimi-K2.6", "kimi_k25", "deepseek_v3", Q),
     ("Kimi Linear", "moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi_linear", "", ""),
     ("GLM 4.5 to 4.7", "zai-org/GLM-4.7", "glm4_moe", "", ""),
     ("GLM 4.7 Flash", "zai-org/GLM-4.7-Flash", "glm4_moe_lite", "", ""),
     ("GLM 4.5V, 4.6V", "zai-org/GLM-4.5V", "glm4v_moe", "glm4v_moe_text", ""),
-    ("GLM 5", "zai-org/GLM-5.2", "glm_moe_dsa", "", ""),
+    ("GLM 5", "zai-org/GLM-5.2", "glm_moe_dsa", "", INDEXED),
     ("MiniMax M2", "MiniMaxAI/MiniMax-M2", "minimax_m2", "", Q),
     ("Mistral 7B", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", "", ""),
     ("Mixtral", "mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral", "", ""),

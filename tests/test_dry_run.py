@@ -1,5 +1,7 @@
 """What a job would share and cost."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +11,10 @@ import pytest
 
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import PromptConfig
-from batchgen.dry_run import kv_bytes_per_token
+from batchgen.dry_run import computed_dtype, kv_bytes_per_token
 from batchgen.errors import UsageError
+from batchgen.kernels import isa
+from batchgen.prompts import load_tokenizer
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
@@ -141,3 +145,17 @@ def test_kv_bytes_per_token_are_those_of_the_engine(tiny_model_dir: Path, write_
     plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
     sizes = LLM(str(tiny_model_dir)).engine.sizes
     assert (plan.bytes_per_token, plan.block_size) == (sizes.bytes_per_token, sizes.block_size)
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_the_plan_counts_the_kv_in_the_type_that_a_run_computes_in(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+    monkeypatch.setattr(isa, "has_bfloat16", lambda: fast)
+    monkeypatch.setattr(isa, "features", lambda: frozenset({"avx2"}))
+    config = ModelConfig(model=folder, device="cpu")
+    assert computed_dtype(config, load_tokenizer(config).hf_config) == dtype

@@ -86,12 +86,22 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
+class EveryKey:
+    """Stands where a model expects a mask, or the keys that an indexer has chosen: a query sees every key before it."""
+
+    def __getitem__(self, index: Any) -> EveryKey:
+        return self
+
+
+EVERY_KEY = EveryKey()
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | EveryKey | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -106,10 +116,12 @@ def attention_forward(
     """
     if step_attention is None:
         raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to attention")
-    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+    unknown = [
+        name for name, value in kwargs.items() if value is not None and value is not EVERY_KEY and name not in _HARMLESS
+    ]
     asks = {
         ", ".join(unknown): bool(unknown),
-        "a mask": attention_mask is not None,
+        "a mask": attention_mask is not None and attention_mask is not EVERY_KEY,
         "no causal mask": kwargs.get("is_causal") is False or getattr(module, "is_causal", None) is False,
         "dropout": bool(dropout),
         # What a module has but leaves to a mask, or to code of its own.
@@ -125,7 +137,8 @@ def attention_forward(
         softcap=softcap,
         sinks=s_aux,
     )
-    layer = getattr(module, "layer_idx", None)
+    number: Any = getattr(module, "layer_number", None)
+    layer = getattr(module, "layer_idx", None) if number is None else number()
     if not isinstance(layer, int):
         raise ModelError(f"{type(module).__name__} has no layer index")
     query_scale = getattr(module, "query_scale", None)

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchgen.attention.base import NAME, LayerOptions, register
+from batchgen.attention.base import EVERY_KEY, NAME, EveryKey, LayerOptions, register
 from batchgen.attention.cpu_backend import VECTOR, storage
 from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.errors import ModelError
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 from batchgen.kernels.transfer import put
+from batchgen.model.architectures import INDEXED
 from batchgen.model.device_check import Verdict
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
@@ -112,6 +113,8 @@ def prepare(
             fuse_linear(module, ExactPacking())
     _scale_by_position(module)
     _pass_on_to_attention(module)
+    _see_every_key(module)
+    _number_halves(module)
     recurrent = install(module)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
@@ -182,6 +185,51 @@ def _pass_on_to_attention(module: torch.nn.Module) -> None:
 
             layer.register_forward_pre_hook(note, with_kwargs=True)
             layer.self_attn.register_forward_pre_hook(give, with_kwargs=True)
+
+
+def _see_every_key(module: torch.nn.Module) -> None:
+    """Takes out the indexers that choose which keys a query sees (DeepSeek V3.2): they choose all of as many keys as the context has here
+    (`prompts/tokenizer.py`). What their layers ask of a mask or of the choice is answered by `EVERY_KEY`.
+    """
+    for part in list(module.modules()):
+        if getattr(getattr(part, "config", None), "model_type", None) in INDEXED and "indexer" in part._modules:
+            if part._modules["indexer"] is not None:
+                part._modules["indexer"] = _ChoosesAll()
+            part.register_forward_pre_hook(
+                lambda _, args, kwargs: (args, kwargs | {"attention_mask": EVERY_KEY}), with_kwargs=True
+            )
+
+
+def _number_halves(module: Any) -> None:
+    """Gives the attention of DiffLlama, which runs on the halves of the values, a layer number for each time, under which its KV is kept."""
+    attention: Any
+    for attention in module.modules():
+        if type(attention).__name__ == "DiffLlamaAttention":
+            attention.layer_number = _Halves(attention.layer_idx, module.config.num_hidden_layers)
+            attention.register_forward_pre_hook(attention.layer_number.begin)
+
+
+class _Halves:
+    """The numbers of a layer that runs attention twice: those of the second time are behind those of all layers."""
+
+    def __init__(self, layer: int, layers: int) -> None:
+        self._layer, self._layers = layer, layers
+        self._times = 0
+
+    def begin(self, _: Any, args: Any) -> None:
+        """Before the layer's attention is run."""
+        self._times = 0
+
+    def __call__(self) -> int:
+        self._times += 1
+        return self._layer + (self._times - 1) * self._layers
+
+
+class _ChoosesAll(torch.nn.Module):
+    """In the place of an indexer."""
+
+    def forward(self, *_: Any, **__: Any) -> EveryKey:
+        return EVERY_KEY
 
 
 def _keep_chosen(module: Any) -> None:

@@ -19,9 +19,12 @@ RECURRENT = frozenset({
 })  # fmt: skip
 """Of those in `VERIFIED` the ones with recurrent layers."""
 
+INDEXED = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa"})
+"""Of those in `VERIFIED` the ones with an indexer that chooses which keys a query sees: contexts end where it begins to leave any out."""
+
 VERIFIED = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
-    "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
+    "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe",
     "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
     "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
     "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
@@ -30,7 +33,7 @@ VERIFIED = frozenset({
     "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
-}) | RECURRENT  # fmt: skip
+}) | RECURRENT | INDEXED  # fmt: skip
 """`model_type`s whose greedy output and logits equal those of `generate` (tests/parity)."""
 
 WRAPPERS = frozenset({
@@ -59,14 +62,13 @@ INNER = frozenset({
 _RECURRENT = "they have recurrent layers of a kind that is not implemented"
 _CONVOLUTION = "they have convolutions of a kind that is not implemented"
 _INDEXER = "an indexer of theirs chooses which keys a query sees"
-_TWICE = "they run attention more than once in a layer"
 _DRAFTS = "they draft for another model, whose keys and values they read"
 _ENCODER = "they are encoders, whose tokens see those after them"
 _IMAGE = "they run on an image or on sound only"
 _BOTH = "they have an encoder and a decoder"
+_PREFIX = "the tokens of their prompts see those after them"
 _BIAS = "they add a bias of their own to the scores of attention"
 REFUSED = {
-    "axk2": _INDEXER,
     "bailing_hybrid": _RECURRENT,
     "bert": _ENCODER,
     "bert-generation": _ENCODER,
@@ -74,9 +76,7 @@ REFUSED = {
     "blip-2": _IMAGE,
     "camembert": _ENCODER,
     "data2vec-text": _ENCODER,
-    "deepseek_v32": _INDEXER,
     "deepseek_v4": "they read keys and values that stand for stretches of the text",
-    "diffllama": _TWICE,
     "diffusion_gemma": "they write blocks of text by diffusion",
     "doge": "a mask of theirs depends on what the keys hold",
     "dots3_note": _INDEXER,
@@ -88,8 +88,7 @@ REFUSED = {
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
     "glm5_next": _INDEXER,
-    "glm_moe_dsa": _INDEXER,
-    "hrm_text": _TWICE,
+    "hrm_text": _PREFIX,
     "hy_v4": _INDEXER,
     "inkling2": _BIAS,
     "inkling_mm_model": _BIAS,
@@ -104,7 +103,7 @@ REFUSED = {
     "minimax_m3_vl": _INDEXER,
     "minimax_m3_vl_text": _INDEXER,
     "mistral_large4": _INDEXER,
-    "paligemma": "the tokens of their prompts see those after them",
+    "paligemma": _PREFIX,
     "pix2struct": _BOTH,
     "pp_formulanet": _BOTH,
     "qwen4_exp": _INDEXER,
@@ -163,6 +162,8 @@ def _refusal(config: Any) -> str | None:
     layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if _model_type(config) == "llama4_text":  # as full attention up to the chunk's length, where the context ends
         layers -= {"chunked_attention"}
+    if _model_type(config) in INDEXED:
+        layers -= {"indexed_attention"}
     if _model_type(config) in RECURRENT:
         layers -= _RECURRENT_LAYERS
     if layers:
@@ -170,6 +171,16 @@ def _refusal(config: Any) -> str | None:
     ropes = _rope_types(config) - _ROPES
     if ropes:
         return f"this one has rotary embeddings of type {', '.join(sorted(ropes))}"
+    return None
+
+
+def context_note(config: Any) -> str | None:
+    """The sentence for the user about a context that ends earlier than the model's, for the sake of exactness; None for other models."""
+    text = text_config(config)
+    if _model_type(text) in INDEXED:
+        return f"the context ends at {text.index_topk:,} tokens: beyond that the model's indexer chooses which keys a query sees"
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        return f"the context ends at {text.attention_chunk_size:,} tokens: beyond that some layers see a chunk of the text only"
     return None
 
 

@@ -24,7 +24,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import LoadedModel, prepare
-from batchgen.model.architectures import check_architecture, is_verified
+from batchgen.model.architectures import check_architecture, context_note, is_verified
 from batchgen.model.int8 import check_int8, checkpoint_scales, quantize
 from batchgen.model.lora import merge_adapter
 from batchgen.model.multimodal import is_multimodal, left_out, model_class, own_class
@@ -394,10 +394,13 @@ def _check(config: ModelConfig, hf_config: Any) -> tuple[str, ...]:
     """What the user should know of the architecture. Raises `ModelError` where it is not supported."""
     check_quantization(config.model, hf_config)
     check_architecture(hf_config)
+    note = context_note(hf_config)
+    notes = () if note is None else (note,)
     if is_verified(hf_config):
-        return ()
+        return notes
     self_check(hf_config, trust_remote_code=config.trust_remote_code, revision=config.revision)
     name = getattr(hf_config, "model_type", "unknown")
     return (
+        *notes,
         f"models of type {name!r} are not on the verified list; a small one of the kind was checked against transformers and agreed",
     )

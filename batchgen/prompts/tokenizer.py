@@ -189,7 +189,8 @@ def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
             length = _positive(getattr(part, name, None))
             if length is not None:
                 longest = max(length, _yarn_length(part))
-                return min(longest, _longrope_length(part) or longest, _chunk(part) or longest)
+                ends = (_longrope_length(part), _chunk(part), _positive(getattr(part, "index_topk", None)))
+                return min([longest, *filter(None, ends)])
     length = _positive(tokenizer.model_max_length)
     if length is not None and length <= _SANE_CONTEXT:
         return length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchgen.config import ModelConfig
+from batchgen.model.architectures import context_note
 from batchgen.prompts import load_tokenizer
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -36,3 +37,12 @@ def test_the_context_of_layers_that_see_chunks_ends_with_the_first_chunk(tools, 
     }
     folder = tools.save_model(tmp_path, config=config | {"max_position_embeddings": 512, "attention_chunk_size": 48})
     assert load_tokenizer(ModelConfig(model=str(folder))).context_length == 48
+
+
+def test_the_context_of_an_indexer_ends_where_it_begins_to_leave_keys_out(tools, tmp_path):
+    config = {"model_type": "deepseek_v32", "max_position_embeddings": 512, "index_topk": 96}
+    tokenizer = load_tokenizer(ModelConfig(model=tools.save_model(tmp_path, config=config)))
+    assert tokenizer.context_length == 96
+    assert context_note(tokenizer.hf_config) == (
+        "the context ends at 96 tokens: beyond that the model's indexer chooses which keys a query sees"
+    )

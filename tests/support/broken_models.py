@@ -304,8 +304,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     # architectures that cannot be exact
     "sparse attention": (
-        settings(model_type="deepseek_v32", architectures=["DeepseekV32ForCausalLM"]),
-        "models of type 'deepseek_v32' are not supported: an indexer of theirs chooses which keys a query sees",
+        settings(model_type="hy_v4", architectures=["HYV4ForCausalLM"]),
+        "models of type 'hy_v4' are not supported: an indexer of theirs chooses which keys a query sees",
     ),
     "no length": (
         settings(max_position_embeddings=-1),

@@ -59,6 +59,8 @@ def features_of(shape: str) -> set[str]:
         "gated delta rule": recurrent is not None and "gated delta rule" in recurrent.kinds,
         "Mamba2": recurrent is not None and "Mamba2" in recurrent.kinds,
         "short convolution": recurrent is not None and recurrent.kinds == {"convolution"},
+        "an indexer": hasattr(config, "index_topk"),
+        "attention twice in a layer": getattr(config, "model_type", None) == "diffllama",
         "no attention": not asked.options,
         "experts": any("expert" in name for name, _ in model.named_modules()),
     }

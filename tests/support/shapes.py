@@ -28,6 +28,7 @@ MLA = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "head_dim": 8,
 }  # fmt: skip
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 256}  # which is all keys of the tests' texts
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 TWO_ROPES = {
@@ -71,6 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "axk1": MLA | ROUTED | GROUPS | MIXED,
+    "axk2": MLA | ROUTED | GROUPS | MIXED | INDEXER,
     "bamba": MAMBA2 | FOUR | {"attn_layer_indices": [1, 3]},
     "beam": EXPERTS | WINDOW | MIXED | GROUPS,
     "biogpt": {},
@@ -91,10 +93,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v2/groups": MLA | ROUTED | GROUPS | {"topk_method": "group_limited_greedy", "q_lora_rank": None},
     "deepseek_v2/yarn": MLA | ROUTED | _rope("yarn"),
     "deepseek_v3": MLA | ROUTED | GROUPS | FIRST_DENSE,
+    "deepseek_v32": MLA | ROUTED | GROUPS | INDEXER,
+    "deepseek_v32/yarn": MLA | ROUTED | GROUPS | INDEXER | _rope("yarn"),
     "deepseek_v3/yarn": MLA | ROUTED | GROUPS | FIRST_DENSE | {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.8}
         | SCALED_ROPES["yarn"],
     },
+    "diffllama": {},
     "dots1": ROUTED | FIRST_DENSE | WINDOW | {"n_group": 1, "topk_group": 1},
     "ernie4_5": {},
     "ernie4_5_moe": {
@@ -130,6 +135,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm": {},
     "glm4": {},
     "glm4_moe": ROUTED | FIRST_DENSE | GROUPS | {"use_qk_norm": True},
+    "glm_moe_dsa": MLA | ROUTED | GROUPS | MIXED | FOUR | INDEXER | {
+        "mlp_layer_types": ["dense", *["sparse"] * 3], "indexer_types": ["full", "full", "shared", "shared"],
+    },
     "glm4_moe_lite": MLA | ROUTED | GROUPS | MIXED,
     "gpt-sw3": GPT2,
     "gpt2": GPT2,

@@ -1,0 +1,28 @@
+"""What a token's KV takes, by the configuration alone, is what the layers of the model keep."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from batchgen.attention.kv_cache import bytes_per_token
+from batchgen.attention.sizes import kv_numbers
+from batchgen.model.architectures import RECURRENT
+from support.models import packed_model
+from support.shapes import SHAPES
+
+NO_GROUPS = {"biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "modernbert-decoder", "opt", "persimmon"}
+"""Families without groups of query heads, whose configurations do not have the number of key heads that the tests' common settings give them."""
+QUICK = {"llama", "deepseek_v3", "gemma4_text", "diffllama"}
+NAMES = sorted(s for s in SHAPES if s.split("/")[0] not in RECURRENT and s.split("/")[0] in CONFIG_MAPPING)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES])
+def test_the_configuration_tells_what_a_token_takes(name: str) -> None:
+    model = packed_model(name, compiled=False)
+    config = copy.deepcopy(model.module.config)
+    if name.split("/")[0] in NO_GROUPS:
+        config.num_key_value_heads = None
+    assert 4 * kv_numbers(config) == bytes_per_token(model.layers, model.dtype)
