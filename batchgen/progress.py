@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from batchgen.stats import RunFigures
+from batchgen.stats import RunFigures, reasons_in_order
 
 GENERATING = "generating"
 """The phase in which the model runs. Speed and remaining time refer to this phase."""
@@ -171,7 +171,7 @@ class Tracker:
             rows_per_s=rows_per_s,
             seconds=self._clock() - self._began,
             seconds_left=self._seconds_left(seconds, generated + rows_under_way),
-            finish_reasons=tuple(sorted(run.all_reasons.items())),
+            finish_reasons=tuple((name, n) for name, n in reasons_in_order(run.all_reasons).items() if n),
         )
 
     @property

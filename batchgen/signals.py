@@ -13,6 +13,10 @@ from typing import Any
 from batchgen.errors import Interrupted
 
 
+class _Stop(BaseException):
+    """Raised in the middle of an import or a read: no library takes it for an error of its own, which it would print or pass over."""
+
+
 class Signals:
     """A context manager. Inside it, SIGINT asks to stop at the next step; SIGTERM and SIGHUP let running rows finish for `grace` seconds; a
     second signal stops at once.
@@ -48,7 +52,9 @@ class Signals:
         if not second:
             self._first = signum
             self._drain_until = time.monotonic() + self._grace
-        if second or self._at_once:
+        if self._at_once:
+            raise _Stop
+        if second:
             raise Interrupted(self._first or signum)
 
     def stop(self) -> str | None:

@@ -183,7 +183,7 @@ def figures(
         "rows_failed": run.rows_failed,
         "rows_resumed": run.rows_resumed,
         "rows_truncated": run.rows_truncated,
-        "finish_reasons": _reasons(run.finish_reasons),
+        "finish_reasons": reasons_in_order(run.finish_reasons),
         "prompt_tokens": run.prompt_tokens,
         "prefill_tokens": engine.prefill_tokens,
         "prefill_tokens_min": prefill_min,
@@ -239,7 +239,7 @@ def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, A
         "rows_ok": run.rows_ok + run.rows_resumed - run.resumed_failed,
         "rows_failed": run.rows_failed + run.resumed_failed,
         "rows_truncated": run.rows_truncated + run.resumed_truncated,
-        "finish_reasons": _reasons(run.all_reasons),
+        "finish_reasons": reasons_in_order(run.all_reasons),
         "prompt_tokens": run.prompt_tokens + run.resumed_prompt_tokens,
         "completion_tokens": stats["completion_tokens"] + run.begun_tokens + run.resumed_completion_tokens,
         **{name: earlier.get(name, 0) + stats[name] for name in _SUMMED},
@@ -259,7 +259,7 @@ def sum_of_jobs(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _reasons(counts: Counter[str]) -> dict[str, int]:
+def reasons_in_order(counts: Counter[str]) -> dict[str, int]:
     """Returns the counts of the documented reasons, and of others if there are any."""
     return dict.fromkeys(("stop", "length", "timeout", "error"), 0) | {k: n for k, n in sorted(counts.items()) if n}
 

@@ -264,7 +264,7 @@ def test_a_row_that_cannot_fit_the_memory_fails_alone(
 
 def test_max_errors_ends_the_job_and_keeps_what_is_finished(tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([*prompts(3), {"prompt": 1}, {"prompt": 2}])
-    with pytest.raises(TooManyErrors, match=r"2 of 5 rows failed, more than --max-errors 1 allows"):
+    with pytest.raises(TooManyErrors, match=r"2 rows failed of 5 done so far, more than --max-errors 1 allows"):
         run_job(config_of(tiny_model_dir, source, max_errors="1", window=3))
     report = run_job(config_of(tiny_model_dir, source, window=3))
     assert (report.exit_code, report.stats["rows_resumed"], report.stats["rows_failed"]) == (3, 3, 2)

@@ -140,8 +140,9 @@ def test_the_figures_are_plain_values() -> None:
         "rows_per_s": 2.0,
         "seconds": 10.0,
         "eta_seconds": 30.9,
-        "finish_reasons": {"error": 2, "length": 1, "stop": 27},
+        "finish_reasons": {"stop": 27, "length": 1, "error": 2},
     }
+    assert list(now.figures()["finish_reasons"]) == ["stop", "length", "error"], "as in the summary and the statistics"
 
 
 def test_every_change_is_shown_and_one_a_second_is_kept_and_the_first_of_each_phase() -> None:

@@ -103,3 +103,14 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     thread.start()
     thread.join()
     assert seen == [(None, before)]
+
+
+def test_a_library_that_catches_errors_and_prints_them_does_not_meet_the_signal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Signals(grace=5) as signals, pytest.raises(Interrupted), signals.interruptible():
+        try:
+            send(signal.SIGINT)
+        except Exception as e:
+            print(f"Error importing: {e}")
+    assert capsys.readouterr() == ("", "")

@@ -58,6 +58,7 @@ from batchgen.jobs.target import Target, open_target
 from batchgen.progress import Snapshot
 from batchgen.records.inputs import Input
 from batchgen.records.output import INPUT_FILE, RowForm, job_path, jobs_folder, output_format
+from batchgen.records.remote import is_url
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.request import Request
@@ -617,8 +618,12 @@ class JobFolder:
 
 def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> None:
     """Raises `UsageError` if the output or its folder is not batchgen's, or if the folder that would hold it does not exist."""
-    output_format(output)
-    target.check()
+    if is_url(output):
+        output_format(output)
+        target.check()
+    else:  # what is there says more than a suffix
+        target.check()
+        output_format(output)
     if not folder.parent.is_dir() and folder.parent != jobs_folder():
         raise UsageError(f"there is no folder {folder.parent} to write to", f"create it with mkdir -p {folder.parent}")
     if (folder / "manifest.json").exists():

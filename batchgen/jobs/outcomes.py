@@ -33,7 +33,7 @@ class ErrorLimit:
         over = failed > limit if isinstance(limit, int) else done >= ERROR_SHARE_FROM and failed > limit * done
         if over:
             raise TooManyErrors(
-                f"{failed:,} of {done:,} rows failed, more than --max-errors {self._text} allows; the last one: {last}",
+                f"{failed:,} {'row' if failed == 1 else 'rows'} failed of {done:,} done so far, more than --max-errors {self._text} allows; the last one: {last}",
                 "correct the input, or allow more errors, and run the same command again to continue",
             )
 

@@ -18,8 +18,9 @@ from batchgen_cli.stderr import Stderr, Stream, event, printable, put
 
 REFRESH_SECONDS = 0.2
 LINE_SECONDS = 10.0
-SILENT_PHASES = ("loading model",)
-"""Phases that may take long and count nothing. A log gets a line when they start."""
+SILENT_SECONDS = 2.0
+"""A phase that counts nothing is shown with its time once it has taken this long."""
+TICK_SECONDS = 0.5
 _MIN_BAR = 8
 
 
@@ -71,6 +72,9 @@ class Notes:
     def show(self, *, new_phase: bool) -> None:
         """Called at every change, many times a second."""
 
+    def tick(self) -> None:
+        """Called in a thread of its own twice a second, also while nothing changes."""
+
     def write(self, line: str) -> None:
         put(printable(line), self.stream)
 
@@ -91,6 +95,11 @@ class Notes:
         return facts
 
 
+def _counts(now: Snapshot) -> bool:
+    """Whether the phase has something to count by which it is seen to move."""
+    return now.phase == GENERATING or now.rows_passed is not None
+
+
 class Nothing(Notes):
     """Shows not even notes (-q)."""
 
@@ -98,21 +107,39 @@ class Nothing(Notes):
 
 
 class Lines(Notes):
-    """Writes a line every `every` seconds, and one at the start of each phase of `SILENT_PHASES`."""
+    """Writes a line every `every` seconds. A phase that counts nothing has its first line after two seconds."""
 
     def __init__(
         self, stream: Stream, every: float = LINE_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(stream, clock)
         self._every = every
-        self._last = clock()
+        self._last = self._phase_began = clock()
+        self._told = False
+        """Whether this phase, which counts nothing, was named."""
+        self._showing = threading.RLock()
 
     def show(self, *, new_phase: bool) -> None:
+        with self._showing:
+            if new_phase:
+                self._phase_began, self._told = self.clock(), False
+            elif self.clock() - self._last >= self._every:
+                self._show_rows()
+
+    def tick(self) -> None:
+        with self._showing:
+            now, time = self.now, self.clock()
+            if _counts(now):
+                self.show(new_phase=False)
+            elif now.phase and not self._told and time - self._phase_began >= SILENT_SECONDS:
+                self._last, self._told = time, True
+                self.write(f"batchgen: {now.phase}")
+            elif self._told and time - self._last >= self._every:
+                self._last = time
+                self.write(f"batchgen: {now.phase}, {duration(time - self._phase_began)} so far")
+
+    def _show_rows(self) -> None:
         now = self.now
-        if new_phase and now.phase in SILENT_PHASES:
-            self.write(f"batchgen: {now.phase}")
-        if new_phase or self.clock() - self._last < self._every:
-            return
         self._last = self.clock()
         phase = "" if now.phase == GENERATING else f"{now.phase}, "
         count = now.rows_done if now.rows_passed is None else now.rows_passed
@@ -148,6 +175,10 @@ class Events(Notes):
             self._last = self.clock()
             put(event("progress", **self.now.figures()), self.stream)
 
+    def tick(self) -> None:
+        if self.now.phase:
+            self.show(new_phase=False)
+
     def write(self, line: str) -> None:
         put(event("log", text=line), self.stream)
 
@@ -162,10 +193,17 @@ class Bar(Notes):
         self._terminal = stream
         self._bar: Any = tqdm(file=stream, leave=False, position=0, bar_format=" ", ncols=stream.width(80))
         self._shown_at = 0.0
+        self._phase_began = clock()
         self._lock = threading.RLock()  # a library's thread may write a line
 
     def show(self, *, new_phase: bool) -> None:
+        if new_phase:
+            self._phase_began = self.clock()
         if new_phase or self.clock() - self._shown_at >= REFRESH_SECONDS:
+            self._refresh()
+
+    def tick(self) -> None:
+        if self.now.phase and not _counts(self.now):
             self._refresh()
 
     def write(self, line: str) -> None:
@@ -199,7 +237,9 @@ class Bar(Notes):
         count = now.rows_done if now.rows_passed is None else now.rows_passed
         nothing_yet = now.rows_passed is None and count in (0, total)
         if nothing_yet and now.phase != GENERATING:
-            return _literal(f"{name}…"[:width])
+            seconds = self.clock() - self._phase_began
+            waited = f" {duration(seconds)}" if seconds >= SILENT_SECONDS else ""
+            return _literal(f"{name}…{waited}"[:width])
         if total is None:
             return _literal(_fitting(f"{name}: {count:,} rows", self.facts(), width)[:width])
         head = f"{name}: {percent(now):3d}%"
@@ -291,13 +331,23 @@ def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> 
     logger = logging.getLogger("batchgen")
     logger.addHandler(notes)
     logger.setLevel(logging.INFO)
+    ended = threading.Event()
+    ticker = threading.Thread(target=_tick, args=(shown, ended), name="batchgen-progress", daemon=True)
+    ticker.start()
     try:
         with redirect_stderr(relay):
             yield shown
     finally:
+        ended.set()
+        ticker.join()
         logger.removeHandler(notes)
         relay.end()
         shown.close()
+
+
+def _tick(shown: Notes, ended: threading.Event) -> None:
+    while not ended.wait(TICK_SECONDS):
+        shown.tick()
 
 
 @contextmanager

@@ -117,6 +117,9 @@ def test_a_log_gets_a_line_now_and_then(clock: Clock) -> None:
     stream = io.StringIO()
     lines = Lines(stream, every=10, clock=clock)
     lines.phase("loading model")
+    lines.tick()
+    clock.now += 2
+    lines.tick()
     generate(lines, clock, seconds=25, failed_from=20)
     lines.note("a note\nwith a second line")
     assert stream.getvalue().splitlines() == [
@@ -125,6 +128,56 @@ def test_a_log_gets_a_line_now_and_then(clock: Clock) -> None:
         "batchgen: 20 rows of 100 (20%), 80 s left, 2 failed, 50 tokens/s",
         "batchgen: a note\\nwith a second line",
     ]
+
+
+def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(clock: Clock) -> None:
+    stream = io.StringIO()
+    lines = Lines(stream, every=10, clock=clock)
+    lines.tick()
+    for phase, seconds in (("loading tokenizer", 1), ("loading model", 25), ("planning", 1), ("writing", 3)):
+        lines.phase(phase)
+        for _ in range(seconds):
+            clock.now += 1
+            lines.tick()
+    assert stream.getvalue().splitlines() == [
+        "batchgen: loading model",
+        "batchgen: loading model, 12 s so far",
+        "batchgen: loading model, 22 s so far",
+        "batchgen: writing",
+    ]
+
+
+def test_a_log_hears_of_a_step_that_takes_long(clock: Clock) -> None:
+    stream = io.StringIO()
+    lines = Lines(stream, every=10, clock=clock)
+    lines.rows(0, 0, 100)
+    lines.phase("generating")
+    for _ in range(25):
+        clock.now += 1
+        lines.tick()
+    assert stream.getvalue().splitlines() == ["batchgen: 0 rows of 100 (0%), 0.0 rows/s"] * 2
+
+
+def test_events_go_on_while_nothing_changes(clock: Clock) -> None:
+    stream = io.StringIO()
+    events = Events(stream, 10, clock=clock)
+    events.phase("loading model")
+    for _ in range(25):
+        clock.now += 1
+        events.tick()
+    told = [(e["event"], e.get("phase")) for e in map(json.loads, stream.getvalue().splitlines())]
+    assert told == [("phase", "loading model"), ("progress", "loading model"), ("progress", "loading model")]
+
+
+def test_a_bar_that_counts_nothing_shows_the_seconds(clock: Clock) -> None:
+    terminal = Terminal()
+    bar = Bar(terminal, clock)  # type: ignore[arg-type]
+    bar.phase("loading model")
+    for _ in range(3):
+        clock.now += 1
+        bar.tick()
+    bar.close()
+    assert terminal.shown[:4] == ["loading model…", "loading model…", "loading model… 2 s", "loading model… 3 s"]
 
 
 def test_a_log_hears_of_rows_that_are_read_and_written(clock: Clock) -> None:

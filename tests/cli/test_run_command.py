@@ -173,7 +173,7 @@ def test_max_errors_is_a_failure_of_the_job(cli: Cli, write_jsonl: Write, tiny_m
     outcome = cli("run", write_jsonl([{"prompt": "x"}, {"prompt": 1}]), "-m", tiny_model_dir, "--max-errors", "0")
     assert outcome.code == 1
     assert outcome.err.splitlines()[-1].startswith(
-        "batchgen: error: 1 of 1 rows failed, more than --max-errors 0 allows; the last one: "
+        "batchgen: error: 1 row failed of 1 done so far, more than --max-errors 0 allows; the last one: "
     )
 
 

@@ -69,7 +69,6 @@ USES = [
     "from torch._dynamo import config; assert config.recompile_limit",
     "from torch._dynamo.utils import counters",
     "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2)).tolist() == [2.0, 2.0]",
-    "import torch.distributed.tensor",
 ]
 
 

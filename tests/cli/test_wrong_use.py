@@ -121,7 +121,7 @@ def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
         (("--max-errors", "x"), "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),
         (
             ("--chat-template-kwargs", "[1]"),
-            """--chat-template-kwargs must be a JSON object, not [1]; give an object such as '{"enable_thinking": false}'""",
+            """--chat-template-kwargs must be a JSON object, not [1]; use an object such as '{"enable_thinking": false}'""",
         ),
         (("--template", "nowhere.j2"), "--template nowhere.j2 cannot be read: No such file or directory; check the path"),
         (("--prefix", "@nowhere.txt"), "--prefix nowhere.txt cannot be read: No such file or directory; check the path"),

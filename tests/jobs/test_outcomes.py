@@ -22,7 +22,7 @@ def test_one_more_than_the_number_allowed_is_too_many() -> None:
     with pytest.raises(TooManyErrors) as error:
         limit.check(failed=3, done=4, last="a.jsonl:4: invalid_row: not JSON")
     assert str(error.value) == (
-        "3 of 4 rows failed, more than --max-errors 2 allows; the last one: a.jsonl:4: invalid_row: not JSON; "
+        "3 rows failed of 4 done so far, more than --max-errors 2 allows; the last one: a.jsonl:4: invalid_row: not JSON; "
         "correct the input, or allow more errors, and run the same command again to continue"
     )
 
@@ -31,7 +31,7 @@ def test_a_share_counts_from_the_hundredth_row() -> None:
     limit = ErrorLimit("10%")
     limit.check(failed=99, done=99, last="x")
     limit.check(failed=10, done=100, last="x")
-    with pytest.raises(TooManyErrors, match=r"11 of 100 rows failed, more than --max-errors 10% allows"):
+    with pytest.raises(TooManyErrors, match=r"11 rows failed of 100 done so far, more than --max-errors 10% allows"):
         limit.check(failed=11, done=100, last="x")
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 RUN = "see batchgen run --help"
-KWARGS = """give an object such as '{"enable_thinking": false}'"""
+KWARGS = """use an object such as '{"enable_thinking": false}'"""
 SIZE = "use auto, a size such as 8GiB, or a share such as 80%"
 
 
@@ -115,7 +115,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M -o R", 2, "rows.jsonl is both an input and the output; name another output with -o (or quote a glob: outputs are left out then)"),
     ("run R -m M -o mine.jsonl", 2, "mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"),
     ("run R -m M -o out.xyz", 2, "ANY"),
-    ("run R -m M -o folder", 2, "ANY"),
+    ("run R -m M -o folder", 2, "the output folder is a folder; name a file in it"),
     ("run R -m M -o no/out.jsonl", 2, "there is no folder no to write to; create it with mkdir -p no"),
     ("run R -m M -o in-the-way.jsonl", 2, "in-the-way.jsonl.job exists and is not a job's folder; move it, or use another -o"),
     ("run R -m M --work-dir no", 2, "ANY"),
