@@ -18,9 +18,10 @@ from batchgen.llm import LLM
 from batchgen.model import device_check, device_trials
 from batchgen.model.adapter import AttentionKind
 from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Unknown, Verdict, check_device
+from batchgen.model.loader import prepare_model
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
-from support.tiny import build
+from support.tiny import build, engine_of, requests_of, run
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(model="some/model")
@@ -529,3 +530,41 @@ def test_attention_by_hand_asks_nobody(tiny_model_dir, want, monkeypatch):
     assert job(tiny_model_dir, attention="torch")[:2] == (want, "cascade")
     with pytest.raises(Exception, match=r"^--attention triton is for one CUDA device; leave it out$"):
         job(tiny_model_dir, attention="triton")
+
+
+@pytest.mark.slow
+def test_the_command_says_what_is_off_and_writes_what_plain_torch_writes(
+    tiny_model_dir, want, monkeypatch, tmp_path, cli, write_jsonl, read_jsonl
+):
+    with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
+        start = ThreadOfTrials(replace(llm.engine.runner.model, compile="auto"))
+    use_fake_device(monkeypatch, attention=faulty(one_of_a_thousand))
+    check_as_on_a_gpu(monkeypatch, start)
+    rows = write_jsonl([{"prompt": prompt} for prompt in PROMPTS])
+    for overwrite in ([], ["--overwrite"]):
+        done = cli("run", rows, "-m", tiny_model_dir, "-o", tmp_path / "out.jsonl", "--max-tokens", "12", *overwrite)
+        assert done.code == 0
+        assert [row["text"] for row in read_jsonl(tmp_path / "out.jsonl")] == want
+        assert done.err.count("Fake GPU): batchgen's attention kernels: switched off, plain torch attends") == 1
+        assert ("trying batchgen's kernels on Fake GPU" in done.err) == (not overwrite)
+    assert len(start.started) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_part_passes_on_a_gpu(dtype):
+    parts, failed, complete = tried(prepare_model(build().module.to("cuda", dtype)))
+    assert (parts, failed, complete) == (list(PARTS), {}, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", PARTS)
+def test_without_any_part_a_gpu_writes_the_same(model, part):
+    requests = requests_of([[*range(40), i] for i in range(5)], [20] * 5)
+    want = {row: r.token_ids for row, r in run(engine_of(model), requests).items()}
+    there = prepare_model(build().module.to("cuda"))
+    engine = engine_of(replace(there, verdict=Verdict("cuda:0", {part: "a test"})))
+    assert engine.loop.ahead == (part not in ("sampler", "step-ahead"))
+    assert engine.sampler.device.type == ("cpu" if part == "sampler" else "cuda")
+    assert engine.attention == ("cascade" if part == "triton" else "triton")
+    assert {row: r.token_ids for row, r in run(engine, requests).items()} == want
