@@ -16,7 +16,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 from batchgen.kernels import forwards
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.forwards import is_written_as
-from batchgen.kernels.ops import Activation, PackedLinear, fits, is_fast, rms_norm, rotate
+from batchgen.kernels.ops import Activation, PackedLinear, SharedLinear, fits, is_fast, rms_norm, rotate
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 """Largest difference of a replacement, relative to the largest number: two roundings and more, and far below any mistake."""
@@ -224,22 +224,32 @@ def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
 
 
 def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    if not _can_pack(part, shared, packing):
+    if not _can_replace(part):
         return None
-    fused, dtype = packing.pack([part], [part.weight], [part.bias]), part.weight.dtype
+    dtype = part.weight.dtype
+    if shared[id(part.weight)] > 1:
+        if not (part.weight.is_contiguous() and fits(part.weight) and is_fast(dtype)):
+            return None
+        fused: torch.nn.Module = SharedLinear(part.weight, part.bias)
+        return fused if _agree(part, fused, part.in_features, dtype, NEAR[dtype]) else None
+    if not packing.can_pack(part):
+        return None
+    fused = packing.pack([part], [part.weight], [part.bias])
     return fused if _agree(part, fused, part.in_features, dtype, packing.tolerance(dtype)) else None
 
 
 def _can_pack(part: Any, shared: Counter[int], packing: Packing) -> bool:
     """A plain linear layer with weights of its own: those that an embedding shares stay where it finds them."""
+    return _can_replace(part) and shared[id(part.weight)] == 1 and packing.can_pack(part)
+
+
+def _can_replace(part: Any) -> bool:
     bias = getattr(part, "bias", None)
     return (
         type(part) is torch.nn.Linear
         and _own_forward(part) is not None
         and _is_plain(part.weight)
         and (bias is None or _is_plain(bias))
-        and shared[id(part.weight)] == 1
-        and packing.can_pack(part)
     )
 
 

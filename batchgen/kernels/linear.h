@@ -1,8 +1,13 @@
 // Linear layers with weights packed once: y = x W^T + bias, or y = act(x G^T) * (x U^T) for a gated one.
 //
 // W is [panels][words of the inner dimension][WIDTH], so that what a product reads is WIDTH words that lie side by side (where E::side is
-// less, [panels][WIDTH / side][words][side]); a panel of a gated layer holds half as many rows of G and the same ones of U. A block of ROWS rows by WIDTH columns is summed in registers, in
-// float32 or in integers; results are rounded where the modules of transformers round. ops.py and int8.py pack the weights.
+// less, [panels][WIDTH / side][words][side]); a panel of a gated layer holds half as many rows of G and the same ones of U. A block of
+// ROWS rows by WIDTH columns is summed in registers, in float32 or in integers; results are rounded where the modules of transformers
+// round. ops.py and int8.py pack the weights. Weights that something else reads too, such as an embedding, stay as they are, and are
+// packed on the way into the cache.
+//
+// A row's sums do not depend on the rows beside it, nor on threads: each is one chain of products over the inner dimension, in its
+// order, whatever block of rows it is computed in.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -34,6 +39,7 @@ struct Product {  // `_Product` in ops.py is the same
     const int32_t* beginnings;  // [panels][WIDTH]
     int64_t inner;  // elements of the inner dimension
     int64_t group;  // words from the first E::side columns of a panel to the next ones
+    int64_t w_row;  // words from one row of W [columns][words] to the next; 0 where W is packed
 };
 
 // Sums [R][WIDTH] of R rows of x with a panel, over `words` words; onto what is there where `more`, else onto `from`, or zero.
@@ -64,7 +70,11 @@ int64_t some_rows(int64_t left, const uint32_t* x, int64_t x_row, const uint32_t
 
 // The sums of one row and panel, finished, to y.
 template <class E, class T>
-void finish(const Product& p, uint32_t* sums, int64_t panel, int64_t row) {
+INLINE void finish(const Product& p, uint32_t* sums, int64_t panel, int64_t row) {
+    if (!E::scaled && !p.bias && p.activation == NONE && p.columns - panel * WIDTH >= WIDTH) {
+        for (int i = 0; i < WIDTH; i += LANES) store_floats((T*)p.y + row * p.y_row + panel * WIDTH + i, load<floats>(sums + i));
+        return;
+    }
     for (int i = 0; i < WIDTH; i += LANES) {
         floats value = to_floats(load<typename E::sum>(sums + i));
         if (E::scaled) value *= p.x_scales[row] * load<floats>(p.scales + panel * WIDTH + i);
@@ -113,6 +123,53 @@ INLINE void widen(const uint32_t* weights, int64_t words, uint32_t* to) {
         }
 }
 
+// Transposes LANES vectors of LANES words: in each step halves, quarters, ... of two vectors change places.
+template <int HALF = LANES / 2>
+INLINE void transpose(uints (&v)[LANES]) {
+    for (int i = 0; i < LANES; i++) {
+        if (i & HALF) continue;
+        const uints a = v[i], b = v[i + HALF];
+#if defined(__GNUC__) && !defined(__clang__)
+        uints low, high;
+        for (int j = 0; j < LANES; j++) low[j] = j & HALF ? LANES + j - HALF : j, high[j] = j & HALF ? LANES + j : j + HALF;
+        v[i] = __builtin_shuffle(a, b, low);
+        v[i + HALF] = __builtin_shuffle(a, b, high);
+#else
+        for (int j = 0; j < LANES; j++) {
+            v[i][j] = j & HALF ? b[j - HALF] : a[j];
+            v[i + HALF][j] = j & HALF ? b[j] : a[j + HALF];
+        }
+#endif
+    }
+    if constexpr (HALF > 1) transpose<HALF / 2>(v);
+}
+
+// Words [k, k + words) of a panel's columns, of weights that are not packed, as they are packed: [WIDTH / SIDE][words][SIDE].
+template <int SIDE>
+void pack(const Product& p, int64_t panel, int64_t k, int64_t words, uint32_t* to) {
+    for (int c = 0; c < WIDTH; c += LANES) {
+        uint32_t* part = to + c / SIDE * SIDE * words + c % SIDE;
+        for (int64_t w = 0; w < words; w += LANES) {
+            const int64_t some = std::min<int64_t>(LANES, words - w);
+            const uint32_t* from = p.weights + (panel * WIDTH + c) * p.w_row + k + w;
+            const int64_t columns = std::min<int64_t>(LANES, p.columns - panel * WIDTH - c);
+            uints v[LANES];
+            if (some == LANES && columns == LANES)
+                for (int i = 0; i < LANES; i++) {
+                    v[i] = load<uints>(from + i * p.w_row);
+                    __builtin_prefetch(from + i * p.w_row + 4 * 16);
+                }
+            else
+                for (int i = 0; i < LANES; i++) {
+                    v[i] = uints{};
+                    if (i < columns) std::memcpy(&v[i], from + i * p.w_row, some * sizeof(uint32_t));
+                }
+            transpose(v);
+            for (int i = 0; i < some; i++) store(part + (w + i) * SIDE, v[i]);
+        }
+    }
+}
+
 // E says what x and the weights are, T is the type of y.
 template <class E, class T>
 void run(Product p) {
@@ -130,6 +187,7 @@ void run(Product p) {
     in_parallel(tasks, threads, [&](Tasks& some) {
         uint32_t sums[MOST_ROWS * WIDTH];
         uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
+        std::vector<uint32_t> packed(p.w_row ? DEPTH * WIDTH : 0);
         for (int64_t task; (task = some.take()) >= 0;) {
             const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
             const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
@@ -137,6 +195,7 @@ void run(Product p) {
             for (int64_t k = 0; k < p.words; k += depth) {
                 const int64_t words = std::min(depth, p.words - k);
                 const uint32_t* weights = p.weights + panel * p.words * WIDTH + k * E::side;
+                if (p.w_row) pack<WIDTH>(p, panel, k, words, packed.data()), weights = packed.data();
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);

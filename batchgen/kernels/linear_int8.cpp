@@ -2,19 +2,13 @@
 // and scale to a column. Sums are exact, in 32 bits: a row's result depends on nothing but the row.
 //
 // A word of W is four values that follow one another along the inner dimension.
+#include "amx.h"
 #include "int8.h"
 #include "linear.h"
 
-#if defined(BATCHGEN_AMX)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 namespace {
 
-#if defined(BATCHGEN_AMX)
-constexpr int SIDE = 32;  // columns of two tiles
-#else
+#if !defined(BATCHGEN_AMX)
 constexpr int SIDE = WIDTH;
 #endif
 
@@ -94,58 +88,8 @@ struct Bytes {
 #endif
 
 #if defined(BATCHGEN_AMX)
-// Advanced Matrix Extensions: tiles of 16 rows of 64 bytes. The instructions are written out, since compilers that know all the rest do
-// not know these. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.)
-constexpr int TILE = 16;          // rows of a tile, and words of one of its rows
 constexpr int AMX_ROWS = 24;      // from so many rows on tiles are faster than vectors
 constexpr int AMX_DEPTH = 256;    // words: their part of half a panel stays in the first cache
-
-// The kernel lets a process use tiles that has asked for it.
-const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
-
-struct alignas(64) Shapes {  // all eight tiles are whole
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
-};
-
-#define TILE_LOAD(tile, from, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t(stride)) : "memory")
-#define TILE_STORE(tile, to, stride) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(int64_t(stride)) : "memory")
-#define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
-#define TILE_MULTIPLY(sum, x, w) asm volatile("tdpbusd %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::)  // unsigned x, signed w
-
-// 32 or, where not TWO, 16 rows of x by 32 columns of a panel, over `words` words.
-template <bool TWO>
-INLINE void tiles(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t words, uint32_t* sums, bool more) {
-    constexpr int64_t wide = WIDTH * 4, below = TILE * WIDTH, across = SIDE * 4;
-    if (more) {
-        TILE_LOAD(0, sums, wide);
-        TILE_LOAD(1, sums + TILE, wide);
-        if (TWO) TILE_LOAD(2, sums + below, wide);
-        if (TWO) TILE_LOAD(3, sums + below + TILE, wide);
-    } else {
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        if (TWO) TILE_ZERO(2);
-        if (TWO) TILE_ZERO(3);
-    }
-    for (int64_t k = 0; k < words; k += TILE) {
-        TILE_LOAD(6, panel + k * SIDE, across);
-        TILE_LOAD(4, x + k, 4 * x_row);
-        TILE_MULTIPLY(0, 4, 6);
-        TILE_LOAD(7, panel + k * SIDE + TILE, across);
-        TILE_MULTIPLY(1, 4, 7);
-        if (TWO) {
-            TILE_LOAD(5, x + TILE * x_row + k, 4 * x_row);
-            TILE_MULTIPLY(2, 5, 6);
-            TILE_MULTIPLY(3, 5, 7);
-        }
-    }
-    TILE_STORE(0, sums, wide);
-    TILE_STORE(1, sums + TILE, wide);
-    if (TWO) TILE_STORE(2, sums + below, wide);
-    if (TWO) TILE_STORE(3, sums + below + TILE, wide);
-}
 
 // `run`, with rows of x up to a multiple of 16 that can be read.
 template <class T>
@@ -156,8 +100,8 @@ void run_tiles(const Product& p) {
     const int64_t task_rows = std::min<int64_t>((share + 2 * TILE - 1) / (2 * TILE) * (2 * TILE), MOST_ROWS);
     const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
     in_parallel(tasks, p.threads, [&](Tasks& some) {
-        const Shapes shapes;
-        asm volatile("ldtilecfg %0" ::"m"(shapes));
+        Tiles shapes;
+        shapes.set(TILE, TILE);
         alignas(64) uint32_t sums[MOST_ROWS * WIDTH];
         for (int64_t task; (task = some.take()) >= 0;) {
             const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
@@ -169,9 +113,9 @@ void run_tiles(const Product& p) {
                         const uint32_t* x = p.x + row * p.x_row + k;
                         uint32_t* here = sums + (row - begin) * WIDTH + column;
                         if (end - row > TILE)
-                            tiles<true>(x, p.x_row, weights + column * p.words, words, here, k > 0);
+                            tiles<true, WIDTH, true>(x, p.x_row, weights + column * p.words, words, here, k > 0);
                         else
-                            tiles<false>(x, p.x_row, weights + column * p.words, words, here, k > 0);
+                            tiles<true, WIDTH, false>(x, p.x_row, weights + column * p.words, words, here, k > 0);
                     }
             }
             for (int64_t row = begin; row < end; row++) {
@@ -181,7 +125,6 @@ void run_tiles(const Product& p) {
                 finish<Bytes, T>(p, here, panel, row);
             }
         }
-        asm volatile("tilerelease" ::);
     });
 }
 #endif

@@ -123,14 +123,12 @@ class Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "columns", "words", "x_row", "y_row", "activation", "threads")),
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y", "x_scales", "scales", "beginnings")),
-        ("inner", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("inner", "group", "w_row")),
     )
 
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether packed layers of this type, float32 or bfloat16, are faster here than torch's own."""
-    if instruction_set() == "amx" and dtype == torch.bfloat16:  # torch uses its matrix units
-        return False
     return instruction_set() in X86[1:]
 
 
@@ -163,9 +161,12 @@ class PackedLinear(torch.nn.Module):
             self._x_dtype = torch.float32
         self._weight_dtype = weights[0].dtype
         words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
+        self._words = words[0].shape[1]
+        bfloat16 = self.dtype == torch.bfloat16
+        side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()
         # Plain tensors: torch takes microseconds to find parameters and buffers.
-        self.weights = panels(words).transpose(1, 2).contiguous()
-        """[panels, words of K, columns of a panel]"""
+        self.weights = panels(words).view(-1, side, self._words).transpose(1, 2).contiguous()
+        """[sides of panels, words of K, columns of a side]"""
         self.bias = biases[0] if len(biases) == 1 else None
         self.biases: torch.Tensor | None = None
         """[panels, columns of a panel] in float32"""
@@ -177,26 +178,57 @@ class PackedLinear(torch.nn.Module):
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
         rows = x.reshape(-1, self.in_features).to(self._x_dtype)
-        if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4:
-            rows = rows.contiguous()
-        weights, biases = self.weights, self.biases
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
-        product = Product(
-            rows.shape[0], self.out_features, weights.shape[1], rows.stride(0) * rows.itemsize // 4, self.out_features, self.activation,
-            torch.get_num_threads(), rows.data_ptr(), weights.data_ptr(), None if biases is None else biases.data_ptr(),
-            y.data_ptr(),
-        )  # fmt: skip
-        kernel("linear", self.dtype, self._kind)(ctypes.byref(product))
+        _multiply(rows, self.weights, self.biases, y, self._words, self.activation, self._kind)
         return y
 
     @property
     def weight(self) -> torch.Tensor:
         """[N, K] of a plain layer, unpacked each time: for models that look at it."""
-        rows = self.weights.transpose(1, 2).reshape(-1, self.weights.shape[1])[: self.out_features]
+        rows = self.weights.transpose(1, 2).reshape(-1, self._words)[: self.out_features]
         return rows.contiguous().view(self._weight_dtype).to(self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.dtype}, {self.activation.name.lower()}"
+
+
+class SharedLinear(torch.nn.Module):
+    """x [..., K] to [..., N] by weights that something else reads too, such as an embedding: they stay as they are."""
+
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        """`weight` [N, K], contiguous."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.bias = weight, bias
+        self._weights = weight.detach().view(torch.int32)
+        self._biases = None if bias is None else panels([bias.detach().float()])
+        self._x_dtype = torch.float32 if library().batchgen_linear_widens() else weight.dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"expected [..., {self.in_features}] in {self.weight.dtype}, not {list(x.shape)} in {x.dtype}"
+            )
+        rows = x.reshape(-1, self.in_features).to(self._x_dtype)
+        y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
+        words = self._weights.shape[1]
+        _multiply(rows, self._weights, self._biases, y, words, Activation.NONE, "", w_row=words)
+        return y
+
+
+def _multiply(
+    rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, y: torch.Tensor, words: int,
+    activation: Activation, kind: str, w_row: int = 0,
+) -> None:  # fmt: skip
+    """`rows` [R, K] times the weights of N columns into `y` [..., N]; `Product` in linear.cpp says what the rest is."""
+    if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4:
+        rows = rows.contiguous()
+    product = Product(
+        rows.shape[0], y.shape[-1], words, rows.stride(0) * rows.itemsize // 4, y.shape[-1], activation,
+        torch.get_num_threads(), rows.data_ptr(), weights.data_ptr(), None if biases is None else biases.data_ptr(),
+        y.data_ptr(), w_row=w_row,
+    )  # fmt: skip
+    kernel("linear", y.dtype, kind)(ctypes.byref(product))
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:

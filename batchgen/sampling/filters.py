@@ -51,14 +51,23 @@ def head_tokens(scores: torch.Tensor, k: NDArray[np.int64]) -> tuple[torch.Tenso
     return torch.from_numpy(ids), torch.from_numpy(found)
 
 
-def nucleus(weights: torch.Tensor, x: torch.Tensor, head: torch.Tensor, top_p: torch.Tensor) -> None:
+def row_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sums of the rows [n, 1]. One row alone is summed as two are: torch would cut it between threads, and add up in another order."""
+    rows = x.expand(2, -1) if len(x) == 1 else x
+    return rows.sum(dim=-1, keepdim=True, dtype=dtype)[: len(x)]
+
+
+def nucleus(
+    weights: torch.Tensor, x: torch.Tensor, head: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor
+) -> None:
     """Applies top-p in place: keeps the fewest `weights` [n, V] = exp(`x`) whose share reaches `top_p`, and sets the others to 0.
 
     At least one token stays. Of equal tokens at the edge, the first in the vocabulary stay. `head` [n, k] is `x` sorted, the largest
-    first, as far as the weights go; it need not repeat its last number. `top_p` is [n, 1], infinite for off.
+    first, as far as the weights go; it need not repeat its last number. `top_p` is [n, 1], infinite for off;
+    `total` [n, 1] are the sums of the weights.
     """
     wide = top_p.dtype
-    goal = top_p * weights.sum(dim=-1, keepdim=True, dtype=wide)
+    goal = top_p * total
     reached = head.exp().to(wide).cumsum(dim=-1)
     edge = head.gather(1, torch.searchsorted(reached, goal).clamp_(max=head.shape[1] - 1))
     above = (head > edge).sum(dim=-1, keepdim=True)
@@ -70,12 +79,12 @@ def nucleus(weights: torch.Tensor, x: torch.Tensor, head: torch.Tensor, top_p: t
     weights.masked_fill_((x < edge) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) > room)), 0)
 
 
-def nucleus_head(x: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def nucleus_head(x: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Returns `x` [n, V] sorted, the largest first, as far as top-p reaches. On the CPU only the first eighth is sorted if that is enough."""
     if x.device.type == "cpu" and x.shape[1] >= 1024:
         head = largest(x, x.shape[1] // 8)
         # The factor leaves room for rounding in the sums.
-        if bool((head.exp().sum(-1, keepdim=True) > top_p * weights.sum(-1, keepdim=True) * 1.001).all()):
+        if bool((head.exp().sum(-1, keepdim=True) > top_p * total * 1.001).all()):
             return head
     return largest(x, x.shape[1])
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
 from batchgen.sampling.batch_params import Batch, Slots
-from batchgen.sampling.filters import forbid, head_tokens, inverse_cdf, largest, nucleus, nucleus_head
+from batchgen.sampling.filters import forbid, head_tokens, inverse_cdf, largest, nucleus, nucleus_head, row_sums
 from batchgen.sampling.logprobs import TokenLogprobs, measure, read
 from batchgen.sampling.penalties import Penalties
 from batchgen.sampling.philox import uniforms
@@ -231,7 +231,9 @@ class Sampler:
         x = values.sub_(best.float()[:, None]).div_(batch.column("temperature"))
         weights = x.exp()
         if (batch.records["top_p"] < 1).any():
-            nucleus(weights, x, largest(x, x.shape[1]), batch.column("top_p"))
+            # Rows with fewer tokens end with zeros, which must not change the order in which the others are added.
+            total = weights.cumsum(dim=-1, dtype=self._wide)[:, -1:]
+            nucleus(weights, x, largest(x, x.shape[1]), batch.column("top_p"), total)
         if (batch.records["min_p"] > 0).any():
             weights.masked_fill_(weights < batch.column("min_p"), 0)
         return ids, weights
@@ -263,7 +265,9 @@ class Sampler:
             head = largest(x, int(batch.records["top_k"].max()))
             last = head.gather(1, batch.column("top_k") - 1)
             weights.masked_fill_(x < last, 0)  # tokens equal to the k-th stay, as in transformers
+            total = row_sums(weights, self._wide)
         else:
-            head = nucleus_head(x, weights, batch.column("top_p"))
+            total = row_sums(weights, self._wide)
+            head = nucleus_head(x, batch.column("top_p"), total)
         if (batch.records["top_p"] < 1).any():
-            nucleus(weights, x, head, batch.column("top_p"))
+            nucleus(weights, x, head, batch.column("top_p"), total)

@@ -30,7 +30,9 @@ def score_targets(
     best = torch.empty(len(logits), dtype=torch.int64, device=device)
     for start in range(0, len(logits), size):
         chunk = logits[start : start + size].float()
-        total[start : start + size] = chunk.logsumexp(-1)
+        # One row alone is summed as two are: torch would cut it between threads, and add up in another order.
+        some = chunk.expand(2, -1) if len(chunk) == 1 else chunk
+        total[start : start + size] = some.logsumexp(-1)[: len(chunk)]
         best[start : start + size] = chunk.argmax(-1)
     row, target = put(np.array([list(rows), list(targets)], dtype=np.int64), device)
     known = target < vocabulary  # a text may hold ids that the model has no logits for

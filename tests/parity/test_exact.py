@@ -1,0 +1,228 @@
+"""With our kernels, on one kind of processor, a row's logits and results are the same to the last bit whatever else is in the job.
+
+Every row is run alone, from its prompt, in one thread. Then random jobs of many rows are run with other policies, budgets, memory
+and numbers of threads, are cut off and continued: every row of logits that anything is sampled from, every token, log-probability
+and score must be `==`.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen.engine.engine import Engine
+from batchgen.model.loader import prepare_model
+from batchgen.prefix import plan_prefixes
+from batchgen.request import Request, leaves_of, row_digest, row_key
+from batchgen.sampling.filters import row_sums
+from batchgen.sampling.scoring import score_targets
+from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.waiting import POLICIES
+from support.models import build, engine_for, kernels, run
+from support.params import slow_but
+
+VOCAB = 500
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 192, "intermediate_size": 328, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 40, "max_position_embeddings": 2048,
+}  # fmt: skip
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@cache
+def model(name: str, dtype: torch.dtype, tied: bool = False) -> Any:
+    plain = copy.deepcopy(build(name, **SHAPE, tie_word_embeddings=tied))
+    return prepare_model(plain.to(dtype), kernels=kernels())
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    if kernels() is None:
+        pytest.skip("the kernels cannot be compiled here")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Outcome:
+    """What a run gave, by row, and the logits that it sampled from, by row key, choice and position."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    logits: dict[tuple[bytes, int, int], torch.Tensor] = field(default_factory=dict)
+
+    def watch(self, engine: Engine) -> None:
+        sample = engine.sampler.sample
+
+        def noted(logits: torch.Tensor, slots: Any, positions: Any, mask: Any = None) -> Any:
+            records = engine.sampler._slots.of(slots)
+            for row, record, position in zip(logits, records, positions, strict=True):
+                self.logits[record["key"].tobytes(), int(record["choice"]), int(position)] = row.clone()
+            return sample(logits, slots, positions, mask)
+
+        engine.sampler.sample = noted  # type: ignore[method-assign]
+
+
+def text(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def random_prompts(rng: random.Random, count: int, longest: int) -> list[list[int]]:
+    """A tree: most prompts go on from somewhere inside another; some are equal, some a prefix of another."""
+    prompts = [text(rng, rng.randint(1, longest))]
+    while len(prompts) < count:
+        above = rng.choice(prompts)
+        cut = rng.choice([0, len(above), rng.randint(0, len(above))])
+        more = text(rng, rng.choice([0, 1, rng.randint(1, 40), rng.randint(1, longest)]))
+        prompts.append((above[:cut] + more)[: 3 * longest] or [1])
+    return prompts
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    if rng.random() < 0.4:
+        return SamplingParams(max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 2]), logprobs=rng.choice([None, 0, 3]))
+    return SamplingParams(
+        max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 3]), logprobs=rng.choice([None, 5]), seed=rng.randint(0, 3),
+        temperature=rng.choice([0.5, 1.0, 1.7]), top_p=rng.choice([1.0, 0.9, 0.4]), top_k=rng.choice([0, 0, 7, 50]),
+        min_p=rng.choice([0.0, 0.02]), repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+        presence_penalty=rng.choice([0.0, 0.3]),
+    )  # fmt: skip
+
+
+def random_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
+    requests: list[Request] = []
+    seen: dict[bytes, int] = {}
+    for row, prompt in enumerate(random_prompts(rng, count, longest)):
+        texts = tuple(
+            np.array(text(rng, rng.randint(1, 6)), dtype=np.int32) for _ in range(rng.choice([0, 0, 0, 1, 3]))
+        )
+        names = tuple(map(str, range(len(texts)))) if len(texts) > 1 else ()
+        params = SamplingParams(choices=names) if texts else random_params(rng)
+        tokens = np.array(prompt, dtype=np.int32)
+        digest = row_digest(tokens, params, texts)
+        seen[digest] = seen.get(digest, -1) + 1
+        requests.append(
+            Request(
+                row=row, tokens=tokens, params=params, max_tokens=0 if texts else params.max_tokens,
+                key=row_key(digest, seen[digest]), texts=texts,
+            )
+        )  # fmt: skip
+    return requests
+
+
+def alone(model: Any, requests: list[Request]) -> Outcome:
+    """Every row by itself, in one thread."""
+    torch.set_num_threads(1)
+    outcome = Outcome()
+    for request in requests:
+        engine = engine_for(model, debug=False)
+        outcome.watch(engine)
+        outcome.results[request.row] = run(engine, [request])[0]
+    return outcome
+
+
+def random_engine(rng: random.Random, model: Any) -> Engine:
+    options: dict[str, Any] = {
+        "policy": rng.choice(sorted(POLICIES)), "chunk_size": rng.choice([8, 32, 48, 96]),
+        "batch_size": rng.choice([1, 2, 5, 64]), "max_batch_tokens": rng.choice([7, 33, 300, 4096]),
+        "ahead": rng.random() < 0.2,
+    }  # fmt: skip
+    options["batch_size"] = min(options["batch_size"], options["max_batch_tokens"])
+    return engine_for(model, debug=False, **options)
+
+
+def together(rng: random.Random, model: Any, requests: list[Request]) -> Outcome:
+    """All rows in one job: as little memory as holds the largest row half of the time, and cut off up to twice."""
+    torch.set_num_threads(rng.randint(1, 4))
+    outcome = Outcome()
+    rows = rng.sample(requests, len(requests))
+    for cut in range(rng.choice([1, 1, 2, 3])):
+        engine = random_engine(rng, model)
+        if rng.random() < 0.5:
+            need = max(engine.sizes.blocks_for(leaf) for leaf in leaves_of(requests)) + 1
+            memory = f"{need * engine.sizes.block_size * engine.sizes.bytes_per_token}B"
+            engine = engine_for(
+                model, debug=False, kv_memory=memory, chunk_size=engine.config.chunk_size, policy=engine.config.policy
+            )
+        outcome.watch(engine)
+        steps = iter(range(10_000) if cut == 0 and rng.random() < 0.5 else range(rng.randint(1, 15)))
+        begun = _run(engine, rows, outcome, steps)
+        rows = [replace(r, begun=begun.get(r.row, {})) for r in rows if r.row not in outcome.results]
+        if not rows:
+            break
+    if rows:
+        engine = random_engine(rng, model)
+        outcome.watch(engine)
+        _run(engine, rows, outcome, iter(range(10_000)))
+    return outcome
+
+
+def _run(engine: Engine, rows: list[Request], outcome: Outcome, steps: Iterator[int]) -> dict[int, Any]:
+    """Runs so many steps; returns the completions that are under way."""
+    leaves = leaves_of(rows)
+    plan = plan_prefixes([leaf.tokens for leaf in leaves], engine.config.chunk_size)
+    begun: dict[int, Any] = {}
+
+    def stop() -> str | None:
+        if next(steps, None) is not None:
+            return None
+        begun.update(engine.under_way())
+        return "now"
+
+    engine.add(leaves, plan, lambda r: outcome.results.__setitem__(r.row, r))
+    engine.run(stop)
+    return begun
+
+
+def check(model: Any, seed: int, count: int, longest: int) -> None:
+    rng = random.Random(seed)
+    requests = random_requests(rng, count, longest)
+    want, got = alone(model, requests), together(rng, model, requests)
+    assert got.results == want.results
+    assert got.logits.keys() <= want.logits.keys()
+    for place, logits in got.logits.items():
+        assert torch.equal(logits, want.logits[place]), place
+
+
+MODELS = ["llama", "llama tied", "qwen2", "qwen3", "mistral/window", "gemma2", "olmo2", "phi3"]
+"""All of their modules have kernels."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", slow_but(["llama tied"], MODELS))
+def test_the_rows_of_a_job_are_those_of_each_row_alone(name: str, dtype: torch.dtype) -> None:
+    check(model(name.removesuffix(" tied"), dtype, name.endswith("tied")), 1, 8, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 102))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_are_those_of_random_jobs(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(MODELS)
+    loaded = model(name.removesuffix(" tied"), dtype, name.endswith("tied"))
+    check(loaded, seed, rng.choice([3, 10, 20]), rng.choice([30, 100, 400]))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_sums_of_a_row_do_not_depend_on_threads_nor_on_rows(rows: int) -> None:
+    x = torch.randn((5, 150_001), generator=torch.Generator().manual_seed(0)) * 3
+    torch.set_num_threads(1)
+    weights = x.exp()
+    sums, scores = row_sums(weights, torch.float64), score_targets(x, range(5), range(5))
+    torch.set_num_threads(3)
+    assert torch.equal(row_sums(weights[:rows], torch.float64), sums[:rows])
+    for got, want in zip(score_targets(x[:rows], range(rows), range(rows)), scores, strict=True):
+        assert torch.equal(got, want[:rows])
