@@ -79,6 +79,37 @@ class ModelConfig:
         values=["auto"],
         shown="one device",
     )
+    ray: str | None = option(
+        None,
+        "Run the engines as actors on a Ray cluster: auto is the cluster of RAY_ADDRESS or of this machine.",
+        group="Machines",
+        metavar="[ADDRESS]",
+        shown="no cluster",
+    )
+    """Also `local`: a cluster of this machine alone, started for the job."""
+    workers: int | None = option(
+        None,
+        "Number of engines on the cluster.",
+        group="Machines",
+        metavar="N",
+        rules=[at_least(1)],
+        shown="one for each GPU, or as many as --cpus-per-worker allows",
+    )
+    cpus_per_worker: int | None = option(
+        None,
+        "CPUs of each engine on the cluster, and its number of threads.",
+        group="Machines",
+        metavar="N",
+        rules=[at_least(1)],
+        shown="1 beside a GPU, else those of the smallest machine",
+    )
+    ray_working_dir: PathText | None = option(
+        None,
+        "A folder that is copied to every machine of the cluster, for a model in it that they do not have.",
+        group="Machines",
+        metavar="DIR",
+        shown="none",
+    )
     trust_remote_code: bool = option(False, "Allow Python code from the model's folder to run.", group="Model")
     compile: str = option(
         "auto",
@@ -104,6 +135,12 @@ class ModelConfig:
         twice = [device for device, times in Counter(self.devices).items() if times > 1]
         if twice:
             raise UsageError(f"--device {self.device} names {twice[0]} twice", "name each device once")
+        if self.ray is None and any((self.workers, self.cpus_per_worker, self.ray_working_dir)):
+            raise UsageError(
+                "--workers, --cpus-per-worker and --ray-working-dir are for a cluster", "add --ray, or use --device"
+            )
+        if self.ray is not None and (self.device not in ("auto", "cpu", "cuda") or self.device_map is not None):
+            raise UsageError("with --ray the cluster chooses the devices", "use --device cpu or cuda, or leave it out")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("--device-map chooses the devices itself", "leave --device out")
 

@@ -13,7 +13,7 @@ from typing import Any
 from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
 from batchgen.collector import few_collections
 from batchgen.config import JobConfig
-from batchgen.devices import AnyEngine, open_engine
+from batchgen.devices import AnyEngine, Workers, open_engine
 from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyErrors, memory_errors
 from batchgen.jobs.base import Job, Store
 from batchgen.jobs.identity import command_digest, dtype_name, job_settings, local_identity
@@ -469,7 +469,8 @@ class _Model:
             attention=engine.attention if engine else "",
             sampling=self._sampling,
         )
-        return figures(self._run, engine.stats if engine else EngineStats(), setting, earlier=previous)
+        stats = figures(self._run, engine.stats if engine else EngineStats(), setting, earlier=previous)
+        return stats | ({"workers": engine.by_worker} if isinstance(engine, Workers) else {})
 
 
 def _finish(job: Store, setup: _Setup, model: _Model, outcomes: Outcomes) -> JobReport:

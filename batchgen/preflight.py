@@ -5,9 +5,11 @@ Every check is repeated where its subject is used; here it is only made sooner. 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 from batchgen.config import JobConfig
+from batchgen.errors import UsageError
 from batchgen.jobs.job_folder import check_place
 from batchgen.jobs.lock import check_free
 from batchgen.jobs.target import open_target
@@ -24,6 +26,8 @@ from batchgen.sampling.grammars import check_grammar
 
 def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     """Raises what `run_job` would raise later, as far as that can be known without a tokenizer. `output` is None for a plan."""
+    if config.model.ray is not None and find_spec("ray") is None:
+        raise UsageError("--ray needs the package ray", "install it with pip install 'batchgen-llm[ray]'")
     check_weight_files(config.model, needed=output is not None)
     if output is not None and output != "-" and not is_url(output):
         folder = job_path(output, config.work_dir)

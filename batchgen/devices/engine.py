@@ -5,32 +5,28 @@ A caller need not know which. With several devices neither torch nor a model is 
 
 from __future__ import annotations
 
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.partition import Shares
 from batchgen.devices.threads import cpu_quota, share_of_threads
 from batchgen.devices.transport import (
     Cancel,
-    Channel,
-    Process,
+    Link,
+    Processes,
     Ready,
     Report,
     Stop,
+    Transport,
     Work,
     WorkerFailed,
-    WorkerSetup,
-    how_it_ended,
-    kill,
+    end_all,
 )
 from batchgen.errors import BatchgenError, DevicesLost, OutOfMemory
 from batchgen.prefix import PrefixPlan
@@ -90,12 +86,16 @@ def open_engine(
     model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig, texts: Sequence[TokenArray] = ()
 ) -> AnyEngine:
     """Loads the model on its devices. `texts`: prompts on which `--quantize` is measured. Raises `BatchgenError`."""
+    if model.ray is not None:
+        from batchgen.devices.ray_cluster import RayCluster
+
+        return Workers(model, config, RayCluster(model), texts)
     if len(model.devices) == 1:
         use_threads(config)
         return engine_here(model, tokenizer, config, texts)
     from batchgen.devices.transport import start_process
 
-    return Workers(model, config, start_process, texts)
+    return Workers(model, config, Processes(model.devices, model.device, start_process), texts)
 
 
 def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> None:
@@ -125,24 +125,26 @@ def engine_here(
 
 LISTEN_SECONDS = 0.05
 """Longest wait for a message: `stop` is asked in between."""
-
-Start = Callable[["Connection[Any, Any]", IO[bytes]], Process]
+MAX_FAILURES = 3
+"""A worker that is lost is not started again once it was lost so often without having finished a row in between."""
 
 
 class _Gone:
-    """Comes after the last message of a process."""
+    """Comes after the last message of a worker."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process, as seen from here."""
+    """A process or an actor, as seen from here."""
 
-    place: int
+    setup: WorkerSetup
     device: str
-    process: Process
-    channel: Channel
-    said: IO[bytes]
-    """What it and its libraries print."""
+    link: Link = None  # type: ignore[assignment]  # set when it was started
+    failures: int = 0
+    """How often the workers in its place were lost before, one after the other, without finishing a row."""
+    done: int = 0
+    """Rows that it has finished."""
+    lost: bool = False
     dtype: str = ""
     attention: str = ""
     batch_size: int = 0
@@ -162,11 +164,15 @@ class _Worker:
 
     @property
     def quiet(self) -> bool:
-        """Whether it has nothing to do, and has told of all that it did."""
-        return self.idle and self.heard == self.sent
+        """Whether it has nothing to do, and has told of all that it did; also while it loads its model."""
+        return not self.batch_size or (self.idle and self.heard == self.sent)
+
+    @property
+    def place(self) -> int:
+        return self.setup.place
 
     def send(self, message: Work | Stop | Cancel) -> None:
-        self.channel.send(message)
+        self.link.send(message)
         self.sent += 1
 
     def forget_rows(self) -> None:
@@ -185,33 +191,39 @@ class _Row:
 
 
 class Workers:
-    """Several devices as one engine (`AnyEngine`). Raises `BatchgenError` where one of them cannot load the model.
+    """Several workers as one engine (`AnyEngine`). Raises `BatchgenError` if one of them cannot load the model.
 
-    A process that ends while it runs leaves its rows to the others; `DevicesLost`, or its own error, when it was the last.
+    A worker that is lost while it runs leaves its rows to the others, and is started again if its transport can do that. Raises
+    `DevicesLost`, or the worker's own error, when the last one is lost.
     """
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, start: Start, texts: Sequence[TokenArray] = ()
+        self, model: ModelConfig, config: EngineConfig, transport: Transport, texts: Sequence[TokenArray] = ()
     ) -> None:
-        self._texts = tuple(texts)
-        self.device = model.device
+        """`texts`: prompts on which `--quantize` is measured."""
+        self.device = transport.name
         self.notes: list[str] = []
         """What the user should hear, each once; grows."""
         self._noted: set[str] = set()
         self._arrival = config.policy == "fifo"
         self._inbox: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._transport = transport
         self._workers: list[_Worker] = []
         self._alive: dict[int, _Worker] = {}
-        self._shares = Shares(len(model.devices))
+        self._shares = Shares()
         self._rows: dict[int, _Row] = {}
         self._to_cancel: deque[int] = deque()
-        self._processes: list[tuple[Process, IO[bytes]]] = []
-        self._end = weakref.finalize(self, kill, self._processes)
+        self._links: list[Link] = []
+        self._end = weakref.finalize(self, end_all, self._links, transport)
         try:
-            for place, device in enumerate(model.devices):
-                self._start(start, place, device, model, config)
-            while not all(worker.batch_size for worker in self._workers):
+            for setup in transport.setups(model, config):
+                self._start(replace(setup, texts=tuple(texts)))
+            enough = any if transport.replaces else all
+            while not enough(worker.batch_size for worker in self._alive.values()):
                 self._listen()
+            for worker in self._alive.values():
+                if worker.batch_size and not transport.replaces:  # otherwise they have joined when they were ready
+                    self._shares.join(worker.place)
         except BaseException:
             self.close()
             raise
@@ -222,11 +234,28 @@ class Workers:
 
     @property
     def dtype(self) -> str:
-        return self._workers[0].dtype
+        return next((worker.dtype for worker in self._workers if worker.dtype), "")
 
     @property
     def attention(self) -> str:
-        return self._workers[0].attention
+        return next((worker.attention for worker in self._workers if worker.attention), "")
+
+    @property
+    def by_worker(self) -> list[dict[str, Any]]:
+        """A line for each worker: where it runs, what it has done, whether it was lost."""
+        return [
+            {
+                "device": worker.device,
+                "rows": worker.done,
+                "completion_tokens": worker.stats.completion_tokens,
+                "prefill_tokens": worker.stats.prefill_tokens,
+                "steps": worker.stats.steps,
+                "forward_seconds": round(worker.stats.forward_seconds, 4),
+                "memory_bytes_peak": worker.stats.process_bytes_peak,
+                "lost": worker.lost,
+            }
+            for worker in self._workers
+        ]
 
     @property
     def unfinished(self) -> int:
@@ -260,8 +289,7 @@ class Workers:
                 else:
                     self._pass_on(wish)
                 self._cancel()
-                if all(worker.quiet for worker in self._alive.values()):
-                    assert wish is not None or not self._rows, "rows without a result"
+                if all(worker.quiet for worker in self._alive.values()) and (wish is not None or not self._rows):
                     break
                 self._listen()
         finally:
@@ -286,6 +314,8 @@ class Workers:
     def _hand_out(self) -> None:
         """Enough that a batch stays full until the next time; near the end no more than a batch, so that whoever is done first has the rest."""
         for worker in sorted(self._alive.values(), key=lambda worker: worker.leaves):
+            if not worker.batch_size:
+                continue
             spare = min(worker.batch_size, self._shares.waiting // len(self._alive))
             room = worker.batch_size + spare - worker.leaves
             if room > 0 and 2 * room >= spare:
@@ -347,6 +377,9 @@ class Workers:
         if isinstance(message, Ready):
             worker.dtype, worker.attention = message.dtype, message.attention
             worker.batch_size = message.batch_size
+            if self._transport.replaces:
+                worker.device = f"{worker.device} on {message.host}"
+                self._shares.join(worker.place)
         elif isinstance(message, Report):
             worker.heard, worker.idle, worker.stats = message.heard, message.idle, message.stats
             if message.under_way is not None:
@@ -362,11 +395,12 @@ class Workers:
                 if row is not None:  # else it was dropped meanwhile
                     del self._rows[result.row]
                     worker.leaves -= row.request.leaves
+                    worker.done += 1
                     row.on_result(result)
         elif isinstance(message, WorkerFailed):
             self._ended(worker, message.error)
         else:
-            how = how_it_ended(worker.process, worker.said)
+            how = worker.link.how_it_ended()
             self._ended(worker, DevicesLost(f"the process of {worker.device} ended ({how})"))
 
     def _note(self, text: str) -> None:
@@ -375,46 +409,44 @@ class Workers:
             self._noted.add(text)
             self.notes.append(text)
 
-    # -- processes come and go
+    # -- workers come and go
 
-    def _start(self, start: Start, place: int, device: str, model: ModelConfig, config: EngineConfig) -> None:
-        ours, theirs = Pipe()
-        said = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
-        try:
-            process = start(theirs, said)
-        except BaseException:
-            ours.close()
-            said.close()
-            raise
-        finally:
-            theirs.close()
-        self._processes.append((process, said))
-        inbox = self._inbox  # the channel's threads must not keep this object
+    def _start(self, setup: WorkerSetup, failures: int = 0) -> None:
+        worker = _Worker(setup, setup.model.device, failures=failures)
+        inbox = self._inbox  # the threads of the link must not keep this object
 
         def receive(message: Any) -> None:
-            inbox.put((place, message))
+            inbox.put((setup.place, message))
 
-        worker = _Worker(place, device, process, Channel(ours, receive, partial(receive, _Gone())), said)
+        worker.link = self._transport.start(setup, receive, partial(receive, _Gone()))
+        self._links.append(worker.link)
         self._workers.append(worker)
-        self._alive[place] = worker
-        processes = len(model.devices)
-        worker.channel.send(
-            WorkerSetup(
-                replace(model, device=device), replace(config, processes=processes), place, processes, self._texts
-            )
-        )
+        self._alive[setup.place] = worker
 
     def _ended(self, worker: _Worker, error: BatchgenError) -> None:
-        """A process is no more. Its rows are begun again elsewhere, after all others: should it be one of them that ends processes, the others
+        """A worker is lost. Its rows are begun again elsewhere, after all others: should it be one of them that ends processes, the others
         are done by then."""
         del self._alive[worker.place]
-        worker.process.kill()
+        worker.link.kill()
+        worker.lost = True
+        failures = 0 if worker.done else worker.failures + 1
+        again = self._transport.replaces and failures < MAX_FAILURES and isinstance(error, DevicesLost)
+        others = ", ".join(other.device for other in self._alive.values() if other.batch_size)
         goes_on = self._alive and worker.batch_size and isinstance(error, DevicesLost | OutOfMemory)
-        if not goes_on:
+        if not (goes_on or again):
             raise error
-        rows, others = len(worker.rows), ", ".join(other.device for other in self._alive.values())
-        self._note(f"{error.message}; going on with {others}, which {rows:,} unfinished rows of {worker.device} go to")
+        rows = len(worker.rows)
+        going_on = f"going on with {others}, which {rows:,} unfinished rows of {worker.device} go to"
+        if again:
+            going_on = (
+                f"it is started again, and its {rows:,} unfinished rows go to {others or 'whoever is ready first'}"
+            )
+        self._note(f"{error.message}; {going_on}")
         for row in worker.rows.values():
             row.worker = None
-        self._shares.lost(worker.place, [row.request for row in worker.rows.values()])
+        if worker.batch_size:
+            self._shares.lost(worker.place, [row.request for row in worker.rows.values()])
         worker.forget_rows()
+        worker.under_way = {}
+        if again:
+            self._start(replace(worker.setup, place=len(self._workers)), failures)

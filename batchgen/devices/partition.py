@@ -118,7 +118,7 @@ def in_order(requests: Iterable[Request], pieces: int) -> list[Piece]:
 class Shares:
     """What waits to be given to devices, by their numbers."""
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int = 0) -> None:
         self._shares: dict[int, deque[Piece]] = {device: deque() for device in range(devices)}
         self._common: deque[Piece] = deque()
         """For whoever asks first, in this order."""
@@ -128,10 +128,11 @@ class Shares:
 
     def add(self, leaves: Sequence[Leaf], plan: PrefixPlan, *, arrival: bool = False) -> None:
         """Takes a window in. `arrival`: rows are to be started in the order they came in, not in prefix order."""
-        if arrival or len({leaf.request.priority for leaf in leaves}) > 1:
+        if not self._shares or arrival or len({leaf.request.priority for leaf in leaves}) > 1:
             places = range(len(leaves)) if arrival else plan.order.tolist()
             rows = dict.fromkeys(leaves[i].request for i in places)
-            self._give(self._common, in_order(sorted(rows, key=lambda r: r.priority), len(self._shares) * PIECES))
+            count = max(1, len(self._shares)) * PIECES
+            self._give(self._common, in_order(sorted(rows, key=lambda r: r.priority), count))
             return
         shares = deal(cut(leaves, plan, len(self._shares)), len(self._shares))
         # The group that a window ends with is often the one that the next begins with: the same device goes on with it.
@@ -165,12 +166,15 @@ class Shares:
             taken.appendleft(share.pop())
         return list(taken)
 
+    def join(self, device: int) -> None:
+        """One more device. Until the next window comes it takes what belongs to nobody, or takes over from others."""
+        self._shares[device] = deque()
+
     def lost(self, device: int, requests: Iterable[Request]) -> None:
         """A device is gone: its share, and the requests that it had begun, are for the others, after what these have."""
         share = self._shares.pop(device)
         self._common += share
-        if self._shares:
-            self._give(self._common, in_order(requests, len(self._shares) * PIECES))
+        self._give(self._common, in_order(requests, max(1, len(self._shares)) * PIECES))
 
     def clear(self) -> None:
         self._common.clear()

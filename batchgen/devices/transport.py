@@ -1,4 +1,7 @@
-"""How the job's process and those of its devices talk: messages, the channel they go through, and the processes themselves."""
+"""How the job's process and its workers talk: messages, what a transport is, and the one whose workers are processes of this machine.
+
+The other transport is `ray_cluster.RayCluster`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import IO, Any, Protocol
@@ -79,6 +84,8 @@ class WorkerSetup:
     processes: int
     texts: tuple[TokenArray, ...] = ()
     """Prompts on which `--quantize` is measured."""
+    report_seconds: float = 0.02
+    """Time between two reports while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,8 @@ class Ready:
     attention: str
     batch_size: int
     """Most sequences that decode at once."""
+    host: str = ""
+    """The machine of the worker, if that may be another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,10 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
+Start = Callable[["Connection[Any, Any]", IO[bytes]], Process]
+"""Starts a process that serves one end of a connection, and prints to a file."""
+
+
 def start_process(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
     """A new interpreter that runs `worker.main` with this end of a connection; what it prints goes to the file `said`.
 
@@ -186,11 +199,97 @@ def how_it_ended(process: Process, said: IO[bytes]) -> str:
     return f"{how}: {last[:300]}" if last else how
 
 
-def kill(processes: list[tuple[Process, IO[bytes]]]) -> None:
-    """Ends processes, and closes what they printed to."""
-    for process, _ in processes:
-        process.kill()
-    for process, said in processes:
+class Link(Protocol):
+    """The way to one worker."""
+
+    def send(self, message: Any) -> None:
+        """Sends a message as it is now. Does nothing if the worker is gone."""
+
+    def kill(self) -> None:
+        """Ends the worker. Waits for nothing."""
+
+    def wait(self) -> None:
+        """Waits a while for the end of a worker that was killed, and frees what is left of it."""
+
+    def how_it_ended(self) -> str:
+        """In words, of a worker that is gone."""
+        ...
+
+
+class Transport(Protocol):
+    """Starts workers, each with an engine of its own."""
+
+    name: str
+    """The devices, as the figures of a run name them."""
+    replaces: bool
+    """Whether a worker that is lost can be started again, and work can begin before all are ready."""
+
+    def setups(self, model: ModelConfig, engine: EngineConfig) -> list[WorkerSetup]:
+        """One for each worker that is to be started."""
+        ...
+
+    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
+        """Starts a worker. `on_message` is called with each of its messages and `on_end` once, when it is gone; both in another thread."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be started."""
+
+
+class Processes:
+    """The transport of one machine: a process for each device."""
+
+    replaces = False
+
+    def __init__(self, devices: Sequence[str], name: str, start: Start) -> None:
+        self._devices, self.name, self._start = devices, name, start
+
+    def setups(self, model: ModelConfig, engine: EngineConfig) -> list[WorkerSetup]:
+        count = len(self._devices)
+        engine = replace(engine, processes=count)
+        return [WorkerSetup(replace(model, device=d), engine, place, count) for place, d in enumerate(self._devices)]
+
+    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
+        ours, theirs = Pipe()
+        said = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
+        try:
+            process = self._start(theirs, said)
+        except BaseException:
+            ours.close()
+            said.close()
+            raise
+        finally:
+            theirs.close()
+        link = _ProcessLink(process, Channel(ours, on_message, on_end), said)
+        link.send(setup)
+        return link
+
+    def close(self) -> None: ...
+
+
+class _ProcessLink:
+    def __init__(self, process: Process, channel: Channel, said: IO[bytes]) -> None:
+        self._process, self._channel, self._said = process, channel, said
+
+    def send(self, message: Any) -> None:
+        self._channel.send(message)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
         with suppress(subprocess.TimeoutExpired):  # a device's driver may hold it back, and nothing more can be done
-            process.wait(END_SECONDS)
-        said.close()
+            self._process.wait(END_SECONDS)
+        self._said.close()
+
+    def how_it_ended(self) -> str:
+        return how_it_ended(self._process, self._said)
+
+
+def end_all(links: list[Link], transport: Transport) -> None:
+    """Ends all workers."""
+    for link in links:
+        link.kill()
+    for link in links:
+        link.wait()
+    transport.close()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.collector import few_collections
 from batchgen.devices.engine import engine_here, use_threads
@@ -42,8 +44,6 @@ def take_device(device: str) -> None:
         torch.cuda.set_device(own)
 
 
-REPORT_SECONDS = 0.02
-"""Between two reports while it runs."""
 UNDER_WAY_SECONDS = 1.0
 """Between two reports that have the completions under way."""
 PARENT_SECONDS = 5.0
@@ -58,7 +58,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     allow_lean_imports()
     with few_collections():
-        serve(Connection(int(sys.argv[1])), load, gone=lambda: os._exit(0))
+        serve(partial(Channel, Connection(int(sys.argv[1]))), load, gone=lambda: os._exit(0))
     os._exit(0)  # libraries' threads are not waited for
 
 
@@ -77,9 +77,20 @@ def load(setup: WorkerSetup) -> Engine:
     return engine_here(setup.model, tokenizer, setup.engine, setup.texts)
 
 
-def serve(connection: Connection[Any, Any], load: Callable[[WorkerSetup], Engine], gone: Callable[[], None]) -> None:
+class Sender(Protocol):
+    """Where a worker's messages go (`Channel`)."""
+
+    def send(self, message: Any) -> None: ...
+    def flush(self, seconds: float) -> None: ...
+
+
+Connect = Callable[[Callable[[Any], None], Callable[[], None]], Sender]
+"""Connects a worker: takes what is to be called with each message, and at the end."""
+
+
+def serve(connect: Connect, load: Callable[[WorkerSetup], Engine], gone: Callable[[], None]) -> None:
     """Runs until an error, of which it tells, or until the other end has gone: `gone` is then called, in another thread."""
-    worker = _Worker(connection, gone)
+    worker = _Worker(connect, gone)
     try:
         with memory_errors():
             worker.run(load)
@@ -103,7 +114,7 @@ class _Planned:
 
 
 class _Worker:
-    def __init__(self, connection: Connection[Any, Any], gone: Callable[[], None]) -> None:
+    def __init__(self, connect: Connect, gone: Callable[[], None]) -> None:
         self._gone = gone
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._heard = 0
@@ -113,7 +124,7 @@ class _Worker:
         """By row."""
         self._results: list[Result] = []
         self._tokens: list[tuple[int, int, int]] = []
-        self._channel = Channel(connection, self._receive, self._end)
+        self._channel = connect(self._receive, self._end)
 
     # -- in the thread that receives
 
@@ -140,7 +151,7 @@ class _Worker:
 
     def run(self, load: Callable[[WorkerSetup], Engine]) -> None:
         self._engine = engine = load(self._next())
-        self._channel.send(Ready(engine.dtype, engine.attention, engine.sizes.limits.batch_size))
+        self._channel.send(Ready(engine.dtype, engine.attention, engine.sizes.limits.batch_size, socket.gethostname()))
         self._report(idle=True)
         while True:
             self._hear(self._next())
@@ -166,7 +177,7 @@ class _Worker:
             except Empty:
                 break
             self._hear(message)
-        if time.monotonic() - self._reported >= REPORT_SECONDS:
+        if time.monotonic() - self._reported >= self._setup.report_seconds:
             self._report(idle=False)
         return self._wish
 

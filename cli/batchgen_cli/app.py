@@ -57,7 +57,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits with its code. A wrong command line is reported in one line."""
     _wait_asleep()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = _with_ray_address(sys.argv[1:] if arguments is None else list(arguments))
     as_json = wants_json(arguments)
 
     def command() -> int:
@@ -76,6 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = exit_code_of(command, as_json=as_json)
     drop_unwritten()
     sys.exit(code)
+
+
+_RAY_ADDRESS = re.compile(r"auto|local|ray://.*|[^/\s-][^/\s]*:\d+")
+
+
+def _with_ray_address(arguments: list[str]) -> list[str]:
+    """`--ray` may stand alone: it is `--ray auto` unless an address follows."""
+    found: list[str] = []
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        alone = argument == "--ray" and not _RAY_ADDRESS.fullmatch(following)
+        found.append("--ray=auto" if alone else argument)
+    return found
 
 
 def _wait_asleep() -> None:

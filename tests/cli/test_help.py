@@ -29,7 +29,7 @@ CONTRACT = """
     --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --max-repeats --sampling-defaults --score --completion-column
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --attention --threads --debug
-    --shard --merge
+    --shard --merge --ray --workers --cpus-per-worker --ray-working-dir
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --retry --prune --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
     --dry-run --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """

@@ -1,6 +1,8 @@
 """How the texts of options become values."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -123,3 +125,48 @@ def test_parameters_that_do_not_go_are_told_by_their_options(arguments: tuple[st
     with pytest.raises(UsageError) as e:
         parsed(*arguments)
     assert str(e.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        (["--ray"], "auto"),
+        (["--ray", "rows.jsonl"], "auto"),
+        (["--ray", "--limit", "3"], "auto"),
+        (["--ray", "head:6379"], "head:6379"),
+        (["--ray", "ray://head:10001"], "ray://head:10001"),
+        (["--ray", "local"], "local"),
+        (["--ray=10.0.0.1:6379"], "10.0.0.1:6379"),
+    ],
+)
+def test_the_address_of_a_cluster_may_be_left_out(given: list[str], address: str) -> None:
+    from batchgen_cli.app import _with_ray_address
+
+    taken = _with_ray_address(given)
+    joined = dict(zip(taken, [*taken[1:], ""], strict=True)).get("--ray") or taken[0].partition("=")[2]
+    assert joined == address
+
+
+def test_without_the_package_ray_says_how_to_install_it(
+    cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.preflight.find_spec", lambda name: None)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    outcome = cli("run", tmp_path / "in.jsonl", "-m", tiny_model_dir, "--ray")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "batchgen: error: --ray needs the package ray; install it with pip install 'batchgen-llm[ray]'\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workers": 4}, "--workers, --cpus-per-worker and --ray-working-dir are for a cluster"),
+        ({"ray": "auto", "device": "cuda:0,1"}, "with --ray the cluster chooses the devices"),
+        ({"ray": "auto", "workers": 0}, "--workers must be at least 1"),
+    ],
+)
+def test_options_of_a_cluster_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ModelConfig(model="m", **options)

@@ -10,7 +10,7 @@ import pytest
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices import transport
 from batchgen.devices.engine import Workers
-from batchgen.devices.transport import how_it_ended, start_process
+from batchgen.devices.transport import Processes, how_it_ended, start_process
 from batchgen.errors import ModelError
 
 
@@ -45,5 +45,6 @@ def test_processes_start_from_wherever_the_job_was_started_and_tell_what_is_wron
     (tmp_path / "json.py").write_text("raise SystemExit('a module of the present folder')")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError) as e:
-        Workers(ModelConfig(model="./nowhere", device="cpu:0,1"), EngineConfig(), start_process)
+        model = ModelConfig(model="./nowhere", device="cpu:0,1")
+        Workers(model, EngineConfig(), Processes(model.devices, model.device, start_process))
     assert e.value.message == "model folder './nowhere' does not exist"

@@ -12,6 +12,7 @@ import pytest
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.engine import Workers
+from batchgen.devices.transport import Processes
 from batchgen.errors import BatchgenError, DevicesLost, ModelError, OutOfMemory, UsageError
 from batchgen.request import Request
 from batchgen.result import Result
@@ -336,9 +337,80 @@ def test_an_interrupt_while_models_are_loaded_ends_the_processes(fleet: Fleet) -
         return fleet.start(*args)
 
     with pytest.raises(KeyboardInterrupt):
-        Workers(ModelConfig(model="m", device="cpu:0,1"), EngineConfig(), start)
+        Workers(
+            ModelConfig(model="m", device="cpu:0,1"), EngineConfig(), Processes(("cpu:0", "cpu:1"), "cpu:0,1", start)
+        )
     assert fleet.processes[0].wait(5) == -9
 
 
 def test_errors_are_of_the_one_tree() -> None:
     assert issubclass(DevicesLost, BatchgenError)
+
+
+class Replacing(Processes):
+    """Processes that can be started again, as actors can."""
+
+    replaces = True
+
+
+def replacing(fleet: Fleet, count: int = 2) -> Workers:
+    names = tuple(f"cpu:{i}" for i in range(count))
+    return Workers(ModelConfig(model="m", device="cpu"), EngineConfig(), Replacing(names, "some", fleet.start))
+
+
+def test_a_worker_that_is_lost_is_started_again_and_all_rows_are_done_once(fleet: Fleet) -> None:
+    fleet.make = lambda name: FakeEngine(name, step_seconds=0.002)
+    workers = replacing(fleet)
+    results: Counter[int] = Counter()
+    workers.add(*planned(grouped(20, 6)), lambda r: results.update([r.row]))
+    workers.run(when(lambda: len(results) > 10, lambda: fleet.processes[0].kill()))
+    assert results == Counter(range(120))
+    assert len(fleet.processes) == 3
+    assert [worker["lost"] for worker in workers.by_worker].count(True) == 1
+    assert sum(worker["rows"] for worker in workers.by_worker) == 120
+    assert any("it is started again, and its" in note for note in workers.notes)
+
+
+def test_when_all_workers_are_lost_at_once_their_successors_go_on(fleet: Fleet) -> None:
+    fleet.make = lambda name: FakeEngine(name, step_seconds=0.002)
+    workers = replacing(fleet)
+    results: Counter[int] = Counter()
+    workers.add(*planned(grouped(20, 6)), lambda r: results.update([r.row]))
+
+    def kill_both() -> None:
+        for process in fleet.processes[:2]:
+            process.kill()
+
+    workers.run(when(lambda: len(results) > 10, kill_both))
+    assert results == Counter(range(120))
+    assert len(fleet.processes) == 4
+
+
+def test_a_worker_that_is_lost_again_and_again_without_a_row_is_given_up(fleet: Fleet) -> None:
+    def make(name: str) -> FakeEngine:
+        engine = FakeEngine(name)
+        engine.failing = DevicesLost("no more")
+        return engine
+
+    fleet.make = make
+    workers = replacing(fleet, count=1)
+    with pytest.raises(DevicesLost, match="no more"):
+        run(workers, [request(0, [1])])
+    assert len(fleet.processes) == 3
+
+
+def test_work_begins_before_all_are_ready_and_those_that_come_late_take_over(fleet: Fleet) -> None:
+    late = threading.Event()
+
+    def make(name: str) -> FakeEngine:
+        if name == "cpu:1":
+            late.wait(10)
+        return FakeEngine(name, step_seconds=0.002, batch_size=2)
+
+    fleet.make = make
+    workers = replacing(fleet)
+    results: list[Result] = []
+    workers.add(*planned(grouped(30, 4)), results.append)
+    workers.run(when(lambda: len(results) > 5, late.set))
+    assert {result.text for result in results[:5]} == {"cpu:0"}
+    assert Counter(result.text for result in results)["cpu:1"] > 10

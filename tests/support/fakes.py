@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import IO, Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.engine import Workers
-from batchgen.devices.transport import WorkerSetup
+from batchgen.devices.transport import Channel, Processes, WorkerSetup
 from batchgen.devices.worker import serve
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of
@@ -99,7 +100,7 @@ class ThreadProcess:
         ours = os.dup(connection.fileno())
         self._socket = socket.socket(fileno=os.dup(ours))
         self._thread = threading.Thread(
-            target=serve, args=(Connection(ours), load), kwargs={"gone": lambda: None}, daemon=True
+            target=serve, args=(partial(Channel, Connection(ours)), load), kwargs={"gone": lambda: None}, daemon=True
         )
         self._thread.start()
 
@@ -138,7 +139,8 @@ class Fleet:
         return self.processes[-1]
 
     def workers(self, device: str = "cpu:0,1", **engine: Any) -> Workers:
-        return Workers(ModelConfig(model="m", device=device), EngineConfig(**engine), self.start)
+        model = ModelConfig(model="m", device=device)
+        return Workers(model, EngineConfig(**engine), Processes(model.devices, device, self.start))
 
 
 def request(row: int, tokens: list[int], max_tokens: int = 3, **fields: Any) -> Request:

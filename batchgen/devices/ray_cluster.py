@@ -1,0 +1,234 @@
+"""A Ray cluster as the transport of `Workers`: every worker is an actor, placed and moved by Ray. Needs the extra `ray`.
+
+An actor loads the model by itself and runs the same loop as the process of a device (`worker.serve`) in a thread. Messages go to it by
+`deliver`, in their order; it is asked for its own by `listen`, which waits for the first one. One thread here listens to all actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import ray
+
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.devices.transport import Link, WorkerFailed, WorkerSetup
+from batchgen.errors import ModelError, UsageError
+
+LISTEN_SECONDS = 10.0
+"""Longest time that an actor waits for a message of its own before it answers that there is none."""
+REPORT_SECONDS = 0.25
+"""Between two reports of an actor: a thousand actors send four thousand messages a second."""
+_END_SECONDS = 5.0
+_LONGEST = 300
+
+
+class RayCluster:
+    """The transport to the actors of one job. They end with it, and with the process that made it, however that ends."""
+
+    replaces = True
+
+    def __init__(self, model: ModelConfig) -> None:
+        """Connects to the cluster. Raises `UsageError` if there is none, or it has no room for an engine."""
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            _connect(model)
+        try:
+            self._plan(model)
+        except BaseException:
+            self.close()
+            raise
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="batchgen-ray", daemon=True)
+        self._thread.start()
+
+    def _plan(self, model: ModelConfig) -> None:
+        """How many actors there will be, and what each is given."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+        self._gpu = model.device == "cuda" or (model.device == "auto" and gpus > 0)
+        cores = [int(node.get("CPU", 0)) for node in nodes if node.get("CPU", 0) >= 1]
+        self._cpus = model.cpus_per_worker or (1 if self._gpu else min(cores, default=1))
+        room = gpus if self._gpu else sum(count // self._cpus for count in cores)
+        if not room:
+            what = "GPU" if self._gpu else f"machine with {self._cpus} free CPUs"
+            raise UsageError(f"the Ray cluster has no {what}", "lower --cpus-per-worker, or use --device cpu")
+        self.count = model.workers or room
+        self._on_a_node = max(1, max((c // self._cpus for c in cores), default=1)) if not self._gpu else 1
+        kind = "cuda" if self._gpu else "cpu"
+        self.name = f"ray: {self.count} × {kind}"
+
+    def setups(self, model: ModelConfig, engine: EngineConfig) -> list[WorkerSetup]:
+        kind = "cuda" if self._gpu else "cpu"
+        threads = engine.threads or (None if self._gpu else self._cpus)
+        engine = replace(engine, processes=min(self._on_a_node, self.count), threads=threads)
+        own = replace(model, device=kind, ray=None, workers=None, cpus_per_worker=None, ray_working_dir=None)
+        return [WorkerSetup(own, engine, place, 1, REPORT_SECONDS) for place in range(self.count)]
+
+    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
+        actor = (
+            ray.remote(EngineActor)
+            .options(
+                num_cpus=self._cpus,
+                num_gpus=1 if self._gpu else 0,
+                max_restarts=0,  # whoever is lost is started anew by Workers, with a place of its own
+                max_concurrency=4,
+                scheduling_strategy="SPREAD",
+            )
+            .remote(pickle.dumps(setup))
+        )
+        link = _ActorLink(actor, on_message, on_end)
+        asyncio.run_coroutine_threadsafe(link.listen(), self._loop)
+        return link
+
+    def close(self) -> None:
+        """Ends the connection, if it was made here. Does nothing the second time."""
+        loop = getattr(self, "_loop", None)
+        if loop is not None and loop.is_running():
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(_END_SECONDS)
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(_END_SECONDS)
+        if self._ours and ray.is_initialized():
+            ray.shutdown()
+
+
+async def _cancel_others() -> None:
+    """Ends all other tasks of this loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _connect(model: ModelConfig) -> None:
+    environment = {} if model.ray_working_dir is None else {"working_dir": str(Path(model.ray_working_dir).resolve())}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": environment or None}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        if model.ray == "local":
+            ray.init(address="local", include_dashboard=False, **options)
+        else:
+            ray.init(address=model.ray, **options)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as e:
+        raise UsageError(
+            f"there is no Ray cluster at {model.ray}: {_first_line(e)}",
+            "start one with ray start --head, name its address, or use --ray local",
+        ) from e
+    finally:  # Ray takes SIGTERM, which is the job's
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in before.items():
+                if handler is not None:
+                    signal.signal(signum, handler)
+
+
+class _ActorLink:
+    """The way to one actor (`transport.Link`)."""
+
+    def __init__(self, actor: Any, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        self._actor, self._on_message, self._on_end = actor, on_message, on_end
+        self._sent = 0
+        self._why = "it was killed"
+
+    def send(self, message: Any) -> None:
+        with suppress(ray.exceptions.RayError):  # `listen` hears that it is gone
+            self._actor.deliver.remote(self._sent, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self._sent += 1
+
+    async def listen(self) -> None:
+        """Passes the actor's messages on, until it is gone."""
+        try:
+            while True:
+                for data in await self._actor.listen.remote(LISTEN_SECONDS):
+                    message = pickle.loads(data)
+                    self._on_message(_with_place(message) if isinstance(message, WorkerFailed) else message)
+        except Exception as e:  # noqa: BLE001 - whatever it is, there will be no more messages
+            self._why = _first_line(e)
+        self._on_end()
+
+    def kill(self) -> None:
+        with suppress(Exception):
+            ray.kill(self._actor, no_restart=True)
+
+    def wait(self) -> None: ...
+
+    def how_it_ended(self) -> str:
+        return self._why
+
+
+class EngineActor:
+    """What runs on the cluster: an engine of its own, which it loads when it is made."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._outgoing: SimpleQueue[bytes] = SimpleQueue()
+        self._early: list[tuple[int, bytes]] = []
+        self._next = 0
+        self._delivering = threading.Lock()
+        self._on_message: Callable[[Any], None] | None = None
+        self._setup: WorkerSetup = pickle.loads(setup)
+        threading.Thread(target=self._run, name="batchgen-engine", daemon=True).start()
+
+    def deliver(self, number: int, data: bytes) -> None:
+        """Takes message `number` in, after those before it."""
+        with self._delivering:
+            heapq.heappush(self._early, (number, data))
+            while self._early and self._early[0][0] == self._next and self._on_message is not None:
+                self._on_message(pickle.loads(heapq.heappop(self._early)[1]))
+                self._next += 1
+
+    def listen(self, seconds: float) -> list[bytes]:
+        """The worker's messages since the last call, waited for."""
+        messages: list[bytes] = []
+        with suppress(Empty):
+            messages.append(self._outgoing.get(timeout=seconds))
+            while True:
+                messages.append(self._outgoing.get_nowait())
+        return messages
+
+    def _run(self) -> None:
+        from batchgen.collector import few_collections
+        from batchgen.devices.worker import load, serve
+
+        def connect(on_message: Callable[[Any], None], on_end: Callable[[], None]) -> _Outgoing:
+            with self._delivering:
+                self._on_message = on_message
+            on_message(self._setup)
+            return _Outgoing(self._outgoing)
+
+        with few_collections():
+            serve(connect, load, gone=lambda: None)
+
+
+class _Outgoing:
+    """Where an actor's messages wait to be asked for (`worker.Sender`)."""
+
+    def __init__(self, queue: SimpleQueue[bytes]) -> None:
+        self._queue = queue
+
+    def send(self, message: Any) -> None:
+        self._queue.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def flush(self, seconds: float) -> None: ...
+
+
+def _with_place(failed: WorkerFailed) -> WorkerFailed:
+    """A model that one machine cannot load is a matter of where it lies."""
+    error = failed.error
+    if isinstance(error, ModelError | UsageError):
+        hint = "name a model of the hub or a folder that every machine of the cluster sees, or use --ray-working-dir"
+        return WorkerFailed(ModelError(f"a machine of the cluster cannot load the model: {error.message}", hint))
+    return failed
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}"[:_LONGEST] if lines else type(error).__name__
