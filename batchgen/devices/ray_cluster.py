@@ -72,7 +72,7 @@ class RayCluster:
         threads = engine.threads or (None if self._gpu else self._cpus)
         engine = replace(engine, processes=min(self._on_a_node, self.count), threads=threads)
         own = replace(model, device=kind, ray=None, workers=None, cpus_per_worker=None, ray_working_dir=None)
-        return [WorkerSetup(own, engine, place, 1, REPORT_SECONDS) for place in range(self.count)]
+        return [WorkerSetup(own, engine, place, 1, report_seconds=REPORT_SECONDS) for place in range(self.count)]
 
     def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
         actor = (

@@ -84,7 +84,7 @@ _RAY_ADDRESS = re.compile(r"auto|local|ray://.*|[^/\s-][^/\s]*:\d+")
 def _with_ray_address(arguments: list[str]) -> list[str]:
     """`--ray` may stand alone: it is `--ray auto` unless an address follows."""
     found: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, (*arguments[1:], ""), strict=False):
         alone = argument == "--ray" and not _RAY_ADDRESS.fullmatch(following)
         found.append("--ray=auto" if alone else argument)
     return found
