@@ -26,6 +26,7 @@ from batchgen.devices.transport import (
     Transport,
     Work,
     WorkerFailed,
+    WorkerSetup,
     end_all,
 )
 from batchgen.errors import BatchgenError, DevicesLost, OutOfMemory
