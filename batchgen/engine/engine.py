@@ -164,11 +164,11 @@ class Engine:
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
         self._suspects: set[int] = set()
-        """Rows whose logits were not numbers while kernels ran, until plain torch has run them: theirs may be none either."""
+        """Rows whose logits were not numbers while our kernels ran, until plain torch has run them too."""
         self._replaced: dict[Request, Request] = {}
-        """Requests that were started again, and those that took their place."""
+        """By request that was started again: the request that took its place."""
         self._shortened: dict[int, Request] = {}
-        """By row: requests under way whose `max_tokens` were lowered to fit the pool."""
+        """By row: unfinished requests whose `max_tokens` were lowered to fit the pool."""
         self._said_shortened = False
 
     def add(
@@ -192,7 +192,7 @@ class Engine:
             self._unfit.append((on_result, result))
 
     def _shortened_leaves(self, leaves: Sequence[Leaf], on_result: OnResult) -> tuple[Sequence[Leaf], OnResult]:
-        """The leaves with requests that fit the pool where `Sizes.fitted` can make them fit, and what is called with their results."""
+        """Returns the leaves, with requests that `Sizes.fitted` has made fit the pool, and the function to call with their results."""
         fitted = {leaf.request: self.sizes.fitted(leaf.request) for leaf in leaves}
         shortened = {request.row: new for request, new in fitted.items() if new is not request}
         if not shortened:
@@ -233,7 +233,7 @@ class Engine:
                         self._settle()  # a callback may add something
                 except KernelsFailed as e:
                     self._without_kernels(e)
-            with suppress(KernelsFailed):  # what it ran is not done, and is run again by the next run
+            with suppress(KernelsFailed):  # the rows of a failed step are not done; the next run runs them again
                 self._settle()
         finally:
             if self.unfinished or self.loop.in_flight:
@@ -315,7 +315,7 @@ class Engine:
         self._shortened.clear()
 
     def _drop(self) -> None:
-        """Forgets all rows that are not done."""
+        """Forgets all unfinished rows."""
         self.scheduler.abandon()
         self.scheduler.take_freed()
         self.executor.clear()
@@ -326,9 +326,9 @@ class Engine:
     # -- kernels that fail in the middle of a job
 
     def _without_kernels(self, failed: KernelsFailed) -> None:
-        """Goes on in plain torch: what is not done starts again from the tokens that the host has, and no KV is kept.
+        """Goes on in plain torch. Unfinished rows start again from the tokens that the host has; no KV is kept.
 
-        Raises `DevicesLost` where the device runs nothing more in this process.
+        Raises `DevicesLost` if the device runs nothing more in this process.
         """
         device = self.runner.model.device
         try:
@@ -356,7 +356,7 @@ class Engine:
             self.add(leaves, plan, *calls)
 
     def _apply(self, update: SequenceUpdate) -> None:
-        """Adds what a step means for a sequence to the results. Raises `KernelsFailed` for scores that are not numbers, while kernels run."""
+        """Adds an update to the results. Raises `KernelsFailed` for scores that are not numbers while our kernels run."""
         seq, token, reason, error = update
         row = seq.request.row
         no_numbers = error is not None and error.type == "numerical_error"
@@ -366,7 +366,7 @@ class Engine:
                 raise KernelsFailed(NO_NUMBERS, frozenset({row}))
         if row in self._suspects and (token is not None or reason is not None or error is not None):
             self._suspects.remove(row)
-            if no_numbers:  # the model's own: it is not asked again, and the row fails
+            if no_numbers:  # plain torch agrees, so the model is the cause and the row fails
                 self._suspects.clear()
                 self.executor.doubts_numbers = False
                 self.runner.resume_kernels()
@@ -375,7 +375,7 @@ class Engine:
         self.results.update(update)
 
     def _blame(self, failed: KernelsFailed) -> None:
-        """The kernels stay off, now and at the next start."""
+        """Switches the kernels off, for this run and the next ones."""
         self.runner.drop_kernels()
         verdict = self.runner.model.verdict.without("triton", str(failed))
         self.notes.append(verdict.note("triton"))

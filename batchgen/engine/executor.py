@@ -1,7 +1,7 @@
-"""Carries scheduled batches out on the device: the forward, the scores, the sampled tokens, and one copy of the numbers to the host.
+"""Runs scheduled batches on the device: the forward, the scores, the sampled tokens, and one copy of the numbers to the host.
 
-What the scheduler gives away when a batch is launched (blocks and slots of sequences that end) goes to later batches. The device works
-in the order of the launches, so a step that is still in flight reads and writes there before them.
+When a batch is launched, the scheduler gives the blocks and slots of ended sequences to later batches. The device works in the order of
+the launches, so a step that is still in flight reads and writes them before the later batches do.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ NO_NUMBERS = "their logits are not numbers, and plain torch's are"
 
 
 class KernelsFailed(Exception):
-    """A step failed while batchgen's kernels for a GPU ran it; the message says how."""
+    """A step failed while batchgen's kernels for a GPU were in use. The message says how."""
 
     def __init__(self, message: str, rows: frozenset[int] = frozenset()) -> None:
-        """`rows`: those whose logits are not numbers. Plain torch has to say whether that is the kernels' fault."""
+        """`rows` are those whose logits are not numbers. Running them in plain torch shows whether the kernels are at fault."""
         super().__init__(message)
         self.rows = rows
 
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A batch that is launched and whose numbers are not on the host yet."""
+    """A batch that was launched and whose numbers are not on the host yet."""
 
     batch: ScheduledBatch
     logits: torch.Tensor | None
-    """[N, vocabulary], until its tokens are sampled."""
+    """[N, vocabulary]; None once its tokens are sampled."""
     scores: tuple[torch.Tensor, ...] = ()
-    """By score target: log-probability, and whether the token is the likeliest."""
+    """Log-probability of each score target, and whether no token is likelier."""
     samples: Sequence[Sample] = ()
     sampled: SamplerOutput | None = None
     """In the order of `samples`."""
@@ -52,7 +52,7 @@ class InFlightStep:
 
 
 class GrammarStopper(Stopper):
-    """Ends a completion under a grammar: as `Stopper` does, and when its text is whole and nothing may follow."""
+    """Ends a completion under a grammar: where `Stopper` does, and where its text is complete and nothing may follow."""
 
     def __init__(self, constraints: Constraints, *arguments: Any) -> None:
         """`arguments` are those of `Stopper`."""
@@ -60,35 +60,35 @@ class GrammarStopper(Stopper):
         self._constraints = constraints
 
     def append(self, token: int) -> str | None:
-        """Raises `RowError` where the grammar cannot be used or does not allow the token."""
+        """Does what `Stopper.append` does. Raises `RowError` if the grammar cannot be used or does not allow the token."""
         whole = self._constraints.accept(self, token)
         reason = super().append(token)
         return "stop" if whole else reason
 
 
 class StepExecutor:
-    """Launches batches and waits for what they have computed. Waits for the device only in `wait`."""
+    """Launches batches and returns what they have computed. Only `wait` waits for the device."""
 
     def __init__(self, runner: Runner, sampler: Sampler, constraints: Constraints) -> None:
         self._runner = runner
         self._sampler = sampler
         self._constraints = constraints
         self._guided: set[Hashable] = set()
-        """The sequences that `Constraints` knows."""
+        """Names of the sequences that have a grammar."""
         self._node_logits: dict[PrefixNodeSpan, torch.Tensor] = {}
-        """[vocabulary] after the last token of nodes at which prompts end that have not sampled yet."""
+        """The logits [vocabulary] after the last token of nodes at which prompts end, while one of them has not sampled yet."""
         self.seconds = 0.0
-        """Time spent in launches and waits."""
+        """Time spent in `launch`, `sample` and `wait`."""
         self.doubts_numbers = True
         """Whether logits that are not numbers may be the kernels' fault."""
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether `sample` depends on the tokens of the steps before: a grammar allows tokens by what has been sampled."""
+        """Whether `sample` needs the tokens of the steps before on the host. Grammars do: what they allow depends on the tokens so far."""
         return bool(self._guided)
 
     def launch(self, batch: ScheduledBatch) -> InFlightStep:
-        """Launches the forward and what is scored in it. `sample` follows, before the next launch."""
+        """Launches the forward and the scoring of its texts. Call `sample` before the next launch."""
         self.free(batch.freed)
         for seq in batch.started:
             if not seq.scoring:
@@ -112,7 +112,7 @@ class StepExecutor:
             return step
 
     def sample(self, step: InFlightStep) -> None:
-        """Samples the tokens of a launched step, of sequences that have not ended since, and starts the copy to the host."""
+        """Samples the tokens of a launched step, except of sequences that have ended since, and starts the copy to the host."""
         with self._on_device():
             step.samples = [sample for sample in step.batch.samples if sample.sequence.running]
             if step.samples:
@@ -127,7 +127,7 @@ class StepExecutor:
             step.readback = Readback(parts, self._sampler.device)
 
     def wait(self, step: InFlightStep) -> StepOutput:
-        """Waits for a step. Returns what it has computed."""
+        """Waits for a step and returns what it has computed."""
         assert step.readback is not None, "its tokens have not been sampled"
         with self._on_device():
             numbers = step.readback.lists()
@@ -148,7 +148,7 @@ class StepExecutor:
         )
 
     def free(self, freed: Freed) -> None:
-        """Forgets grammars of sequences, contents of sampler slots, and logits of nodes."""
+        """Forgets the sampler slots, grammars and node logits that are not needed any more."""
         for slot in freed.slots:
             self._sampler.remove(slot)
         for seq in freed.sequences:
@@ -166,7 +166,7 @@ class StepExecutor:
         self._node_logits.clear()
 
     def _logits(self, step: InFlightStep) -> torch.Tensor:
-        """The logits [samples, vocabulary] to sample from: rows of the step's, then those that nodes keep."""
+        """Returns the logits [samples, vocabulary] to sample from: rows of the step's logits, then the logits that nodes keep."""
         rows = step.batch.sample_rows
         if len(step.samples) < len(step.batch.samples):  # some have ended since
             rows = rows[[s.sequence.running for s in step.batch.samples[: len(rows)]]]
@@ -181,7 +181,7 @@ class StepExecutor:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Counts the time. Raises `KernelsFailed` in place of what a device raises while kernels run on it, but for memory that runs out."""
+        """Counts the time. While our kernels run on a GPU, raises `KernelsFailed` instead of the device's error, unless memory has run out."""
         began = time.perf_counter()
         try:
             yield
@@ -193,7 +193,7 @@ class StepExecutor:
 
 
 def _name(seq: GenerationSequence) -> Hashable:
-    """What `Constraints` knows the sequence by: what ends its completion, which asks them about each token."""
+    """Returns the sequence's name in `Constraints`: the object that ends its completion, which asks `Constraints` about each token."""
     return cast(Hashable, seq.stops)
 
 
