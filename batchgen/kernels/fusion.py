@@ -66,18 +66,6 @@ class ExactPacking:
         return NEAR[dtype]
 
 
-@torch.inference_mode()
-def fuse(model: torch.nn.Module, packing: Packing | None = None) -> dict[str, int]:
-    """Replaces what can be, in place; returns how many parts of each kind. Parameters that are packed are freed.
-
-    Linear layers are packed by `packing`, by default as they are. The model can then run without gradients, and no more be saved.
-    Raises `NoKernels`.
-    """
-    count = fuse_small_parts(model)
-    count.update(fuse_linear(model, packing or ExactPacking()))
-    return count
-
-
 def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
     """Replaces rotary embeddings and norms; returns how many of each kind."""
     count: Counter[str] = Counter()

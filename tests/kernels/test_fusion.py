@@ -12,8 +12,9 @@ from transformers.models.llama import modeling_llama
 from batchgen.kernels import forwards, fusion
 from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.forwards import is_written_as
-from batchgen.kernels.fusion import FusedMLP, FusedNorm, fuse
+from batchgen.kernels.fusion import FusedMLP, FusedNorm
 from batchgen.kernels.ops import PackedLinear
+from support.fusing import fuse
 
 ALL = {"rotary embeddings": 2, "norms": 5, "gated MLPs": 2, "linear layers": 9}
 IDS = torch.arange(7)[None]

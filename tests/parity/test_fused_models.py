@@ -11,7 +11,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from batchgen.kernels import fusion
-from batchgen.kernels.fusion import fuse
+from support.fusing import fuse
 from support.models import build, kernels
 from support.shapes import CORE, SHAPES, VOCAB
 
