@@ -53,26 +53,35 @@ INLINE void store_quantized(quantized* to, ints q) {
 #endif
 }
 
+INLINE ints larger(ints a, ints b) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    const ints first = a > b;
+    return (a & first) | (b & ~first);
+#endif
+}
+
 // Writes a row of `size` numbers and returns its scale: the largest magnitude / 127. Infinite or not a number where one of them is.
 template <class T>
 INLINE float quantize_row(const T* x, int64_t size, quantized* to) {
-    ints most = {};  // magnitudes compare as integers do, and what is not a number is above all
+    ints most[4] = {};  // magnitudes compare as integers do, and what is not a number is above all
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        const ints v = (ints)load_floats(x + i) & 0x7fffffff;
-        const ints more = v > most;
-        most = (v & more) | (most & ~more);
+    for (; i + 4 * LANES <= size; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) most[j] = larger(most[j], (ints)load_floats(x + i + j * LANES) & 0x7fffffff);
+    for (; i < size; i += LANES) {
+        const floats v = i + LANES <= size ? load_floats(x + i) : load_some(x + i, size - i);
+        most[0] = larger(most[0], (ints)v & 0x7fffffff);
     }
-    if (i < size) {
-        const ints v = (ints)load_some(x + i, size - i) & 0x7fffffff;
-        const ints more = v > most;
-        most = (v & more) | (most & ~more);
-    }
+    const ints all = larger(larger(most[0], most[1]), larger(most[2], most[3]));
     int32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits = most[lane] > bits ? most[lane] : bits;
+    for (int lane = 0; lane < LANES; lane++) bits = all[lane] > bits ? all[lane] : bits;
     float largest;
     std::memcpy(&largest, &bits, 4);
     const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+#pragma GCC unroll 4
     for (i = 0; i + LANES <= size; i += LANES) store_quantized(to + i, to_ints(load_floats(x + i) * inverse));
     if (i < size) store_quantized(to + i, to_ints(load_some(x + i, size - i) * inverse));
     return largest / 127.0f;
