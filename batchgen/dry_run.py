@@ -18,6 +18,7 @@ from batchgen.jobs.sorted_requests import SortedRequests, in_order
 from batchgen.jobs.windows import KeptPrefixes
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture
+from batchgen.model_files import weight_bytes
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -85,6 +86,8 @@ class PlanReport:
     """KV of one token in all layers; 0 if the model's configuration does not say."""
     bytes_per_state: int
     """State of one sequence or node in all recurrent layers; 0 for a model without such layers."""
+    weight_bytes: int
+    """Of the model's weights as they are computed with; 0 if that is not known."""
     block_size: int
     tree: tuple[TreeLine, ...]
     groups: tuple[GroupLine, ...]
@@ -108,6 +111,7 @@ class PlanReport:
             "prefix_nodes": f.prefix_nodes,
             "groups": f.groups,
             "grouped_rows": f.grouped_requests,
+            "weight_bytes": self.weight_bytes,
             "kv_bytes_per_token": self.bytes_per_token,
             "kv_bytes_shared": f.kv_bytes_shared,
             "kv_bytes_unshared": f.kv_bytes_unshared,
@@ -179,6 +183,7 @@ class _PlanBuilder:
     block_size: int = field(init=False)
     bytes_per_token: int = field(init=False)
     bytes_per_state: int = field(init=False)
+    weight_bytes: int = field(init=False)
     rows: int = 0
     failed: int = 0
     windows: int = 0
@@ -192,6 +197,8 @@ class _PlanBuilder:
         self.block_size = self.config.engine.block_size
         self.bytes_per_token = kv_bytes_per_token(self.tokenizer.hf_config, dtype)
         self.bytes_per_state = state_bytes_per_sequence(self.tokenizer.hf_config, dtype)
+        plain, int8 = weight_bytes(self.config.model, DTYPE_BYTES.get(dtype, 2)) or (0, 0)
+        self.weight_bytes = int8 if self.config.model.quantize == "int8" else plain
 
     def requests(self, built: Sequence[Request | Result]) -> list[Request]:
         """Counts rows that were built, and returns those that are requests."""
@@ -247,6 +254,7 @@ class _PlanBuilder:
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
             bytes_per_state=self.bytes_per_state,
+            weight_bytes=self.weight_bytes,
             block_size=self.block_size,
             tree=tuple(self._line(line) for line in survey.largest_nodes()),
             groups=tuple(survey.largest_groups()),

@@ -6,8 +6,9 @@ Knows JSON, the layout of safetensors files and the names that other programs gi
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,43 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: b
         tensors |= _safetensors_header(shard)
     _check_head(folder, settings, tensors)
     _check_vocabulary(folder, settings, tensors)
+
+
+INT8_SMALL = 16
+"""With `--quantize int8` a layer stays as it is whose outputs times this are no more than its inputs: routers decide much and cost little."""
+
+
+def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[int, int] | None:
+    """Returns the bytes that a model's weights take with `itemsize` bytes each, and with `--quantize int8`.
+
+    None if that is not known from the files' heads: on the hub, in GGUF, quantized checkpoints, and those with other parts than a language model.
+    """
+    folder = Path(config.model).expanduser()
+    if not folder.is_dir() or gguf_file(config) is not None or not any(folder.glob("*.safetensors")):
+        return None
+    settings = read_json(folder / "config.json")
+    if {"quantization_config", "text_config"} & settings.keys():
+        return None
+    plain = int8 = 0
+    for shard in _shards(folder):
+        for name, tensor in _safetensors_header(shard).items():
+            shape = tensor["shape"]
+            plain += math.prod(shape) * itemsize
+            packed = _is_int8_layer(name, shape)
+            int8 += math.prod(shape) + 8 * shape[0] if packed else math.prod(shape) * itemsize
+    return plain, int8
+
+
+def _is_int8_layer(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor is the weight of a layer that `--quantize int8` packs, as far as its name says."""
+    parts = name.split(".")
+    return (
+        parts[-1] == "weight"
+        and any(map(str.isdigit, parts))
+        and "experts" not in parts
+        and len(shape) == 2
+        and INT8_SMALL * shape[0] > shape[1]
+    )
 
 
 def gguf_file(config: ModelConfig) -> Path | None:

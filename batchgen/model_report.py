@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.config import ModelConfig
-from batchgen.dry_run import kv_bytes_per_token
+from batchgen.dry_run import DTYPE_BYTES, kv_bytes_per_token
 from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, WRAPPERS, check_architecture, is_verified
-from batchgen.model_files import check_weight_files
+from batchgen.model_files import check_weight_files, weight_bytes
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 
@@ -28,6 +28,10 @@ class ModelReport:
     chat_template: bool
     kv_bytes_per_token: int
     """In the checkpoint's dtype; 0 if the configuration does not say."""
+    weight_bytes: int = 0
+    """In the checkpoint's dtype; 0 if that is not known."""
+    weight_bytes_int8: int = 0
+    """With `--quantize int8`."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,6 +46,7 @@ def report_model(config: ModelConfig) -> ModelReport:
     text = text_config(hf_config)
     own = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None)
     dtype = "float32" if own is None else str(own).removeprefix("torch.")
+    plain, int8 = weight_bytes(config, DTYPE_BYTES.get(dtype, 2)) or (0, 0)
     return ModelReport(
         model=config.model,
         model_type=str(getattr(hf_config, "model_type", "unknown")),
@@ -52,6 +57,8 @@ def report_model(config: ModelConfig) -> ModelReport:
         vocab_size=tokenizer.vocab_size,
         chat_template=tokenizer.hf_tokenizer.chat_template is not None,
         kv_bytes_per_token=kv_bytes_per_token(hf_config, dtype),
+        weight_bytes=plain,
+        weight_bytes_int8=int8,
     )
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import UsageError
+from batchgen.model_files import weight_bytes
+from batchgen.model_report import report_model
 from support.models import kernels
 
 ROWS = [{"id": i, "prompt": f"A few words, the same for all, and number {i}"} for i in range(8)]
@@ -63,3 +67,15 @@ def test_without_it_the_job_is_another(tiny_model_dir: Path, tmp_path: Path, wri
     job(tiny_model_dir, rows, tmp_path / "o.jsonl", limit=1)
     with pytest.raises(UsageError, match='quantize was "int8", is "none"'):
         job(tiny_model_dir, rows, tmp_path / "o.jsonl", quantize="none")
+
+
+def test_plan_and_models_know_what_the_weights_take(tiny_model_dir: Path) -> None:
+    model = ModelConfig(model=str(tiny_model_dir))
+    with safe_open(tiny_model_dir / "model.safetensors", framework="pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    packed = [shape for name, shape in shapes.items() if "layers" in name and len(shape) == 2]
+    assert weight_bytes(model, 4) == (4 * numbers, 4 * numbers + sum(8 * n - 3 * n * k for n, k in packed))
+    report = report_model(model)
+    assert (report.weight_bytes, report.weight_bytes_int8) == weight_bytes(model, 4)
+    assert weight_bytes(ModelConfig(model="a/name-on-the-hub"), 4) is None

@@ -10,9 +10,8 @@ import torch
 from batchgen.kernels.fusion import ExactPacking, FusedNorm, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_weight
 from batchgen.kernels.ops import Activation, PackedLinear
+from batchgen.model_files import INT8_SMALL
 
-SMALL = 16
-"""A layer whose columns times this are no more than its inner size stays as it is: routers and gates decide much and cost little."""
 DTYPES_PACKED = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 0.1
 """Largest difference from a plain layer on random numbers, relative to the largest: that of 8 bits is 0.01 to 0.03."""
@@ -67,7 +66,7 @@ class Int8Packing:
         return (
             layer.weight.dtype in DTYPES_PACKED
             and id(layer) in self._names
-            and SMALL * layer.out_features > layer.in_features
+            and INT8_SMALL * layer.out_features > layer.in_features
         )
 
     def pack(

@@ -79,6 +79,8 @@ def _report_lines(report: ModelReport) -> list[str]:
         if report.verified
         else "may run: its type is not verified; when it is loaded, a small model of its type is compared with transformers"
     )
+    int8 = f"{size(report.weight_bytes_int8)} with --quantize int8"
+    weights = [f"weights   {size(report.weight_bytes)}, {int8}"] if report.weight_bytes else []
     kv = f"{size(report.kv_bytes_per_token)} per token" if report.kv_bytes_per_token else "unknown"
     return [
         f"model     {report.model} ({report.model_type})",
@@ -87,4 +89,5 @@ def _report_lines(report: ModelReport) -> list[str]:
         f"size      {report.layers:,} layers, {report.vocab_size:,} tokens in the vocabulary, {report.dtype}",
         f"prompts   {'through its chat template' if report.chat_template else 'as raw text: it has no chat template'}",
         f"KV        {kv}",
+        *weights,
     ]

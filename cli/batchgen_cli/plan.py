@@ -85,6 +85,8 @@ def plan_lines(report: PlanReport) -> list[str]:
         f"groups             {f.groups:,} with {f.grouped_requests:,} rows",
         f"prefix nodes       {f.prefix_nodes:,}",
     ]
+    if report.weight_bytes:
+        lines.append(f"model weights      {size(report.weight_bytes)}")
     if report.bytes_per_token:
         lines += [
             f"KV per token       {size(report.bytes_per_token)}",

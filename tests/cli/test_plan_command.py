@@ -28,6 +28,7 @@ def test_the_plan_is_told_in_lines(cli: Cli, source: Path, tiny_model_dir: Path)
         "to be prefilled    136 (82.5% of the prompt tokens are shared and run once)",
         "groups             2 with 8 rows",
         "prefix nodes       3",
+        "model weights      420.2 KiB",
         "KV per token       512 B",
         "KV for all rows    240.0 KiB (unshared: 512.0 KiB) with completions of full length",
         "KV for longest row 64.0 KiB; with less KV memory that row fails",
@@ -45,7 +46,7 @@ def test_the_plan_is_one_json_object(cli: Cli, source: Path, tiny_model_dir: Pat
     plan = json.loads(outcome.out)
     assert list(plan) == [
         "schema", "rows", "rows_failed", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
-        "prefix_nodes", "groups", "grouped_rows", "kv_bytes_per_token", "kv_bytes_shared", "kv_bytes_unshared",
+        "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "kv_bytes_per_token", "kv_bytes_shared", "kv_bytes_unshared",
         "kv_bytes_least", "state_bytes_per_sequence", "tree", "largest_groups", "shards",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)
