@@ -357,6 +357,12 @@ class Engine:
 
     def _apply(self, update: SequenceUpdate) -> None:
         """Adds an update to the results. Raises `KernelsFailed` for scores that are not numbers while our kernels run."""
+        if update.reason == "scored" or update.error is not None or self._suspects:
+            self._doubt(update)
+        self.results.update(update)
+
+    def _doubt(self, update: SequenceUpdate) -> None:
+        """Sees whether logits that are not numbers are the kernels' fault, which plain torch shows. Raises `KernelsFailed` as `_apply` does."""
         seq, token, reason, error = update
         row = seq.request.row
         no_numbers = error is not None and error.type == "numerical_error"
@@ -372,7 +378,6 @@ class Engine:
                 self.runner.resume_kernels()
             elif not self._suspects:
                 self._blame(KernelsFailed(NO_NUMBERS))
-        self.results.update(update)
 
     def _blame(self, failed: KernelsFailed) -> None:
         """Switches the kernels off, for this run and the next ones."""

@@ -61,7 +61,7 @@ class Verdict:
     """What runs on a device. An empty one, as for a CPU, switches nothing off."""
 
     device: str = ""
-    """Its name in messages."""
+    """Its name in messages: that of its kind, so that several of a kind say the same."""
     off: Mapping[Part, str] = field(default_factory=dict)
     """The parts that are switched off, and why."""
     file: Path | None = None
@@ -155,12 +155,14 @@ def check_device(
     Nothing is tried on a CPU, for a model on several devices, or where `--attention triton` asks for the kernels whatever they do.
     """
     parts = parts_on(device)
-    if not parts or config.device_map is not None or config.attention == "triton":
+    if not parts or config.device_map is not None:
         return Verdict()
     name, driver = device_identity(device)
+    if config.attention == "triton":
+        return Verdict(name)
     key = _key(config, hf_config, block_size, name, driver)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    verdict = Verdict(f"{device} ({name})", {}, cache_folder() / "device-checks" / f"{digest}.json", key)
+    verdict = Verdict(name, {}, cache_folder() / "device-checks" / f"{digest}.json", key)
     with _locked(verdict):
         kept = _kept(verdict)
         if kept is not None:

@@ -380,7 +380,7 @@ def test_what_could_not_be_tried_is_not_used_and_tried_again_the_next_time(monke
 def test_what_was_found_is_kept_and_said_at_every_start(monkeypatch):
     verdict = check(monkeypatch, TRITON_FAILED)
     assert verdict.notes() == [
-        "cpu (Fake GPU): batchgen's attention kernels: switched off, plain torch attends, which is slower, because it is wrong; "
+        "Fake GPU: batchgen's attention kernels: switched off, plain torch attends, which is slower, because it is wrong; "
         f"please report this line with {verdict.file}, which keeps this (remove the file to try again)"
     ]
     assert check(monkeypatch) == verdict  # no process is started
@@ -423,7 +423,7 @@ def test_a_cache_that_cannot_be_written_costs_trials_at_every_start(monkeypatch,
 
 
 def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch):
-    assert check(monkeypatch, config=replace(CONFIG, attention="triton")) == Verdict()
+    assert check(monkeypatch, config=replace(CONFIG, attention="triton")) == Verdict("Fake GPU")
     assert check(monkeypatch, config=replace(CONFIG, device_map="auto")) == Verdict()
     monkeypatch.undo()
     assert check_device(CONFIG, CPU, None, 32) == Verdict()
@@ -519,7 +519,7 @@ def test_a_job_ends_right_whatever_is_wrong_with_its_device(tiny_model_dir, want
     check_as_on_a_gpu(monkeypatch, start)
     texts, attends, notes = job(tiny_model_dir)
     assert (texts, attends, len(notes)) == (want, attention, len(off))
-    assert all(f"Fake GPU): {PARTS[part]}: switched off, " in note for part, note in zip(off, notes, strict=True))
+    assert all(f"Fake GPU: {PARTS[part]}: switched off, " in note for part, note in zip(off, notes, strict=True))
     count = len(start.started)
     assert job(tiny_model_dir) == (texts, attends, notes)
     assert len(start.started) == count >= 1
@@ -545,7 +545,7 @@ def test_the_command_says_what_is_off_and_writes_what_plain_torch_writes(
         done = cli("run", rows, "-m", tiny_model_dir, "-o", tmp_path / "out.jsonl", "--max-tokens", "12", *overwrite)
         assert done.code == 0
         assert [row["text"] for row in read_jsonl(tmp_path / "out.jsonl")] == want
-        assert done.err.count("Fake GPU): batchgen's attention kernels: switched off, plain torch attends") == 1
+        assert done.err.count("Fake GPU: batchgen's attention kernels: switched off, plain torch attends") == 1
         assert ("trying batchgen's kernels on Fake GPU" in done.err) == (not overwrite)
     assert len(start.started) == 1
 
