@@ -1,4 +1,4 @@
-"""What every attention backend gets and gives, and the registration with transformers.
+"""The interface of all attention backends, and the registration with transformers.
 
 Shapes: T packed tokens, H query heads, K key/value heads, G = H/K query heads a key/value head, D key size, V value size.
 """
@@ -21,35 +21,35 @@ NAME = "batchgen"
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """What a layer asks of attention besides softmax(q k^T * scale) v."""
+    """The options of a layer's attention beside softmax(q k^T * scale) v."""
 
     scale: float
     window: int | None = None
-    """A query at position p sees keys after p - window only."""
+    """A query at position p only sees keys after position p - window."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     sinks: torch.Tensor | None = None
-    """[H] a further score for each head that takes probability and gives nothing."""
+    """[H] an extra score for each head, which takes probability and has no value."""
 
 
 class Backend(Protocol):
-    """Attention of one step. Built for each step's plan, and called once for each layer."""
+    """Attention of one step. Made for each step's plan, and called once for each layer."""
 
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """Attention output [T, K, G, V] in the queries' dtype.
+        """Returns the attention output [T, K, G, V] in the queries' dtype.
 
-        `keys` [K, slots, D] and `values` [K, slots, V] are a layer's whole pool, this step's tokens already in it.
+        `keys` [K, slots, D] and `values` [K, slots, V] are a layer's whole pool, which already has this step's tokens.
         """
         ...
 
 
 class StepAttention:
-    """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
+    """The attention of a step as the model's layers call it: writes their KV, then attends by the plan."""
 
     def __init__(self, plan: AttentionPlan, backends: Mapping[torch.device, Backend], cache: KVCache) -> None:
-        """`backends` has one for each of the cache's devices: a layer's attention runs where its KV lies."""
+        """`backends` has a backend for each of the cache's devices: a layer's attention runs on the device of its KV."""
         self._slots = {device: torch.from_numpy(plan.slots).to(device) for device in backends}
         self._backends = backends
         self._cache = cache
@@ -60,7 +60,7 @@ class StepAttention:
     def __call__(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """[T, H, V]"""
+        """Returns the layer's attention output [T, H, V]."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         self._cache.write(layer, self._slots[keys.device], k_KTD, v_KTV)
         kv_heads, size = k_KTD.shape[0], q_HTD.shape[1]
@@ -71,9 +71,10 @@ class StepAttention:
 
 
 def register() -> None:
-    """Makes `attn_implementation="batchgen"` known to transformers: our attention, and no mask, since the plan says who sees what.
+    """Registers our attention with transformers as `attn_implementation="batchgen"`.
 
-    transformers builds none where it knows of none; it would ask the device for the positions first, and wait for them, if one were registered.
+    No mask function is registered, because the plan says which keys a query sees. transformers then builds no mask; with a mask function
+    it would first copy the positions from the device, and wait for them.
     """
     AttentionInterface.register(NAME, attention_forward)
 
@@ -110,9 +111,9 @@ def attention_forward(
     step_attention: StepAttention | Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' layers call: query [1, H, T, D], key and value [1, K, T, D]. Returns [1, T, H, V].
+    """The function that transformers' layers call. Takes query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, V].
 
-    Raises `ModelError` for anything that the plan does not cover: better no answer than a wrong one.
+    Raises `ModelError` for anything that the plan does not cover: no answer is better than a wrong one.
     """
     if step_attention is None:
         raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to attention")
@@ -124,7 +125,7 @@ def attention_forward(
         "a mask": attention_mask is not None and attention_mask is not EVERY_KEY,
         "no causal mask": kwargs.get("is_causal") is False or getattr(module, "is_causal", None) is False,
         "dropout": bool(dropout),
-        # What a module has but leaves to a mask, or to code of its own.
+        # Features that a module has but leaves to a mask or to its own code.
         "a sliding window in its mask": sliding_window is None and _slides(module),
         "sinks of its own": s_aux is None and getattr(module, "sinks", None) is not None,
     }

@@ -1,8 +1,8 @@
-"""The tensors behind the blocks: for each layer the keys and the values of the whole pool, allocated once, on the layer's device.
+"""The tensors of the block pool: the keys and values of all blocks in each layer, allocated once on the layer's device.
 
-A layer's keys are [K, blocks * block_size, D]: blocks that follow one another are a view [K, S, D] of it, and all of it is
-a view [K, blocks, block_size, D], so attention reads the pool where it lies. Keys and values of one shape lie in one tensor,
-so that a block is moved in all layers at once.
+A layer's keys are [K, blocks * block_size, D]. Adjacent blocks are a view [K, S, D] of them, and the whole pool is a view [K, blocks,
+block_size, D], so attention reads the pool in place. Keys and values of the same shape are in one tensor, so that one operation
+copies a block in all layers.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from batchgen.kernels.transfer import put
+from batchgen.kernels.transfer import put, zeros
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One attention layer's KV: `heads` key/value heads with keys `k_size` and values `v_size` wide."""
+    """The shape of one attention layer's KV: `heads` key/value heads with keys of `k_size` and values of `v_size` numbers."""
 
     heads: int
     k_size: int
     v_size: int
     device: torch.device = CPU
-    """Where the layer runs, and so where its KV lies."""
+    """The device of the layer and of its KV."""
 
 
 class KVCache:
-    """KV of `num_blocks` blocks of `block_size` tokens in every layer."""
+    """The KV of `num_blocks` blocks of `block_size` tokens in every layer."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.pools: list[torch.Tensor] = []
-        """Keys and values of one shape and device: [N, slots, D], N the heads of all of them."""
+        """By shape and device: all keys and values [N, slots, D]; N is the number of their heads together."""
         alike: dict[tuple[torch.device, int, int], list[tuple[dict[int, torch.Tensor], int]]] = {}
         for i, shape in layers.items():
             alike.setdefault((shape.device, shape.heads, shape.k_size), []).append((self.keys, i))
             alike.setdefault((shape.device, shape.heads, shape.v_size), []).append((self.values, i))
         for (device, heads, size), places in alike.items():
-            pool = _zeros((len(places) * heads, num_blocks * block_size, size), dtype, device)
+            pool = zeros((len(places) * heads, num_blocks * block_size, size), dtype, device)
             self.pools.append(pool)
             for n, (of, i) in enumerate(places):
                 of[i] = _on_its_own(pool[n * heads : (n + 1) * heads])
@@ -63,10 +63,10 @@ class KVCache:
     def write(self, layer: int, slots_T: torch.Tensor, keys_KTD: torch.Tensor, values_KTD: torch.Tensor) -> None:
         """Stores the KV of T tokens at their places in the pool (block * block_size + offset).
 
-        A token whose values are not all numbers gets a NaN key and finite values: whoever attends to it still gets NaN,
-        but not who masks it (0 * NaN is NaN), such as a later sequence in the same block.
+        A token whose values are not all finite gets a NaN key and finite values. Queries that attend to it still get NaN, but queries
+        that mask it, such as those of a later sequence in the same block, do not (0 * NaN is NaN).
         """
-        # Elsewhere than on the CPU, looking first would cost a wait for the device.
+        # On devices other than the CPU, the check would wait for the device.
         if values_KTD.device.type != "cpu" or not math.isfinite(float(values_KTD.sum())):
             keys_KTD = keys_KTD + (values_KTD * 0).sum(-1, keepdim=True)
             values_KTD = values_KTD.nan_to_num(0, 0, 0)
@@ -74,12 +74,12 @@ class KVCache:
         self.values[layer].index_copy_(1, slots_T, values_KTD)
 
     def clear(self) -> None:
-        """Zeros everywhere. What is masked is still multiplied by 0, so a slot must not hold what is no number (`write`)."""
+        """Sets all KV to zero. Masked values are still multiplied by 0, so the pool must not hold NaN or infinite values (`write`)."""
         for pool in self.pools:
             pool.zero_()
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks (from, to), as if one after the other."""
+        """Copies blocks (from, to), with the same result as one copy after the other."""
         begin = 0
         written: set[int] = set()
         for i, (source, to) in enumerate(copies):
@@ -91,38 +91,38 @@ class KVCache:
             self._copy(copies[begin:])
 
     def swap_out(self, blocks: Sequence[int]) -> list[HostBlocks]:
-        """The KV of these blocks in host memory. On CUDA it is on its way there, beside what the device computes next."""
+        """Returns the KV of these blocks in host memory. On CUDA the copy runs beside what the device computes next."""
         places = self._places(blocks)
         return [
             self._to_host(self._paged(pool).transpose(0, 1).index_select(0, places[pool.device])) for pool in self.pools
         ]
 
     def swap_in(self, saved: Sequence[HostBlocks], first: int, blocks: Sequence[int]) -> None:
-        """Puts what was saved, from its `first`-th block on, into these blocks."""
+        """Copies saved KV, from its block `first` on, into these blocks."""
         places = self._places(blocks)
         for pool, kept in zip(self.pools, saved, strict=True):
             if kept.there is not None:
                 torch.cuda.current_stream(pool.device).wait_event(kept.there)
-            # One piece of memory: of several, torch would make one first, on the host, which does not wait for the event.
+            # A slice is contiguous. For other indices torch would first make a copy on the host, which does not wait for the event.
             part = kept.blocks[first : first + len(blocks)].to(pool.device, non_blocking=True)
             self._paged(pool).index_copy_(1, places[pool.device], part.transpose(0, 1))
 
     def _to_host(self, kv: torch.Tensor) -> HostBlocks:
-        """A copy in pinned memory, made by a stream of its own: the device goes on meanwhile, and so does the host."""
+        """Copies to pinned memory on a stream of its own. Neither the device nor the host waits."""
         if kv.device.type != "cuda":
             return HostBlocks(kv, None)
         stream = self._saving[kv.device]
         stream.wait_stream(torch.cuda.current_stream(kv.device))
         with torch.cuda.stream(stream):
             host = torch.empty(kv.shape, dtype=kv.dtype, pin_memory=True).copy_(kv, non_blocking=True)
-        kv.record_stream(stream)  # else its memory could be given to the next tensor while it is still read
+        kv.record_stream(stream)  # otherwise its memory could be reused while it is still being read
         return HostBlocks(host, stream.record_event())
 
     def _paged(self, pool: torch.Tensor) -> torch.Tensor:
         return pool.view(pool.shape[0], self.num_blocks, self.block_size, pool.shape[2])
 
     def _places(self, blocks: Sequence[int]) -> dict[torch.device, torch.Tensor]:
-        """Blocks as an index on each device."""
+        """Returns the blocks as an index tensor on each device."""
         places = np.array(blocks, dtype=np.int64)
         return {device: put(places, device) for device in self.devices}
 
@@ -135,38 +135,29 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBlocks:
-    """The KV of some blocks in host memory, for one of a cache's pools."""
+    """The KV of some blocks in host memory, for one of the cache's pools."""
 
     blocks: torch.Tensor
     """[P, N, block_size, D]"""
     there: torch.cuda.Event | None
-    """Happens when it has arrived; None: it has."""
+    """Recorded when the copy is complete; None if it is complete."""
 
 
 def devices_of(layers: dict[int, LayerShape]) -> tuple[torch.device, ...]:
-    """The devices that layers lie on, each once, the first layer's first."""
+    """Returns the devices of the layers, each once, in the order of the layers."""
     return tuple(dict.fromkeys(s.device for s in layers.values()))
 
 
 def bytes_per_token(layers: dict[int, LayerShape], dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """KV of one token in all layers, or in those on `device`."""
+    """Returns the bytes of one token's KV in all layers, or in the layers on `device`."""
     here = [s for s in layers.values() if device is None or s.device == device]
     return sum(s.heads * (s.k_size + s.v_size) for s in here) * dtype.itemsize
 
 
 def _on_its_own(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view: what torch.compile makes of writes to several views of one tensor is wrong."""
+    """Returns the same memory as a tensor that is not a view. torch.compile computes wrong results for writes to several views of one tensor."""
     if part.device.type == "meta":
         return part
-    with (
-        torch.cuda.device(part.device) if part.device.type == "cuda" else nullcontext()
-    ):  # it takes the current device's only
+    # `from_dlpack` only takes tensors of the current device.
+    with torch.cuda.device(part.device) if part.device.type == "cuda" else nullcontext():
         return from_dlpack(part)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on the CPU pages of the operating system that are not used are never touched (calloc)."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)

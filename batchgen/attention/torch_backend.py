@@ -16,13 +16,13 @@ from batchgen.attention.base import LayerOptions
 from batchgen.attention.plan import AttentionPlan, CausalPart, PagedPart, SharedPart
 
 SCORES = 1 << 21
-"""Most scores of one matrix product: more no longer lie in the cache and cost memory."""
+"""Maximum number of scores of one matrix product. More would not fit the cache."""
 DENSE = 0.6
-"""Share of a stretch of the pool that must be read for reading it in place to beat gathering its blocks."""
+"""If at least this share of a stretch of the pool is read, reading it in place is faster than gathering its blocks."""
 
 
 class Cascade:
-    """One step's plan as tensors."""
+    """The attention plan of one step, as tensors."""
 
     def __init__(self, plan: AttentionPlan, device: torch.device) -> None:
         self.plan = plan
@@ -33,13 +33,15 @@ class Cascade:
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """See `Backend`. Every query is written once by its paged or causal part; shared parts are merged in."""
+        """Implements `Backend.attend`. Each query is written once by its paged or causal part; shared parts are merged into that."""
         K, T, G, _ = q_KTGD.shape
         q_KTGD = q_KTGD.contiguous()
-        if q_KTGD.dtype == torch.float32 or math.frexp(options.scale)[0] == 0.5:  # exact: no pass over the scores
+        if (
+            q_KTGD.dtype == torch.float32 or math.frexp(options.scale)[0] == 0.5
+        ):  # the scaling is exact, and needs no pass over the scores
             q_KTGD = q_KTGD * options.scale
             options = LayerOptions(1.0, options.window, options.softcap, options.sinks)
-        # One row more than there are tokens: where the padding of causal chunks is written.
+        # The extra row takes the padding of causal chunks.
         out = torch.empty((K, T + 1, G, values.shape[-1]), dtype=torch.float32, device=q_KTGD.device)
         lse = torch.empty((K, T + 1, G), dtype=torch.float32, device=q_KTGD.device)
         for part in self.causal:
@@ -85,7 +87,7 @@ class Cascade:
 
 
 def broadcast(kv_KSD: torch.Tensor, count: int) -> torch.Tensor:
-    """One stored KV as that of `count` queries, [n, K, S, D]: a view of stride 0, nothing is copied."""
+    """Returns one stored KV as the KV of `count` queries [n, K, S, D]: a view with stride 0, without a copy."""
     return kv_KSD.unsqueeze(0).expand(count, *kv_KSD.shape)
 
 
@@ -96,10 +98,10 @@ def shared_attention(
     options: LayerOptions,
     masked_MS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of n queries over KV that all of them share: (out [K, n, G, V], lse [K, n, G]), float32.
+    """Returns attention of n queries over KV that all of them share: (out [K, n, G, V], lse [K, n, G]), float32.
 
-    The KV's batch stride is 0, so the batch folds into the queries: [K, n*G, D] x [K, D, S], the KV read once.
-    Raises `ValueError` for KV that has been copied per query.
+    The batch stride of the KV is 0, so the batch folds into the queries, [K, n*G, D] x [K, D, S], and the KV is read once.
+    Raises `ValueError` for KV that was copied for each query.
     """
     if k_nKSD.shape[0] > 1 and (k_nKSD.stride(0) or v_nKSV.stride(0)):
         raise ValueError("shared KV must be a broadcast view, not a copy for each query")
@@ -115,9 +117,9 @@ def partial(
     options: LayerOptions,
     masked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over these keys alone: (out [N, M, V], log-sum-exp of the scores [N, M]), float32.
+    """Returns softmax attention over these keys alone: (out [N, M, V], log-sum-exp of the scores [N, M]), float32.
 
-    `masked` is broadcast against [N, M, S]; a query all of whose keys are masked has lse -inf and out 0.
+    `masked` is broadcast against [N, M, S]. A query whose keys are all masked has lse -inf and out 0.
     """
     weights, lse, total = _softmax(torch.bmm(q_NMD, k_NSD.transpose(1, 2)), options, masked)
     out = torch.bmm(weights.to(v_NSV.dtype), v_NSV).float()
@@ -127,7 +129,7 @@ def partial(
 def _softmax(
     scores: torch.Tensor, options: LayerOptions, masked: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unnormalised weights (largest 1), log-sum-exp, and their sum, over the last dimension, float32."""
+    """Returns the unnormalised weights (the largest is 1), the log-sum-exp, and the sum of the weights, over the last dimension, float32."""
     scores = scores.float()
     if options.scale != 1.0:
         scores = scores.mul_(options.scale)
@@ -145,7 +147,7 @@ def _softmax(
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
-    """Merges attention over further keys into (out, lse), in place: out [..., V], lse [...], float32."""
+    """Merges attention over other keys into (out [..., V], lse [...]), float32, in place."""
     both = torch.logaddexp(lse, other_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1)).addcmul_(other, (other_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
@@ -185,7 +187,7 @@ class _Causal:
 
 
 class _Paged:
-    """Blocks read by one decoding query each: every block a batch element with its query, merged per query.
+    """Blocks that one decoding query each reads. A block is a batch element with its query; the results are merged for each query.
 
     `Q` queries, `R` block reads, `C` keys a block.
     """
@@ -196,7 +198,7 @@ class _Paged:
         unique = len(set(blocks.tolist())) == len(blocks)
         self.stretch: tuple[int, int] | None = None
         if unique and len(blocks) >= DENSE * (highest - lowest):
-            # Read the stretch of the pool where it lies. Blocks in it that nobody reads go to one query more.
+            # The stretch of the pool is read in place. Its blocks that nobody reads belong to an extra query.
             self.stretch = (lowest, highest)
             place = blocks - lowest
             size = highest - lowest
@@ -248,7 +250,7 @@ class _Paged:
         return blocks.index_select(1, self.blocks)
 
     def _last_positions(self) -> torch.Tensor:
-        """[R] position of the query that reads each block: its last key's."""
+        """Returns [R] the position of the query that reads each block: the position of the query's last key."""
         ends = torch.zeros(self.num_queries + 1, dtype=torch.int64, device=self.owners.device)
         ends.scatter_reduce_(0, self.owners, self.positions + self.lengths - 1, "amax")
         return ends[self.owners]
@@ -261,7 +263,7 @@ class _Paged:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merges each query's blocks: weights relative to its largest log-sum-exp, summed by query."""
+        """Merges the blocks of each query, with weights relative to the query's largest log-sum-exp."""
         K, _, G, V = block_out.shape
         Q = self.num_queries
         owners = self.owners.view(1, -1, 1).expand(K, -1, G)

@@ -1,35 +1,45 @@
-"""Copies between host and device that do not wait for the device."""
+"""Copies between host and device that do not wait for the device, and zeros that cost no memory before they are used."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns zeros. On the CPU, memory that is not used is never touched (calloc)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
 def put(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy of small `values` on the device."""
-    # On MPS, from memory that is not pinned, the copy might find it used again.
+    """Returns a copy of small `values` on the device."""
+    # On MPS the source is not pinned, and its memory might be reused before the copy.
     return staged(values, device).to(device, non_blocking=device.type != "mps")
 
 
 def staged(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy of the values on the host that a copy to the device need not wait for.
+    """Returns a copy of the values on the host from which a copy to the device does not wait.
 
-    It may be forgotten at once: torch uses pinned memory again only when the copies from it are done.
+    The caller may drop it at once: torch reuses pinned memory only when all copies from it are done.
     """
     host = torch.tensor(values)
     return host.pin_memory() if device.type == "cuda" else host
 
 
 class Readback:
-    """Tensors on their way to the host, all in one copy behind what the device has still to do."""
+    """Tensors that one copy takes to the host, after the work that the device has still to do."""
 
     def __init__(self, parts: Sequence[torch.Tensor], device: torch.device) -> None:
-        """`parts` lie on the device, in any shapes: booleans, integers, or floats of one width that holds the integers exactly."""
+        """`parts` are on the device and have any shapes. They are booleans, integers, or floats of one type that holds the integers exactly."""
         self._ends = list(accumulate(part.numel() for part in parts))
         self._whole: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
@@ -38,13 +48,13 @@ class Readback:
             self._whole = torch.cat([part.reshape(-1).to(wide) for part in parts])
         if device.type == "cuda":
             if self._whole is not None:
-                # To any other memory than pinned the copy would wait for the device.
+                # A copy to memory that is not pinned would wait for the device.
                 host = torch.empty(self._whole.shape, dtype=self._whole.dtype, pin_memory=True)
                 self._whole = host.copy_(self._whole, non_blocking=True)
             self._event = torch.cuda.current_stream(device).record_event()
 
     def lists(self) -> list[list[Any]]:
-        """The parts' numbers, each flat. Waits for the copy and what was launched before it, not for what came after."""
+        """Returns the numbers of each part, flat. Waits for the copy and for work launched before it, but not for later work."""
         if self._event is not None:
             self._event.synchronize()
         if self._whole is None:

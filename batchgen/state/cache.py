@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+
+from batchgen.kernels.transfer import zeros
 
 CPU = torch.device("cpu")
 
@@ -36,20 +37,12 @@ class StateCache:
         self.recurrent: dict[int, torch.Tensor] = {}
         """By layer: float32 [num_slots + 1, *shape]."""
         for i, shape in layers.items():
-            self.convolution[i] = _zeros((num_slots + 1, shape.taps, shape.channels), dtype, shape.device)
+            self.convolution[i] = zeros((num_slots + 1, shape.taps, shape.channels), dtype, shape.device)
             if shape.recurrent:
-                self.recurrent[i] = _zeros((num_slots + 1, *shape.recurrent), torch.float32, shape.device)
+                self.recurrent[i] = zeros((num_slots + 1, *shape.recurrent), torch.float32, shape.device)
 
 
 def bytes_per_slot(layers: dict[int, StateShape], dtype: torch.dtype, device: torch.device | None = None) -> int:
     """Returns the bytes of one slot's state in all layers, or in the layers on `device`."""
     here = [s for s in layers.values() if device is None or s.device == device]
     return sum(s.taps * s.channels * dtype.itemsize + (4 * math.prod(s.recurrent) if s.recurrent else 0) for s in here)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros. On the CPU the memory is not touched before a slot is used (calloc)."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
