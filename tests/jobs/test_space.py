@@ -31,7 +31,7 @@ def test_a_disk_with_room_is_not_spoken_of(free) -> None:
 def test_a_disk_that_may_fill_up_is_mentioned(free) -> None:
     free(2999 << 20)
     assert check_space(Path("x.job"), 1000 << 20) == (
-        "the disk of x.job has 2.9 GiB free, and the output alone needs 1000.0 MiB: the disk may fill up (finished rows would be kept)"
+        "the disk of x.job has 2.9 GiB of free space, and the output alone needs 1000.0 MiB: the disk may fill up (finished rows would be kept)"
     )
 
 
@@ -41,7 +41,7 @@ def test_a_job_that_cannot_fit_is_not_begun(free, open_, write_input) -> None:
     with pytest.raises(OutputError) as error:
         open_()
     assert str(error.value) == (
-        "the disk of o.jsonl.job has 10 B free, and the output alone needs 32 B; "
+        "the disk of o.jsonl.job has 10 B of free space, and the output alone needs 32 B; "
         "free some space, carry fewer columns with --keep, or write elsewhere with -o and --work-dir"
     )
     free(1 << 40)
