@@ -22,7 +22,7 @@ from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
 from batchgen.engine.executor import NO_NUMBERS, GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.results import OnResult, OnToken, ResultAssembler
-from batchgen.errors import DevicesLost
+from batchgen.errors import BatchgenError, DevicesLost, is_out_of_memory
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner
@@ -125,6 +125,19 @@ class ModelTokenizer(Protocol):
     def tool_format(self) -> ToolFormat | None: ...
 
 
+def sized(model: LoadedModel, config: EngineConfig, context_length: int) -> tuple[LoadedModel, Sizes]:
+    """The model and the sizes of its engine. On a GPU the largest step is run for them: kernels that fail there are switched off."""
+    try:
+        return model, size_engine(model, config, context_length)
+    except Exception as e:
+        kernels = model.device.type == "cuda" and model.attention != "torch" and model.verdict.uses("triton")
+        if not kernels or isinstance(e, BatchgenError) or is_out_of_memory(e):
+            raise
+        why = f"the largest step ended with {type(e).__name__}: {' '.join(str(e).split())[:300]}"
+        model = replace(model, verdict=model.verdict.without("triton", why))
+    return model, size_engine(model, config, context_length)
+
+
 class Engine:
     """A model with its block pool. Runs windows of requests, one after the other or together; prefix nodes stay resident between them."""
 
@@ -132,12 +145,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = config
         self.stats = EngineStats(quantization=model.quantization)
-        self.notes: list[str] = [*model.notes, *model.verdict.notes()]
-        """Messages for the user; the list grows."""
         if model.device.type == "cpu":
             keep_freed_memory()
-        model = with_blocks(model, config.block_size)
-        self.sizes: Sizes = size_engine(model, config, tokenizer.context_length)
+        model, self.sizes = sized(with_blocks(model, config.block_size), config, tokenizer.context_length)
+        self.notes: list[str] = [*model.notes, *model.verdict.notes()]
+        """Messages for the user; the list grows."""
         pool = BlockPool(self.sizes.num_blocks)
         cache = KVCache(model.layers, pool.num_blocks, self.sizes.block_size, model.dtype)
         slots = BlockPool(self.sizes.num_slots) if model.states else None
@@ -342,6 +354,7 @@ class Engine:
             ) from e
         if not failed.rows:
             self._blame(failed)
+        self.results.end_cancelled()
         again = self.results.requests()
         under_way = self.under_way()
         self._drop()

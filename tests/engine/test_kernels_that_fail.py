@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from batchgen.config import EngineConfig
+from batchgen.engine import engine as engine_module
 from batchgen.errors import DevicesLost
 from batchgen.llm import LLM
 from batchgen.model.device_check import Verdict
@@ -223,6 +225,22 @@ def test_memory_that_runs_out_is_no_fault_of_the_kernels(model, want, monkeypatc
     engine = engine_of(replace(model, compile="off"))
     assert told(run(engine, mixed())) == want
     assert engine.attention == "triton"
+
+
+def test_kernels_that_fail_in_the_largest_step_are_off_before_the_job_begins(model, monkeypatch, tmp_path):
+    def size_engine(model, config, context_length):
+        if model.verdict.uses("triton"):
+            raise ValueError("out of resource: shared memory")
+        return "sizes"
+
+    monkeypatch.setattr(engine_module, "size_engine", size_engine)
+    on_gpu = replace(model, device=torch.device("cuda", 0), verdict=Verdict("Fake GPU", {}, tmp_path / "kept.json"))
+    found, sizes = engine_module.sized(on_gpu, EngineConfig(), 100)
+    why = "the largest step ended with ValueError: out of resource: shared memory"
+    assert (found.verdict.off, sizes) == ({"triton": why}, "sizes")
+    assert json.loads((tmp_path / "kept.json").read_text())["off"] == {"triton": why}
+    with pytest.raises(ValueError, match="shared memory"):
+        engine_module.sized(replace(on_gpu, attention="torch"), EngineConfig(), 100)
 
 
 def test_rows_under_a_grammar_go_on(tiny_model_dir, monkeypatch):
