@@ -76,12 +76,13 @@ def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
 
 
 @torch.inference_mode()
-def fuse_linear(model: torch.nn.Module, packing: Packing) -> Counter[str]:
-    """Replaces gated MLPs and linear layers; returns how many of each kind."""
+def fuse_linear(model: torch.nn.Module, packing: Packing, *, gated: bool = True) -> Counter[str]:
+    """Replaces linear layers and, if `gated`, gated MLPs; returns how many of each kind."""
     count: Counter[str] = Counter()
     if _can_fuse(model):
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-        _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count)
+        if gated:
+            _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count)
         _replace(model, "linear layers", lambda part: _linear(part, shared, packing), count)
     return count
 

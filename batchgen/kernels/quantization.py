@@ -9,6 +9,7 @@ import torch
 
 from batchgen.kernels.fusion import ExactPacking, FusedNorm, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_weight
+from batchgen.kernels.onednn import OneDnnInt8Linear
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.model_files import INT8_SMALL
 
@@ -31,23 +32,26 @@ class Quantized:
     """What all of them take now."""
 
 
-def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] | None = None) -> Quantized:
+def quantize_linear(
+    model: torch.nn.Module, scales: Mapping[str, torch.Tensor] | None = None, *, own_kernels: bool = True
+) -> Quantized:
     """Puts linear layers of 8 bits in the place of those of the decoder's layers, in place.
 
     `scales`: by the name of a layer from `layers.` on, those of a checkpoint whose weights were whole numbers times these, [N] or
     [N, 1]: they are whole numbers again, exactly. Embedding, head, weights that are shared, and layers of a few columns stay.
-    Raises `NoKernels`.
+    Without `own_kernels` they run through oneDNN. Raises `NoKernels`.
     """
     all_weights = sum(p.numel() for p in model.parameters())
-    packing = Int8Packing(model, scales or {})
-    fuse_linear(model, packing)
-    fuse_linear(model, ExactPacking())  # the rest
+    packing = Int8Packing(model, scales or {}, own_kernels=own_kernels)
+    fuse_linear(model, packing, gated=own_kernels)
+    if own_kernels:
+        fuse_linear(model, ExactPacking())  # the rest
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, FusedNorm):
                 parent._modules[name] = QuantizingNorm(child)
     rest = sum(p.numel() * p.element_size() for p in model.parameters())
-    packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear))
+    packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear | OneDnnInt8Linear))
     packed += sum(m.weights.nbytes for m in model.modules() if isinstance(m, PackedLinear))
     return Quantized(packing.layers, packing.weights, all_weights, rest + packed)
 
@@ -55,10 +59,11 @@ def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] |
 class Int8Packing:
     """Packs the decoder layers' linear layers (`fusion.Packing`)."""
 
-    def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor], *, own_kernels: bool) -> None:
         named = {id(m): name for name, m in model.named_modules() if type(m) is torch.nn.Linear}
         self._names = {key: name for key, name in named.items() if any(map(str.isdigit, name.split(".")))}
         self._scales = scales
+        self._own_kernels = own_kernels
         self.layers = 0
         self.weights = 0
 
@@ -80,6 +85,8 @@ class Int8Packing:
         self.weights += sum(weight.numel() for weight in weights)
         scales = [scale for layer in layers for scale in self._scales_of(layer, len(weights) // len(layers))]
         values = [quantize_weight(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+        if not self._own_kernels:
+            return OneDnnInt8Linear(*values[0], biases[0], weights[0].dtype)
         return Int8Linear(values, biases, weights[0].dtype, activation)
 
     def _scales_of(self, layer: torch.nn.Linear, parts: int) -> list[torch.Tensor | None]:

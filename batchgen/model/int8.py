@@ -16,6 +16,7 @@ from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.build import NoKernels
+from batchgen.kernels.onednn import sums_are_exact
 from batchgen.kernels.quantization import Quantized, from_layers, quantize_linear
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import sequences_of
@@ -77,12 +78,18 @@ def check_int8(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
         return
     if device.type != "cpu" or config.device_map is not None:
         raise ModelError("--quantize int8 is for the CPU so far", "leave it out, or use --device cpu")
-    if config.compile == "off":
-        raise ModelError(
-            "--quantize int8 runs on batchgen's own kernels, which --compile off leaves out", "leave one out"
-        )
     if quant_method(hf_config) == "torchao":
         raise ModelError(f"the model {config.model!r} is quantized already (torchao)", "leave --quantize out")
+
+
+def check_kernels(notes: Sequence[str]) -> None:
+    """Raises `ModelError` where neither our kernels, for which `notes` have the reason, nor oneDNN can compute in 8 bits."""
+    if not sums_are_exact():
+        why = notes[0].partition(";")[0] if notes else "--compile off leaves them out"
+        raise ModelError(
+            f"--quantize int8 needs batchgen's own kernels on this processor (oneDNN's sums are exact with VNNI or AMX only): {why}",
+            "leave --quantize out",
+        )
 
 
 @torch.inference_mode()
@@ -95,7 +102,7 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
     texts = [text[-PROMPT_TOKENS:] for text in texts if len(text)][:TEXTS]
     whole, before = _continued(model, texts) if texts else ([], [])
     try:
-        made = quantize_linear(model.module, scales)
+        made = quantize_linear(model.module, scales, own_kernels=model.kernels is not None)
     except NoKernels as e:
         raise ModelError(f"--quantize int8: {e.message}", "leave it out, and plain torch runs") from e
     if not made.layers:

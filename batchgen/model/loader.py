@@ -25,7 +25,7 @@ from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, context_note, is_verified
-from batchgen.model.int8 import check_int8, checkpoint_scales, quantize
+from batchgen.model.int8 import check_int8, check_kernels, checkpoint_scales, quantize
 from batchgen.model.lora import merge_adapter
 from batchgen.model.multimodal import is_multimodal, left_out, model_class, own_class
 from batchgen.model.packed import PACKED, unpacked_weights
@@ -233,7 +233,7 @@ def load_model(
     library, note = kernels.wait()
     int8 = config.quantize == "int8"
     if int8 and library is None:
-        raise ModelError(f"--quantize int8 runs on batchgen's own kernels: {note[0]}", "leave it out")
+        check_kernels(note)
     model = prepare_model(module, notes + note, library, config.compile, pack_linear=not int8)
     if int8:
         model = quantize(model, texts, checkpoint_scales(tokenizer.hf_config, weight_files(config)))

@@ -17,6 +17,8 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.int8 import Int8Linear, quantize_weight
+from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
+from batchgen.model import int8, loader
 from batchgen.model.int8 import check_int8, checkpoint_scales
 from batchgen.model.loader import load_model
 from support.models import build, engine_for, expect, kernels, make_requests, run, tiny_tokenizer
@@ -181,10 +183,6 @@ def test_a_w8a8_checkpoint_keeps_its_own_whole_numbers(dtype: str, tmp_path: Pat
     [
         ({"device": "cuda"}, "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"),
         ({"device_map": "auto"}, "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"),
-        (
-            {"compile": "off"},
-            "--quantize int8 runs on batchgen's own kernels, which --compile off leaves out; leave one out",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
@@ -194,15 +192,33 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     assert str(refused.value) == said
 
 
-def test_without_kernels_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build("llama").save_pretrained(tmp_path)
-    from batchgen.model import loader
+@pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", "gemma2"]))
+def test_without_kernels_tokens_are_the_same_through_onednn(name: str, tmp_path: Path) -> None:
+    if not sums_are_exact():
+        pytest.skip("oneDNN's sums are not exact on this processor")
+    written = build(name)
+    written.save_pretrained(tmp_path)
+    reference = rounded(written)
+    expected = [tuple(expect(reference, p, n).tokens) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    model = load(tmp_path, compile="off")
+    assert model.kernels is None
+    assert sum(isinstance(m, OneDnnInt8Linear) for m in model.module.modules()) == 14
+    assert model.quantization["layers"] == 14
+    assert tokens(model) == expected
 
+
+def test_without_kernels_and_exact_sums_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(
         loader.Kernels, "wait", lambda _: (None, ("no C++ compiler (g++) was found; plain torch runs",))
     )
-    with pytest.raises(ModelError, match="--quantize int8 runs on batchgen's own kernels: no C\\+\\+ compiler"):
+    monkeypatch.setattr(int8, "sums_are_exact", lambda: False)
+    with pytest.raises(ModelError) as refused:
         load(tmp_path)
+    assert str(refused.value) == (
+        "--quantize int8 needs batchgen's own kernels on this processor (oneDNN's sums are exact with VNNI or AMX only): "
+        "no C++ compiler (g++) was found; leave --quantize out"
+    )
 
 
 def test_the_default_leaves_a_model_as_it_is(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Linear layers of 8 bits through torch's oneDNN, for machines without our kernels: the same whole numbers, scales and exact sums."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from batchgen.kernels.int8 import LARGEST
+
+
+class OneDnnInt8Linear(torch.nn.Module):
+    """x [..., K] to [..., N] as `Int8Linear` computes it."""
+
+    def __init__(
+        self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """`values` int8 [N, K] and their scales [N]. `dtype` is that of x and y."""
+        super().__init__()
+        self.out_features, self.in_features = values.shape
+        self.dtype = dtype
+        self.packed = _packed(values)
+        self.scales = scales.float()
+        self.bias = None if bias is None else bias.detach().float()
+        self.bytes = values.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).float()
+        if not len(rows):
+            return x.new_empty((*x.shape[:-1], self.out_features))
+        largest = rows.abs().amax(1, keepdim=True)
+        whole = (rows * torch.where(largest > 0, LARGEST / largest, 0.0)).round_().to(torch.int8)
+        y = _sums(whole, self.packed, self.out_features) * (largest / LARGEST * self.scales)
+        if self.bias is not None:
+            y += self.bias
+        return y.to(self.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.dtype}"
+
+
+@cache
+def sums_are_exact() -> bool:
+    """Whether oneDNN sums products of 8 bits exactly here: without VNNI or AMX, pairs of them are cut at 16 bits."""
+    weight = torch.full((64, 64), LARGEST, dtype=torch.int8)
+    try:
+        y = _sums(weight[:3], _packed(weight), 64)
+    except (RuntimeError, AttributeError):  # a build of torch without oneDNN
+        return False
+    return bool((y == 64 * LARGEST * LARGEST).all())
+
+
+def _packed(values: torch.Tensor) -> Any:
+    return torch.ops.onednn.qlinear_prepack(values.contiguous(), None)
+
+
+def _sums(x: torch.Tensor, packed: Any, columns: int) -> torch.Tensor:
+    """int8 [rows, K] times packed int8 [N, K], in float32."""
+    y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, 0, packed, torch.ones(columns), torch.zeros(columns, dtype=torch.int32),
+        None, 1.0, 0, torch.float32, "none", [], "",
+    )  # fmt: skip
+    return y
