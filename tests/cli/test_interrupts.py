@@ -12,7 +12,7 @@ import pytest
 
 from batchgen.jobs.results import read_facts
 
-pytestmark = pytest.mark.slow  # `tests/job` has the same claims of a process that is forked
+pytestmark = pytest.mark.slow  # `tests/jobs` has the same claims of a process that is forked
 ROWS = 400
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -326,7 +326,7 @@ class AnyRuns(RuleBasedStateMachine):
                 order=order if window else "input",
             )
         except UsageError as e:
-            assert "are not in the input any more" in str(e)  # noqa: PT017 - whether there is one depends on the run
+            assert "are no longer in the input" in str(e)  # noqa: PT017 - whether there is one depends on the run
             assert not prune
             assert self.runs.texts() == before
             return
