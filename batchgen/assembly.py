@@ -189,6 +189,7 @@ def _form(form: Mapping[str, Any]) -> RowForm:
         **{
             **form,
             "keep": None if keep is None else tuple(keep),
+            "asked": tuple(form["asked"]),
             "openai": None if openai is None else OpenAIForm(**openai),
         }
     )

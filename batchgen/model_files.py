@@ -445,6 +445,14 @@ def _check_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str,
             f"the model in {str(folder)!r} has no output head ({name}): it gives hidden states, not text",
             "give a causal language model (…ForCausalLM)",
         )
+    usual = (
+        name.endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors
+    )  # others may name their head as they like
+    if usual and tied is False and not any("head" in t for t in tensors):
+        raise ModelError(
+            f"the weights in {str(folder)!r} have no output head (lm_head.weight): the model gives hidden states, not text",
+            "give a causal language model (…ForCausalLM)",
+        )
 
 
 def _check_vocabulary(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:

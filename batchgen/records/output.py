@@ -55,6 +55,8 @@ class RowForm:
     """Whether rows have the thoughts before their text, and how many tokens they took."""
     tool_calls: bool = False
     """Whether Parquet's choices have a field for calls of tools."""
+    asked: tuple[str, ...] = ()
+    """Parts of a result that the command asks of every row: rows that failed have them as null."""
     openai: OpenAIForm | None = None
     """Rows are records of OpenAI's Batch output, which carry no columns; None for batchgen's own rows."""
 
@@ -75,6 +77,7 @@ def row_form(
             token_ids=config.token_ids,
             reasoning=reasoning,
             tool_calls=tool_calls,
+            asked=_asked(config),
         )
     if output != "-" and output_format(output)[0] != "jsonl":
         raise UsageError(f"--output-format openai is JSON lines, and {output} is not", "name a .jsonl output with -o")
@@ -82,11 +85,21 @@ def row_form(
     return RowForm(keep=(), id_column=config.id_column, token_ids=config.token_ids, openai=openai)
 
 
+def _asked(config: JobConfig) -> tuple[str, ...]:
+    sampling = config.sampling
+    asked = {
+        "choices": sampling.n > 1 or sampling.logprobs is not None,
+        "choice_probs": bool(sampling.choices),
+        "score": config.prompts.score,
+    }
+    return ("score",) if asked["score"] else tuple(name for name, wanted in asked.items() if wanted)
+
+
 def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     """Returns the output row of an input row: id, carried columns as they came, and result; or its record of OpenAI's Batch output.
 
     `token_ids` is null if they are not known (a failed row, or a result of an output that had none). `truncated` is present only if
-    true; `tool_calls`, `choices`, `choice_probs` and `score` only if the result has them.
+    true; `tool_calls`, `choices`, `choice_probs` and `score` only if the result has them or the command asks for them.
     """
     if form.openai is not None:
         custom_id = id_text(_first(row, (form.id_column, "custom_id", "id")))
@@ -113,6 +126,8 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
         out["choice_probs"] = dict(result.choice_probs)
     if result.score is not None:
         out["score"] = plain_score(result.score)
+    for name in form.asked:
+        out.setdefault(name, None)
     if form.token_ids:
         out["token_ids"] = list(result.token_ids) if ids_known(result) else None
     failed = result.error_type is not None

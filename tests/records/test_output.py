@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from batchgen import JobConfig, PromptConfig, SamplingParams
 from batchgen.errors import RowError, UsageError
-from batchgen.records import Row, RowForm, default_output, output_row
+from batchgen.records import Row, RowForm, default_output, output_row, row_form
 from batchgen.records.output import output_format
 from batchgen.result import Result
 
@@ -148,3 +151,23 @@ def test_the_suffix_gives_the_outputs_format():
     assert output_format("a.jsonl.gz") == ("jsonl", "gzip")
     assert output_format("a.jsonl.zst") == ("jsonl", "zstd")
     assert output_format("a.parquet") == ("parquet", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ()),
+        ({"prompts": PromptConfig(score=True)}, ("score",)),
+        ({"sampling": SamplingParams(choices=("a", "b"))}, ("choice_probs",)),
+        ({"sampling": SamplingParams(n=2, temperature=1.0)}, ("choices",)),
+        ({"sampling": SamplingParams(logprobs=0)}, ("choices",)),
+    ],
+)
+def test_a_row_that_failed_has_the_parts_that_the_command_asks_for_as_null(
+    options: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    form = row_form(JobConfig(inputs="i.jsonl", model="m", **options), "o.jsonl", chat=False)
+    failed = output_row(Row(0, {"prompt": 5}, None, "i.jsonl:1"), Result.failed(0, RowError("invalid_row", "no")), form)
+    assert {name: failed.get(name, "absent") for name in ("choices", "choice_probs", "score")} == dict.fromkeys(
+        ("choices", "choice_probs", "score"), "absent"
+    ) | dict.fromkeys(names)
