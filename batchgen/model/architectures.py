@@ -135,8 +135,10 @@ _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dyna
 def is_verified(config: Any) -> bool:
     """Whether this configuration's architecture is known to be exact; true of one that is refused for its settings, too."""
     inner = text_config(config)
-    if _model_type(language_config(config)) in WRAPPERS:
-        return inner is config or _model_type(inner) in VERIFIED | INNER
+    wrapper = _model_type(language_config(config))
+    if wrapper in WRAPPERS:
+        # transformers 5.17 gives the language model inside of hunyuan_vl the wrapper's name
+        return inner is config or _model_type(inner) in VERIFIED | INNER | {wrapper}
     return inner is config and _model_type(inner) in VERIFIED
 
 
@@ -163,7 +165,7 @@ def _refusal(config: Any) -> str | None:
     if _model_type(config) == "llama4_text":  # as full attention up to the chunk's length, where the context ends
         layers -= {"chunked_attention"}
     if _model_type(config) in INDEXED:
-        layers -= {"indexed_attention"}
+        layers -= {"indexed_attention", "deepseek_sparse_attention"}  # the second is the older name
     if _model_type(config) in RECURRENT:
         layers -= _RECURRENT_LAYERS
     if layers:
@@ -177,9 +179,11 @@ def _refusal(config: Any) -> str | None:
 def context_note(config: Any) -> str | None:
     """The sentence for the user about a context that ends earlier than the model's, for the sake of exactness; None for other models."""
     text = text_config(config)
-    if _model_type(text) in INDEXED:
+    longest = getattr(text, "max_position_embeddings", 0)
+    if _model_type(text) in INDEXED and text.index_topk < longest:
         return f"the context ends at {text.index_topk:,} tokens: beyond that the model's indexer chooses which keys a query sees"
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+    chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
+    if chunked and text.attention_chunk_size < longest:
         return f"the context ends at {text.attention_chunk_size:,} tokens: beyond that some layers see a chunk of the text only"
     return None
 

@@ -13,6 +13,8 @@ from batchgen.model.architectures import RECURRENT
 from support.models import packed_model
 from support.shapes import SHAPES
 
+# transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 NO_GROUPS = {"biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "modernbert-decoder", "opt", "persimmon"}
 """Families without groups of query heads, whose configurations do not have the number of key heads that the tests' common settings give them."""
 QUICK = {"llama", "deepseek_v3", "gemma4_text", "diffllama"}

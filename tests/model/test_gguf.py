@@ -26,12 +26,12 @@ PROMPTS = ["the same beginning, and the end", "the same beginning", "else"]
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny chat model, its tokenizer with one merge: transformers reads no vocabulary without any."""
+    """The tiny chat model, its tokenizer with two merges: transformers reads no vocabulary without any."""
     folder = tmp_path_factory.mktemp("original")
     save_tiny_llama(folder, chat=True)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number != 255}
-    tokenizer["model"] |= {"vocab": vocabulary | {"th": 255}, "merges": [["t", "h"]]}
+    vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 254}
+    tokenizer["model"] |= {"vocab": vocabulary | {"th": 254, "in": 255}, "merges": [["t", "h"], ["i", "n"]]}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
@@ -125,5 +125,5 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("batchgen.model_files.find_spec", lambda name: None)
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF" + bytes(30))
-    with pytest.raises(ModelError, match=r"needs the package gguf; install batchgen\[quantized\]"):
+    with pytest.raises(ModelError, match=r"needs the package gguf; pip install 'batchgen-llm\[quantized\]'"):
         load_tokenizer(ModelConfig(model=file))

@@ -19,9 +19,11 @@ from support.shapes import SHAPES, prompts_and_lengths
 from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
 # Of transformers 5.17, about the parts of the reference that text must not reach, which have no memory.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning"),
+    # transformers 5.17, of itself
+    pytest.mark.filterwarnings("ignore:`acoustic_tokenizer_chunk_size` is deprecated:FutureWarning"),
+]
 
 PROMPTS, LENGTHS = prompts_and_lengths()
 TOLERANCE = 5e-5
