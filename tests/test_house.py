@@ -1,8 +1,12 @@
 """The house rules that a program can check: short functions, one meaning for a name, folders that one can look through."""
 
 import ast
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import FrameType
+
+from support import tiny
 
 ROOT = Path(__file__).parent.parent
 MODULES = {
@@ -44,3 +48,27 @@ def test_a_folder_can_be_looked_through() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     assert [str(path) for path, tree in MODULES.items() if not ast.get_docstring(tree)] == []
+
+
+def test_a_decode_step_passes_at_most_twenty_files() -> None:
+    """A newcomer who follows a step reads these. Here the model attends in plain torch; with our kernels for the CPU there is one more."""
+    engine = tiny.engine_of(tiny.build(), debug=False)
+    requests = tiny.requests_of([[*range(40), i] for i in range(8)], [8] * 8)
+    engine.add(*tiny.planned(requests), lambda result: None)
+    for _ in range(4):
+        engine.step()
+    passed = set()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            passed.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(before)
+    files = sorted(path for path in passed if path.startswith(str(ROOT / "batchgen")))
+    assert str(ROOT / "batchgen" / "sampling" / "sampler.py") in files
+    assert len(files) <= 20, files

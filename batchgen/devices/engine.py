@@ -273,7 +273,7 @@ class Workers:
     ) -> None:
         """Takes requests in, before or during a run; no two that are not done have the same `row`.
 
-        `on_token` is called for several tokens at a time, some hundredths of a second after they were drawn.
+        `on_token` is called for several tokens at a time, some hundredths of a second after they were sampled.
         """
         self._rows.update((leaf.request.row, _Row(leaf.request, on_result, on_token)) for leaf in leaves)
         self._shares.add(leaves, plan, arrival=self._arrival)

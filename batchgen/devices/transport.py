@@ -133,7 +133,7 @@ class Report:
     """Whether there is nothing left to do."""
     results: tuple[Result, ...]
     tokens: tuple[tuple[int, int, int], ...]
-    """Row, number of the completion, token: of rows that are watched, as they were drawn."""
+    """Row, number of the completion, token: of rows that are watched, in the order of sampling."""
     notes: tuple[str, ...]
     stats: EngineStats
     """Since the beginning."""
