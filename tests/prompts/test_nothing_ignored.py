@@ -11,7 +11,7 @@ from batchgen.sampling_params import SamplingParams
 
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-TOOLS = "{% if tools %}[{{ tools|length }}:{{ tools[0].function.name }}]{% endif %}"
+TOOLS = "{# answers may have <tool_call> #}{% if tools %}[{{ tools|length }}:{{ tools[0].function.name }}]{% endif %}"
 DOCUMENTS = "{% for d in documents %}<{{ d.title }}={{ d.text }}>{% endfor %}"
 TEMPLATE = TOOLS + "{% if documents %}" + DOCUMENTS + "{% endif %}{{ messages[-1].content }}"
 
@@ -27,6 +27,13 @@ def one(tools, columns, **options):
 def test_tools_of_a_row_reach_the_chat_template(tools, prompt, value):
     draft, notes = one(tools, prompt | {"tools": value})
     assert (tools.text_of(draft), notes) == ("[1:add]a", [])
+
+
+def test_it_is_said_once_that_the_way_a_model_writes_calls_is_not_known(tools):
+    unknown = TEMPLATE.replace("<tool_call>", "calls")
+    draft, notes = one(tools, {"prompt": "a", "tools": [TOOL]}, chat_template=unknown)
+    assert (tools.text_of(draft), draft.tools) == ("[1:add]a", "")
+    assert notes == ["rows have tools, and how this model writes calls of them is not known: calls stay in the text"]
 
 
 def test_tools_of_a_body_reach_the_chat_template(tools):

@@ -194,7 +194,7 @@ def test_a_name_that_is_no_parameter_is_refused(tools):
         tools.builder(row_params=("temprature",))
     assert str(e.value) == (
         "--row-params 'temprature' is not a sampling parameter; use choices, frequency_penalty, ignore_eos, json_schema, "
-        "json_whitespace, logprobs, max_tokens, min_p, n, presence_penalty, reasoning, reasoning_budget, regex, repetition_penalty, seed, stop, stop_token_id, "
+        "json_whitespace, logprobs, max_repeats, max_tokens, min_p, n, presence_penalty, reasoning, reasoning_budget, regex, repetition_penalty, seed, stop, stop_token_id, "
         "stop_token_ids, temperature, top_k, top_p"
     )
 
