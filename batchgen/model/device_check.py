@@ -46,8 +46,8 @@ INSTEAD: dict[Part, str] = {
     "graphs": "steps run without graphs",
     "step-ahead": "each step waits for the last one",
 }
-TRIAL_SECONDS = 180.0
-"""A trial that takes longer hangs. Triton compiles its kernels meanwhile, some seconds each."""
+TRIAL_SECONDS = 300.0
+"""A trial that takes longer hangs. Triton compiles its kernels meanwhile: a minute for two kinds of layers on a busy machine."""
 END_SECONDS = 10.0
 """For a process to be gone once it is killed."""
 _SOURCES = ("attention/*.py", "model/cuda_*.py", "model/device_trials.py", "model/runner.py", "sampling/*.py")
