@@ -69,7 +69,7 @@ def device_step(model: LoadedModel, cache: KVCache, limits: Limits, notes: list[
 
     if torch.cuda.get_device_capability(model.device) < OLDEST or not supports(cache, model.device):
         notes.append(
-            f"{model.device} runs plain torch, which is slower: the kernels need Triton, a C compiler for it, and a GPU like the A100 or newer"
+            f"{model.device} runs plain torch, which is slower: the kernels need Triton, a C compiler and Python's headers for it, and a GPU like the A100 or newer"
         )
         return None
     attention = DeviceAttention(cache, limits.max_batch_tokens, model.device, model.group)

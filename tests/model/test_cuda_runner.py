@@ -221,7 +221,7 @@ def test_a_gpu_that_the_kernels_do_not_run_on_runs_plain_torch_and_the_user_is_t
     notes = []
     assert module.device_step(replace(model, device=torch.device("cuda", 0)), None, None, notes) is None
     assert notes == [
-        "cuda:0 runs plain torch, which is slower: the kernels need Triton, a C compiler for it, and a GPU like the A100 or newer"
+        "cuda:0 runs plain torch, which is slower: the kernels need Triton, a C compiler and Python's headers for it, and a GPU like the A100 or newer"
     ]
 
 
