@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from batchgen.config import PromptConfig
+from batchgen.parsers.tool_calls import tool_format
 from batchgen.prompts import LoadedTokenizer, PromptBuilder
 from batchgen.records.rows import Row
 from batchgen.sampling_params import SamplingParams
@@ -78,6 +79,7 @@ def metaspace_tokenizer() -> Any:
 def loaded(tokenizer: Any, *, context: int = 1000, vocab_size: int | None = None) -> LoadedTokenizer:
     return LoadedTokenizer(
         hf_tokenizer=tokenizer,
+        tool_format=tool_format(tokenizer),
         hf_config=LlamaConfig(max_position_embeddings=context),
         context_length=context,
         eos_token_ids=(1,),
