@@ -28,11 +28,11 @@ HEADER = 16
 FIELDS = 8
 """int32 of an item: its columns, padded to 32 bytes."""
 ALL = 1 << 30
-"""FIRST_VISIBLE where every query sees every key."""
+"""FIRST_VISIBLE of items whose queries see every key."""
 ITEM_KEYS = 64
-"""What an item costs besides its keys, in keys. To be measured."""
+"""The fixed cost of an item, counted in keys. Not measured yet."""
 EVEN = 1.1
-"""A lane counts as balanced when its busiest program has at most so many times its share."""
+"""A lane is balanced if its busiest program has at most this multiple of the average work."""
 
 Ints = NDArray[np.int64]
 
@@ -42,13 +42,13 @@ class Lane:
     """One launch of the kernel: tiles of one size."""
 
     tokens: int
-    """Most queries of an item."""
+    """Maximum number of queries of an item."""
     programs: int
     """The kernel's grid: program p takes the units p, p + programs and so on."""
     heads: int
     """Key/value heads: each item is so many units."""
     min_keys: int
-    """A range is not split into shorter ones."""
+    """Ranges are not split into parts with fewer keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +56,21 @@ class WorkList:
     """A step's items. `T` packed tokens."""
 
     wide: Ints
-    """[N, FIELDS], the costly ones first."""
+    """[N, FIELDS] items, the most expensive first."""
     narrow: Ints
-    """[N, FIELDS] of the lane for few queries, such as one that is decoding."""
+    """[N, FIELDS] items of the lane for few queries, such as a decoding sequence's."""
     blocks: Ints
     """Blocks of the pool, which BLOCK_TABLE indexes."""
     merge_starts: Ints
-    """[T + 1] where each token's partial results begin in `merge_rows`; it has none where its result is whole."""
+    """[T + 1] where each token's partial results begin in `merge_rows`. A token whose result is complete has none."""
     merge_rows: Ints
     num_partials: int
 
 
 def work_list(spans: Sequence[ScheduledSpan], cuts: StepParts, block_size: int, wide: Lane, narrow: Lane) -> WorkList:
-    """The items of a step that was cut with one chunk for each work.
+    """Returns the items of a step that was split into one chunk for each span.
 
-    A work that fills a wide tile by itself reads its block table from end to end: a shared part would save it nothing, and
-    cost a merge.
+    A span that fills a wide tile by itself reads its whole block table: a shared part would save nothing and cost a merge.
     """
     ranges = _Ranges(block_size)
     whole = _own(spans, cuts.chunks, wide.tokens, ranges)
@@ -106,7 +105,7 @@ class _Ranges:
 def _own(
     spans: Sequence[ScheduledSpan], chunks: list[QueryChunk], whole_tokens: int, ranges: _Ranges
 ) -> list[tuple[int, int]]:
-    """Adds what each work reads of its own block table; gives the queries of those that read all of it."""
+    """Adds the ranges that each span reads through its own block table. Returns the queries of the spans that read all of it."""
     size = ranges.block_size
     whole: list[tuple[int, int]] = []
     for scheduled, chunk in zip(spans, chunks, strict=True):
@@ -127,7 +126,7 @@ def _own(
 
 
 def _runs(flat: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, int]]:
-    """Table ranges whose positions follow one another, the last first: what lies between them is a shared part."""
+    """Returns table ranges with consecutive positions, the last first. The gaps between them are shared parts."""
     runs = [(first, end)]
     for lower, upper in sorted(flat, reverse=True):
         if upper == runs[-1][0] and lower < upper:
@@ -138,7 +137,7 @@ def _runs(flat: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, 
 
 
 def _shared(cuts: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
-    """Adds the shared parts that several works read, without the queries that read their own block table."""
+    """Adds the shared parts that several spans read, without the queries that read their own whole block table."""
     starts = [chunk.q_start for chunk in cuts.chunks]
     for parts in _adjoining(cuts.shared, ranges.block_size):
         q_start, q_end = parts[0].q_start, parts[0].q_end
@@ -150,7 +149,7 @@ def _shared(cuts: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> N
 
 
 def _adjoining(parts: list[SharedPart], block_size: int) -> Iterator[list[SharedPart]]:
-    """Parts that differ in nothing but their place in the pool, together."""
+    """Groups the parts that differ only in their place in the pool."""
     together: list[SharedPart] = []
     for part in parts:
         if together:
@@ -166,7 +165,7 @@ def _adjoining(parts: list[SharedPart], block_size: int) -> Iterator[list[Shared
 
 
 def _without(start: int, end: int, holes: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """[start, end) without the holes, which are in order and each inside of it or outside."""
+    """Returns [start, end) without the holes. The holes are in order, and each is either inside or outside of the range."""
     for begin, stop in holes[bisect_right(holes, (start, -1)) :]:
         if begin >= end:
             break
@@ -178,7 +177,7 @@ def _without(start: int, end: int, holes: list[tuple[int, int]]) -> Iterator[tup
 
 
 def _tile(rows: Ints, tokens: int) -> Ints:
-    """[R, 6] ranges as items [N, FIELDS] of at most so many queries."""
+    """Returns ranges [R, 6] as items [N, FIELDS] of at most `tokens` queries."""
     items = np.zeros((len(rows), FIELDS), dtype=np.int64)
     items[:, : rows.shape[1]] = rows
     items, number = _repeated(items, -(-rows[:, Q_COUNT] // tokens))
@@ -191,7 +190,7 @@ def _tile(rows: Ints, tokens: int) -> Ints:
 
 
 def _split(items: Ints, lane: Lane, block_size: int) -> Ints:
-    """Splits the keys of items so that none holds up the others; costly ones come first, those of the same keys together."""
+    """Splits the keys of items so that the programs' work is even. Expensive items come first, those of the same keys together."""
     longest = _longest(items[:, NUM_KEYS], lane)
     blocks = -(-items[:, NUM_KEYS] // block_size)
     counts = np.minimum(-(-items[:, NUM_KEYS] // longest), blocks)
@@ -206,7 +205,7 @@ def _split(items: Ints, lane: Lane, block_size: int) -> Ints:
 
 
 def _longest(keys: Ints, lane: Lane) -> int:
-    """Most keys of an item: the fewest splits with which no program works much longer than its share, or the best there are."""
+    """Returns the maximum number of keys of an item: the largest that balances the lane, or the best one if none does."""
     most = int(keys.max(initial=1))
     share = keys.sum() * lane.heads / lane.programs + ITEM_KEYS
     best = (np.inf, -most)
@@ -222,13 +221,13 @@ def _longest(keys: Ints, lane: Lane) -> int:
 
 
 def _repeated(rows: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Each row so many times, and its number among its copies."""
+    """Returns each row repeated `counts` times, and the number of each copy among its row's copies."""
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(rows, counts, axis=0), number
 
 
 def _merges(items: Ints, num_tokens: int) -> tuple[Ints, Ints]:
-    """Sets PARTIAL; gives `merge_starts` and `merge_rows`."""
+    """Sets PARTIAL of the items. Returns `merge_starts` and `merge_rows`."""
     begin, count = items[:, Q_START], items[:, Q_COUNT]
     change = np.bincount(begin, minlength=num_tokens + 1) - np.bincount(begin + count, minlength=num_tokens + 1)
     several = np.concatenate([[0], np.cumsum(np.cumsum(change)[:-1] > 1)])  # tokens before that are in several items
