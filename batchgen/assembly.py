@@ -29,11 +29,11 @@ from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, f
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """What became of a job that came to its end."""
+    """The report of a finished job."""
 
     stats: dict[str, Any]
     output: str
-    """Of a shard: the output of the whole job."""
+    """For a shard: the output of the whole job."""
     exit_code: int
     """0, or 3 if some rows failed"""
     already_finished: bool

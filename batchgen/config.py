@@ -28,7 +28,7 @@ from batchgen.options import (
 from batchgen.sampling_params import SamplingParams
 
 RETRIES = ("errors", "timeout", "length", "repetition")
-"""What `--retry` can name."""
+"""The names that `--retry` takes."""
 POLICIES = ("prefix", "prefill-first", "fifo")
 
 
@@ -86,7 +86,7 @@ class ModelConfig:
         metavar="[ADDRESS]",
         shown="no cluster",
     )
-    """Also `local`: a cluster of this machine alone, started for the job."""
+    """May also be `local`: a cluster of only this machine, started for the job."""
     workers: int | None = option(
         None,
         "Number of engines on the cluster.",
@@ -388,7 +388,7 @@ class JobConfig:
         parse=_parse_window,
         shown="all; 4096 for -",
     )
-    """None: all for files, 4,096 rows where input or output is a pipe, 50,000 for `order` done."""
+    """None: all for files, 4,096 rows if input or output is a pipe, 50,000 rows for `order` "done"."""
     limit: int | None = option(
         None,
         "Generate only the first N rows. Later rows that already have a result stay in the output.",

@@ -61,10 +61,10 @@ class TreeLine:
 
 @dataclass(frozen=True, slots=True)
 class CutFigures:
-    """What it costs to run a job in shards (`run --shard I/N`)."""
+    """The cost of running a job in shards (`run --shard I/N`)."""
 
     rows: tuple[int, ...]
-    """Of each shard."""
+    """Figures of each shard."""
     cost: tuple[float, ...]
     """Each shard's part of the estimated cost of all; they add up to 1."""
     prefill_tokens_again: int
@@ -87,7 +87,7 @@ class PlanReport:
     bytes_per_state: int
     """State of one sequence or node in all recurrent layers; 0 for a model without such layers."""
     weight_bytes: int
-    """Of the model's weights as they are computed with; 0 if that is not known."""
+    """Bytes of the model's weights in the type in which they are computed; 0 if that is not known."""
     block_size: int
     tree: tuple[TreeLine, ...]
     groups: tuple[GroupLine, ...]
@@ -95,10 +95,10 @@ class PlanReport:
     whole: bool = True
     """Whether the windows cover the whole input in prefix order."""
     cuts: CutFigures | None = None
-    """Of as many shards as were asked for."""
+    """The shards, if their number was given."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json` (schema `batchgen.plan/1`)."""
+        """Returns the plan for `--json` (schema `batchgen.plan/1`)."""
         f = self.figures
         return {
             "schema": "batchgen.plan/1",

@@ -97,7 +97,7 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is known of a job before its tokenizer is loaded."""
+    """The parts of a job that are known before its tokenizer is loaded."""
 
     config: JobConfig
     source: Input
@@ -137,7 +137,7 @@ def _ask(config: JobConfig) -> _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What a job has before its results have a place: its input, its tokenizer, and the settings that its results depend on."""
+    """The parts of a job that are needed before its results are opened: input, tokenizer, and the settings that results depend on."""
 
     config: JobConfig
     source: Input
@@ -158,7 +158,7 @@ class _Setup:
         return RequestReader(self.config, self.prompts, self.grammars.of_row, job, outcomes)
 
     def quantized_texts(self) -> list[TokenArray]:
-        """What `--quantize` is measured on: the prompts of a few of the first rows, at equal distances."""
+        """Returns the prompts on which `--quantize` is measured: a few of the first rows, at equal distances."""
         if self.config.model.quantize == "none":
             return []
         count = min(len(self.rows), QUANTIZED_TEXTS)

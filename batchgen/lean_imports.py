@@ -126,7 +126,7 @@ class _Parts(MetaPathFinder):
 
 
 class _Loaded(Loader):
-    """Of a module that was imported while it was looked for."""
+    """The loader of a module that was imported while it was being looked for."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]

@@ -40,7 +40,7 @@ QUANTIZERS = {
     "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
     "auto-round": "AutoRound", "quark": "Quark",
 }  # fmt: skip
-"""How checkpoints are quantized in ways that batchgen does not read, by their `quant_method`."""
+"""Names of quantizations that batchgen does not read, by their `quant_method`."""
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -105,7 +105,7 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: b
 
 
 INT8_SMALL = 16
-"""With `--quantize int8` a layer stays as it is whose outputs times this are no more than its inputs: routers decide much and cost little."""
+"""`--quantize int8` leaves a layer as it is if its outputs times this number are at most its inputs. Routers are such layers: they decide much and cost little."""
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[int, int] | None:

@@ -27,11 +27,11 @@ class ModelReport:
     vocab_size: int
     chat_template: bool
     kv_bytes_per_token: int
-    """In the checkpoint's dtype; 0 if the configuration does not say."""
+    """Bytes of KV per token in the checkpoint's dtype; 0 if the configuration does not say."""
     weight_bytes: int = 0
-    """In the checkpoint's dtype; 0 if that is not known."""
+    """Bytes in the checkpoint's dtype; 0 if that is not known."""
     weight_bytes_int8: int = 0
-    """With `--quantize int8`."""
+    """Bytes with `--quantize int8`."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

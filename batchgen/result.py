@@ -44,11 +44,11 @@ class Completion:
     reasoning: str | None = None
     """The thoughts before the answer; None where there are none."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls of tools in the answer; `text` is then what stands beside them."""
+    """The tool calls in the answer. If there are any, `text` is the rest of the answer."""
     token_ids: tuple[int, ...] = ()
-    """As sampled, an end token included."""
+    """The tokens as sampled, including an end token."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One per token id; None where they were not asked for."""
+    """One per token id; None if they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of one row."""
+    """The result of one row."""
 
     row: int
     text: str | None
@@ -73,13 +73,13 @@ class Result:
     """stop, length, repetition, timeout, cancelled or error; None for a row that was only scored"""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Of all its completions."""
+    """Number of tokens of all its completions."""
     reasoning: str | None = None
     """The thoughts before the (first) answer; None where there are none."""
     reasoning_tokens: int = 0
-    """Of the completion tokens, those of thoughts and their marks."""
+    """Number of completion tokens that belong to thoughts and their marks."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls of tools in the (first) answer; `text` is then what stands beside them."""
+    """The tool calls in the (first) answer. If there are any, `text` is the rest of it."""
     token_ids: tuple[int, ...] = ()
     """The (first) completion's tokens as sampled, an end token included."""
     truncated: bool = False
@@ -93,7 +93,7 @@ class Result:
 
     @property
     def reason(self) -> str:
-        """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `repetition`, `stop` (of several completions the first of these), or `scored`."""
+        """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `repetition` or `stop` (the first of these if completions differ), or `scored`."""
         if self.error_type is not None:
             return "error"
         reasons = {self.finish_reason, *(c.finish_reason for c in self.completions)}

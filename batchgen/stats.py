@@ -50,7 +50,7 @@ class EngineStats:
     process_bytes_peak: int = 0
     """Maximum of the memory of the engine's process in bytes; 0 if that is the job's own process."""
     quantization: Mapping[str, Any] | None = None
-    """What `--quantize` did to the model; None without."""
+    """The effect of `--quantize` on the model; None without this option."""
 
 
 def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:
@@ -76,13 +76,13 @@ class RunFigures:
     rows_truncated: int = 0
     """Rows whose prompt was shortened to fit the context."""
     rows_repeating: int = 0
-    """Of the rows of this run that were cut by their length, those that repeat themselves at their end."""
+    """Number of this run's rows that were cut by their length and repeat themselves at the end."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     """Number of rows of this run by the reason why they ended (`Result.reason`)."""
     rows_resumed: int = 0
     """Rows whose result was taken from an earlier run."""
     resumed_failed: int = 0
-    """Of those, the failed ones."""
+    """Number of failed rows among these."""
     resumed_prompt_tokens: int = 0
     resumed_completion_tokens: int = 0
     resumed_truncated: int = 0
@@ -92,7 +92,7 @@ class RunFigures:
     prompt_tokens: int = 0
     """Prompt tokens of this run's rows, shared ones counted for every row. Failed rows do not count."""
     completion_tokens: int = 0
-    """Of this run's finished rows."""
+    """Completion tokens of this run's finished rows."""
     prefill_tokens_min: int = 0
     """Size of the token trie of this run's prompts."""
     groups: int = 0

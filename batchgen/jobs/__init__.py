@@ -1,1 +1,1 @@
-"""What survives a crash: a job's folder, its results, and what makes two runs one job. No torch, no prompts."""
+"""Everything that survives a crash: a job's folder, its results, and the settings that make two runs one job. No torch, no prompts."""

@@ -11,7 +11,7 @@ from batchgen.records import Row
 from batchgen.result import Completion, Result
 
 RETRIES = {"errors": "error", "timeout": "timeout", "length": "length", "repetition": "repetition"}
-"""What `--retry` can name, and the reason with which such results ended."""
+"""The names that `--retry` takes, and the reason (`Result.reason`) of the results that each one means."""
 
 
 class Store(Protocol):

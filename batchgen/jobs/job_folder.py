@@ -532,7 +532,7 @@ class JobFolder:
 
     @property
     def sorted_folder(self) -> Path:
-        """Where the sorted requests go."""
+        """The folder for sorted requests."""
         return self._folder / SORTED_FOLDER
 
     def earlier_reading(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -588,7 +588,7 @@ class JobFolder:
                 yield lacking
 
     def output_facts(self) -> dict[str, Any]:
-        """What a merge needs to know to write this job's output (`shards.ShardPlan.output`)."""
+        """Returns what a merge needs to write this job's output (`shards.ShardPlan.output`)."""
         return output_facts(self._input, asdict(self._form), tuple(self._optional), prune=self._prune) | {
             "request": self._manifest.request
         }

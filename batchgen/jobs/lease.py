@@ -1,4 +1,4 @@
-"""Who is at a shard, on any machine that sees the folder: a claim that is renewed, and can be seen to have stopped.
+"""The claim of a process on a shard, for all machines that see the folder. Its holder renews it; others see when it stops.
 
 File locks are not enough here: on some network file systems they hold on one machine only, and none of them says whether the holder has
 died. A lease needs two things of a file system, both of which NFS has since version 3: a file that must be new (`O_EXCL`) is made by one
@@ -40,7 +40,7 @@ _OBJECT_STORES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Beats:
-    """How often a holder shows that it lives, and after how many seconds without that it counts as dead."""
+    """Seconds between two renewals by a holder, and seconds without one after which it counts as dead."""
 
     every: float = 5.0
     silent: float = 60.0
@@ -80,7 +80,7 @@ class Lease:
         self._thread.start()
 
     def tell(self, progress: Mapping[str, Any]) -> None:
-        """What the next beats say beside the holder's name."""
+        """Sets what the next renewals say in addition to the holder's name."""
         self._told = progress
 
     def check(self) -> None:
@@ -170,7 +170,7 @@ def last_claim(folder: Path, *, read: bool = True) -> tuple[int, dict[str, Any] 
 
 
 def holder_of_lease(folder: Path) -> dict[str, Any] | None:
-    """Who holds a lease, as its claim says it; None where nobody does, or its holder was a process of this machine that is gone."""
+    """Returns the holder that a claim names; None if there is none, or if it was a process of this machine that no longer exists."""
     _, holder = last_claim(folder)
     if holder is None or holder.get("state", "running") != "running" or is_alive_here(holder) is False:
         return None
@@ -201,7 +201,7 @@ def _held(what: str, holder: Mapping[str, Any]) -> OutputLocked:
 
 
 def _this_process() -> dict[str, Any]:
-    """What names this process, and what it must have in common with another one for that one's number to mean anything here."""
+    """Returns what identifies this process, and the machine and namespace in which its number is valid."""
     boot, space = "", ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

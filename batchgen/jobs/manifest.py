@@ -28,9 +28,9 @@ class Manifest:
     settings: dict[str, Any]
     """Everything that changes results. A job continues only with equal settings."""
     mentions: dict[str, Any]
-    """What may change results slightly (versions). A difference is only noted."""
+    """Versions, which may change results slightly. A difference is only noted."""
     request: dict[str, Any]
-    """What may change without losing results: input files, limit, order, columns."""
+    """Everything that may change without losing results: input files, limit, order, columns."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """The `identity` of each file that may be at the output's place: the one before this job, and the one that it wrote."""
     keys: str = ""

@@ -61,11 +61,11 @@ class ReadRows:
 
     rows: list[Row]
     keys: dict[int, bytes]
-    """By row number; rows that never became requests have none."""
+    """Keys by row number. Rows that never became requests have none."""
     results: dict[int, Result]
-    """Of the rows that never became requests, and of those that have a result from an earlier run. By row number."""
+    """Results by row number, of rows that never became requests and of rows that have a result from an earlier run."""
     requests: list[Request]
-    """Of the other rows."""
+    """Requests of the other rows."""
 
 
 class RequestReader:
@@ -138,7 +138,7 @@ class RequestReader:
 
 
 def asked_of(config: JobConfig, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a first reading is of, beside the job's settings: an earlier one is good for a run that asks for the same."""
+    """Returns what must be equal, in addition to the job's settings, for a run to use an earlier first reading."""
     return {
         "inputs": inputs,
         "limit": config.limit,

@@ -50,18 +50,18 @@ _WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """What the first reading leaves for all shards, and for the merge."""
+    """The result of the first reading, for all shards and for the merge."""
 
     id: str
     asked: dict[str, Any]
-    """What the reading was of: input, limit, settings, versions. A shard that asks for something else cannot use it."""
+    """Input, limit, settings and versions of the reading. A shard with others cannot use it."""
     pieces: list[tuple[str, int]]
     """Files of requests, in prefix order: name and number of requests."""
     shares: list[Share]
     rows: int
-    """Of the output."""
+    """Rows of the output."""
     output: dict[str, Any]
-    """What the merge needs to write the output (`merge`)."""
+    """Everything that the merge needs to write the output."""
 
     @property
     def count(self) -> int:
@@ -84,7 +84,7 @@ def load_plan(folder: Path) -> ShardPlan | None:
 
 
 def shard_folder(folder: Path, plan: ShardPlan, number: int) -> Path:
-    """Of the shard `number`, from 1."""
+    """The folder of shard `number`, from 1."""
     return folder / SHARDS_FOLDER / plan.id / str(number)
 
 
@@ -130,7 +130,7 @@ def write_plan(
 
 
 def forget_plan(folder: Path) -> None:
-    """What the shards left is not needed any more. Does nothing where there is no plan."""
+    """Removes what the shards left. Does nothing if there is no plan."""
     with writing(folder):
         (folder / SHARDS_FOLDER / _PLAN).unlink(missing_ok=True)
         shutil.rmtree(folder / SHARDS_FOLDER, ignore_errors=True)
@@ -172,7 +172,7 @@ def _is_done(place: Path) -> bool:
 
 
 def shard_figures(folder: Path, plan: ShardPlan) -> list[dict[str, Any]]:
-    """Of each shard that has ended a run: its name, the host of its last run and that run's figures."""
+    """Returns name, host and figures of the last run of each shard that has finished a run."""
     found = []
     for number in range(1, plan.count + 1):
         place = shard_folder(folder, plan, number)
@@ -193,7 +193,7 @@ def read_stats(place: Path) -> dict[str, Any] | None:
 
 
 def output_facts(source: Input, form: Mapping[str, Any], optional: Sequence[str], *, prune: bool) -> dict[str, Any]:
-    """What the merge needs to know of the input and the output's rows, as JSON."""
+    """Returns what the merge needs to know about the input and the output's rows, as JSON."""
     files = [{"name": f.name, "format": f.format, "compression": f.compression} for f in source.files]
     return {"files": files, "folder": os.getcwd(), "form": dict(form), "optional": list(optional), "prune": prune}  # noqa: PTH109
 
@@ -373,7 +373,7 @@ class ShardFolder:
         return self._share.last - self._share.first
 
     def what_is_left(self) -> str:
-        """What is to be done about the other shards, in a sentence."""
+        """Returns a sentence that says what to do about the other shards."""
         left = len(unfinished_shards(self._folder, self._plan))
         if left:
             return f"shard {self.number}/{self.count} is done; {left} of {self.count} are not"

@@ -1,4 +1,4 @@
-"""Where a job that runs in shards is cut: contiguous shares of the prefix order, of about equal estimated cost.
+"""Cuts a job that runs in shards into contiguous shares of the prefix order, of about equal estimated cost.
 
 The costs are on disk, 12 bytes for each request, so that memory does not grow with the input.
 """
@@ -35,7 +35,7 @@ class Share:
 
 
 class PrefixCosts:
-    """What requests cost, one after the other in prefix order. Writes two files, `costs` and `shared`, into `folder`."""
+    """The estimated costs of requests in prefix order. Writes two files, `costs` and `shared`, into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._paths = (folder / "costs", folder / "shared")

@@ -31,13 +31,13 @@ from batchgen.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SortLimits:
-    """How much of the input is in memory at a time. A limit is passed by at most one batch."""
+    """Limits of how much of the input is in memory at a time. At most one batch exceeds them."""
 
     run_rows: int = 50_000
     window_rows: int = 20_000
-    """Fewer than in a run: a request that waits is small beside one that is planned."""
+    """Fewer than in a run, because a planned request needs much more memory than a waiting one."""
     max_tokens: int = 1 << 24
-    """Of a run, and of a window."""
+    """Tokens of a run, and of a window."""
     max_runs: int = 64
     """Number of runs that are merged at a time."""
     batch_rows: int = 256
@@ -232,7 +232,7 @@ def _in_order(batch: _Batch) -> list[Request]:
 
 
 def _best_end(ordered: Sequence[Request]) -> int:
-    """Where a window ends best: where neighbours share the least.
+    """Returns where a window should end: where neighbours share the fewest tokens.
 
     A prefix of which a window has a single row is no node there, and would be run again in the next window.
     """

@@ -78,7 +78,7 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
 
 
 def _shard(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
-    """How far one shard is: as its claim tells it, or, of one that is done, as its figures do."""
+    """Returns how far one shard is, from its claim or, if it is done, from its figures."""
     place, share = shard_folder(folder, plan, number), plan.shares[number - 1]
     _, claim = last_claim(place)
     claim = claim or {}
@@ -111,7 +111,7 @@ def _shard(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
 
 
 def _of_shards(plan: ShardPlan, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the whole job: its rows, and the speed of the shards that run."""
+    """Returns the rows of the whole job and the speed of the running shards."""
     without = plan.rows - sum(shard["rows_total"] for shard in shards)
     running = [shard for shard in shards if shard["state"] == "running"]
     return {

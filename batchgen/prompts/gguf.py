@@ -16,7 +16,7 @@ _DTYPES = {0: "float32", 1: "float16"}
 
 @contextmanager
 def alone(file: Path) -> Iterator[str]:
-    """A folder with a link to the file in it and nothing else, so that transformers reads nothing that lies beside the file."""
+    """Returns a folder that holds only a link to the file, so that transformers does not read the files next to it."""
     with TemporaryDirectory(prefix="batchgen-") as folder:
         (Path(folder) / file.name).symlink_to(file.resolve())
         yield folder

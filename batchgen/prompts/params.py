@@ -168,7 +168,7 @@ class RowParams:
             raise RowError("unsupported_parameter", f"a number is too large: {_short(own)}") from None
 
     def sources(self) -> dict[str, dict[str, Any]]:
-        """By parameter of sampling: its value for rows without their own, and where that is from: `option`, `model`, `auto` or `default`.
+        """Returns for each sampling parameter the value that rows without their own use, and its origin: `option`, `model`, `auto` or `default`.
 
         But for the temperature, those at their defaults are left out. Empty where labels are scored.
         """

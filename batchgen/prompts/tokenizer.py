@@ -51,7 +51,7 @@ class LoadedTokenizer:
     thinking: ThinkingFormat | None = None
     """How the model marks its thoughts; None if it does not."""
     tool_format: ToolFormat | None = None
-    """How the model writes calls of tools; None where that is not known."""
+    """How the model writes tool calls; None if that is not known."""
 
 
 def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:

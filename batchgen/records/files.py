@@ -22,7 +22,7 @@ SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv"
 FORMATS = ("jsonl", "parquet", "csv", "tsv")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error)
-"""What reading a cut or damaged stream raises."""
+"""The exceptions that reading a cut or damaged stream raises."""
 _PACKED = ((b"\x1f\x8b", "gzip", ".gz"), (b"\x28\xb5\x2f\xfd", "zstandard", ".zst"))
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 _PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
@@ -56,7 +56,7 @@ class InputFile:
     compression: str | None = None
     """gzip or zstd"""
     folder: str = ""
-    """Where a relative name begins; the present folder if it is empty."""
+    """The folder to which a relative name refers; the current one if empty."""
 
     @property
     def _path(self) -> Path:

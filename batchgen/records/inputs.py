@@ -78,7 +78,7 @@ class Input:
     def __init__(self, files: tuple[InputFile, ...], notes: list[str]) -> None:
         self.files = files
         self.notes = notes
-        """What a user should know, such as files that were left out. Grows while the input is read."""
+        """Notes for the user, for example about files that were left out. Grows while the input is read."""
         self.is_stdin = any(f.name == "-" for f in files)
         self._schema: pa.Schema | None = None
         self._schema_read = False

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 MAX_DEPTH = 100
 """Levels of lists and objects in a row. Every later stage can recurse over more."""
 MAX_LINE = 1 << 28
-"""In bytes. A longer line is a decompression bomb or no JSON line at all; it is skipped in constant memory."""
+"""Bytes of a line. A longer line is a decompression bomb or not a JSON line at all; it is skipped in constant memory."""
 _ARRAY_HINT = " (a JSON array becomes JSONL with: jq -c '.[]')"
 BOM = b"\xef\xbb\xbf"
 
@@ -72,7 +72,7 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     if not isinstance(value, dict):
         of_objects = isinstance(value, list) and any(isinstance(item, dict) for item in value)
         return f"not an object but {_kind(value)}{_ARRAY_HINT if of_objects else ''}"
-    # Brackets inside strings count, too: a few rows are measured that need not be, and none is missed.
+    # Brackets inside strings count as well, so a few rows are measured unnecessarily, but none is missed.
     if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} levels deep"
     return value

@@ -20,13 +20,13 @@ CREATED = 0
 """The time that the form asks for. It is always 0, so that the same rows give the same bytes."""
 _REASONS = ("stop", "length")
 _CALLS = "tool_calls"
-"""How a completion ends in this form that has called tools."""
+"""The finish reason, in this form, of a completion that calls tools."""
 _UNLIKELIEST = -9999.0
-"""What the form has for minus infinity, which JSON cannot write."""
+"""The form's value for minus infinity, which JSON cannot write."""
 
 
 def is_batch_row(columns: Mapping[str, Any]) -> bool:
-    """Whether a row is in the Batch form. A column called `body` (of an e-mail, say) is not enough."""
+    """Whether a row is in the Batch form. A column called `body` (for example of an e-mail) is not enough."""
     body = columns.get("body")
     if body is None:
         return False
@@ -51,7 +51,7 @@ def _served(url: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIForm:
-    """What all records of a job have in common."""
+    """The properties that all records of a job share."""
 
     model: str
     """The model of the job, as the user named it."""
@@ -136,7 +136,7 @@ def _choice(index: int, completion: Completion, *, chat: bool) -> dict[str, Any]
     else:
         choice["logprobs"] = _chat_logprobs(tokens) if chat else _raw_logprobs(tokens, completion.text or "")
     known = completion.finish_reason in _REASONS
-    choice["finish_reason"] = completion.finish_reason if known else "length"  # a time limit is a limit, too
+    choice["finish_reason"] = completion.finish_reason if known else "length"  # a time limit is also a limit
     if chat and completion.tool_calls and completion.finish_reason == "stop":
         choice["finish_reason"] = _CALLS
     if not known:

@@ -1,4 +1,4 @@
-"""What an output row has (README, "A result"), which file it goes to, and where the folder of its job is."""
+"""Makes output rows (docs/reference/results.md), and finds the output file and the folder of its job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INPUT_FILE = "input_file"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """The form of output rows: what they have beside the result."""
+    """The form of output rows: what they have in addition to the result."""
 
     keep: tuple[str, ...] | None = None
     """Input columns that are carried, as far as a row has them; None for all."""

@@ -32,7 +32,7 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 BROKEN_TABLE = (csv.Error, pa.ArrowException, UnicodeDecodeError, OverflowError)
-"""What reading a damaged table raises, beside the errors of its stream. Arrow's Python layer decodes the names in a footer itself."""
+"""The exceptions that reading a damaged table raises, in addition to those of its stream. Arrow's Python layer decodes the names in a footer itself."""
 
 
 class _Invalid(str):
@@ -158,7 +158,7 @@ def _unique_names(given: Sequence[str], on_rename: Callable[[str, str], None] = 
 
 
 def header_hint(names: Sequence[str]) -> str:
-    """What may be wrong with the header of a CSV file that lacks an expected column; "" if nothing is suspicious."""
+    """Returns what may be wrong with the header of a CSV file that lacks an expected column; "" if nothing is suspicious."""
     first = names[0] if names else ""
     if first.startswith("sep="):
         return f"delete the first line ({first!r}) of the file"

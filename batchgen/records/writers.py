@@ -36,7 +36,7 @@ class GroupLimits:
 
     rows: int = 5_000
     bytes: int = 1 << 25
-    """Of text."""
+    """Bytes of text."""
     logprobs: int = 1 << 18
     """Log-probabilities. As Python objects they take far more memory than their text."""
 
@@ -78,7 +78,7 @@ OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score", "reasoning", "
 
 class Writer(Protocol):
     notes: list[str]
-    """What a user should know about the file. Complete once it is closed."""
+    """Notes for the user about the file. Complete once it is closed."""
 
     def write(self, rows: Iterable[Pair]) -> None: ...
     def close(self) -> None:
@@ -222,7 +222,7 @@ class ParquetWriter:
         fields += [field for _, field in self._carried]
         self._parquet = _ParquetFile(file, pa.schema([*fields, *(pa.field(n, t) for n, t in results.items())]))
         self._places: list[tuple[pa.RecordBatch | None, int]] = []
-        """Of the rows that are held: batch and index; no batch for a malformed row."""
+        """Batch and index of each row that is held; no batch for a malformed row."""
         self._rows: list[dict[str, Any]] = []
         self._bytes = self._logprobs = 0
 

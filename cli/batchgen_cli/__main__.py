@@ -1,4 +1,4 @@
-"""Where the process `batchgen` (or `python -m batchgen_cli`) begins. Ctrl-C is one line from here on, also while modules are imported."""
+"""The start of the process `batchgen` (or `python -m batchgen_cli`). From here on, Ctrl-C gives one line, also while modules are imported."""
 
 import sys
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Display:
-    """What a command shows on standard error."""
+    """Options of what a command shows on standard error."""
 
     progress: bool | None = option(
         None,

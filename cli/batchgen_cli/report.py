@@ -103,7 +103,7 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
 
 
 def _quantization(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """What `--quantize` did, where it was given and a model was loaded."""
+    """Returns the effect of `--quantize`, if it was given and a model was loaded."""
     if found is None:
         return []
     made = f"{found['layers']:,} linear layers, {found['weights']:.0%} of the weights; all take {size(found['weight_bytes'])}"
