@@ -95,7 +95,7 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
             "time",
             f"{seconds['total']:.1f} s: {parts} (in the model {seconds['forward']:.1f}), write {seconds['write']:.1f}",
         ),
-        ("memory", f"up to {size(s['memory_bytes_peak'])}"),
+        ("memory", f"{size(s['memory_bytes_peak'])} at most"),
         ("model", _model(s)),
         *_quantization(s["quantization"]),
     ]
@@ -141,8 +141,8 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{s['steps']:,}, on average {sequences}{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
         ),
         ("prefix tree", f"{s['prefix_nodes']:,} nodes, {s['groups']:,} groups"),
-        ("KV memory", f"up to {size(s['kv_bytes_peak'])}{unshared}"),
-        *([("state memory", f"up to {size(s['state_bytes_peak'])}")] if s["state_bytes_peak"] else []),
+        ("KV memory", f"{size(s['kv_bytes_peak'])} at most{unshared}"),
+        *([("state memory", f"{size(s['state_bytes_peak'])} at most")] if s["state_bytes_peak"] else []),
     ]
 
 

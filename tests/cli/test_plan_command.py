@@ -74,7 +74,7 @@ def test_what_a_prompt_holds_does_not_steer_the_terminal(
 
 def test_notes_go_to_standard_error(cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path) -> None:
     outcome = cli("plan", write_jsonl([{"prompt": "x", "top_k": 3}]), "-m", tiny_model_dir, "--json")
-    assert outcome.err.startswith("batchgen: column 'top_k' is carried")
+    assert outcome.err.startswith("batchgen: column 'top_k' is copied")
     assert json.loads(outcome.out)["rows"] == 1
 
 
