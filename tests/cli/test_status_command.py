@@ -76,7 +76,7 @@ def test_a_dead_job() -> None:
     found = RUNNING | {"state": "dead", "process": WHO | {"alive": False}, "eta_seconds": None}
     assert lines(found)[1:3] == [
         "state: dead: process 12 on here, since 2026-03-04T05:00:00+00:00, no longer exists; the same command continues the job",
-        "phase: it was at generating",
+        "phase: was generating",
     ]
 
 
