@@ -417,6 +417,9 @@ class _Generation:
         run, total = self.outcomes.run, self.outcomes.tracker.total
         of = "" if total is None else f" of {total:,}"
         tokens = self.job.tokens_under_way
+        if not run.done and not tokens:
+            self.outcomes.tracker.note("no row was done yet, so there is nothing to keep")
+            return
         begun = f", and {tokens:,} tokens of unfinished rows" if tokens else ""
         self.outcomes.tracker.note(f"{run.done:,}{of} rows are done{begun}: everything is kept")
 

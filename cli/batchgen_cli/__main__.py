@@ -1,19 +1,30 @@
 """The start of the process `batchgen` (or `python -m batchgen_cli`). From here on, Ctrl-C gives one line, also while modules are imported."""
 
+import os
+import signal
 import sys
+from types import FrameType
 
 
 def main() -> None:
     """Runs the command line of this process and exits."""
-    try:
-        from batchgen.lean_imports import allow_lean_imports
-        from batchgen_cli.app import main as run
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)  # a job's own handler takes its place as long as there is something to keep
+    from batchgen.lean_imports import allow_lean_imports
+    from batchgen_cli.app import main as run
 
-        allow_lean_imports()
-        run()
-    except KeyboardInterrupt:
-        sys.stderr.write("batchgen: error: interrupted by SIGINT\n")
-        sys.exit(130)
+    allow_lean_imports()
+    run()
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """Ends the process at once. An exception could end in the middle of an import, in a library that passes over it."""
+    if "json" in sys.argv or "--log-format=json" in sys.argv:
+        raise KeyboardInterrupt  # told as an event
+    try:
+        os.write(2, b"batchgen: error: interrupted by SIGINT\n")
+    finally:
+        os._exit(130)
 
 
 if __name__ == "__main__":

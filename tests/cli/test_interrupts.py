@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,3 +133,33 @@ def test_standard_output_that_is_closed_ends_the_run_quietly(start: Start, slow_
         assert process.wait(timeout=60) == 141
     assert "error" not in err
     assert "Exception" not in err
+
+
+BEGIN = """
+import sys
+import batchgen_cli.__main__ as command
+sys.stdout.write("begun\\n")
+sys.stdout.flush()
+command.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 5.0])
+def test_ctrl_c_at_any_moment_of_the_start_is_one_line(
+    seconds: float, command_environment: dict[str, str], slow_job: Path, tiny_model_dir: Path
+) -> None:
+    words = ["run", str(slow_job), "-m", str(tiny_model_dir), *SLOWLY, "--no-progress"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN, *words],
+        env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    *notes, last = err.splitlines()
+    assert last.startswith("batchgen: error: interrupted by SIGINT")
+    assert all(line.startswith("batchgen: ") for line in notes), notes
