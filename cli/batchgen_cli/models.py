@@ -69,7 +69,8 @@ def _known_lines(known: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        "Any other decoder-only model is checked when it is loaded: a small model of its type is compared with transformers.",
+        "Any other decoder-only model is checked when it is loaded:",
+        "a small model of its type is compared with transformers.",
     ]
 
 

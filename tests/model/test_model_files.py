@@ -77,9 +77,9 @@ def test_weights_that_are_pickled_are_refused_with_the_way_out(folder, tmp_path,
     with pytest.raises(ModelError) as e:
         load(folder)
     assert str(e.value) == (
-        f"the model {str(folder)!r} has no weights in safetensors files, and pickled ones "
-        "(pytorch_model.bin), which can run any program, are never opened; convert them where that does no harm (from_pretrained and save_pretrained of transformers), "
-        "or name another model or --revision"
+        f"the model {str(folder)!r} has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any "
+        "program; convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), "
+        "or use another model or --revision"
     )
 
 
