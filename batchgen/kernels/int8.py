@@ -130,6 +130,16 @@ class Int8Linear(torch.nn.Module):
         return y.to(self.dtype)
 
     @property
+    def weight(self) -> torch.Tensor:
+        """[N, K] of a plain layer, unpacked each time: for models that look at it."""
+        words = self.weights.transpose(2, 3).reshape(-1, self.weights.shape[2])[: self.out_features].contiguous()
+        values = words.view(torch.int8)
+        if library().batchgen_int8_bytes() == 2:
+            values = values.view(-1, 4)[:, [0, 2, 1, 3]].view(values.shape)
+        scales = self.scales.flatten()[: self.out_features, None]
+        return (values[:, : self.in_features] * scales).to(self.dtype)
+
+    @property
     def bytes(self) -> int:
         """What the weights take, and what belongs to them."""
         parts = (self.weights, self.scales, self.beginnings, self.biases)

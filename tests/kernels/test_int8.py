@@ -136,3 +136,10 @@ def test_a_norm_quantizes_its_result_once_a_layer_has_read_one(dtype):
     assert torch.equal(second.as_int8.scales, apart.scales)
     assert torch.equal(second.as_int8.values[:33, :96], apart.values[:33, :96])
     assert torch.equal(layer(second), want)
+
+
+@dtypes
+def test_a_weight_can_be_had_back(dtype):
+    values, scales = quantize_weight(numbers(70, 66, dtype=dtype))
+    got = Int8Linear([(values, scales)], [None], dtype).weight
+    assert torch.equal(got, (values * scales[:, None]).to(dtype))
