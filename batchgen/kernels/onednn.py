@@ -36,6 +36,12 @@ class OneDnnInt8Linear(torch.nn.Module):
             y += self.bias
         return y.to(self.dtype).view(*x.shape[:-1], self.out_features)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[N, K], unpacked each time: for models that look at it."""
+        values: torch.Tensor = self.packed.to_dense()
+        return (values.t() * self.scales[:, None]).to(self.dtype)
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.dtype}"
 

@@ -204,6 +204,9 @@ def test_without_kernels_tokens_are_the_same_through_onednn(name: str, tmp_path:
     assert model.kernels is None
     assert sum(isinstance(m, OneDnnInt8Linear) for m in model.module.modules()) == 14
     assert model.quantization["layers"] == 14
+    layer = "model.layers.0.self_attn.o_proj"
+    values, scales = quantize_weight(written.get_submodule(layer).weight)
+    assert torch.equal(model.module.get_submodule(layer).weight, values * scales[:, None])
     assert tokens(model) == expected
 
 
