@@ -175,7 +175,11 @@ def open_job(
             output, target, folder, lock, input, manifest,
             form=form, order=order, retry=retry, prune=prune, optional=optional, lease=lease, merging=merging,
         )  # fmt: skip
-        job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
+        with ExitStack() as taking_over:
+            if lease is None and load_plan(folder) is not None:  # no shard begins while what they did becomes the job's
+                own = Lease(folder / CLAIMS, f"the shards of {output}", job.notes.append)
+                taking_over.callback(own.release)
+            job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
         lock.release()
         raise
