@@ -31,7 +31,7 @@ from batchgen.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SortLimits:
-    """Limits of how much of the input is in memory at a time. At most one batch exceeds them."""
+    """Limits of how much of the input is in memory at a time. A run exceeds them by at most one request, a window by at most one batch of each run."""
 
     run_rows: int = 50_000
     window_rows: int = 20_000
