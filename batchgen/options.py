@@ -207,8 +207,14 @@ def first_problem(config: Any) -> tuple[str, str] | None:
             return field_.name, f"must be a number, not {value!r}"
         for allowed, what in field_.rules:
             if not allowed(value):
-                return field_.name, f"must be {what}, not {value!r}"
+                return field_.name, f"must be {what}, not {_shown(value)}"
     return None
+
+
+def _shown(value: Any) -> str:
+    """The value as it was given: several values one after the other."""
+    several = isinstance(value, tuple) and value
+    return ", ".join(map(repr, value)) if several else repr(value)
 
 
 def check(config: Any) -> None:
@@ -296,5 +302,5 @@ def json_schema_file(name: str, path: str) -> str:
     except ValueError as e:
         raise UsageError(f"{name} {path} is not JSON: {e}", "correct the file") from None
     if not isinstance(value, dict):
-        raise UsageError(f"{name} {path} must hold a JSON object", """such as {"type": "object"}""")
+        raise UsageError(f"{name} {path} must hold a JSON object", """give one such as {"type": "object"}""")
     return json.dumps(value)

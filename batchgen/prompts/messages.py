@@ -286,6 +286,8 @@ def chosen_template(tokenizer: Any, prompts: PromptConfig) -> ChatTemplate | Non
     several = tokenizer.chat_template
     missing = f"no default among its chat templates ({', '.join(sorted(several))})" if several else "no chat template"
     if several or prompts.chat or given:
-        option = "" if not (prompts.chat or given) else f"{'--chat' if prompts.chat else given[0]} needs one: "
-        raise UsageError(f"{option}the model has {missing}", "use --chat-template FILE, or --no-chat for raw prompts")
+        option = "--chat" if prompts.chat else given[0] if given else ""
+        needs = f"{option} needs a chat template, and " if option else ""
+        has = missing if several or not option else "none"
+        raise UsageError(f"{needs}the model has {has}", "use --chat-template FILE, or --no-chat for raw prompts")
     return None

@@ -97,7 +97,7 @@ def test_a_schema_is_that_of_its_file_blanks_apart(tmp_path: Path) -> None:
             "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct the file",
         ),
         ("", "is not JSON: Expecting value: line 1 column 1 (char 0); correct the file"),
-        ("[1]", 'must hold a JSON object; such as {"type": "object"}'),
+        ("[1]", 'must hold a JSON object; give one such as {"type": "object"}'),
     ],
 )
 def test_a_schema_that_is_none_is_wrong_use(tmp_path: Path, text: str, message: str) -> None:
@@ -112,9 +112,9 @@ def test_a_schema_that_is_none_is_wrong_use(tmp_path: Path, text: str, message: 
     ("arguments", "message"),
     [
         (("-n", "0"), "--n must be between 1 and 1024, not 0"),
-        (("--stop-token-id", "-1"), "--stop-token-id must be token ids, not (-1,)"),
-        (("--choices", "a"), "--choices must be two or more different texts, not ('a',)"),
-        (("--choices", "a,,b"), "--choices must be texts that are not empty, not ('a', '', 'b')"),
+        (("--stop-token-id", "-1"), "--stop-token-id must be token ids, not -1"),
+        (("--choices", "a"), "--choices must be two or more different texts, not 'a'"),
+        (("--choices", "a,,b"), "--choices must be texts that are not empty, not 'a', '', 'b'"),
         (("--choices", "a,b", "-n", "2"), "--choices cannot be combined with --n"),
         (("--regex", "a", "--stop", "b"), "--regex cannot be combined with --stop"),
         (("--regex", "a", "--ignore-eos"), "--regex cannot be combined with --ignore-eos"),

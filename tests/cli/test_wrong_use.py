@@ -89,8 +89,8 @@ def test_a_number_that_is_none(refused: Callable[..., str]) -> None:
         (("--top-p", "0"), "--top-p must be above 0 and at most 1, not 0.0"),
         (("--min-p", "2"), "--min-p must be between 0 and 1, not 2.0"),
         (("--repetition-penalty", "0"), "--repetition-penalty must be above 0, not 0.0"),
-        (("--stop", ""), "--stop must be texts that are not empty, not ('',)"),
-        (("--stop-token-id", "-1"), "--stop-token-id must be token ids, not (-1,)"),
+        (("--stop", ""), "--stop must be texts that are not empty, not ''"),
+        (("--stop-token-id", "-1"), "--stop-token-id must be token ids, not -1"),
         (("--dtype", "int8"), "--dtype must be auto, float32, bfloat16 or float16, not 'int8'"),
         (
             ("--device", "tpu"),
@@ -180,7 +180,7 @@ def test_a_named_column_that_is_missing(refused: Callable[..., str], write_jsonl
 def test_a_system_message_without_a_chat_template(refused: Callable[..., str], write_jsonl: Write) -> None:
     message = refused(write_jsonl([{"prompt": "x"}]), "--system", "Be brief.")
     assert message.startswith("--system needs")
-    assert "the model has no chat template" in message
+    assert "needs a chat template, and the model has none" in message
 
 
 def test_a_stats_file_in_no_folder(refused: Callable[..., str], write_jsonl: Write, tmp_path: Path) -> None:

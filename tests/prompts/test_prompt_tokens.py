@@ -117,9 +117,9 @@ def test_of_several_templates_the_default_is_used(tools):
 @pytest.mark.parametrize(
     ("own", "options", "message"),
     [
-        (None, {"system": "S"}, "--system needs one: the model has no chat template; use --chat-template FILE, or --no-chat for raw prompts"),
-        (None, {"chat": True}, "--chat needs one: the model has no chat template; use --chat-template FILE, or --no-chat for raw prompts"),
-        (None, {"chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs needs one: the model has no chat template; use --chat-template FILE, or --no-chat for raw prompts"),
+        (None, {"system": "S"}, "--system needs a chat template, and the model has none; use --chat-template FILE, or --no-chat for raw prompts"),
+        (None, {"chat": True}, "--chat needs a chat template, and the model has none; use --chat-template FILE, or --no-chat for raw prompts"),
+        (None, {"chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs needs a chat template, and the model has none; use --chat-template FILE, or --no-chat for raw prompts"),
         ({"a": "x", "b": "y"}, {}, "the model has no default among its chat templates (a, b); use --chat-template FILE, or --no-chat for raw prompts"),
         ("x", {"system": "S", "chat": False}, "--system cannot be combined with --no-chat; leave one of them out"),
         ("x", {"chat_template_kwargs": {"messages": []}}, "--chat-template-kwargs cannot set 'messages'; leave it out"),
