@@ -221,7 +221,7 @@ def test_a_row_that_runs_out_of_time_keeps_what_it_has_and_is_done(
         (("--score", "--choices", "a,b"), "--score cannot be combined with --choices; leave one of them out"),
         (("--score", "-n", "2"), "--score cannot be combined with --n; leave one of them out"),
         (("--choices", "a,b", "--regex", "a"), "--choices cannot be combined with --regex"),
-        (("--choices", "a"), "--choices must be two or more different texts, not ('a',)"),
+        (("--choices", "a"), "--choices must be two or more different texts, not 'a'"),
         (("--choices", '["a"'), "--choices must be separated by commas, or a JSON list: "),
         (("--json-schema", "nowhere.json"), "--json-schema nowhere.json cannot be read: "),
         (("--logprobs", "1001"), "--logprobs must be between 0 and 1000, not 1001"),

@@ -49,7 +49,7 @@ def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
         ({"temprature": 1}, ("unsupported_parameter", "unknown parameter 'temprature'")),
         ({"n": 0}, ("unsupported_parameter", "n must be between 1 and 1024, not 0")),
         ({"logprobs": 2000}, ("unsupported_parameter", "logprobs must be between 0 and 1000, not 2000")),
-        ({"choices": ["a"]}, ("unsupported_parameter", "choices must be two or more different texts, not ('a',)")),
+        ({"choices": ["a"]}, ("unsupported_parameter", "choices must be two or more different texts, not 'a'")),
         ({"choices": ["a", "b"], "n": 2}, ("unsupported_parameter", "choices cannot be combined with n")),
         ({"regex": "a", "json_schema": {}}, ("unsupported_parameter", "regex cannot be combined with json_schema")),
         ({"regex": "a", "stop": "b"}, ("unsupported_parameter", "regex cannot be combined with stop")),
