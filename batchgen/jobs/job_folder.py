@@ -27,7 +27,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -175,15 +175,25 @@ def open_job(
             output, target, folder, lock, input, manifest,
             form=form, order=order, retry=retry, prune=prune, optional=optional, lease=lease, merging=merging,
         )  # fmt: skip
-        with ExitStack() as taking_over:
-            if lease is None and load_plan(folder) is not None:  # no shard begins while what they did becomes the job's
-                own = Lease(folder / CLAIMS, f"the shards of {output}", job.notes.append)
-                taking_over.callback(own.release)
+        with nullcontext() if lease else _shards_held(job):
             job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
     except BaseException:
         lock.release()
         raise
     return job
+
+
+@contextmanager
+def _shards_held(job: JobFolder) -> Iterator[None]:
+    """While what the shards of a job did becomes the job's own, no shard begins."""
+    if load_plan(job.folder) is None:
+        yield
+        return
+    lease = Lease(job.folder / CLAIMS, f"the shards of {job.output}", job.notes.append)
+    try:
+        yield
+    finally:
+        lease.release()
 
 
 class JobFolder:
