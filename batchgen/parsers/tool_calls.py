@@ -39,13 +39,13 @@ def _format(only_known: bool = False, **calls: Any) -> ToolFormat:
 
 
 HARMONY_CALLS = _format(
-    open_pattern=r"to=functions\.(?P<name>[\w.-]+)[^{]*<\|message\|>",
+    open_pattern=r"to=functions\.(?P<name>[\w.-]+)(?:(?!<\|(?:message|end|start|call|return)\|>)[^{])*<\|message\|>",
     close="<|call|>",
     repeats=True,
     content="json",
     transform=_CALL,
 )
-"""gpt-oss: messages to a function, in the channel `commentary`."""
+"""gpt-oss: messages to a function, in the channel `commentary`. A header ends with its own message: thoughts may name a function too."""
 _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     (  # MiniMax M2
         "<minimax:tool_call>",
@@ -212,15 +212,16 @@ def _loaded(format: ToolFormat) -> Any:
 
 
 def _call(value: Any, id: str) -> ToolCall:
-    """Raises `TypeError` or `KeyError` where the value is no call."""
+    """Raises `TypeError`, `KeyError` or `ValueError` where the value is no call, or its arguments are not JSON (NaN)."""
     function = value["function"]
     name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):  # JSON as text, as OpenAI has it
         arguments = json.loads(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
         raise TypeError("not a call")
     own = value.get("id") or function.get("id")
-    return ToolCall(own if isinstance(own, str) else id, name.strip(), json.dumps(arguments, ensure_ascii=False))
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ToolCall(own if isinstance(own, str) else id, name.strip(), text)
 
 
 def _names(tools: Sequence[Any]) -> set[str]:

@@ -112,7 +112,14 @@ def test_a_completion_that_is_cut_before_its_end_token_stays_text(family: str) -
 
 @pytest.mark.parametrize(
     "answer",
-    ["It is sunny.", "<tool_call>\nweather(Bern)\n</tool_call>", '<tool_call>{"arguments": {}}</tool_call>', ""],
+    [
+        "It is sunny.",
+        "<tool_call>\nweather(Bern)\n</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": " ", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
+        "",
+    ],
 )
 def test_an_answer_without_a_call_that_can_be_read_stays_as_it_is(answer: str) -> None:
     stopper = complete(make(template="<tool_call>"), "q", answer + EOS, tools=json.dumps(TOOLS))
@@ -166,6 +173,14 @@ def test_harmonys_messages_to_functions_are_calls_and_no_thoughts(header: str, t
     unsplit = complete(tokenizer, PROMPT, written, tools=json.dumps(TOOLS), reasoning="off")
     assert len(unsplit.tool_calls("c")) == 1
     assert unsplit.text == ("analysisThink." if thought else "")
+
+
+def test_a_function_that_harmonys_thoughts_name_is_not_the_one_that_is_called() -> None:
+    thought = "<|channel|>analysis<|message|>Either to=functions.news or weather.<|end|><|start|>assistant"
+    header = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    stopper = complete(make(special=HARMONY_TOKENS), PROMPT, thought + header + J + "<|call|>", tools=json.dumps(TOOLS))
+    assert [call.name for call in stopper.tool_calls("c")] == ["weather"]
+    assert (stopper.text, stopper.reasoning) == ("", "Either to=functions.news or weather.")
 
 
 def test_a_checkpoint_may_bring_its_own_format() -> None:
