@@ -186,7 +186,9 @@ class Results:
         try:
             self._db.execute("BEGIN")
             taken = self._db.execute("INSERT OR REPLACE INTO main.results SELECT * FROM other.results").rowcount
-            self._db.execute("INSERT OR REPLACE INTO main.under_way SELECT * FROM other.under_way")
+            # A row's parts continue each other, so parts of two databases must not mix.
+            self._db.execute("DELETE FROM main.under_way WHERE key IN (SELECT key FROM other.under_way)")
+            self._db.execute("INSERT INTO main.under_way SELECT * FROM other.under_way")
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:

@@ -253,6 +253,18 @@ def test_a_completion_that_begins_again_replaces_what_was_kept_of_it(folder):
         assert results.under_way() == {KEYS[0]: {0: begun(1, 9), 1: begun(3, 4, 5)}}
 
 
+def test_of_a_row_that_two_databases_have_under_way_the_parts_do_not_mix(tmp_path):
+    (tmp_path / "other").mkdir()
+    with opened(tmp_path) as results:
+        for tokens in ((1, 2), (1, 2, 3, 4)):
+            results.keep_under_way({KEYS[0]: {0: begun(*tokens)}, KEYS[1]: {0: begun(*tokens)}})
+    with opened(tmp_path / "other") as results:
+        results.keep_under_way({KEYS[0]: {0: begun(8, 9)}})
+    with opened(tmp_path) as results:
+        results.take_from(tmp_path / "other")
+        assert results.under_way() == {KEYS[0]: {0: begun(8, 9)}, KEYS[1]: {0: begun(1, 2, 3, 4)}}
+
+
 def test_work_under_way_is_continued_from_before_the_place_that_is_damaged(tmp_path):
     with opened(tmp_path) as results:
         for tokens in ((5, 6), (5, 6, 7), (5, 6, 7, 8)):
