@@ -433,11 +433,12 @@ class Workers:
         failures = 0 if worker.done else worker.failures + 1
         again = self._transport.replaces and failures < MAX_FAILURES and isinstance(error, DevicesLost)
         others = ", ".join(other.device for other in self._alive.values() if other.batch_size)
-        goes_on = self._alive and worker.batch_size and isinstance(error, DevicesLost | OutOfMemory)
+        others_go_on = worker.batch_size or self._transport.replaces  # of processes all must load the model
+        goes_on = self._alive and others_go_on and isinstance(error, DevicesLost | OutOfMemory)
         if not (goes_on or again):
             raise error
         rows = len(worker.rows)
-        going_on = f"going on with {others}, which {rows:,} unfinished rows of {worker.device} go to"
+        going_on = f"going on with {others or 'the others'}, which {rows:,} unfinished rows of {worker.device} go to"
         if again:
             going_on = (
                 f"it is started again, and its {rows:,} unfinished rows go to {others or 'whoever is ready first'}"

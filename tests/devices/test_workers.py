@@ -399,6 +399,19 @@ def test_a_worker_that_is_lost_again_and_again_without_a_row_is_given_up(fleet: 
     assert len(fleet.processes) == 3
 
 
+def test_a_worker_that_never_becomes_ready_is_given_up_and_the_others_do_all_rows(fleet: Fleet) -> None:
+    def make(name: str) -> FakeEngine:
+        if name == "cpu:0":
+            raise DevicesLost("this machine is broken")
+        return FakeEngine(name)
+
+    fleet.make = make
+    results = run(replacing(fleet), grouped(4, 4))
+    assert {result.text for result in results.values()} == {"cpu:1"}
+    assert len(results) == 16
+    assert len(fleet.processes) == 4
+
+
 def test_work_begins_before_all_are_ready_and_those_that_come_late_take_over(fleet: Fleet) -> None:
     late = threading.Event()
 
