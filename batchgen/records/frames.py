@@ -14,7 +14,7 @@ from batchgen.errors import RowError
 from batchgen.records.output import RowForm, carried_names, output_row
 from batchgen.records.rows import Row
 from batchgen.records.tables import batch_columns
-from batchgen.records.writers import result_array, result_types
+from batchgen.records.writers import OPTIONAL_RESULTS, result_array, result_types
 from batchgen.result import Result
 
 
@@ -43,7 +43,9 @@ def with_results(table: Any, rows: Sequence[Row], results: Sequence[Result], for
     renamed = {old: new for old, new in carried_names(names, form).items() if new != old}
     out = [output_row(row, result, form) for row, result in zip(rows, results, strict=True)]
     there = {name for row in out for name in row}
-    fields = [pa.field(name, of) for name, of in result_types(form).items() if name in there or name == "truncated"]
+    fields = [
+        pa.field(name, of) for name, of in result_types(form).items() if name in there or name not in OPTIONAL_RESULTS
+    ]
     added = pa.table([result_array(out, field) for field in fields], schema=pa.schema(fields))
     return _kind(table).joined(table, renamed, added)
 

@@ -99,7 +99,9 @@ def test_labels_have_their_probabilities_in_a_column(llm: LLM) -> None:
 
 
 def test_an_empty_table_has_the_columns_too(llm: LLM) -> None:
-    assert llm.generate_table(TABLE.slice(0, 0)).num_rows == 0
+    out = llm.generate_table(TABLE.slice(0, 0))
+    assert out.num_rows == 0
+    assert out.schema.equals(llm.generate_table(TABLE, {"max_tokens": 1}).schema)
 
 
 def test_what_is_no_table_is_a_type_error_and_a_table_without_prompts_is_told(llm: LLM) -> None:
