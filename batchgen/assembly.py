@@ -144,6 +144,7 @@ def _merge(
     ) as job:
         assert isinstance(job, JobFolder), "standard output has no shards"
         if job.finished is not None:  # a merge that was killed when all was done but the cleaning up
+            write_stats(stats_file, job.finished)
             return JobReport(
                 job.finished, output, 3 if job.finished["job"]["rows_failed"] else 0, already_finished=True
             )

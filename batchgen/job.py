@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
 from batchgen.collector import few_collections
 from batchgen.config import JobConfig
 from batchgen.devices import AnyEngine, Workers, open_engine
-from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, TooManyErrors, memory_errors
+from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, OutputLocked, TooManyErrors, memory_errors
 from batchgen.jobs.base import Job, Store
 from batchgen.jobs.identity import command_digest, dtype_name, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder, find_finished, open_job
@@ -51,7 +52,8 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     """
     report = _run_job(config, progress)
     if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
-        return merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
+        with suppress(OutputLocked):  # another shard that ended at the same moment merges
+            return merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
     return report
 
 
@@ -172,7 +174,13 @@ class _Setup:
         config = self.config
         if config.shard_of is None:
             return self._open_folder()
-        asked = asked_of(config, self.source.fingerprint()) | {"settings": as_stored(self.settings)}
+        asked = asked_of(config, self.source.fingerprint()) | {
+            "settings": as_stored(self.settings),
+            "keep": config.keep,
+            "id_column": config.id_column,
+            "token_ids": config.token_ids,
+            "output_format": config.output_format,
+        }
         with signals.interruptible(), run.timed("plan"):
             return open_shard(
                 *config.shard_of,

@@ -12,7 +12,8 @@ import pytest
 from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
 from batchgen.errors import OutputLocked, UsageError
 from batchgen.jobs.lease import Lease
-from batchgen.jobs.shards import load_plan, shard_folder
+from batchgen.jobs.lock import Lock
+from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
 from batchgen.progress import Silent
 
 Rows = list[dict[str, Any]]
@@ -129,6 +130,55 @@ def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path) -> None:
         assert [s["state"] for s in job_status("o.jsonl")["shards"]] == ["done", "running"]
     finally:
         lease.release()
+
+
+def test_a_shard_is_not_begun_while_a_run_without_shards_holds_the_job(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "1/2")
+    folder = Path("o.jsonl.job")
+    lock = Lock(folder / "lock", "o.jsonl")  # of a run that has not yet taken over what the shards have done
+    try:
+        with pytest.raises(OutputLocked, match=r"a run without --shard holds o\.jsonl \(process"):
+            shard(tiny_model_dir, "2/2")
+    finally:
+        lock.release()
+    assert shard(tiny_model_dir, "2/2", merge=True).shard == ""
+
+
+def test_a_shard_whose_plan_is_removed_as_it_begins_makes_a_new_one(
+    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard(tiny_model_dir, "1/2")
+    removed = []
+
+    def removing(place: Path, what: str, *others: Any) -> Lease:
+        if not removed and what.startswith("shard 2/2"):
+            removed.append(what)
+            forget_plan(Path("o.jsonl.job"))
+        return Lease(place, what, *others)
+
+    monkeypatch.setattr("batchgen.jobs.shards.Lease", removing)
+    assert shard(tiny_model_dir, "2/2").shard == "2/2"
+    assert removed
+
+
+def test_a_shard_that_ends_while_another_one_merges_leaves_it_to_that(
+    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard(tiny_model_dir, "1/2")
+    shard(tiny_model_dir, "2/2")
+    monkeypatch.setattr("batchgen.job.is_last_shard", lambda *_: True)  # both have seen that they are the last
+    merging = Lease(Path("o.jsonl.job") / CLAIMS, "the merge of o.jsonl")
+    try:
+        assert shard(tiny_model_dir, "2/2", merge=True).shard == "2/2"
+    finally:
+        merging.release()
+
+
+def test_other_columns_in_the_output_are_not_ignored(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "1/2", keep=("n",))
+    shard(tiny_model_dir, "2/2")  # the input is read again, and the results stay
+    shard(tiny_model_dir, "1/2", merge=True)
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
 def test_other_settings_are_refused(tiny_model_dir: Path, source: Path) -> None:

@@ -603,9 +603,7 @@ class JobFolder:
 
     def output_facts(self) -> dict[str, Any]:
         """Returns what a merge needs to write this job's output (`shards.ShardPlan.output`)."""
-        return output_facts(self._input, asdict(self._form), tuple(self._optional), prune=self._prune) | {
-            "request": self._manifest.request
-        }
+        return output_facts(self._input, asdict(self._form), tuple(self._optional), prune=self._prune)
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
         """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of the others."""

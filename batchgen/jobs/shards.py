@@ -8,9 +8,9 @@ Beside what `job_folder` describes, the job's folder holds
       requests/        all requests that had no result, in prefix order
       1/, 2/, …        of each shard: its claims, results.sqlite (`results`) and stats.json
 
-Whoever holds the lease on `claims` holds the job's lock too, so that a run without shards sees it. A shard takes its own lease first and
-then looks whether somebody is at the whole job; whoever is at the whole job takes that lease first and then looks for shards that run. So
-of two that start at the same moment at least one steps back.
+Whoever holds the lease on `claims` holds the job's lock too; a run without shards holds the lock alone. A shard takes its own lease first
+and then looks whether somebody is at the whole job; whoever is at the whole job takes the lease on `claims`, or the lock, first and then
+looks for shards that run. So of two that start at the same moment at least one steps back.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from batchgen.errors import OutputLocked, UsageError
+from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.base import RETRIES, Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.lease import Lease, check_shared_folder, holder_of_lease, last_claim
+from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import differences
 from batchgen.jobs.results import Results
 from batchgen.jobs.shares import PrefixCosts, Share
@@ -264,22 +265,32 @@ def _join(
             return shard
     try:
         lease = Lease(place, f"shard {number}/{plan.count} of {output}", tell)
-    except OutputLocked:
+    except (OutputLocked, OutputError):  # the folder of a plan that is gone cannot be written
         if load_plan(folder) == plan:
             raise
-        return None
-    except OSError:
         return None
     try:
         if holder_of_lease(folder / CLAIMS) is not None or load_plan(folder) != plan:
             lease.release("done" if lease.before == "done" else "released")
             return None
+        _check_no_whole_run(folder, output)
         shard = ShardFolder(folder, plan, number, output)
         shard.open(lease, retry, flush_every)
         return shard
     except BaseException:
         lease.release()
         raise
+
+
+def _check_no_whole_run(folder: Path, output: str) -> None:
+    """Raises `OutputLocked` if a run without shards holds the job: it takes over the shards' results and removes their plan."""
+    path = folder / "lock"
+    holder = holder_of(path)
+    if holder and holder.get("leased") is not True and lives(holder) is not False:  # a leased one is seen by its lease
+        raise OutputLocked(
+            f"a run without --shard holds {output} (process {holder['pid']} on {holder['host']}, since {holder['started']})",
+            f"wait for it to end; if it is dead, delete {path}",
+        )
 
 
 def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], output: str) -> None:
