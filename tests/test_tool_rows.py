@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import shutil
 from pathlib import Path
@@ -121,6 +122,26 @@ def test_calls_are_kept_when_the_input_grows(calling_model: Path, tmp_path: Path
 def test_tools_of_the_command_are_every_rows(calling_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     run(calling_model, [{"prompt": "a"}], output, prompts=PromptConfig(chat_template_kwargs={"tools": TOOLS}))
+    assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
+
+
+def test_a_body_that_may_call_no_tools_calls_none_of_the_commands(calling_model: Path, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "tool_choice": "none"}
+    rows = [{"prompt": "a"}, {"url": "/v1/chat/completions", "body": body}]
+    output = tmp_path / "out.jsonl"
+    run(calling_model, rows, output, prompts=PromptConfig(chat_template_kwargs={"tools": TOOLS}))
+    assert ["tool_calls" in row for row in lines(output)] == [True, False]
+
+
+def test_tools_with_values_that_json_does_not_have_are_no_trouble(calling_model: Path, tmp_path: Path) -> None:
+    (calling_model / "chat_template.jinja").write_text(TEMPLATE.replace("tools | tojson", "tools[0].function.name"))
+    since = {"type": "function", "function": {"name": "weather", "since": dt.date(2020, 1, 1)}}
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "tools": [since]}]), tmp_path / "in.parquet")
+    output = tmp_path / "out.jsonl"
+    try:
+        run_job(JobConfig(inputs=tmp_path / "in.parquet", output=output, model=calling_model, sampling=ENDS, keep=()))
+    finally:
+        (calling_model / "chat_template.jinja").write_text(TEMPLATE)
     assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
 
 

@@ -219,7 +219,9 @@ class Renderer:
         if self._chat is None or not self._chat.uses("tools"):
             return ""
         if body is not None:
-            tools = objects(body.tools) if body.chat and body.calls and body.tools else None
+            if not (body.chat and body.calls):
+                return ""
+            tools = objects(body.tools) if body.tools else None
         else:
             tools = objects(columns["tools"]) if "tools" in self.columns.for_chat(columns) else None
         tools = tools or objects(self._prompts.chat_template_kwargs.get("tools"))
@@ -228,7 +230,7 @@ class Renderer:
         if self._tokenizer.tool_format is None:
             self.note("rows have tools, and how this model writes calls of them is not known: calls stay in the text")
             return ""
-        return json.dumps(tools, ensure_ascii=False)
+        return json.dumps(tools, ensure_ascii=False, default=str)  # a table may hold what JSON has no form for
 
     def _note_unused(self, name: str) -> None:
         assert self._chat is not None
