@@ -252,6 +252,55 @@ def test_results_that_are_damaged_are_generated_again(tiny_model_dir: Path, sour
 
 
 @pytest.mark.slow
+class Killed(BaseException):
+    """The process is no more."""
+
+
+def test_a_merge_killed_while_it_removes_what_the_shards_left_ends_as_if_not(
+    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard(tiny_model_dir, "1/2")
+    shard(tiny_model_dir, "2/2")
+
+    def removing(path: Path, **options: Any) -> None:
+        for inside in Path(path).glob("*/*/*"):
+            inside.unlink()  # the plan may come last
+        raise Killed
+
+    with monkeypatch.context() as killing:
+        killing.setattr("shutil.rmtree", removing)
+        with pytest.raises(Killed):
+            merge_job("o.jsonl")
+    assert merge_job("o.jsonl").already_finished
+    assert shard(tiny_model_dir, "1/2").already_finished
+    assert not Path("o.jsonl.job/shards").exists()
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+def test_a_plan_that_is_damaged_may_be_deleted_and_no_result_is_lost(tiny_model_dir: Path, source: Path) -> None:
+    plan = Path("o.jsonl.job/shards/plan.json")
+    generated = shard(tiny_model_dir, "1/2").stats["rows"]
+    plan.write_text("{")
+    with pytest.raises(
+        UsageError, match=r"plan\.json is damaged; delete it and run the shards again: results are kept"
+    ):
+        shard(tiny_model_dir, "2/2")
+    plan.unlink()
+    with pytest.raises(UsageError, match="was made with other settings"):
+        run_job(config_of(tiny_model_dir, sampling={"max_tokens": 4}))
+    assert generated + sum(shard(tiny_model_dir, name).stats["rows"] for name in ("2/2", "1/2")) == 23
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+
+
+def test_results_of_shards_whose_settings_are_not_known_are_not_dropped(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "1/2")
+    Path("o.jsonl.job/manifest.json").unlink()
+    with pytest.raises(UsageError, match=r"results but no manifest\.json"):
+        run_job(config_of(tiny_model_dir))
+    assert len(list(Path("o.jsonl.job/shards").glob("*/1/results.sqlite"))) == 1
+
+
 def test_several_relative_inputs_are_merged_from_another_folder(
     tiny_model_dir: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

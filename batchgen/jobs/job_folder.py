@@ -51,6 +51,7 @@ from batchgen.jobs.shards import (
     load_plan,
     output_facts,
     read_stats,
+    stores,
     take_results,
 )
 from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
@@ -255,7 +256,7 @@ class JobFolder:
 
     def _check_nothing_lost(self, overwrite: bool) -> None:
         """Raises `UsageError` if there are results whose settings are not known."""
-        _, count = read_facts(self._folder, ())
+        count = sum(read_facts(place, ())[1] or 0 for place in (self._folder, *stores(self._folder)))
         if not overwrite and count:
             raise UsageError(
                 f"{self._folder} has {count:,} results but no manifest.json, so the settings that made them are not known",
@@ -264,7 +265,9 @@ class JobFolder:
 
     def _holds_nothing(self, old: Manifest) -> bool:
         """Whether the earlier run has left no result, for example because the model refused an option. Its settings then bind nobody."""
-        if old.state != "running" or old.outputs or (self._folder / KEPT_FILE).exists() or load_plan(self._folder):
+        if old.state != "running" or old.outputs or (self._folder / KEPT_FILE).exists():
+            return False
+        if load_plan(self._folder) or stores(self._folder):
             return False
         return not (self._folder / results_files.FILE).exists() or read_facts(self._folder, ())[1] == 0
 
@@ -333,15 +336,12 @@ class JobFolder:
     def _take_results(self) -> None:
         """The results that this run may use: those of the database, of shards, and of a finished output."""
         old, results = self._old, self._results
-        plan = load_plan(self._folder)
-        if plan is not None:
-            taken = take_results(self._folder, plan, results)
+        if load_plan(self._folder) or stores(self._folder):
+            taken = take_results(self._folder, results)
             if not self._merging:
                 forget_plan(self._folder)
                 results.forget_reading()
-                self.notes.append(
-                    f"{self.output} was under way in {plan.count} shards: {taken} of their results are at hand"
-                )
+                self.notes.append(f"{self.output} was under way in shards: {taken} of their results are at hand")
         if results.damaged:
             self.notes.append(
                 f"{results.damaged} results in {self._folder / results_files.FILE} are damaged and were dropped: their rows are generated again"
@@ -537,7 +537,9 @@ class JobFolder:
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:
             path = self._folder / name
-            if path.is_dir():
+            if name == SHARDS_FOLDER:
+                forget_plan(self._folder)  # the plan before its files: a killed run must not leave it without them
+            elif path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.lease import Lease, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import differences
-from batchgen.jobs.results import Results
+from batchgen.jobs.results import FILE, Results
 from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import in_order, read_requests, write_requests
 from batchgen.progress import Snapshot
@@ -137,14 +137,14 @@ def forget_plan(folder: Path) -> None:
         shutil.rmtree(folder / SHARDS_FOLDER, ignore_errors=True)
 
 
-def take_results(folder: Path, plan: ShardPlan, results: Results) -> int:
+def stores(folder: Path) -> list[Path]:
+    """The folders of all shards that have a store of results, also if their plan was deleted."""
+    return [store.parent for store in sorted((folder / SHARDS_FOLDER).glob(f"*/*/{FILE}"))]
+
+
+def take_results(folder: Path, results: Results) -> int:
     """Copies the results of all shards into those of the job. Returns their number."""
-    taken = 0
-    for number in range(1, plan.count + 1):
-        place = shard_folder(folder, plan, number)
-        if (place / "results.sqlite").exists():
-            taken += results.take_from(place)
-    return taken
+    return sum(results.take_from(place) for place in stores(folder))
 
 
 def running_shards(folder: Path, plan: ShardPlan) -> list[tuple[int, dict[str, Any]]]:
