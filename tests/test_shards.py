@@ -183,7 +183,9 @@ def test_other_columns_in_the_output_are_not_ignored(tiny_model_dir: Path, sourc
 
 def test_other_settings_are_refused(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2")
-    with pytest.raises(UsageError, match=r"o\.jsonl was made with other settings: seed was 5, is 6"):
+    with pytest.raises(
+        UsageError, match=r"o\.jsonl was made with other settings: seed was 5, is 6; delete o\.jsonl\.job "
+    ):
         shard(tiny_model_dir, "2/2", sampling=SamplingParams(max_tokens=3, temperature=0.9, seed=6))
 
 
@@ -375,3 +377,12 @@ def test_standard_streams_have_no_shards(tiny_model_dir: Path, source: Path) -> 
         run_job(replace(config, output="-"))
     with pytest.raises(UsageError, match=r"the shards of s3://b/o\.jsonl need a folder that all of them see"):
         run_job(replace(config, output="s3://b/o.jsonl"))
+
+
+def test_a_folder_on_an_object_store_is_refused_before_anything_is_made(
+    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.jobs.lease.file_system", lambda folder: "fuse.s3fs")
+    with pytest.raises(UsageError, match=r"is on fuse\.s3fs"):
+        shard(tiny_model_dir, "1/2")
+    assert not Path("o.jsonl.job").exists()

@@ -80,7 +80,7 @@ class RayCluster:
             .options(
                 num_cpus=self._cpus,
                 num_gpus=1 if self._gpu else 0,
-                max_restarts=0,  # whoever is lost is started anew by Workers, with a place of its own
+                max_restarts=0,  # Workers starts a successor of an actor that is lost, with a place of its own
                 max_concurrency=4,
                 scheduling_strategy="SPREAD",
             )

@@ -220,9 +220,9 @@ def open_shard(
     folder = job_path(output, work_dir)
     if is_url(output) and work_dir is None:
         raise UsageError(f"the shards of {output} need a folder that all of them see", "name it with --work-dir")
+    check_shared_folder(folder)
     with writing(folder):
         folder.mkdir(exist_ok=True)
-        check_shared_folder(folder)
     said: set[str] = set()
 
     def tell_once(text: str) -> None:
@@ -298,7 +298,8 @@ def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], 
     said = differences(plan.asked["settings"], asked["settings"])
     if said:
         raise UsageError(
-            f"{output} was made with other settings: {said}", "use --overwrite to start again, or another -o"
+            f"{output} was made with other settings: {said}",
+            f"delete {folder} (and {output}, if it exists) to start again, or use another -o",  # --overwrite is not for shards
         )
     running = running_shards(folder, plan)
     if running:
