@@ -133,15 +133,27 @@ def test_a_body_that_may_call_no_tools_calls_none_of_the_commands(calling_model:
     assert ["tool_calls" in row for row in lines(output)] == [True, False]
 
 
-def test_tools_with_values_that_json_does_not_have_are_no_trouble(calling_model: Path, tmp_path: Path) -> None:
-    (calling_model / "chat_template.jinja").write_text(TEMPLATE.replace("tools | tojson", "tools[0].function.name"))
+@pytest.fixture
+def naming_model(calling_model: Path, tmp_path: Path) -> Path:
+    """A model whose template shows only the names of tools."""
+    folder = tmp_path / "naming"
+    shutil.copytree(calling_model, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("tools | tojson", "tools[0].function.name"))
+    return folder
+
+
+def test_tools_with_values_that_json_does_not_have_are_no_trouble(naming_model: Path, tmp_path: Path) -> None:
     since = {"type": "function", "function": {"name": "weather", "since": dt.date(2020, 1, 1)}}
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "tools": [since]}]), tmp_path / "in.parquet")
     output = tmp_path / "out.jsonl"
-    try:
-        run_job(JobConfig(inputs=tmp_path / "in.parquet", output=output, model=calling_model, sampling=ENDS, keep=()))
-    finally:
-        (calling_model / "chat_template.jinja").write_text(TEMPLATE)
+    run_job(JobConfig(inputs=tmp_path / "in.parquet", output=output, model=naming_model, sampling=ENDS, keep=()))
+    assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
+
+
+def test_tools_with_a_lone_surrogate_are_no_trouble_on_disk(naming_model: Path, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "half of \ud83d"}}
+    output = tmp_path / "out.jsonl"
+    run(naming_model, [{"prompt": "a", "tools": [tool]}], output, shard="1/1", merge=True)
     assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
 
 

@@ -230,7 +230,8 @@ class Renderer:
         if self._tokenizer.tool_format is None:
             self.note("rows have tools, and how this model writes calls of them is not known: calls stay in the text")
             return ""
-        return json.dumps(tools, ensure_ascii=False, default=str)  # a table may hold what JSON has no form for
+        # In ASCII, because text may hold lone surrogates; a table may hold what JSON has no form for.
+        return json.dumps(tools, default=str)
 
     def _note_unused(self, name: str) -> None:
         assert self._chat is not None
