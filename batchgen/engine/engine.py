@@ -248,6 +248,8 @@ class Engine:
             with suppress(KernelsFailed):  # the rows of a failed step are not done; the next run runs them again
                 self._settle()
         finally:
+            if self._suspects:
+                self._keep_suspects(set())
             if self.unfinished or self.loop.in_flight:
                 self._abandon()
             self.executor.free(self.scheduler.take_freed())
@@ -258,6 +260,8 @@ class Engine:
         if self.results.overdue:
             self._settle()  # tokens that were sampled before a row's time was up belong to the row
         self.results.end_due()
+        if self._suspects:
+            self._keep_suspects({request.row for request, *_ in self.results.requests()})
         for update in self.loop.step(admit):
             self._apply(update)
         self._shrink()
@@ -391,6 +395,12 @@ class Engine:
                 self.runner.resume_kernels()
             elif not self._suspects:
                 self._blame(KernelsFailed(NO_NUMBERS))
+
+    def _keep_suspects(self, rows: set[int]) -> None:
+        """Forgets the suspects that are not in `rows`. If none is left, nobody knows what was at fault, and the kernels run again."""
+        self._suspects &= rows
+        if not self._suspects:
+            self.runner.resume_kernels()
 
     def _blame(self, failed: KernelsFailed) -> None:
         """Switches the kernels off, for this run and the next ones."""

@@ -43,7 +43,7 @@ def quantize_linear(
     """
     all_weights = sum(p.numel() for p in model.parameters())
     packing = Int8Packing(model, scales or {}, own_kernels=own_kernels)
-    fuse_linear(model, packing, gated=own_kernels)
+    fuse_linear(model, packing, own_kernels=own_kernels)
     if own_kernels:
         fuse_linear(model, ExactPacking())  # the rest
     for parent in list(model.modules()):

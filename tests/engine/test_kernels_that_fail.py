@@ -159,6 +159,27 @@ def test_rows_that_run_again_can_be_cancelled(model, monkeypatch):
     assert all(4 <= len(r.token_ids) < 30 for r in results.values())
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_kernels_run_again_if_no_row_shows_whether_they_were_at_fault(model, want, monkeypatch, interrupted):
+    use_fake_device(monkeypatch, attention=failing_from(7, no_numbers))
+    engine, requests, results = engine_of(model), mixed(), {}
+    engine.add(*planned(requests), lambda r: results.__setitem__(r.row, r))
+
+    def stop():
+        if engine.attention == "triton":
+            return None
+        for request in requests:
+            engine.cancel(request)
+        return "now" if interrupted else None
+
+    engine.run(stop)
+    assert (len(results) < len(requests)) == interrupted
+    assert ("cancelled" in {r.finish_reason for r in results.values()}) != interrupted
+    assert (engine.attention, engine.notes) == ("triton", [])
+    assert told(run(engine, mixed())) == want  # where they fail once more, and a row shows it
+    assert engine.attention == "cascade"
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_model_s_own_numbers_that_are_none_fail_their_row_and_the_kernels_go_on(poisoned, monkeypatch, ahead):
     requests = requests_of([*PROMPTS, [1, POISON, 2], [3, POISON]], [12] * (len(PROMPTS) + 2))

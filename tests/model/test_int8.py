@@ -15,9 +15,11 @@ from transformers import AutoConfig
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.kernels import isa
+from batchgen.kernels import isa, ops
+from batchgen.kernels.build import NoKernels
 from batchgen.kernels.int8 import Int8Linear, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
+from batchgen.kernels.quantization import quantize_linear
 from batchgen.model import int8, loader
 from batchgen.model.int8 import check_int8, checkpoint_scales
 from batchgen.model.loader import load_model
@@ -208,6 +210,20 @@ def test_without_kernels_tokens_are_the_same_through_onednn(name: str, tmp_path:
     values, scales = quantize_weight(written.get_submodule(layer).weight)
     assert torch.equal(model.module.get_submodule(layer).weight, values * scales[:, None])
     assert tokens(model) == expected
+
+
+def test_without_a_compiler_a_head_that_the_embedding_shares_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not sums_are_exact():
+        pytest.skip("oneDNN's sums are not exact on this processor")
+
+    def none() -> Any:
+        raise NoKernels("no C++ compiler (g++) was found")
+
+    monkeypatch.setattr(ops, "library", none)
+    model = build("llama/mqa")
+    assert quantize_linear(model, own_kernels=False).layers == 14
+    assert type(model.lm_head) is torch.nn.Linear
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_without_kernels_and_exact_sums_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
