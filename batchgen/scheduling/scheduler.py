@@ -127,7 +127,8 @@ class RunningSet:
                 self.block_manager.retire(node_span)
             else:
                 self.block_manager.evict(node_span)
-        self.block_manager.windows.clear()
+        for w in list(self.block_manager.windows.values()):
+            self.block_manager.remove_window(w)
         self.prefilling.clear()
         self.queue.clear()
         self.unfinished = 0

@@ -431,17 +431,25 @@ def test_of_a_node_in_host_memory_a_part_can_come_back():
     assert s.prefilled - before == 2
 
 
-def test_nodes_that_stay_for_later_windows_keep_neither_the_leaves_nor_the_window_of_their_own():
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_nodes_that_stay_for_later_windows_keep_neither_the_leaves_nor_the_window_of_their_own(abandoned):
     """A long file would otherwise keep all of its windows in memory."""
     s = sim.Simulation(block_size=2)
-    prompts = []
+    prompts, nodes = [], []
     for _ in range(3):
-        s.load([[*range(9), 50], [*range(9), 60]], [1, 1])
+        s.load([[*range(9), 50], [*range(9), 60]], [3, 3])
         prompts += [weakref.ref(leaf.request.tokens) for leaf in s.window.leaves]
-        s.finish()
+        s.step()
+        s.scheduler.abandon() if abandoned else s.finish()
         assert (s.block_manager.windows, len(s.block_manager.cached)) == ({}, 1)
+        nodes.append(weakref.ref(next(iter(s.block_manager.cached)).prompt))
         del s.window, s.batch
         s.sampled.clear()
         s.scheduler.take_freed()
     gc.collect()
     assert [prompt() is None for prompt in prompts] == [True] * 6
+    assert [node.prompt.tolist() for node in s.block_manager.cached] == [list(range(9))]
+    s.block_manager.discard()
+    s.scheduler.take_freed()
+    gc.collect()
+    assert [node() is None for node in nodes] == [True] * 3
