@@ -35,6 +35,7 @@ from batchgen.model.quantized import (
     note_of,
     num_weights,
     packed_bits,
+    plain_layers,
     quant_method,
     quantization,
     with_dequantization,
@@ -219,6 +220,8 @@ def load_model(
     module, found = _from_pretrained(config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map)
     _check_found(config, found)
     if is_dequantized(tokenizer.hf_config):
+        if config.device_map is None:
+            plain_layers(module)
         if dtype != "auto":
             module = module.to(dtype)  # transformers leaves some in bfloat16
         notes += (note_of(tokenizer.hf_config, module),)

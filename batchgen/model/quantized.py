@@ -86,6 +86,26 @@ def with_dequantization(hf_config: Any) -> Any:
     return asked
 
 
+def plain_layers(module: torch.nn.Module) -> None:
+    """Leaves a dequantized model's layers nothing but their weights, in place; not for a model on several devices.
+
+    With transformers 5.17, layers of compressed-tensors keep their scales and a forward that rounds activations, and every part has a
+    forward of compressed-tensors' own that moves its weights between devices. With later versions there is nothing to do.
+    """
+    if any(type(part._parameters) is not dict for part in module.modules()):
+        from compressed_tensors.offload import remove_dispatch
+
+        remove_dispatch(module, onload_tensors=True)
+    for part in module.modules():
+        dequantized = getattr(getattr(part, "quantization_status", None), "value", None) == "decompressed"
+        if dequantized:
+            part.__dict__.pop("quantization_scheme", None)
+            for name in part._parameters.keys() - {"weight", "bias"}:
+                del part._parameters[name]
+        if dequantized or getattr(part.__dict__.get("forward"), "__func__", None) is type(part).forward:
+            part.__dict__.pop("forward", None)
+
+
 def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
     """How many plain numbers a quantized tensor of a safetensors file becomes; 0 for scales, and for tensors that are not quantized.
 

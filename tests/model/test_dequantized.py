@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model.loader import load_model, weight_bytes
-from batchgen.model.quantized import check_quantization, packed_bits, with_dequantization
+from batchgen.model.quantized import check_quantization, packed_bits, plain_layers, with_dequantization
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
 
@@ -71,6 +72,7 @@ def test_output_is_that_of_transformers_on_the_dequantized_weights(checkpoint: t
     else:
         asked = with_dequantization(AutoConfig.from_pretrained(folder))
         reference = AutoModelForCausalLM.from_pretrained(folder, config=asked, dtype=torch.float32).float().eval()
+        plain_layers(reference)  # transformers 5.17 rounds activations
     model = load(folder, "float32")
     expected = [expect(reference, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     results = run(engine_for(model), make_requests(PROMPTS, LENGTHS))
@@ -99,6 +101,24 @@ def test_nothing_of_the_quantization_is_left_for_our_kernels_to_avoid(checkpoint
     assert getattr(module, "is_quantized", False) is False
     assert {type(part) for part in module.modules()} == {type(part) for part in original.modules()}
     assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in original.named_parameters()]
+    assert not any("forward" in part.__dict__ for part in module.modules())
+
+
+def test_a_forward_that_rounds_activations_is_taken_off_where_transformers_leaves_it() -> None:
+    """As transformers 5.17 leaves layers of compressed-tensors."""
+    layer: Any = torch.nn.Linear(3, 2)
+    x = torch.ones(1, 3)
+    expected = layer(x)
+    layer.forward = lambda x: torch.nn.functional.linear(x.round(), layer.weight) / 0
+    layer.quantization_status = SimpleNamespace(value="decompressed")
+    layer.weight_scale = torch.nn.Parameter(torch.ones(2, 1))
+    norm: Any = torch.nn.LayerNorm(2)
+    norm.forward = norm.forward
+    plain_layers(torch.nn.Sequential(layer, norm))
+    assert torch.equal(layer(x), expected)
+    assert "forward" not in norm.__dict__
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
 def test_the_room_they_need_is_that_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
