@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import textwrap
+import io
+import re
 from typing import TYPE_CHECKING, Any
 
 from batchgen_cli.stderr import Stderr, event, printable, put
@@ -43,18 +43,23 @@ def show_report(report: JobReport, *, as_json: bool = False) -> None:
 
 def _show_table(lines: list[tuple[str, str]]) -> None:
     """Names in bold on a terminal, values folded to its width."""
-    stream = Stderr()
-    terminal = stream.isatty()
-    bold, plain = ("\x1b[1m", "\x1b[0m") if terminal and "NO_COLOR" not in os.environ else ("", "")
-    left = max(len(name) for name, _ in lines) + 2
-    width = max(20, (stream.width(80) if terminal else LOG_WIDTH) - left - 2)
-    put("", stream)
+    from rich import box  # imported for a summary alone: a start need not wait for it
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in lines:
-        first, *rest = textwrap.wrap(printable(value), width) or [""]
-        put(f" {bold}{name}{plain}{' ' * (left - len(name))}{first}".rstrip(), stream)
-        for line in rest:
-            put(f" {' ' * left}{line}", stream)
-    put("", stream)
+        table.add_row(name, Text(printable(value)))
+    stream = Stderr()
+    drawn = io.StringIO()
+    width = stream.width(80) if stream.isatty() else LOG_WIDTH
+    console = Console(file=drawn, force_terminal=stream.isatty(), highlight=False, width=width)
+    console.print(table)
+    for line in drawn.getvalue().splitlines():
+        put(re.sub(r"\s+(\x1b\[0m)?$", r"\1", line), stream)
 
 
 def _plain(report: JobReport) -> dict[str, Any]:
