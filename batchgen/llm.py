@@ -155,17 +155,17 @@ class LLM:
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
-        completions: str | Sequence[str],
+        completions: str | Sequence[str | Sequence[int]],
         *,
         prompt_options: PromptConfig | None = None,
     ) -> list[Result]:
-        """Scores how likely each completion is after its prompt. Returns one result per pair, in order, with its `score`."""
+        """Scores how likely each completion is after its prompt. Returns one result per pair, in order, with its `score`.
+
+        A completion is a text, or a list of token ids, which follow the prompt as they are.
+        """
         options = replace(_options(prompt_options), score=True)
         rows = [_columns(prompt, options) for prompt in _listed(prompts)]
-        texts = [completions] if isinstance(completions, str) else list(completions)
-        for text in texts:
-            if not isinstance(text, str):
-                raise TypeError(f"a completion must be text, not {_shown(text)}")
+        texts = [_completion(one) for one in ([completions] if isinstance(completions, str) else completions)]
         if len(texts) != len(rows):
             raise ValueError(
                 f"there are {len(rows)} prompts and {len(texts)} completions; give one completion for each prompt"
@@ -317,6 +317,14 @@ def _columns(prompt: Any, options: PromptConfig) -> dict[str, Any]:
         "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with "
         f"{options.prompt_column} or {options.messages_column}, not {_shown(prompt)}"
     )
+
+
+def _completion(given: Any) -> str | list[int]:
+    if isinstance(given, str):
+        return given
+    if _is_token_ids(given):
+        return [int(token) for token in given]
+    raise TypeError(f"a completion must be text or a list of token ids, not {_shown(given)}")
 
 
 def _is_token_ids(value: Any) -> bool:

@@ -101,6 +101,14 @@ def test_one_pair_may_be_scored(llm: LLM) -> None:
     assert result.score.tokens == 3
 
 
+def test_a_completion_of_token_ids_has_the_score_of_its_text(llm: LLM) -> None:
+    ids = llm.tokenizer.hf_tokenizer.encode("xyz", add_special_tokens=False)
+    text, listed, array = llm.score(["a"] * 3, ["xyz", ids, np.array(ids)])
+    assert text.score == listed.score == array.score
+    assert text.score is not None
+    assert text.score.tokens == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,7 +138,7 @@ def test_lists_that_do_not_go_together_are_refused_with_both_lengths(llm: LLM) -
         ValueError, match=r"^there are 2 prompts and 1 completions; give one completion for each prompt$"
     ):
         llm.score(["a", "b"], ["x"])
-    with pytest.raises(TypeError, match=r"^a completion must be text, not 5$"):
+    with pytest.raises(TypeError, match=r"^a completion must be text or a list of token ids, not 5$"):
         llm.score(["a"], [5])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"^prompt_options must be a PromptConfig, not \{\}$"):
         llm.generate("a", prompt_options={})  # type: ignore[arg-type]

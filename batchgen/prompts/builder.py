@@ -136,7 +136,7 @@ class PromptBuilder:
 
     def _tokenize_texts(self, rendered: Sequence[Rendered | RowError]) -> list[Texts | RowError]:
         """Returns the texts to score of each row: its choices or its completion; none if the row is generated."""
-        completions = [r.completion for r in rendered if isinstance(r, Rendered) and r.completion is not None]
+        completions = [r.completion for r in rendered if isinstance(r, Rendered) and isinstance(r.completion, str)]
         encoded = iter(self._texts.texts(completions))
         found: list[Texts | RowError] = []
         for r in rendered:
@@ -144,6 +144,8 @@ class PromptBuilder:
                 found.append(r)
             elif r.completion is None:
                 found.append(self._texts.choices(r.params.choices) if r.params.choices else ())
+            elif not isinstance(r.completion, str):
+                found.append((r.completion,))
             else:
                 tokens = next(encoded)
                 found.append(self._not_scored(tokens) if isinstance(tokens, RowError) else (tokens,))
@@ -209,13 +211,16 @@ class PromptBuilder:
         """Returns the prompt's tokens if the context can hold them and what follows, else those of a shortened prompt if the user allows it.
 
         The prompt is followed by the longest of `texts`, or by a completion. A shortened prompt leaves room for `max_tokens`, but for at most
-        a quarter of the context. Raises `RowError("prompt_too_long")`.
+        a quarter of the context. A completion that is scored has one token more than the context has room for, because its last token is never
+        run. Raises `RowError("prompt_too_long")`.
         """
         context, truncate = self._tokenizer.context_length, self._prompts.on_long_prompt != "error"
-        if texts:
+        if rendered.completion is not None:
+            room = max(0, len(texts[0]) - 1)
+            after = f"the text to score, of {len(texts[0])} tokens, without its last one"
+        elif texts:
             room = max(map(len, texts))
-            what = "longest choice" if rendered.completion is None else "text to score"
-            after = f"the {what}, of {room} tokens"
+            after = f"the longest choice, of {room} tokens"
         else:
             room = min(rendered.params.max_tokens, max(1, context // _ANSWER_SHARE)) if truncate else 1
             after = "a completion"

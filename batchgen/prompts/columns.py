@@ -185,8 +185,8 @@ def check_scored(prompts: PromptConfig, sampling: SamplingParams) -> None:
         raise UsageError(f"--score cannot be combined with --{other.replace('_', '-')}", "leave one of them out")
 
 
-def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: SamplingParams) -> str:
-    """Returns the text to score, possibly empty. Raises `RowError` if the row has none, or a parameter that cannot be combined with it."""
+def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: SamplingParams) -> str | list[Any]:
+    """Returns the text to score, possibly empty, or its token ids, which are not checked. Raises `RowError` if the row has none, or a parameter that cannot be combined with it."""
     other = not_for_scores(params)
     if other is not None:
         raise RowError("unsupported_parameter", f"{other} cannot be combined with --score")
@@ -194,9 +194,9 @@ def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: Sam
     if name not in columns:
         raise RowError("invalid_row", f"column {name!r} is missing")
     value = columns[name]
-    if not isinstance(value, str):
-        raise RowError("invalid_row", f"column {name!r} must be text, not {kind(value)}")
-    return value
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        return value
+    raise RowError("invalid_row", f"column {name!r} must be text, not {kind(value)}")
 
 
 def priority_of(columns: Mapping[str, Any], name: str | None) -> float:

@@ -37,8 +37,8 @@ class Rendered:
 
     prompt: Text | TokenArray
     params: SamplingParams
-    completion: str | None
-    """The text to score; None if the row is generated or labelled."""
+    completion: str | TokenArray | None
+    """The text to score, or its token ids; None if the row is generated or labelled."""
     priority: float
     tools: str = ""
     """The row's tools as JSON, where calls of them are looked for in the answer."""
@@ -129,7 +129,7 @@ class Renderer:
                 if both is not None:
                     self.note(both)
                 prompt = self._render_from[source](row.columns, how)
-            completion = completion_of(row.columns, self._prompts, own) if self._prompts.score else None
+            completion = self._completion(row.columns, own) if self._prompts.score else None
             priority = priority_of(row.columns, self._prompts.priority_column)
             tools = (
                 "" if labelled or own.constrained or not isinstance(prompt, Text) else self._tools(row.columns, body)
@@ -257,10 +257,18 @@ class Renderer:
             messages = with_system(messages, self._prompts.system)
         return Text(self._chat.render(messages, variables), raw=False)
 
+    def _completion(self, columns: Mapping[str, Any], params: SamplingParams) -> str | TokenArray:
+        given = completion_of(columns, self._prompts, params)
+        return given if isinstance(given, str) else self._known(given, f"column {self._prompts.completion_column!r}")
+
     def _token_ids(self, ids: list[Any], where: str) -> TokenArray:
         """Checks a prompt of token ids, which is sent without special tokens."""
         if self._prompts.prefix:
             raise RowError("invalid_row", f"{where} is a list of token ids, which cannot be combined with --prefix")
+        return self._known(ids, where)
+
+    def _known(self, ids: list[Any], where: str) -> TokenArray:
+        """Returns the token ids as int32. Raises `RowError` for one that the model does not know."""
         for i in ids:
             if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self._tokenizer.vocab_size:
                 shown = i if isinstance(i, int) and not isinstance(i, bool) else kind(i)

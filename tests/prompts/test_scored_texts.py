@@ -58,6 +58,23 @@ def test_a_completion_is_scored_as_its_text_alone(tools):
     assert drafts[0].key == row_digest(drafts[0].tokens, drafts[0].params, drafts[0].texts) != drafts[1].key
 
 
+def test_a_completion_of_token_ids_is_scored_as_it_is(tools):
+    known, unknown, mixed, text = tools.builder(score=True).build(
+        tools.rows(
+            {"prompt": [5, 6], "completion": [7, 5]},
+            {"prompt": [5, 6], "completion": [7, 10**6]},
+            {"prompt": [5, 6], "completion": [7, "x"]},
+            {"prompt": "a", "completion": "b"},
+        )
+    )
+    assert (known.tokens.tolist(), [t.tolist() for t in known.texts]) == ([5, 6], [[7, 5]])
+    for result, shown in ((unknown, "1000000"), (mixed, "text")):
+        assert result.error_type == "invalid_row"
+        assert result.error_message.startswith("column 'completion' must be token ids from 0 to ")
+        assert result.error_message.endswith(f"; one is {shown}")
+    assert [t.tolist() for t in text.texts] == [plain(tools, "b")]
+
+
 def test_an_empty_completion_is_certain(tools):
     result = one(tools, {"prompt": "abc", "completion": ""}, score=True)
     assert (result.text, result.finish_reason, result.score) == (None, None, Score(0.0, 0, True))
@@ -110,15 +127,15 @@ def test_a_prompt_that_leaves_no_room_for_the_text_is_too_long(tools):
     b = tools.builder(score=True, bos=False, context=8)
     fits, too_long, empty = b.build(
         tools.rows(
-            {"prompt": "abcde", "completion": "xyz"},
-            {"prompt": "abcdef", "completion": "xyz"},
+            {"prompt": "abcdef", "completion": "xyz"},  # the last token of a text is never run
+            {"prompt": "abcdefg", "completion": "xyz"},
             {"prompt": "abcdefgh", "completion": ""},
         )
     )
-    assert (len(fits.tokens), len(fits.texts[0]), fits.max_tokens) == (5, 3, 0)
+    assert (len(fits.tokens), len(fits.texts[0]), fits.max_tokens) == (6, 3, 0)
     assert tools.error_of(too_long) == (
         "prompt_too_long",
-        "the prompt has 6 tokens, and the model's context of 8 tokens must hold it and the text to score, of 3 tokens",
+        "the prompt has 7 tokens, and the model's context of 8 tokens must hold it and the text to score, of 3 tokens, without its last one",
     )
     assert empty.score == Score(0.0, 0, True)
 
@@ -143,7 +160,7 @@ def test_a_prompt_is_cut_to_leave_room_for_the_text(tools):
     context = b._tokenizer.context_length
     (draft,) = b.build(tools.rows({"prompt": "a" * 5 * context, "completion": "bcd"}))
     assert draft.truncated
-    assert len(draft.tokens) + len(draft.texts[0]) == context
+    assert len(draft.tokens) + len(draft.texts[0]) == context + 1
 
 
 @pytest.mark.parametrize(("value", "priority"), [(3, 3.0), (-1.5, -1.5), (None, 0.0), ("", 0.0), ("2", 2.0)])
