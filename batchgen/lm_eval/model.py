@@ -1,9 +1,4 @@
-"""The model `batchgen` of EleutherAI's lm-evaluation-harness. Needs the extra `lm-eval`.
-
-python -m batchgen.lm_eval --model batchgen --model_args pretrained=org/name --tasks hellaswag --num_fewshot 10
-
-The harness has no entry points for models of other packages, so `python -m batchgen.lm_eval` is its own command `lm_eval` with this model added.
-A program that imports this module can name it too: `lm_eval.simple_evaluate(model="batchgen", ...)`.
+"""Answers the requests of lm-evaluation-harness with an `LLM`.
 
 Prompts are tokenized, split and shortened exactly as by the harness's model `hf`, so that results can be compared. All requests of a call run
 in one plan: a few-shot prefix runs once for all documents and answers that have it.
@@ -15,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import lm_eval.models  # noqa: F401 - the harness loads its own models only if there are none yet
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -285,14 +279,3 @@ def _with_blanks_moved(context: str, continuation: str) -> tuple[str, str]:
     """Returns the pair with the blanks at the end of the context put before the continuation."""
     kept = context.rstrip()
     return kept, context[len(kept) :] + continuation
-
-
-def main() -> None:
-    """The harness's own command, with the model `batchgen`."""
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()
