@@ -2,6 +2,8 @@
 
 The formats are response templates of transformers (`transformers.utils.chat_parsing`), which has the parser. A checkpoint may bring its
 own (`response_template` of its tokenizer); otherwise the chat template tells the format by its marks.
+
+Blanks are matched up to 64 at a time: without a limit, an answer of thousands of blanks would take minutes to search.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def _format(only_known: bool = False, **calls: Any) -> ToolFormat:
 
 
 HARMONY_CALLS = _format(
-    open_pattern=r"to=functions\.(?P<name>[\w.-]+)(?:(?!<\|(?:message|end|start|call|return)\|>)[^{])*<\|message\|>",
+    open_pattern=r"to=functions\.(?P<name>[\w.-]+)(?:(?!<\|(?:message|end|start|call|return)\|>)[^{]){0,200}<\|message\|>",
     close="<|call|>",
     repeats=True,
     content="json",
@@ -50,20 +52,22 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     (  # MiniMax M2
         "<minimax:tool_call>",
         _format(
-            open_pattern=r'\s*(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
-            close_pattern=r"</invoke>(?:\s*</minimax:tool_call>)?",
+            open_pattern=r'\s{0,64}(?:<minimax:tool_call>\s{0,64})?<invoke name="(?P<name>[^"]+)">',
+            close_pattern=r"</invoke>(?:\s{0,64}</minimax:tool_call>)?",
             repeats=True,
             content="xml-inline",
-            content_args={"tag_pattern": r'<parameter name="(?P<key>[^"]+)">\s*(?P<value>.*?)\s*</parameter>'},
+            content_args={
+                "tag_pattern": r'<parameter name="(?P<key>[^"]+)">\s{0,64}(?P<value>.*?)\s{0,64}</parameter>'
+            },
             transform=_CALL,
         ),
     ),
     (  # Kimi K2
         "<|tool_calls_section_begin|>",
         _format(
-            open_pattern=r"\s*(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
-            r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
-            close_pattern=r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+            open_pattern=r"\s{0,64}(?:<\|tool_calls_section_begin\|>\s{0,64})?<\|tool_call_begin\|>\s{0,64}"
+            r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s{0,64}<\|tool_call_argument_begin\|>",
+            close_pattern=r"<\|tool_call_end\|>(?:\s{0,64}<\|tool_calls_section_end\|>)?",
             repeats=True,
             content="json",
             transform={"id": "{id}", **_CALL},
@@ -72,9 +76,9 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     (  # DeepSeek R1 and V3 with the code fence, V3.1 without
         "<｜tool▁calls▁begin｜>",
         _format(
-            open_pattern=r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+            open_pattern=r"\s{0,64}(?:<｜tool▁calls▁begin｜>\s{0,64})?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
             r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
-            close_pattern=r"(?:\n```)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+            close_pattern=r"(?:\n```)?<｜tool▁call▁end｜>(?:\s{0,64}<｜tool▁calls▁end｜>)?",
             repeats=True,
             content="json",
             transform=_CALL,
@@ -83,7 +87,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     (  # Gemma 4
         "<|tool_call>",
         _format(
-            open_pattern=r"\s*<\|tool_call>call:(?P<name>[\w.-]+)",
+            open_pattern=r"\s{0,64}<\|tool_call>call:(?P<name>[\w.-]+)",
             close="<tool_call|>",
             repeats=True,
             content="json",
@@ -94,7 +98,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     (  # Mistral since Small 3.2, Magistral, Devstral
         "[ARGS]",
         _format(
-            open_pattern=r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+            open_pattern=r"\s{0,64}\[TOOL_CALLS\]\s{0,64}(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
             close_pattern=r"(?=\[TOOL_CALLS\])",
             repeats=True,
             content="json",
@@ -103,17 +107,17 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     ),
     (  # Mistral before
         "[TOOL_CALLS]",
-        _format(open_pattern=r"\s*\[TOOL_CALLS\]", content="json", transform=_EACH, transform_each=True),
+        _format(open_pattern=r"\s{0,64}\[TOOL_CALLS\]", content="json", transform=_EACH, transform_each=True),
     ),
     (  # GLM 4.5 and later
         "<arg_key>",
         _format(
-            open_pattern=r"\s*<tool_call>\s*(?P<name>[^\s<]+)",
+            open_pattern=r"\s{0,64}<tool_call>\s{0,64}(?P<name>[^\s<]+)",
             close="</tool_call>",
             repeats=True,
             content="xml-inline",
             content_args={
-                "tag_pattern": r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>\s*(?P<value>.*?)\s*</arg_value>"
+                "tag_pattern": r"<arg_key>\s{0,64}(?P<key>.*?)\s{0,64}</arg_key>\s{0,64}<arg_value>\s{0,64}(?P<value>.*?)\s{0,64}</arg_value>"
             },
             transform=_CALL,
         ),
@@ -121,28 +125,34 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     (  # Qwen 3 Coder, 3.5 and later, Nemotron 3
         "<function=",
         _format(
-            open_pattern=r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-            close_pattern=r"</function>(?:\s*</tool_call>)?",
+            open_pattern=r"\s{0,64}(?:<tool_call>\s{0,64})?<function=(?P<name>[^>\n]+)>",
+            close_pattern=r"</function>(?:\s{0,64}</tool_call>)?",
             repeats=True,
             content="xml-inline",
-            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s{0,64}(?P<value>.*?)\s{0,64}</parameter>"},
             transform=_CALL,
         ),
     ),
     (  # Hermes, Qwen 2.5 and 3, SmolLM 3, Granite 4, Hunyuan
         "<tool_call>",
-        _format(open_pattern=r"\s*<tool_call>", close="</tool_call>", repeats=True, content="json", transform=_OBJECT),
+        _format(
+            open_pattern=r"\s{0,64}<tool_call>", close="</tool_call>", repeats=True, content="json", transform=_OBJECT
+        ),
     ),
     (  # Nemotron Nano 2
         "<TOOLCALL>",
         _format(
-            open_pattern=r"\s*<TOOLCALL>", close="</TOOLCALL>", content="json", transform=_EACH, transform_each=True
+            open_pattern=r"\s{0,64}<TOOLCALL>",
+            close="</TOOLCALL>",
+            content="json",
+            transform=_EACH,
+            transform_each=True,
         ),
     ),
     (  # Command A, Command R7B
         "<|START_ACTION|>",
         _format(
-            open_pattern=r"\s*<\|START_ACTION\|>",
+            open_pattern=r"\s{0,64}<\|START_ACTION\|>",
             close="<|END_ACTION|>",
             content="json",
             transform={"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}},
@@ -151,13 +161,13 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     ),
     (  # Granite 3
         "<|tool_call|>",
-        _format(open_pattern=r"\s*<\|tool_call\|>", content="json", transform=_EACH, transform_each=True),
+        _format(open_pattern=r"\s{0,64}<\|tool_call\|>", content="json", transform=_EACH, transform_each=True),
     ),
     (  # Llama 3.1 to 3.3: the whole answer is an object
         '"parameters": dictionary of argument name and its value',
         _format(
             only_known=True,
-            open_pattern=r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:type|name)")',
+            open_pattern=r'\A\s{0,64}(?:<\|python_tag\|>)?\s{0,64}(?=\{\s{0,64}"(?:type|name)")',
             content="json",
             transform={"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
         ),
