@@ -30,7 +30,9 @@ class OneDnnInt8Linear(torch.nn.Module):
         if not len(rows):
             return x.new_empty((*x.shape[:-1], self.out_features))
         largest = rows.abs().amax(1, keepdim=True)
-        whole = (rows * torch.where(largest > 0, LARGEST / largest, 0.0)).round_().to(torch.int8)
+        # Divided as our kernels do: torch computes a number over a tensor by its reciprocal, which rounds twice.
+        inverse = torch.where(largest > 0, torch.full_like(largest, LARGEST) / largest, 0.0)
+        whole = (rows * inverse).round_().to(torch.int8)
         y = _sums(whole, self.packed, self.out_features) * (largest / LARGEST * self.scales)
         if self.bias is not None:
             y += self.bias

@@ -6,6 +6,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from batchgen.kernels.fusion import FusedNorm
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_rows, quantize_weight
+from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
 from batchgen.kernels.ops import Activation
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -143,3 +144,13 @@ def test_a_weight_can_be_had_back(dtype):
     values, scales = quantize_weight(numbers(70, 66, dtype=dtype))
     got = Int8Linear([(values, scales)], [None], dtype).weight
     assert torch.equal(got, (values * scales[:, None]).to(dtype))
+
+
+def test_onednn_rounds_numbers_in_the_middle_of_two_as_the_kernels_do():
+    if not sums_are_exact():
+        pytest.skip("oneDNN's sums are not exact on this processor")
+    largest = torch.linspace(0.1, 5, 500)[:, None]
+    x = torch.cat([largest, largest / 127 * (torch.arange(127) + 0.5)], dim=1)
+    values, scales = quantize_weight(torch.randn(32, 128, generator=torch.Generator().manual_seed(0)))
+    ours = Int8Linear([(values, scales)], [None], torch.float32)(x)
+    assert torch.equal(OneDnnInt8Linear(values, scales, None, torch.float32)(x), ours)
