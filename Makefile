@@ -38,6 +38,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
+# What only tests of `make test-slow` need.
+$(VENV)/.installed-slow: $(VENV)/.installed-dev
+	$(PIP_INSTALL) -e '.[dev,ray,lm-eval]'
+	@touch $@
+
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
@@ -54,10 +59,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.installed-dev
+test-slow: $(VENV)/.installed-slow
 	BATCHGEN_TESTS=full $(PYTEST) -m "not nightly and not gpu and not network" $(PYTEST_ARGS)
 
-test-nightly: $(VENV)/.installed-dev
+test-nightly: $(VENV)/.installed-slow
 	BATCHGEN_TESTS=full $(PYTEST) -m "not gpu and not network" $(PYTEST_ARGS)
 
 reference: $(VENV)/.installed
