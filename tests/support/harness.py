@@ -223,8 +223,11 @@ def read_output(path: Path) -> Any:
 def stored_keys(folder: Path) -> list[bytes]:
     """Of the results in a job's folder, in the order in which they came. Changes nothing: it reads a copy."""
     with tempfile.TemporaryDirectory() as copy:
-        for path in folder.glob("results.sqlite*"):
-            shutil.copyfile(path, Path(copy) / path.name)
+        try:
+            for path in folder.glob("results.sqlite*"):
+                shutil.copyfile(path, Path(copy) / path.name)
+        except FileNotFoundError:  # a journal that was there for a moment
+            return stored_keys(folder)
         if not (Path(copy) / "results.sqlite").exists():
             return []
         with closing(sqlite3.connect(Path(copy) / "results.sqlite")) as db:
