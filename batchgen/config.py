@@ -366,6 +366,20 @@ class JobConfig:
         values=["jsonl", "parquet", "csv", "tsv"],
         shown="by suffix",
     )
+    dataset_config: str | None = option(
+        None,
+        "Configuration of an input that is a dataset: hf://datasets/OWNER/NAME, or a folder with the Hub's layout.",
+        group="Job",
+        metavar="NAME",
+        shown="the default one",
+    )
+    split: str | None = option(
+        None,
+        "Split of an input that is a dataset: a name, several as in train+test, or all.",
+        group="Job",
+        metavar="NAME",
+        shown="the only one",
+    )
     id_column: str | None = option(
         None,
         "Column that holds the rows' ids.",

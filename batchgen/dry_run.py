@@ -33,7 +33,7 @@ from batchgen.preflight import check_job
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
-from batchgen.records import open_input, window_rows
+from batchgen.records import DatasetChoice, open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
@@ -132,7 +132,12 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
-        source = open_input(config.inputs, format=config.input_format, output=None)
+        source = open_input(
+            config.inputs,
+            format=config.input_format,
+            output=None,
+            choice=DatasetChoice(config.dataset_config, config.split),
+        )
         check_job(config, source, None)
         tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)

@@ -29,7 +29,7 @@ from batchgen.jobs.windows import Planned, PlannedWindows, Planner
 from batchgen.preflight import check_job
 from batchgen.progress import GENERATING, Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
-from batchgen.records import Input, Row, default_output, open_input, row_form, window_rows
+from batchgen.records import DatasetChoice, Input, Row, default_output, open_input, row_form, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.request import Request, TokenArray
 from batchgen.result import Result
@@ -129,7 +129,12 @@ class _Asked:
 def _ask(config: JobConfig) -> _Asked:
     """Opens the input, and checks all that can be checked without a tokenizer."""
     check_stats_file(config.stats)
-    source = open_input(config.inputs, format=config.input_format, output=config.output)
+    source = open_input(
+        config.inputs,
+        format=config.input_format,
+        output=config.output,
+        choice=DatasetChoice(config.dataset_config, config.split),
+    )
     output = config.output or default_output(config.inputs, source.is_stdin, config.input_format) or "-"
     check_job(config, source, output)
     model_files = local_identity(config.model)

@@ -1,11 +1,13 @@
 """Rows in and rows out: input formats, the output row, output files. No torch, no tokens, no prompts."""
 
+from batchgen.records.dataset_files import DatasetChoice
 from batchgen.records.inputs import Input, open_input, window_rows
 from batchgen.records.output import RESULT_NAMES, RowForm, default_output, job_path, output_row, row_form
 from batchgen.records.rows import Row, windows
 
 __all__ = [
     "RESULT_NAMES",
+    "DatasetChoice",
     "Input",
     "Row",
     "RowForm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ BROKEN = (OSError, EOFError, zlib.error)
 """The exceptions that reading a cut or damaged stream raises."""
 _PACKED = ((b"\x1f\x8b", "gzip", ".gz"), (b"\x28\xb5\x2f\xfd", "zstandard", ".zst"))
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+_AT_COMMIT = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)@[0-9a-f]{40}/")
 _PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
 
 
@@ -93,7 +95,8 @@ class InputFile:
             version = version_of(info)
             if version is None:
                 return None
-            return {"path": self.name, "size": info.get("size"), "version": version}
+            name = _AT_COMMIT.sub(r"\1/", self.name)  # a commit that leaves the file alone does not change it
+            return {"path": name, "size": info.get("size"), "version": version}
         path_ = self._path
         if not path_.is_file():
             return None
@@ -122,7 +125,7 @@ class InputFile:
 
     def forget(self) -> None:
         """Drops the cached listing of a store, so that the next `fingerprint` is up to date."""
-        if is_url(self.name):
+        if is_url(self.name) and not _AT_COMMIT.match(self.name):
             fs, path = remote(self.name)
             fs.invalidate_cache(path)
 

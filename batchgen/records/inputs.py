@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError
+from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_dataset
 from batchgen.records.files import BROKEN, FORMATS, InputFile, split_name
 from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
@@ -31,11 +32,13 @@ CHECKED_ROWS = 1_000
 """If none of these first rows has a column that the command names, the command is refused."""
 
 
-def open_input(inputs: Sequence[str], *, format: str | None, output: str | None) -> Input:
+def open_input(
+    inputs: Sequence[str], *, format: str | None, output: str | None, choice: DatasetChoice = NO_CHOICE
+) -> Input:
     """Returns the input that `inputs` name. The files are checked to be there; only their first bytes are read.
 
-    A folder stands for its files with known suffixes (those of `format`, if it is given), sorted, without its sub-folders; a glob for
-    its files, sorted. Outputs of batchgen among them (there is a job folder beside each), and `output` itself, are left out; `Input.notes`
+    A dataset (`dataset_files.find_dataset`) stands for the files of `choice`; another folder for its files with known suffixes (those of
+    `format`, if it is given), sorted, without its sub-folders; a glob for its files, sorted. Outputs of batchgen among them (there is a job folder beside each), and `output` itself, are left out; `Input.notes`
     says so. Raises `UsageError` if something is missing, of an unknown format, not what its name says, or both input and output.
     """
     if format is not None and format not in FORMATS:
@@ -47,13 +50,21 @@ def open_input(inputs: Sequence[str], *, format: str | None, output: str | None)
             raise UsageError(
                 "- (standard input) cannot be read together with other inputs", "name files only, or - alone"
             )
+        _check_chosen(choice, 0, "-")
         return Input((InputFile("-", format or "jsonl"),), [])
     files: list[InputFile] = []
     notes: list[str] = []
+    datasets = 0
     for name in inputs:
-        many, found = _find(name, format)
+        dataset = find_dataset(name, choice)
+        if dataset is not None:
+            datasets, many = datasets + 1, True
+            found, note = dataset.data_files(choice, format)
+            notes.append(note)
+        else:
+            many, found = _find(name, format)
+            notes += _unread_folders(name, format) if many else []
         if many:
-            notes += _unread_folders(name, format)
             ours = [f for f in found if _is_ours(f, output)]
             notes += [f"{f} is an output of batchgen: left out of the input" for f in ours]
             found = [f for f in found if f not in ours]
@@ -69,7 +80,16 @@ def open_input(inputs: Sequence[str], *, format: str | None, output: str | None)
                 f"{output} is both an input and the output",
                 "name another output with -o (or quote a glob: outputs are left out then)",
             )
+    _check_chosen(choice, datasets, inputs[0])
     return Input(tuple(files), notes)
+
+
+def _check_chosen(choice: DatasetChoice, datasets: int, name: str) -> None:
+    if choice and not datasets:
+        raise UsageError(
+            f"--dataset-config and --split are for datasets, and {name} is none",
+            "leave them out, or name a folder or hf://datasets/OWNER/NAME",
+        )
 
 
 class Input:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +11,8 @@ import pytest
 
 from batchgen.errors import UsageError
 from batchgen.jobs.target import open_target
-from batchgen.records import open_input
+from batchgen.records import DatasetChoice, open_input
+from support.hub import TOKEN, FakeRepo, fake_hub
 
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]
 JSONL = b'{"prompt": "one"}\n{"prompt": "two"}\n'
@@ -28,68 +27,15 @@ def parquet() -> bytes:
 FILES = {"data/a.jsonl": JSONL, "data/b.parquet": parquet(), "README.md": b"#"}
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The dataset `user/rows` with `FILES`, at the revisions main and v1."""
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        if path in (
-            "/api/datasets/user/rows/revision/main",
-            "/api/datasets/user/rows/revision/v1",
-            "/api/datasets/user/rows",
-        ):
-            self.send(json.dumps({"id": "user/rows", "sha": "0" * 40}).encode())
-        elif path.startswith("/api/datasets/user/rows/tree/"):
-            folder = path.split("/", 7)[7] if path.count("/") > 6 else ""
-            self.send(json.dumps(self.listing(folder)).encode())
-        elif path.startswith("/datasets/user/rows/resolve/"):
-            name = path.split("/", 6)[6]
-            first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-            self.send(FILES[name][int(first) : int(last) + 1 if last else None], 206)
-        else:
-            self.send(b'{"error": "Repository not found"}', 404, {"X-Error-Code": "RepoNotFound"})
-
-    def listing(self, folder):
-        if "recursive=true" in self.path.lower():
-            return [self.entry(name) for name in FILES]
-        if not folder:
-            return [{"type": "directory", "oid": "d", "size": 0, "path": "data"}, self.entry("README.md")]
-        return [self.entry(name) for name in FILES if name.startswith(folder + "/")]
-
-    def entry(self, name):
-        return {"type": "file", "oid": f"oid-of-{name}", "size": len(FILES[name]), "path": name}
-
-    def send(self, data, code=200, headers=None):
-        self.send_response(code)
-        for name, value in {"Content-Length": str(len(data)), "ETag": '"x"', **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def hub(monkeypatch):
-    from huggingface_hub import HfFileSystem, constants
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    template = "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + template)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    HfFileSystem.clear_instance_cache()
-    yield
-    HfFileSystem.clear_instance_cache()
-    server.shutdown()
-    server.server_close()
+    with fake_hub(monkeypatch) as hub:
+        hub.repos["user/rows"] = FakeRepo(dict(FILES))
+        yield hub
 
 
-def opened(*names):
-    return open_input(list(names), format=None, output=None)
+def opened(*names, config=None, split=None, format=None):
+    return open_input(list(names), format=format, output=None, choice=DatasetChoice(config, split))
 
 
 @pytest.mark.parametrize("revision", ["", "@v1"])
@@ -101,7 +47,7 @@ def test_a_file_of_a_dataset_is_read_at_its_revision(hub, revision, name):
         {
             "path": f"hf://datasets/user/rows{revision}/{name}",
             "size": len(FILES[name]),
-            "version": f"blob_id oid-of-{name}",
+            "version": f"blob_id {hashlib.sha1(FILES[name]).hexdigest()}",
         }
     ]
 
@@ -137,3 +83,124 @@ def test_offline_is_one_line(monkeypatch):
     HfFileSystem.clear_instance_cache()
     with pytest.raises(UsageError, match=r"^hf://datasets/user/rows/data/a\.jsonl cannot be read: [^\n]*offline"):
         opened("hf://datasets/user/rows/data/a.jsonl")
+
+
+CARD = b"""---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/train-*.parquet
+  - split: test
+    path: [en/test.jsonl]
+- config_name: de
+  data_files: de/*.jsonl
+license: mit
+---
+# Rows
+"""
+
+
+def with_configs() -> FakeRepo:
+    files = {"README.md": CARD, "de/rows.jsonl": JSONL, "en/test.jsonl": JSONL, "en/notes.txt": b"-"}
+    return FakeRepo(files | {f"en/train-{n}.parquet": parquet() for n in range(2)})
+
+
+def test_a_dataset_is_read_by_its_name_configuration_and_split_at_the_commit_it_has_now(hub):
+    repo = hub.repos["user/rows"] = with_configs()
+    source = opened("hf://datasets/user/rows", config="en", split="train")
+    root = f"hf://datasets/user/rows@{repo.commit}"
+    assert [f.name for f in source.files] == [f"{root}/en/train-0.parquet", f"{root}/en/train-1.parquet"]
+    assert source.notes == ["hf://datasets/user/rows: configuration en, split train, 2 files"]
+    assert [row.columns for row in source.rows()] == ROWS + ROWS
+    assert source.schema == pa.schema([("prompt", pa.string())])
+    assert [f.name for f in opened("hf://datasets/user/rows@v1", config="de").files] == [f"{root}/de/rows.jsonl"]
+    both = opened("hf://datasets/user/rows", config="de", split="all")
+    assert [row.columns for row in both.rows()] == ROWS
+
+
+def test_a_commit_that_leaves_the_files_alone_is_the_same_input_and_another_one_is_not(hub):
+    repo = hub.repos["user/rows"] = with_configs()
+
+    def fingerprint():
+        return opened("hf://datasets/user/rows", config="de").fingerprint()
+
+    before = fingerprint()
+    assert [entry["path"] for entry in before] == ["hf://datasets/user/rows/de/rows.jsonl"]
+    repo.files["README.md"] += b"More words.\n"
+    assert fingerprint() == before
+    repo.files["de/rows.jsonl"] = JSONL.replace(b"one", b"six")
+    assert fingerprint() != before
+
+
+def test_the_hubs_parquet_copy_has_configurations_and_splits_by_folder(hub):
+    hub.repos["user/rows"] = FakeRepo(
+        {f"{c}/{s}/0000.parquet": parquet() for c in ("a", "b") for s in ("train", "extra")}
+    )
+    for revision in ("refs/convert/parquet", "~parquet"):
+        source = opened(f"hf://datasets/user/rows@{revision}", config="b", split="extra")
+        assert [f.name.partition("/b/")[2] for f in source.files] == ["extra/0000.parquet"]
+        assert [row.columns for row in source.rows()] == ROWS
+
+
+def test_a_private_dataset_needs_the_token(hub, monkeypatch):
+    hub.repos["user/rows"].private = True
+    with pytest.raises(UsageError) as caught:
+        opened("hf://datasets/user/rows", format="jsonl")
+    assert str(caught.value) == (
+        "there is no dataset user/rows on the hub; check the name; for a private dataset, set HF_TOKEN or run `hf auth login`"
+    )
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert [row.columns for row in opened("hf://datasets/user/rows", format="jsonl").rows()] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("user/rows", {}, "hf://datasets/user/rows has several configurations; choose one with --dataset-config: en, de"),
+        ("user/rows", {"config": "fr"}, "hf://datasets/user/rows has no configuration 'fr'; use one of these with --dataset-config: en, de"),
+        ("user/rows", {"config": "en"}, "hf://datasets/user/rows has several splits; choose with --split: train, test, or all"),
+        ("user/rows", {"config": "en", "split": "dev"}, "hf://datasets/user/rows has no split 'dev'; choose with --split: train, test, or all"),
+        ("user/rows", {"config": "en", "split": "all"}, None),
+        ("user/rows@v2", {"config": "en"}, "dataset user/rows has no revision 'v2'; use a branch, a tag or a commit of it"),
+        ("user/rows?split=train", {}, "hf://datasets/user/rows?split=train is not the name of a dataset; choose a part of it with --dataset-config and --split"),
+        ("user/mixed", {}, "split train of hf://datasets/user/mixed has files of several formats: jsonl, parquet; choose one with --input-format"),
+        ("user/pictures", {}, "split train of hf://datasets/user/pictures has no JSONL, Parquet, CSV or TSV file (but .json, .png); name the format with --input-format, or read the Hub's Parquet copy, hf://datasets/user/pictures@refs/convert/parquet"),
+        ("user/empty", {}, "hf://datasets/user/empty has no data files; name its files, or a glob"),
+        ("user/broken", {}, "the configs of hf://datasets/user/broken/README.md cannot be read: data_files is 7; correct that file"),
+    ],
+)  # fmt: skip
+def test_a_choice_that_is_not_clear_or_not_there_is_one_line_with_what_there_is(hub, name, options, message):
+    hub.repos |= {
+        "user/rows": with_configs(),
+        "user/mixed": FakeRepo({"a.jsonl": JSONL, "b.parquet": parquet()}),
+        "user/pictures": FakeRepo({"a.json": b"[]", "b.png": b""}),
+        "user/empty": FakeRepo({"README.md": b"# Nothing"}),
+        "user/broken": FakeRepo({"README.md": b"---\nconfigs:\n- config_name: a\n  data_files: 7\n---\n"}),
+    }
+    if message is None:
+        assert len(opened(f"hf://datasets/{name}", **options).files) == 3
+        return
+    with pytest.raises(UsageError) as caught:
+        opened(f"hf://datasets/{name}", **options)
+    assert str(caught.value) == message
+
+
+def test_a_hub_that_fails_or_is_offline_is_one_line(hub, monkeypatch):
+    from huggingface_hub import constants
+
+    hub.failing = "/api/"
+    with pytest.raises(UsageError, match=r"^dataset user/rows: the hub failed: [^\n]*; check the connection and run the same command again$"):  # fmt: skip
+        opened("hf://datasets/user/rows")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match=r"^dataset user/rows is on the hub, and HF_HUB_OFFLINE is set; unset it, or name a local copy$"):  # fmt: skip
+        opened("hf://datasets/user/rows")
+
+
+def test_a_configuration_or_a_split_is_refused_without_a_dataset(hub):
+    with pytest.raises(UsageError) as caught:
+        opened("hf://datasets/user/rows/data/a.jsonl", split="train")
+    assert str(caught.value) == (
+        "--dataset-config and --split are for datasets, and hf://datasets/user/rows/data/a.jsonl is none; "
+        "leave them out, or name a folder or hf://datasets/OWNER/NAME"
+    )

@@ -1,0 +1,55 @@
+"""Turns what huggingface_hub raises into errors of one line that say how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from batchgen.errors import BatchgenError, UsageError
+from batchgen.records.remote import reason
+
+_TOKEN = "set HF_TOKEN or run `hf auth login`"
+
+
+@contextmanager
+def reaching_hub(repo: str, *, revision: str | None = None, error: type[BatchgenError] = UsageError) -> Iterator[None]:
+    """Raises an `error` that names the dataset `repo` (`owner/name`) for whatever goes wrong with the hub inside."""
+    try:
+        yield
+    except BatchgenError:
+        raise
+    except Exception as e:
+        message, hint = _explained(repo, revision, e)
+        raise error(message, hint) from e
+
+
+def _explained(repo: str, revision: str | None, error: BaseException) -> tuple[str, str]:
+    from huggingface_hub import errors as hub
+
+    causes = list(_causes(error))
+
+    def caused_by(*types: type[BaseException]) -> bool:
+        return any(isinstance(cause, types) for cause in causes)
+
+    status = next((c.response.status_code for c in causes if isinstance(c, hub.HfHubHTTPError)), None)
+    if caused_by(hub.HFValidationError):
+        return f"{repo!r} is not the name of a dataset on the hub", "use OWNER/NAME"
+    if caused_by(hub.RevisionNotFoundError):
+        return f"dataset {repo} has no revision {revision!r}", "use a branch, a tag or a commit of it"
+    if caused_by(hub.GatedRepoError):
+        return f"dataset {repo} is gated, and you have no access to it", f"ask for access on its page and {_TOKEN}"
+    if caused_by(hub.LocalTokenNotFoundError) or status == 401:
+        return f"dataset {repo} needs a token of the hub", _TOKEN
+    if caused_by(hub.RepositoryNotFoundError):
+        return f"there is no dataset {repo} on the hub", f"check the name; for a private dataset, {_TOKEN}"
+    if status == 403:
+        return f"the token gives no access to dataset {repo}", "use a token that has the permission"
+    if caused_by(hub.OfflineModeIsEnabled):
+        return f"dataset {repo} is on the hub, and HF_HUB_OFFLINE is set", "unset it, or name a local copy"
+    return f"dataset {repo}: the hub failed: {reason(error)}", "check the connection and run the same command again"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

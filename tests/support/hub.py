@@ -1,0 +1,185 @@
+"""A server that imitates the requests of the Hub which reading and pushing a dataset need."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+TOKEN = "hf_good"
+READ_ONLY = "hf_reader"
+RESOLVE = "/{repo_id}/resolve/{revision}/{filename}"
+
+
+@dataclass
+class FakeRepo:
+    files: dict[str, bytes]
+    private: bool = False
+    revisions: tuple[str, ...] = ("main", "v1", "refs/convert/parquet")
+    messages: list[str] = field(default_factory=list)
+    """The message of each commit that was pushed."""
+
+    @property
+    def commit(self) -> str:
+        return hashlib.sha1(repr(sorted(self.files.items())).encode()).hexdigest()
+
+
+@dataclass
+class FakeHub:
+    repos: dict[str, FakeRepo] = field(default_factory=dict)
+    failing: str = ""
+    """Requests whose path has this text get the answer 500."""
+    requests: list[str] = field(default_factory=list)
+    """Method and path of each request."""
+    endpoint: str = ""
+
+
+@contextmanager
+def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Runs the server, and makes huggingface_hub use it without a token."""
+    from huggingface_hub import HfFileSystem, constants
+
+    hub = FakeHub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + RESOLVE)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
+    HfFileSystem.clear_instance_cache()
+    try:
+        yield hub
+    finally:
+        HfFileSystem.clear_instance_cache()
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: FakeHub
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = unquote(self.path.partition("?")[0])
+        self.hub.requests.append(f"{self.command} {path}")
+        if self.hub.failing and self.hub.failing in path:
+            return self._send(b'{"error": "the server is on fire"}', 500)
+        if path == "/api/whoami-v2":
+            return self._whoami()
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        match = re.fullmatch(r"(?:/api)?/datasets/([^/]+/[^/]+)(/.*)?", path)
+        repo = self.hub.repos.get(match[1]) if match else None
+        if match is None or repo is None or (repo.private and self._role is None):
+            return self._send(b'{"error": "Repository not found"}', 404, {"X-Error-Code": "RepoNotFound"})
+        return self._of_repo(match[1], repo, match[2] or "", body)
+
+    def _of_repo(self, name: str, repo: FakeRepo, rest: str, body: bytes) -> None:
+        info = {"id": name, "sha": repo.commit, "private": repo.private}
+        revision, path = "", ""
+        for known in (*repo.revisions, repo.commit):
+            if found := re.fullmatch(rf"/(revision|tree|resolve|preupload|commit)/{known}(?:/(.*))?", rest):
+                revision, rest, path = known, found[1], found[2] or ""
+                break
+        if not rest:
+            return self._json(info)
+        if not revision:
+            return self._send(b'{"error": "Invalid rev id"}', 404, {"X-Error-Code": "RevisionNotFound"})
+        if rest == "revision":
+            return self._json(info)
+        if rest == "tree":
+            return self._json(_listing(repo, path, recursive="recursive=true" in self.path.lower()))
+        if rest == "resolve":
+            if path not in repo.files:
+                return self._send(b"", 404, {"X-Error-Code": "EntryNotFound"})
+            first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            part = repo.files[path][int(first) : int(last) + 1 if last else None]
+            return self._send(part, 206, {"X-Repo-Commit": repo.commit})
+        if self._role != "write":
+            return self._send(b'{"error": "Forbidden"}', 403)
+        if rest == "preupload":
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+            ]
+            return self._json({"files": files})
+        return self._commit(name, repo, body)
+
+    def _commit(self, name: str, repo: FakeRepo, body: bytes) -> None:
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                repo.messages.append(value["summary"])
+            elif line["key"] == "file":
+                repo.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del repo.files[value["path"]]
+        url = f"{self.hub.endpoint}/datasets/{name}/commit/{repo.commit}"
+        self._json({"success": True, "commitOid": repo.commit, "commitUrl": url})
+
+    def _whoami(self) -> None:
+        if self._role is None:
+            return self._send(b'{"error": "Invalid credentials in Authorization header"}', 401)
+        return self._json({"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"role": self._role}}})
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        if self._role != "write":
+            return self._send(b'{"error": "Forbidden"}', 403)
+        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        url = f"{self.hub.endpoint}/datasets/{name}"
+        if name in self.hub.repos:
+            return self._send(json.dumps({"error": "You already created this dataset repo", "url": url}).encode(), 409)
+        private = asked.get("private") or asked.get("visibility") == "private"
+        self.hub.repos[name] = FakeRepo({".gitattributes": b""}, private=bool(private))
+        return self._json({"url": url, "name": name})
+
+    @property
+    def _role(self) -> str | None:
+        return {f"Bearer {TOKEN}": "write", f"Bearer {READ_ONLY}": "read"}.get(self.headers.get("Authorization", ""))
+
+    def _json(self, value: Any) -> None:
+        self._send(json.dumps(value).encode())
+
+    def _send(self, data: bytes, code: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(data)), "ETag": '"x"', **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def _listing(repo: FakeRepo, folder: str, *, recursive: bool) -> list[dict[str, Any]]:
+    inside = {name: data for name, data in repo.files.items() if not folder or name.startswith(f"{folder}/")}
+    start = len(folder) + 1 if folder else 0
+    folders = {name[: name.index("/", start)] for name in inside if "/" in name[start:]}
+    entries = [{"type": "directory", "oid": "d", "size": 0, "path": name} for name in sorted(folders)]
+    for name, data in sorted(inside.items()):
+        if recursive or "/" not in name[start:]:
+            oid = hashlib.sha1(data).hexdigest()
+            entries.append({"type": "file", "oid": oid, "size": len(data), "path": name})
+    return entries
