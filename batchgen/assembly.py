@@ -43,6 +43,8 @@ class JobReport:
     """The first few failed rows of this run: where, and why."""
     shard: str = ""
     """`I/N` of a shard, whose output is written by the merge; empty for a whole job."""
+    pushed: str = ""
+    """Address of the dataset on the Hub that has the output; empty without `--push`."""
 
 
 def write_output(

@@ -481,6 +481,14 @@ class JobConfig:
     )
     """The other parts are run by other processes, on any machine that sees the job's folder."""
     merge: bool = option(False, "Write the output when this shard is the last one to be done.", group="Machines")
+    push: str | None = option(
+        None,
+        "When the job is finished, push its output to this dataset of the Hub, with a card. The output must be Parquet.",
+        group="Job",
+        metavar="OWNER/NAME",
+        shown="nowhere",
+    )
+    push_public: bool = option(False, "If --push creates the dataset, let everybody read it.", group="Job")
     stats: PathText | None = option(None, "Also write the run's figures to this file.", group="Job", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -498,6 +506,8 @@ class JobConfig:
         self._check_output_format()
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)
+        if self.push_public and self.push is None:
+            raise UsageError("--push-public is for --push", "name the dataset with --push")
         self._check_shard()
 
     @property

@@ -29,6 +29,7 @@ from batchgen.jobs.windows import Planned, PlannedWindows, Planner
 from batchgen.preflight import check_job
 from batchgen.progress import GENERATING, Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.push import push_output
 from batchgen.records import DatasetChoice, Input, Row, default_output, open_input, row_form, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.request import Request, TokenArray
@@ -46,14 +47,17 @@ QUANTIZED_TEXTS = 4
 
 
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
-    """Runs a job, or one shard of it, to its end, or continues it where an earlier run stopped. Merges the shards if it is asked to.
+    """Runs a job, or one shard of it, to its end, or continues it where an earlier run stopped. Merges the shards and pushes the output if asked to.
 
     Raises `BatchgenError`; the rows that were finished by then are kept.
     """
     report = _run_job(config, progress)
     if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
         with suppress(OutputLocked):  # another shard that ended at the same moment merges
-            return merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
+            report = merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
+    if config.push is not None and not report.shard:
+        pushed = push_output(config, report.output, report.stats, (progress or Silent()).note)
+        report = replace(report, pushed=pushed)
     return report
 
 
@@ -135,7 +139,10 @@ def _ask(config: JobConfig) -> _Asked:
         output=config.output,
         choice=DatasetChoice(config.dataset_config, config.split),
     )
-    output = config.output or default_output(config.inputs, source.is_stdin, config.input_format) or "-"
+    parquet = config.push is not None
+    output = (
+        config.output or default_output(config.inputs, source.is_stdin, config.input_format, parquet=parquet) or "-"
+    )
     check_job(config, source, output)
     model_files = local_identity(config.model)
     command = "" if model_files is None or config.shard_of is not None else command_digest(config, model_files)

@@ -18,6 +18,7 @@ from batchgen.prompts.columns import Columns, check_scored
 from batchgen.prompts.messages import chosen_template
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
+from batchgen.push import check_push
 from batchgen.records import Input, job_path
 from batchgen.records.inputs import CHECKED_ROWS, window_rows
 from batchgen.records.remote import is_url
@@ -34,6 +35,8 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
         check_place(output, open_target(output), folder, config.overwrite)
         if config.shard is None:  # else it is waited for
             check_free(folder / "lock", output)
+    if output is not None:
+        check_push(config, output)
     window_rows(config, source, output)
     check_grammar(config.sampling)
     _check_prompts(config, source)

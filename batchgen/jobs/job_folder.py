@@ -10,6 +10,7 @@
     kept.sqlite      results that the finished output does not hold, or not whole; only if there are any
     stats.json       the figures of the last run
     shards/, claims/ of a job that runs in shards (`shards`)
+    push/            while the output is pushed to the Hub (`push`)
 
 and, while a process works on it (made new at every start),
 
@@ -66,6 +67,8 @@ from batchgen.request import Request
 from batchgen.result import Completion, Result
 
 SORTED_FOLDER = "sorted"
+PUSH_FOLDER = "push"
+"""Files on their way to the Hub (`push.upload`)."""
 _REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Files that every run makes new and none leaves behind."""
 _WORK_FILES = (*results_files.FILES, SORTED_FOLDER, SHARDS_FOLDER, *_REMADE_FILES)
@@ -80,6 +83,7 @@ _OURS = {
     "lock",
     CLAIMS,
     KEPT_FILE,
+    PUSH_FOLDER,
 }
 _START_AGAIN = "use --overwrite to start again, or another -o"
 _TIGHT = 3

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from batchgen.errors import UsageError
 from batchgen.records.files import split_name
-from batchgen.records.hub import reaching_hub
+from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.remote import open_remote
 
 _HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?/?", re.IGNORECASE)

@@ -175,10 +175,10 @@ def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dic
     return names
 
 
-def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = None) -> str:
+def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = None, *, parquet: bool = False) -> str:
     """Returns the output that is used without `-o`: beside the one input file, or `-` for standard input.
 
-    `format` is `--input-format`. Raises `UsageError` if the input is not one local file.
+    `format` is `--input-format`. `parquet`: whether the output is Parquet whatever the input is. Raises `UsageError` if the input is not one local file.
     """
     if is_stdin:
         return "-"
@@ -194,7 +194,9 @@ def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = N
         raise UsageError(f"the glob {inputs[0]} needs an output", "name it with -o")
     stem, by_suffix, _ = split_name(path.name)
     stem = stem if by_suffix else Path(stem).stem
-    return str(path.with_name(stem + (".out.parquet" if (format or by_suffix) == "parquet" else ".out.jsonl")))
+    return str(
+        path.with_name(stem + (".out.parquet" if parquet or (format or by_suffix) == "parquet" else ".out.jsonl"))
+    )
 
 
 def output_format(output: str) -> tuple[str, str | None]:

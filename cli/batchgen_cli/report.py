@@ -68,6 +68,7 @@ def _plain(report: JobReport) -> dict[str, Any]:
         "exit_code": report.exit_code,
         "already_finished": report.already_finished,
         "shard": report.shard,
+        "pushed": report.pushed,
         "chat": report.chat,
         "failures": list(report.failures),
         "stats": report.stats,
@@ -85,6 +86,7 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
     s = report.stats
     lines = [
         ("output", _place(report)),
+        *([("pushed", report.pushed)] if report.pushed else []),
         ("rows", _rows(s)),
         *_ends(s),
         ("prompts", "through the chat template" if report.chat else "raw text"),

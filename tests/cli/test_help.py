@@ -31,7 +31,7 @@ CONTRACT = """
     --policy --priority-column --window --share --no-share --compile --attention --threads --debug
     --shard --merge --ray --workers --cpus-per-worker --ray-working-dir
     --output -o --output-format --input-format --limit --order --overwrite --retry-errors --retry --prune --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats
-    --dataset-config --split
+    --dataset-config --split --push --push-public
     --dry-run --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """
 

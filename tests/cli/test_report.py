@@ -150,6 +150,7 @@ def test_with_json_the_summary_is_an_event(capsys: pytest.CaptureFixture[str]) -
         "exit_code": 3,
         "already_finished": False,
         "shard": "",
+        "pushed": "",
         "chat": True,
         "failures": ["a.jsonl:3: invalid_row: not \x1b JSON"],
         "stats": json.loads(json.dumps(report.stats)),

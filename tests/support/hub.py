@@ -38,7 +38,7 @@ class FakeRepo:
 class FakeHub:
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     failing: str = ""
-    """Requests whose path has this text get the answer 500."""
+    """Requests whose path has this text get the answer 400."""
     requests: list[str] = field(default_factory=list)
     """Method and path of each request."""
     endpoint: str = ""
@@ -85,9 +85,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(self.path.partition("?")[0])
         self.hub.requests.append(f"{self.command} {path}")
         if self.hub.failing and self.hub.failing in path:
-            return self._send(b'{"error": "the server is on fire"}', 500)
+            return self._send(b'{"error": "the server is on fire"}', 400)  # 500 would be tried again for half a minute
         if path == "/api/whoami-v2":
             return self._whoami()
+        if path == "/api/validate-yaml":  # of a card, before it is committed
+            return self._json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         match = re.fullmatch(r"(?:/api)?/datasets/([^/]+/[^/]+)(/.*)?", path)

@@ -1,0 +1,199 @@
+"""Pushes a finished output to the Hub, as a dataset: Parquet files, a card, and a mark by which a later push recognises its own.
+
+All files arrive in one commit. Nothing is pushed if the repository holds this output already, so a push that failed is made up for by the
+same command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.config import JobConfig
+from batchgen.errors import BatchgenError, OutputError, UsageError
+from batchgen.jobs.job_folder import PUSH_FOLDER
+from batchgen.jobs.manifest import DIGEST, Manifest, load_manifest
+from batchgen.push.card import SPLIT, dataset_card
+from batchgen.records.hub_errors import reaching_hub
+from batchgen.records.output import job_path, output_format
+from batchgen.records.remote import is_url, open_remote
+
+MARK = ".batchgen.json"
+"""The file of the repository that says which output its data is. Hidden, so that nobody takes it for data."""
+SHARD_BYTES = 500_000_000
+"""Size from which an output is pushed in several files, as `datasets` does."""
+_README = "README.md"
+_GIT_FILES = {".gitattributes", ".gitignore"}
+
+
+def repo_of(name: str) -> str:
+    """Returns `OWNER/NAME` for the value of `--push`, which may also be `hf://datasets/OWNER/NAME`."""
+    repo = name.removeprefix("hf://").removeprefix("datasets/").rstrip("/")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise UsageError(f"--push {name!r} is not the name of a dataset on the hub", "use OWNER/NAME")
+    return repo
+
+
+def check_push(config: JobConfig, output: str) -> None:
+    """Raises `UsageError` if `output` could not be pushed at the end, as far as that is known before: its format, the token, the repository."""
+    if config.push is None:
+        return
+    repo = repo_of(config.push)
+    if is_url(output) or output == "-" or output_format(output)[0] != "parquet":
+        raise UsageError(
+            f"--push needs a Parquet file on this machine, and the output is {output}", "name a .parquet file with -o"
+        )
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    with reaching_hub(repo):
+        role = ((hub.whoami().get("auth") or {}).get("accessToken") or {}).get("role")
+    if role == "read":
+        raise UsageError(f"the token can only read, and --push writes to dataset {repo}", "use a token that may write")
+    strange = _files(repo) - _GIT_FILES
+    if strange and MARK not in strange and not config.overwrite:
+        raise UsageError(
+            f"dataset {repo} has files that batchgen did not push ({', '.join(sorted(strange)[:3])})",
+            "use another name with --push, or --overwrite to replace its data and its card",
+        )
+
+
+def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: Callable[[str], None]) -> str:
+    """Pushes the finished output and returns the dataset's address. Does nothing if it is there already.
+
+    Raises `OutputError`; the output itself is complete then.
+    """
+    assert config.push is not None
+    repo, folder = repo_of(config.push), job_path(output, config.work_dir)
+    manifest = load_manifest(folder / "manifest.json")
+    assert manifest is not None, "a finished job has a manifest"
+    try:
+        with reaching_hub(repo, error=OutputError):
+            return _push(config, repo, Path(output), manifest, stats, tell, folder / PUSH_FOLDER)
+    except (BatchgenError, OSError) as e:
+        message, hint = (e.message, e.hint) if isinstance(e, BatchgenError) else (str(e), "free some space")
+        raise OutputError(
+            f"{output} is complete, but it could not be pushed: {message}",
+            f"{hint}; the same command then pushes it, and generates nothing",
+        ) from e
+    finally:
+        shutil.rmtree(folder / PUSH_FOLDER, ignore_errors=True)
+
+
+def _push(
+    config: JobConfig,
+    repo: str,
+    output: Path,
+    manifest: Manifest,
+    stats: Mapping[str, Any],
+    tell: Callable[[str], None],
+    folder: Path,
+) -> str:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    hub = HfApi()
+    address = str(hub.create_repo(repo, repo_type="dataset", private=not config.push_public, exist_ok=True))
+    digest, there = manifest.outputs[0][DIGEST], _files(repo)
+    mark = _mark(repo, there)
+    if mark and mark[DIGEST] == digest and {_README, *mark["files"]} <= there:
+        tell(f"{address} has this output already")
+        return address
+    tell(f"pushing {output} to {address}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    shards = parquet_shards(output, folder)
+    names = [f"data/{SPLIT}-{place:05}-of-{len(shards):05}.parquet" for place in range(len(shards))]
+    metadata = [pq.read_metadata(shard) for shard in shards]
+    rows = sum(part.num_rows for part in metadata)
+    schema = pq.read_schema(shards[0])
+    card = dataset_card(config, repo, stats=stats, settings=manifest.settings, schema=schema, rows=rows)
+    text = {_README: card, MARK: json.dumps({DIGEST: digest, "files": names}, indent=2) + "\n"}
+    earlier = mark.get("files") or [name for name in there if name.startswith(f"data/{SPLIT}-")]
+    operations: list[Any] = [
+        *(CommitOperationAdd(name, str(shard)) for name, shard in zip(names, shards, strict=True)),
+        *(CommitOperationAdd(name, content.encode()) for name, content in text.items()),
+        *(CommitOperationDelete(name) for name in sorted({*earlier} & there - {*names})),
+    ]
+    done = hub.create_commit(
+        repo,
+        operations,
+        repo_type="dataset",
+        commit_message=f"batchgen: {rows:,} rows of {config.model.model.rstrip('/').rpartition('/')[2]}",
+    )
+    tell(f"pushed {rows:,} rows in {len(shards)} file{'s'[: len(shards) != 1]}: {done.commit_url}")
+    return address
+
+
+def _files(repo: str) -> set[str]:
+    """Returns the files of a dataset; none if it does not exist."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with reaching_hub(repo):
+        try:
+            return set(HfApi().list_repo_files(repo, repo_type="dataset"))
+        except RepositoryNotFoundError:
+            return set()
+
+
+def _mark(repo: str, there: set[str]) -> dict[str, Any]:
+    """Returns what the repository says of its data; empty if batchgen has not pushed it."""
+    from huggingface_hub import HfApi
+
+    if MARK not in there:
+        return {}
+    commit = HfApi().repo_info(repo, repo_type="dataset").sha
+    with open_remote(f"hf://datasets/{repo}@{commit}/{MARK}") as file:
+        mark = json.loads(file.read())
+    return mark if isinstance(mark, dict) and mark.get(DIGEST) and isinstance(mark.get("files"), list) else {}
+
+
+def parquet_shards(output: Path, folder: Path, max_bytes: int = SHARD_BYTES) -> Sequence[Path]:
+    """Returns Parquet files with the rows of `output`: itself, if it is small, else files of about `max_bytes` in `folder`.
+
+    A map becomes a list of its entries (`key`, `value`), because `datasets` reads no maps. One row group is in memory at a time.
+    """
+    file = pq.ParquetFile(output)
+    schema = pa.schema([field.with_type(_without_maps(field.type)) for field in file.schema_arrow])
+    if schema == file.schema_arrow and output.stat().st_size <= max_bytes:
+        return [output]
+    shards: list[Path] = []
+    writer: pq.ParquetWriter | None = None
+    for group in range(file.num_row_groups):
+        if writer is None:
+            shards.append(folder / f"{len(shards)}.parquet")
+            writer = pq.ParquetWriter(shards[-1], schema, compression="zstd")
+        table = file.read_row_group(group, use_threads=False).cast(schema)
+        writer.write_table(table, row_group_size=max(1, table.num_rows))
+        if shards[-1].stat().st_size >= max_bytes:
+            writer.close()
+            writer = None
+    if not shards:
+        pq.write_table(schema.empty_table(), folder / "0.parquet")
+        return [folder / "0.parquet"]
+    if writer is not None:
+        writer.close()
+    return shards
+
+
+def _without_maps(type: pa.DataType) -> pa.DataType:
+    """Returns a type in which every map is a list of structs."""
+    if pa.types.is_map(type):
+        entry = [pa.field("key", _without_maps(type.key_type)), pa.field("value", _without_maps(type.item_type))]
+        return pa.list_(pa.struct(entry))
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(_without_maps(field.type)) for field in type])
+    if pa.types.is_list(type):
+        return pa.list_(type.value_field.with_type(_without_maps(type.value_type)))
+    if pa.types.is_large_list(type):
+        return pa.large_list(type.value_field.with_type(_without_maps(type.value_type)))
+    if pa.types.is_fixed_size_list(type):
+        return pa.list_(type.value_field.with_type(_without_maps(type.value_type)), type.list_size)
+    return type

@@ -1,0 +1,256 @@
+"""`--push`: the output of a job as a dataset of the Hub, which is a server of this process."""
+
+from __future__ import annotations
+
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.config import JobConfig
+from batchgen.push.card import dataset_card
+from batchgen.push.upload import parquet_shards
+from support.hub import READ_ONLY, TOKEN, FakeRepo, fake_hub
+
+ROWS = [{"prompt": f"row {i}", "kind": {"name": "a", "tags": [i]}} for i in range(3)]
+SHARD = "data/train-00000-of-00001.parquet"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with fake_hub(monkeypatch) as hub:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub
+
+
+@pytest.fixture
+def run(cli, write_jsonl, tiny_model_dir):
+    """Runs the job with `--push me/answers` and other options."""
+    path = write_jsonl(ROWS)
+
+    def run(*options):
+        return cli("run", path, "-m", tiny_model_dir, "--push", "me/answers", "--max-tokens", 4, *options)
+
+    run.output = path.with_name("prompts.out.parquet")
+    return run
+
+
+def table_of(repo: FakeRepo, name: str = SHARD) -> pa.Table:
+    return pq.read_table(io.BytesIO(repo.files[name]))
+
+
+def test_a_finished_job_is_pushed_as_parquet_with_a_card_in_one_commit(hub, run):
+    done = run()
+    assert done.code == 0
+    repo = hub.repos["me/answers"]
+    assert (set(repo.files), repo.private) == ({".gitattributes", ".batchgen.json", "README.md", SHARD}, True)
+    assert table_of(repo).equals(pq.read_table(run.output))
+    assert repo.messages == ["batchgen: 3 rows of tiny"]
+    assert f"batchgen: pushing {run.output} to {hub.endpoint}/datasets/me/answers\n" in done.err
+    assert f"pushed 3 rows in 1 file: {hub.endpoint}/datasets/me/answers/commit/{repo.commit}\n" in done.err
+    assert f" pushed              {hub.endpoint}/datasets/me/answers\n" in done.err
+    card = repo.files["README.md"].decode()
+    assert card.startswith(
+        "---\nsize_categories:\n- n<1K\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n"
+        "tags:\n- batchgen\n- synthetic\n---\n\n# answers\n\n3 rows that `tiny` generated from `prompts.jsonl`, with batchgen "
+    )
+    assert "| model | tiny |\n| dtype | float32 |\n" in card
+    assert "| max_tokens | 4 |" in card
+    assert (
+        "## Rows\n\n| rows | number |\n| --- | --- |\n| rows | 3 |\n| failed | 0 |\n| ended with length | 3 |\n" in card
+    )
+    assert "| kind | struct<name: string, tags: list<element: int64>> |\n" in card
+    assert str(run.output.parent) not in card
+
+
+def test_the_same_command_does_not_push_twice_and_a_changed_output_replaces_the_first(hub, run, write_jsonl):
+    assert run().code == 0
+    repo = hub.repos["me/answers"]
+    again = run()
+    assert (again.code, len(repo.messages)) == (0, 1)
+    assert f"batchgen: {hub.endpoint}/datasets/me/answers has this output already\n" in again.err
+    repo.files["data/train-00007-of-00008.parquet"] = b"of somebody else"
+    write_jsonl([*ROWS, {"prompt": "more"}])
+    assert run().code == 0
+    assert repo.messages == ["batchgen: 3 rows of tiny", "batchgen: 4 rows of tiny"]
+    assert table_of(repo).column("prompt").to_pylist() == ["row 0", "row 1", "row 2", "more"]
+    assert "data/train-00007-of-00008.parquet" in repo.files
+
+
+@pytest.mark.parametrize("failing", ["/api/repos/create", "/preupload/", "/commit/"])
+def test_a_push_that_fails_keeps_the_output_and_the_same_command_makes_up_for_it(hub, run, failing):
+    hub.failing = failing
+    failed = run()
+    assert failed.code == 1
+    last = failed.err.splitlines()[-1]
+    assert last.startswith(
+        f"batchgen: error: {run.output} is complete, but it could not be pushed: dataset me/answers: the hub failed: "
+    )
+    assert last.endswith("; the same command then pushes it, and generates nothing")
+    before = run.output.read_bytes()
+    assert [p.name for p in run.output.parent.joinpath(f"{run.output.name}.job").iterdir() if p.name == "push"] == []
+    hub.failing = ""
+    again = run()
+    assert again.code == 0
+    assert "is complete (3 rows): nothing to do" in again.err
+    assert (run.output.read_bytes(), table_of(hub.repos["me/answers"]).num_rows) == (before, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "token", "message"),
+    [
+        ([], "", "dataset me/answers needs a token of the hub; set HF_TOKEN or run `hf auth login`"),
+        ([], "hf_wrong", "dataset me/answers needs a token of the hub; set HF_TOKEN or run `hf auth login`"),
+        ([], READ_ONLY, "the token can only read, and --push writes to dataset me/answers; use a token that may write"),
+        (["-o", "x.jsonl"], TOKEN, "--push needs a Parquet file on this machine, and the output is x.jsonl; name a .parquet file with -o"),
+        (["--push", "answers"], TOKEN, "--push 'answers' is not the name of a dataset on the hub; use OWNER/NAME"),
+        (["--push", "you/theirs"], TOKEN, "dataset you/theirs has files that batchgen did not push (README.md, rows.csv); use another name with --push, or --overwrite to replace its data and its card"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_pushed_is_refused_before_anything_runs(hub, run, monkeypatch, options, token, message):
+    monkeypatch.setenv("HF_TOKEN", token)
+    hub.repos["you/theirs"] = FakeRepo({"rows.csv": b"a", "README.md": b"# Mine"})
+    refused = run(*options)
+    assert (refused.code, refused.err) == (2, f"batchgen: error: {message}\n")
+    assert not run.output.exists()
+    assert "me/answers" not in hub.repos
+
+
+def test_overwrite_replaces_the_data_of_a_strangers_dataset_and_leaves_its_other_files(hub, run):
+    hub.repos["me/answers"] = FakeRepo(
+        {"data/train-00000-of-00002.parquet": b"old", "README.md": b"# Mine", "notes.txt": b"n"}
+    )
+    assert run("--overwrite").code == 0
+    repo = hub.repos["me/answers"]
+    assert set(repo.files) == {SHARD, "README.md", "notes.txt", ".batchgen.json"}
+
+
+def test_of_a_job_in_shards_the_run_that_merges_pushes(hub, run):
+    assert run("--shard", "1/2", "--merge").code == 0
+    assert "me/answers" not in hub.repos
+    assert run("--shard", "2/2", "--merge").code == 0
+    assert table_of(hub.repos["me/answers"]).column("prompt").to_pylist() == ["row 0", "row 1", "row 2"]
+
+
+def test_a_public_dataset_is_asked_for(hub, run):
+    assert run("--push-public").code == 0
+    assert hub.repos["me/answers"].private is False
+
+
+def test_labels_arrive_as_datasets_can_load_them(hub, run, tmp_path):
+    import datasets
+
+    assert run("--choices", "yes,no").code == 0
+    repo = hub.repos["me/answers"]
+    for name, data in repo.files.items():
+        path = tmp_path / "copy" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    loaded = datasets.load_dataset(str(tmp_path / "copy"), split="train", cache_dir=str(tmp_path / "cache"))
+    local = pq.read_table(run.output).to_pylist()
+    assert [row["text"] for row in loaded] == [row["text"] for row in local]
+    assert [[(e["key"], e["value"]) for e in row["choice_probs"]] for row in loaded] == [
+        row["choice_probs"] for row in local
+    ]
+    assert [row["kind"] for row in loaded] == [row["kind"] for row in ROWS]
+
+
+def test_a_large_output_is_pushed_in_files_whose_rows_are_those_of_the_output(tmp_path):
+    maps = pa.array([[("a", 0.5)], None, [], [("b", None)]] * 250, pa.map_(pa.string(), pa.float64()))
+    table = pa.table({"n": range(1000), "m": maps, "text": [f"{i:x}" * 50 for i in range(1000)]})
+    pq.write_table(table, tmp_path / "o.parquet", row_group_size=100)
+    (tmp_path / "push").mkdir()
+    shards = parquet_shards(tmp_path / "o.parquet", tmp_path / "push", max_bytes=6_000)
+    assert 1 < len(shards) <= 10
+    back = pa.concat_tables([pq.read_table(shard) for shard in shards])
+    assert back.column("n").to_pylist() == list(range(1000))
+    assert back.schema.field("m").type == pa.list_(pa.struct([("key", pa.string()), ("value", pa.float64())]))
+    assert back.column("m").to_pylist()[:4] == [[{"key": "a", "value": 0.5}], None, [], [{"key": "b", "value": None}]]
+    assert back.column("text").equals(table.column("text"))
+
+
+def test_an_output_without_rows_is_pushed_with_its_columns(tmp_path):
+    pq.write_table(pa.table({"m": pa.array([], pa.map_(pa.string(), pa.int64()))}), tmp_path / "o.parquet")
+    (shard,) = parquet_shards(tmp_path / "o.parquet", tmp_path)
+    assert pq.read_table(shard).num_rows == 0
+
+
+STATS = {
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "attention": "kernels",
+    "sampling": {"max_tokens": {"value": 1024, "from": "auto"}, "temperature": {"value": 0.6, "from": "model"}},
+    "versions": {"batchgen": "9.9", "torch": "2.13"},
+    "job": {
+        "runs": 2, "rows": 12_000, "rows_failed": 3, "rows_truncated": 1, "finish_reasons": {"stop": 11_997, "error": 3},
+        "prompt_tokens": 1_000_000, "prefill_tokens": 120_000, "prefill_tokens_min": 110_000, "completion_tokens": 50_000,
+        "seconds": {"generate": 100.0},
+    },
+}  # fmt: skip
+
+
+def test_the_card_states_model_settings_counts_and_figures():
+    config = JobConfig(
+        inputs=["hf://datasets/user/rows", "/home/me/secret/more.jsonl"],
+        model="org/model",
+        split="test",
+        sampling={"temperature": 0.7, "stop": ["a|b\nc"]},
+    )
+    schema = pa.schema([("text", pa.string())])
+    card = dataset_card(
+        config, "me/out", stats=STATS, settings={"model": "org/model at abc"}, schema=schema, rows=12_000
+    )
+    assert card.partition("\n---\n")[2] == CARD
+    assert "size_categories:\n- 10K<n<100K\n" in card
+
+
+CARD = """
+# out
+
+12,000 rows that `org/model at abc` generated from `hf://datasets/user/rows`, `more.jsonl`, split `test`, with batchgen 9.9.
+
+```python
+from datasets import load_dataset
+
+rows = load_dataset("me/out", split="train")
+```
+
+## Model and settings
+
+| setting | value |
+| --- | --- |
+| model | org/model at abc |
+| dtype | bfloat16 |
+| max_tokens | 1024 (auto) |
+| temperature | 0.6 (the model's) |
+| --stop | a\\|b c |
+
+## Rows
+
+| rows | number |
+| --- | --- |
+| rows | 12,000 |
+| failed | 3 |
+| with a truncated prompt | 1 |
+| ended with stop | 11,997 |
+| ended with error | 3 |
+
+## Figures
+
+| figure | value |
+| --- | --- |
+| prompt tokens | 1,000,000 |
+| of these run through the model | 120,000 (minimum: 110,000) |
+| completion tokens | 50,000 |
+| time to generate | 100.0 s in 2 runs |
+| speed | 120.0 rows/s, 500.0 completion tokens/s |
+| device | cpu, attention kernels |
+| versions | batchgen 9.9, torch 2.13 |
+
+## Columns
+
+| column | type |
+| --- | --- |
+| text | string |
+"""
