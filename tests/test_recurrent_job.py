@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen.dry_run import plan_job
 from support.models import build, generate
 from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
@@ -56,3 +59,50 @@ def test_a_job_is_resumed_and_runs_on_two_devices_with_the_rows_of_generate(
     assert cli("run", source, *small, "--limit", "7").code == 0
     assert cli("run", source, *small, "--device", "cpu:0,1").code == 0
     assert [row["choices"] for row in read_jsonl(part)] == [row["choices"] for row in rows]
+
+
+def under_nodes(depth: int, text: str = "") -> list[str]:
+    """Prompts at the ends of a tree that is so deep, and at some of its branches."""
+    if depth == 0:
+        return [f"{text}{word} is it?" for word in ("who", "what", "where")]
+    ways = [f"{text}{word} and so on and on, {depth}. " for word in ("red", "green", "blue")]
+    return [ways[0], *(prompt for way in ways for prompt in under_nodes(depth - 1, way))]
+
+
+def strangers(count: int) -> list[str]:
+    rng = random.Random(count)
+    return ["".join(rng.choices("abcdefgh ", k=rng.randint(1, 60))) for _ in range(count)]
+
+
+TREES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+    "one prefix, more rows than run at once": (
+        [f"All of them begin so. {i}" for i in range(150)],
+        {},
+        {"batch_size": 64},
+    ),
+    "nested, all of them at once": (under_nodes(3), {}, {}),
+    "nested, few at once": (under_nodes(4), {"max_tokens": 5}, {"batch_size": 6}),
+    "nested, in the order of the input": (under_nodes(3), {}, {"batch_size": 6, "policy": "fifo"}),
+    "nothing shared, short steps": (strangers(60), {"max_tokens": 3}, {"batch_size": 40, "max_batch_tokens": 64}),
+    "several completions of a prompt": (under_nodes(2), {"n": 3, "temperature": 1.0}, {"batch_size": 16}),
+    "little memory": (under_nodes(3), {}, {"batch_size": 24, "kv_memory": "600KiB"}),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_memory_of_states_is_that_which_the_plan_says(
+    tree: str, folder: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    prompts, params, engine = TREES[tree]
+    config = JobConfig(
+        inputs=(str(write_jsonl([{"prompt": p} for p in prompts])),),
+        output=str(tmp_path / "out.jsonl"),
+        model=ModelConfig(model=str(folder), device="cpu"),
+        prompts=PromptConfig(chat=False),
+        sampling=SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "temperature": 0.0} | params),
+        engine=EngineConfig(**{"kv_memory": "64MiB"} | engine),
+    )
+    planned = plan_job(config).state_bytes_peak
+    used = run_job(config).stats["state_bytes_peak"]
+    assert used > 0
+    assert abs(planned - used) <= 0.05 * used

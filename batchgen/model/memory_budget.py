@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from batchgen.sampling.sampler import AT_ONCE
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence
+from batchgen.scheduling.sizes import AUTO_SHARE, MemoryShare, free_host_memory, limits_for, most_blocks
 from batchgen.state.cache import StateCache, bytes_per_slot
 
 
@@ -83,12 +83,6 @@ def sequences_of(texts: Sequence[TokenArray], sizes: Sequence[int], block_size: 
     return sequences
 
 
-BATCH_SIZE = 256
-BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
-SCORED_LOGITS = 1 << 25
-"""Maximum number of logits (tokens times vocabulary) of texts that are scored in one forward."""
-AUTO_SHARE = {"cpu": 0.5, "mps": 0.5}
-"""Share of the memory that is free once the model is loaded. The rest is for activations and other programs. On CUDA it is measured."""
 STEP_SHARE = 0.5
 """On CUDA, the largest share of the free memory that a step may take; otherwise steps are made smaller."""
 MIN_STEP = 256
@@ -99,12 +93,6 @@ SAMPLING_COPIES = 12
 """Memory of sampling, in float32 copies of the logits that are sampled from at once. Sorting alone takes six."""
 GRAPHS_BYTES = 512 << 20
 """Memory that CUDA graphs take beside their tensors."""
-SNAPSHOTS = 32
-"""Number of state slots beside those of the running sequences: for the nodes above them, and for nodes that later windows begin with."""
-STATE_SHARE = 0.5
-"""Largest share of the memory for state slots in a model that has KV too."""
-MAX_BLOCKS = 1 << 20
-"""Number of blocks for a model whose KV takes no memory."""
 SPARE = 0.02
 """Share of the free memory that is left for anything else."""
 
@@ -156,10 +144,10 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     block_size = config.block_size
     token = bytes_per_token(model.layers, model.dtype)
     slot = bytes_per_slot(model.states, model.dtype)
-    limits = _limits(model, config)
+    limits = limits_for(config, model.device.type, model.vocab_size)
     wish = parse_memory(config.kv_memory)
     if isinstance(wish, int):
-        shares = [_Share(wish, block_size * token, slot)]
+        shares = [MemoryShare(wish, block_size * token, slot)]
     elif wish is None and model.device.type == "cuda":
         limits, room = _measured(model, limits, block_size)
         shares = [_share(model, block_size, on, size) for on, size in room.items()]
@@ -180,7 +168,7 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     num_slots = min(share.slots(limits.batch_size) for share in shares) if slot else 0
     num_blocks = min(share.blocks(num_slots) for share in shares)
     if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
-        num_blocks = min(num_blocks, 2 * limits.batch_size * -(-context_length // block_size))
+        num_blocks = min(num_blocks, most_blocks(limits, context_length, block_size))
     if num_blocks < 1 or (slot and num_slots < 2):
         states = f" beside two states of {slot} bytes" if slot else ""
         raise UsageError(
@@ -202,38 +190,9 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The memory of a device, and the bytes of a block and of a state slot on it."""
-
-    room: int
-    block: int
-    slot: int
-
-    def slots(self, batch_size: int) -> int:
-        """Returns the number of state slots for so many running sequences."""
-        wanted = batch_size + SNAPSHOTS
-        return min(wanted, int(self.room * (STATE_SHARE if self.block else 1)) // self.slot) if self.slot else wanted
-
-    def blocks(self, num_slots: int) -> int:
-        """Returns the number of blocks that fit beside the slots."""
-        return max(0, self.room - num_slots * self.slot) // self.block if self.block else MAX_BLOCKS
-
-
-def _share(model: LoadedModel, block_size: int, device: torch.device, room: int) -> _Share:
+def _share(model: LoadedModel, block_size: int, device: torch.device, room: int) -> MemoryShare:
     token = bytes_per_token(model.layers, model.dtype, device)
-    return _Share(room, block_size * token, bytes_per_slot(model.states, model.dtype, device))
-
-
-def _limits(model: LoadedModel, config: EngineConfig) -> Limits:
-    batch_tokens = config.max_batch_tokens or BATCH_TOKENS[model.device.type]
-    return Limits(
-        batch_size=min(config.batch_size or BATCH_SIZE, batch_tokens),
-        max_batch_tokens=batch_tokens,
-        max_prefill_tokens=min(config.max_prefill_tokens or batch_tokens, batch_tokens),
-        max_scored_tokens=max(1, SCORED_LOGITS // model.vocab_size),
-        max_kv_read=config.max_kv_read,
-    )
+    return MemoryShare(room, block_size * token, bytes_per_slot(model.states, model.dtype, device))
 
 
 def _measured(model: LoadedModel, limits: Limits, block_size: int) -> tuple[Limits, dict[torch.device, int]]:
@@ -275,14 +234,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as f:
-            for line in f:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return free_host_memory()
 
 
 def _size(count: int) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.attention.kv_cache import KVCache, bytes_per_token
+from batchgen.state.cache import StateCache
 from benchmarks.engines.common import add_device, check_and_write_ids, parser, read_work, report
 
 FIGURES = ("prompt_tokens", "prefill_tokens", "prefill_tokens_min", "shared_fraction", "steps", "mean_decode_batch",
@@ -34,6 +35,14 @@ def touch_pools() -> None:
                 part.zero_()
 
     KVCache.__init__ = made  # type: ignore[method-assign]
+    make_states = StateCache.__init__
+
+    def made_states(self: Any, *given: Any) -> None:
+        make_states(self, *given)
+        for states in (*self.convolution.values(), *self.recurrent.values()):
+            states.zero_()
+
+    StateCache.__init__ = made_states  # type: ignore[method-assign]
 
 
 def main() -> None:

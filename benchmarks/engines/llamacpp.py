@@ -58,6 +58,7 @@ class Context:
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(STEP_TOKENS, 0, 1)
+        self.tokens = 0  # that were run
 
     def close(self) -> None:
         self.api.llama_batch_free(self.batch)
@@ -75,6 +76,7 @@ class Context:
         import numpy as np
 
         batch, found = self.batch, []
+        self.tokens += len(tokens)
         for at in range(0, len(tokens), STEP_TOKENS):
             part = tokens[at : at + STEP_TOKENS]
             batch.n_tokens = len(part)
@@ -119,8 +121,11 @@ def generate(context: Context, ids: list[list[int]], work: Work, shared: int, se
     return done
 
 
-def run(file: Path, tokenizer: Any, work: Work, sequences: int) -> tuple[list[list[int]], float, float]:
-    """Completions, seconds that generating them took, seconds that making the context took: it is made for what is to come."""
+def run(file: Path, tokenizer: Any, work: Work, sequences: int) -> tuple[list[list[int]], float, float, int]:
+    """Completions, seconds that generating them took, seconds that making the context took, prompt tokens that were run.
+
+    The context is made for what is to come.
+    """
     import llama_cpp
 
     def encode() -> list[list[int]]:
@@ -137,7 +142,7 @@ def run(file: Path, tokenizer: Any, work: Work, sequences: int) -> tuple[list[li
     done = generate(context, encode(), work, shared, sequences)
     wall = time.perf_counter() - start
     context.close()
-    return done, wall, load
+    return done, wall, load, context.tokens - sum(number - 1 for number in work.max_tokens)
 
 
 def sweep(file: Path, tokenizer: Any, work: Work, sizes: list[int], rows: int) -> dict[str, Any]:
@@ -170,7 +175,7 @@ def main() -> None:
     if a.sweep:
         print(json.dumps(sweep(a.converted, tokenizer, work, a.sweep, a.sweep_rows)), flush=True)
         return
-    done, wall, load = run(a.converted, tokenizer, work, a.batch)
+    done, wall, load, prefill = run(a.converted, tokenizer, work, a.batch)
     check_and_write_ids(a.ids_out, done, work)
     report(
         "llamacpp",
@@ -179,6 +184,7 @@ def main() -> None:
         completion_tokens=work.completion_tokens,
         rows=len(done),
         packages=("llama-cpp-python", "tokenizers"),
+        prefill_tokens=prefill,
         batch=a.batch,
     )
 

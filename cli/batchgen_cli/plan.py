@@ -95,7 +95,8 @@ def plan_lines(report: PlanReport) -> list[str]:
         ]
     if report.bytes_per_state:
         lines.append(
-            f"recurrent state     {size(report.bytes_per_state)} per running sequence, and per node above one, whatever its length"
+            f"recurrent states   {size(report.state_bytes_peak)} at most: {size(report.bytes_per_state)} per running sequence or node, "
+            "whatever its length"
         )
     if report.windows > 1:
         tree = "" if report.whole else ", and the tree is that of the first one"

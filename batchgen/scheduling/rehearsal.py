@@ -1,0 +1,78 @@
+"""Runs the scheduler on paper, without a model: how many state slots a job will take. For `batchgen plan`. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchgen.prefix import PrefixPlan
+from batchgen.request import Leaf, Request
+from batchgen.scheduling.batch import Limits, ScheduledBatch, StepOutput
+from batchgen.scheduling.block_manager import BlockManager
+from batchgen.scheduling.block_pool import BlockPool
+from batchgen.scheduling.scheduler import Scheduler
+from batchgen.scheduling.waiting import Policy
+
+MAX_STEPS = 20_000
+"""Steps of all windows together. What these have not shown is taken to be no more."""
+
+
+class Rehearsal:
+    """A job's scheduler with the sizes that its engine will have. Every completion is as long as it may be."""
+
+    def __init__(self, limits: Limits, block_size: int, num_blocks: int, num_slots: int, policy: Policy) -> None:
+        """`num_slots` is at least two."""
+        self._slots = BlockPool(num_slots)
+        self._blocks = BlockManager(BlockPool(num_blocks), block_size, slots=self._slots)
+        self._scheduler = Scheduler(self._blocks, limits, _Length, policy)
+        self._spans = 0
+        """Nodes of all windows so far."""
+        self._steps = 0
+
+    @property
+    def peak_slots(self) -> int:
+        """The most state slots in use at once so far, those of nodes that are kept for later windows included."""
+        return self._slots.peak_used
+
+    def run(self, leaves: Sequence[Leaf], plan: PrefixPlan) -> None:
+        """Runs a window as far as it can show a higher peak. `leaves` and `plan` are as for `Engine.add`."""
+        scheduler = self._scheduler
+        ordered = [leaves[i] for i in plan.order]
+        room = self._blocks.pool.num_blocks
+        unfit = [i for i, leaf in enumerate(ordered) if self._blocks.blocks_for(leaf.max_kv_tokens) > room]
+        self._spans += len(plan.nodes)
+        most = min(self._slots.num_blocks, min(scheduler.limits.batch_size, len(ordered)) + self._spans)
+        if self.peak_slots >= most or self._steps >= MAX_STEPS:
+            return
+        scheduler.load(ordered, plan, unfit)
+        while scheduler.unfinished and self.peak_slots < most and self._steps < MAX_STEPS:
+            batch = scheduler.schedule()
+            assert batch is not None, "no token is in flight"
+            scheduler.advance(batch)
+            for _ in scheduler.apply(_output(batch)):
+                pass
+            self._steps += 1
+        scheduler.abandon()
+        scheduler.take_freed()
+
+
+class _Length:
+    """Ends a completion at its length."""
+
+    text = reasoning = None
+    reasoning_tokens = 0
+
+    def __init__(self, request: Request) -> None:
+        self._left = request.max_tokens
+
+    def append(self, token: int) -> str | None:
+        self._left -= 1
+        return None if self._left else "length"
+
+    def tool_calls(self, id_start: str) -> tuple[()]:
+        return ()
+
+
+def _output(batch: ScheduledBatch) -> StepOutput:
+    count, scored = len(batch.samples), len(batch.score_targets.entries)
+    sequences = [sample.sequence for sample in batch.samples]
+    return StepOutput(batch, sequences, [0] * count, [True] * count, [None] * count, [0.0] * scored, [0.0] * scored)

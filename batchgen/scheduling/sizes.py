@@ -1,0 +1,70 @@
+"""How many blocks and state slots an engine has: what suits a device where the user does not say. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.config import EngineConfig
+from batchgen.scheduling.batch import Limits
+
+BATCH_SIZE = 256
+BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
+SCORED_LOGITS = 1 << 25
+"""Maximum number of logits (tokens times vocabulary) of texts that are scored in one forward."""
+AUTO_SHARE = {"cpu": 0.5, "mps": 0.5}
+"""Share of the memory that is free once the model is loaded. The rest is for activations and other programs. On CUDA it is measured."""
+SNAPSHOTS = 32
+"""Number of state slots beside those of the running sequences: for the nodes above them, and for nodes that later windows begin with."""
+STATE_SHARE = 0.5
+"""Largest share of the memory for state slots in a model that has KV too."""
+MAX_BLOCKS = 1 << 20
+"""Number of blocks for a model whose KV takes no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """The memory of a device, and the bytes of a block and of a state slot on it."""
+
+    room: int
+    block: int
+    slot: int
+
+    def slots(self, batch_size: int) -> int:
+        """Returns the number of state slots for so many running sequences."""
+        wanted = batch_size + SNAPSHOTS
+        return min(wanted, int(self.room * (STATE_SHARE if self.block else 1)) // self.slot) if self.slot else wanted
+
+    def blocks(self, num_slots: int) -> int:
+        """Returns the number of blocks that fit beside the slots."""
+        return max(0, self.room - num_slots * self.slot) // self.block if self.block else MAX_BLOCKS
+
+
+def limits_for(config: EngineConfig, device: str, vocab_size: int) -> Limits:
+    """Returns the limits of steps on a kind of device: cpu, mps or cuda."""
+    batch_tokens = config.max_batch_tokens or BATCH_TOKENS[device]
+    return Limits(
+        batch_size=min(config.batch_size or BATCH_SIZE, batch_tokens),
+        max_batch_tokens=batch_tokens,
+        max_prefill_tokens=min(config.max_prefill_tokens or batch_tokens, batch_tokens),
+        max_scored_tokens=max(1, SCORED_LOGITS // vocab_size),
+        max_kv_read=config.max_kv_read,
+    )
+
+
+def most_blocks(limits: Limits, context_length: int, block_size: int) -> int:
+    """Returns the blocks of a full batch of the longest sequences, twice: more are of no use."""
+    return 2 * limits.batch_size * -(-context_length // block_size)
+
+
+def free_host_memory() -> int:
+    """Returns the bytes of memory that can still be allocated."""
+    try:
+        with Path("/proc/meminfo").open(encoding="ascii") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
