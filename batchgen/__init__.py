@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from batchgen.jobs.status import job_status
     from batchgen.llm import LLM
     from batchgen.progress import Progress
+    from batchgen.report import ReportPage, report_job
     from batchgen.result import Result
     from batchgen.sampling_params import SamplingParams
 
@@ -32,11 +33,13 @@ __all__ = [
     "PlanReport",
     "Progress",
     "PromptConfig",
+    "ReportPage",
     "Result",
     "SamplingParams",
     "job_status",
     "merge_job",
     "plan_job",
+    "report_job",
     "run_job",
 ]
 
@@ -50,11 +53,13 @@ _HOMES = {
     "PlanReport": "dry_run",
     "Progress": "progress",
     "PromptConfig": "config",
+    "ReportPage": "report",
     "Result": "result",
     "SamplingParams": "sampling_params",
     "job_status": "jobs.status",
     "merge_job": "assembly",
     "plan_job": "dry_run",
+    "report_job": "report",
     "run_job": "job",
 }
 

@@ -490,6 +490,12 @@ class JobConfig:
     )
     push_public: bool = option(False, "If --push creates the dataset, let everybody read it.", group="Job")
     stats: PathText | None = option(None, "Also write the run's figures to this file.", group="Job", metavar="FILE")
+    report: PathText | None = option(
+        None,
+        "Also write a report to this file: a page for a browser with the prefix tree, speed, lengths and errors.",
+        group="Job",
+        metavar="FILE.html",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.model, str | PathLike):

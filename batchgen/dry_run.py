@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from batchgen.model_files import weight_bytes
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
+    Outline,
     PlanFigures,
     PrefixPlan,
     Survey,
@@ -33,8 +34,10 @@ from batchgen.preflight import check_job
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
+from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
+from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
 from batchgen.scheduling.rehearsal import Rehearsal
@@ -101,6 +104,14 @@ class PlanReport:
     """Whether the windows cover the whole input in prefix order."""
     cuts: CutFigures | None = None
     """The shards, if their number was given."""
+    title: str = ""
+    """The inputs, as they were named."""
+    prefix_tree: Mapping[str, Any] | None = None
+    """The prefix tree in outline (`recording.tree_record`); None without sharing."""
+
+    def page(self) -> ReportPage:
+        """Returns the plan as a page for a browser. Raises `UsageError` if plotly is not installed."""
+        return report_plan(self.title, self.as_dict(), self.prefix_tree)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan for `--json` (schema `batchgen.plan/1`)."""
@@ -132,8 +143,10 @@ class PlanReport:
 def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int | None = None) -> PlanReport:
     """Returns what a job would share and cost, and with `shards` also what it would cost to run it in so many shards.
 
-    Loads the tokenizer but not the weights, and writes no output. Raises `BatchgenError`.
+    Loads the tokenizer but not the weights. Writes nothing but the report, if the configuration names one. Raises `BatchgenError`.
     """
+    if config.report is not None:
+        check_report_file(config.report, "--report")
     if shards is not None:
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
@@ -173,7 +186,11 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
         for note in (*source.notes, *prompts.notes):
             tracker.note(note)
-    return replace(plan.report(chat=prompts.chat, whole=size is None), cuts=cuts)
+    report = replace(plan.report(chat=prompts.chat, whole=size is None), cuts=cuts)
+    if config.report is not None:
+        report.page().save(config.report)
+        tracker.note(f"the report is in {config.report}")
+    return report
 
 
 def _cuts(shares: Sequence[Share]) -> CutFigures:
@@ -200,6 +217,7 @@ class _PlanBuilder:
     windows: int = 0
     figures: PlanFigures = field(default_factory=PlanFigures)
     _survey: Survey = field(init=False)
+    _outline: Outline = field(default_factory=Outline)
     _kept: KeptPrefixes = field(default_factory=KeptPrefixes)
     _rehearsal: Rehearsal | None = field(init=False, default=None)
     """For a model with recurrent layers."""
@@ -266,6 +284,7 @@ class _PlanBuilder:
         if (follow_on or self.windows == 1) and self.config.engine.share:
             for i in plan.order.tolist():
                 self._survey.add(prompts[i])
+                self._outline.add(prompts[i])
 
     def _planned(self, prompts: Sequence[TokenArray]) -> PrefixPlan:
         return plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
@@ -302,7 +321,13 @@ class _PlanBuilder:
             groups=tuple(survey.largest_groups()),
             chat=chat,
             whole=whole,
+            title=", ".join(Path(name).name for name in self.config.inputs),
+            prefix_tree=self._tree_record(),
         )
+
+    def _tree_record(self) -> dict[str, Any] | None:
+        tree = self._outline.tree()
+        return tree_record(tree, self.tokenizer.hf_tokenizer.decode) if tree.rows else None
 
     def _line(self, line: NodeLine) -> TreeLine:
         text = self.tokenizer.hf_tokenizer.decode(line.tokens[:EXCERPT_TOKENS].tolist())

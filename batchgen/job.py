@@ -15,7 +15,15 @@ from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
 from batchgen.collector import few_collections
 from batchgen.config import JobConfig
 from batchgen.devices import AnyEngine, Workers, open_engine
-from batchgen.errors import DevicesLost, InputCorrupt, Interrupted, OutputLocked, TooManyErrors, memory_errors
+from batchgen.errors import (
+    DevicesLost,
+    InputCorrupt,
+    Interrupted,
+    OutputLocked,
+    TooManyErrors,
+    UsageError,
+    memory_errors,
+)
 from batchgen.jobs.base import Job, Store
 from batchgen.jobs.identity import command_digest, dtype_name, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder, find_finished, open_job
@@ -25,13 +33,16 @@ from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.requests import FirstReading, RequestReader, RowStream, asked_of
 from batchgen.jobs.shards import ShardFolder, open_shard, write_plan
 from batchgen.jobs.stdout_job import StdoutJob
-from batchgen.jobs.windows import Planned, PlannedWindows, Planner
+from batchgen.jobs.windows import Planned, PlannedWindows, Planner, outlined
+from batchgen.prefix import Outline
 from batchgen.preflight import check_job
 from batchgen.progress import GENERATING, Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.push import push_output
+from batchgen.recording import RunRecorder, tree_record
 from batchgen.records import DatasetChoice, Input, Row, default_output, open_input, row_form, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
+from batchgen.report import check_report_file, report_job
 from batchgen.request import Request, TokenArray
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
@@ -55,6 +66,9 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
         with suppress(OutputLocked):  # another shard that ended at the same moment merges
             report = merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
+    if config.report is not None:
+        report_job(report.output, config.work_dir).save(config.report)
+        (progress or Silent()).note(f"the report is in {config.report}")
     if config.push is not None and not report.shard:
         pushed = push_output(config, report.output, report.stats, (progress or Silent()).note)
         report = replace(report, pushed=pushed)
@@ -80,7 +94,13 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
             outcomes = Outcomes(run, tracker, config.max_errors)
             planner = Planner(config.engine.chunk_size, share=config.engine.share, under_way=job.under_way())
             model = _Model(setup, signals, tracker, run)
-            generation = _Generation(job, model, outcomes, signals, config.flush_every)
+            recorder = RunRecorder(
+                config.shard or "",
+                tree=lambda: planner.tree,
+                decode=setup.tokenizer.hf_tokenizer.decode,
+                keep=job.keep_record,
+            )
+            generation = _Generation(job, model, outcomes, signals, config.flush_every, recorder)
             try:
                 if isinstance(job, ShardFolder):
                     _run_shard(config, job, planner, generation)
@@ -98,6 +118,7 @@ def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
                 raise
             finally:
                 model.close()
+                recorder.end()
             return _finish(job, setup, model, outcomes)
 
 
@@ -143,6 +164,12 @@ def _ask(config: JobConfig) -> _Asked:
     output = (
         config.output or default_output(config.inputs, source.is_stdin, config.input_format, parquet=parquet) or "-"
     )
+    if config.report is not None:
+        check_report_file(config.report, "--report")
+        if output == "-":
+            raise UsageError(
+                "--report is for a job with an output file: standard output keeps nothing", "name one with -o"
+            )
     check_job(config, source, output)
     model_files = local_identity(config.model)
     command = "" if model_files is None or config.shard_of is not None else command_digest(config, model_files)
@@ -300,6 +327,9 @@ def _plan_shards(setup: _Setup, job: Job, asked: dict[str, Any], progress: Progr
     if reading.broken is not None:
         raise reading.broken
     windows = requests.windows() if reading.fresh else job.without_results(requests.windows())
+    outline = Outline()
+    if config.engine.share and config.prompts.priority_column is None:
+        windows = outlined(windows, outline)
     count = config.shard_of[1] if config.shard_of else 1
     write_plan(
         job.folder,
@@ -310,6 +340,9 @@ def _plan_shards(setup: _Setup, job: Job, asked: dict[str, Any], progress: Progr
         rows=job.row_count,
         output=job.output_facts(),
     )
+    tree = outline.tree()
+    if tree.rows:
+        job.keep_record(None, tree_record(tree, setup.tokenizer.hf_tokenizer.decode))
     job.end_reading()
 
 
@@ -363,9 +396,17 @@ def _run_as_rows_come(setup: _Setup, job: Job, planner: Planner, generation: _Ge
 class _Generation:
     """Turns windows into results."""
 
-    def __init__(self, job: Store, model: _Model, outcomes: Outcomes, signals: Signals, flush_every: float) -> None:
+    def __init__(
+        self,
+        job: Store,
+        model: _Model,
+        outcomes: Outcomes,
+        signals: Signals,
+        flush_every: float,
+        recorder: RunRecorder,
+    ) -> None:
         self.job, self.model, self.outcomes, self.signals = job, model, outcomes, signals
-        self._flush_every = flush_every
+        self._flush_every, self._recorder = flush_every, recorder
         self._keep_next = 0.0
         """When unfinished rows are kept next (`time.monotonic`)."""
         self._keys: dict[int, bytes] = {}
@@ -389,6 +430,7 @@ class _Generation:
         def between_steps() -> str | None:
             self.model.tell_notes()
             tracker.generated(engine.stats.completion_tokens, max(1, engine.unfinished - engine.waiting))
+            self._recorder.see(engine, self.outcomes.run.done)
             wish = self.signals.stop()
             if not isinstance(self.job, StdoutJob) and (wish == "now" or time.monotonic() >= self._keep_next):
                 self._keep_under_way(engine)
@@ -402,6 +444,7 @@ class _Generation:
             engine.run(between_steps)
         finally:
             self.model.last_token_at = time.perf_counter()
+            self._recorder.see(engine, self.outcomes.run.done, always=True)
             self.model.tell_notes()
 
     def _add(self, engine: AnyEngine, window: Planned) -> None:

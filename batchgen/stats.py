@@ -39,6 +39,8 @@ class EngineStats:
     attention_parts: int = 0
     """Number of parts of attention (shared, causal, paged), summed over steps."""
     preemptions: int = 0
+    kv_bytes: int = 0
+    """KV memory in use now, in bytes."""
     kv_bytes_peak: int = 0
     """Maximum of the KV memory in use, in bytes."""
     state_bytes_peak: int = 0
@@ -279,6 +281,23 @@ def memory_bytes_peak() -> int:
         pass
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_bytes() -> int:
+    """Returns this process's memory now, in bytes; where the system does not tell, its maximum so far."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return memory_bytes_peak()
+
+
+def size_text(count: float) -> str:
+    """Returns a number of bytes as text: 512 B, 3.1 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def versions() -> dict[str, str]:

@@ -64,7 +64,7 @@ def test_shards_in_any_order_write_what_one_run_writes(tiny_model_dir: Path, sou
     assert sum(entry["rows"] for entry in entries) == 23
     assert report.stats["job"]["prefill_tokens"] == sum(entry["prefill_tokens"] for entry in entries)
     assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
-        "claims", "keys", "lock", "manifest.json", "stats.json",
+        "claims", "keys", "lock", "manifest.json", "report.json", "stats.json",
     ]  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def test_the_output_is_that_of_one_window_and_so_is_what_is_run(
 def test_nothing_is_left_but_what_knows_the_rows_again(tiny_model_dir: Path, write_jsonl: Write) -> None:
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
     run_job(config)
-    assert sorted(os.listdir(f"{config.output}.job")) == ["keys", "lock", "manifest.json", "stats.json"]
+    assert sorted(os.listdir(f"{config.output}.job")) == ["keys", "lock", "manifest.json", "report.json", "stats.json"]
     assert run_job(config).already_finished
 
 

@@ -432,7 +432,9 @@ class Engine:
         token = self.sizes.bytes_per_token
         self.stats.attention_parts = self.runner.attention_parts
         self.stats.preemptions = self.scheduler.preemptions
-        self.stats.kv_bytes_peak = self.block_manager.pool.peak_used * self.sizes.block_size * token
+        pool = self.block_manager.pool
+        self.stats.kv_bytes = pool.num_used * self.sizes.block_size * token
+        self.stats.kv_bytes_peak = pool.peak_used * self.sizes.block_size * token
         if self.block_manager.slots is not None:
             self.stats.state_bytes_peak = self.block_manager.slots.peak_used * self.sizes.bytes_per_slot
         self.stats.kv_bytes_unshared = self.scheduler.peak_held_tokens * token

@@ -54,6 +54,10 @@ class Store(Protocol):
         """Stores how far the run is, for `batchgen status` in another process."""
         ...
 
+    def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
+        """Stores what the report shows of this run (`recording`), each part unless it is None."""
+        ...
+
     def flush(self) -> None:
         """Writes all results to disk."""
         ...

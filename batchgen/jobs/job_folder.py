@@ -9,6 +9,7 @@
     keys             one key of 16 bytes for every row of the finished output (`reuse_output`)
     kept.sqlite      results that the finished output does not hold, or not whole; only if there are any
     stats.json       the figures of the last run
+    report.json      what the report shows: runs over time, prefix tree, sums over the rows (`recording`)
     shards/, claims/ of a job that runs in shards (`shards`)
     push/            while the output is pushed to the Hub (`push`)
 
@@ -30,6 +31,7 @@ import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,17 +56,20 @@ from batchgen.jobs.shards import (
     read_stats,
     stores,
     take_results,
+    take_runs,
 )
 from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
 from batchgen.jobs.target import Target, open_target
 from batchgen.progress import Snapshot
+from batchgen.recording import JobRecord, RowFigures, job_record
 from batchgen.records.inputs import Input
-from batchgen.records.output import INPUT_FILE, RowForm, job_path, jobs_folder, output_format
+from batchgen.records.output import INPUT_FILE, RowForm, job_path, jobs_folder, output_format, output_row
 from batchgen.records.remote import is_url
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.request import Request
 from batchgen.result import Completion, Result
+from batchgen.stats import size_text
 
 SORTED_FOLDER = "sorted"
 PUSH_FOLDER = "push"
@@ -84,6 +89,7 @@ _OURS = {
     CLAIMS,
     KEPT_FILE,
     PUSH_FOLDER,
+    *job_record.FILES,
 }
 _START_AGAIN = "use --overwrite to start again, or another -o"
 _TIGHT = 3
@@ -237,6 +243,8 @@ class JobFolder:
         self._appended = False
         """Whether this run has a result of its own."""
         self._opened: ExitStack | None = None
+        self._record = JobRecord()
+        self._row_figures = RowFigures()
 
     # -- opening
 
@@ -316,12 +324,13 @@ class JobFolder:
     def _start_again(self) -> None:
         """Drops all results. The output that exists stays until the new one replaces it."""
         self.previous = None
-        self._remove((*_WORK_FILES, KEPT_FILE, "keys", "stats.json"))
+        self._remove((*_WORK_FILES, KEPT_FILE, "keys", "stats.json", *job_record.FILES))
         sync_folder(self._folder)
         there = [self._target.identity()] if self._target.exists() else []
         self._manifest = replace(self._manifest, outputs=there)
 
     def _start(self, flush_every: float) -> None:
+        self._record = JobRecord.load(self._folder)
         tight = check_space(self._folder, min_bytes(self._input, self.output, self._form))
         if tight is not None:
             self.notes.append(tight)
@@ -342,6 +351,7 @@ class JobFolder:
         old, results = self._old, self._results
         if load_plan(self._folder) or stores(self._folder):
             taken = take_results(self._folder, results)
+            take_runs(self._folder, self._record)
             if not self._merging:
                 forget_plan(self._folder)
                 results.forget_reading()
@@ -439,6 +449,10 @@ class JobFolder:
         except sqlite3.Error:
             return
 
+    def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
+        self._record.keep(run, tree)
+        self._record.save(self._folder)
+
     def flush(self) -> None:
         with writing(self._folder):
             self._results.flush()
@@ -488,6 +502,9 @@ class JobFolder:
                 if not is_held_whole(results[number], self._form, output_format(self.output)[0])
             ]
             self._results.keep_beside_output(beside)
+        for row in ordered:
+            result = results[row.number]
+            self._row_figures.add(result, partial(output_row, row, result, self._form))
 
     def save_stats(self, stats: dict[str, Any]) -> None:
         with writing(self._folder):
@@ -502,6 +519,8 @@ class JobFolder:
             self.notes += self._writer.notes
             self._keys.sync()
             self._keys.close()
+            self._record.rows = self._row_figures.as_dict()
+            self._record.save(self._folder)
             write_json(self._folder / "stats.json", stats)
             partial = self._folder / "output.partial"
             new = self._target.to_be(partial, self._file.hexdigest())
@@ -672,18 +691,12 @@ def check_space(folder: Path, needed: int) -> str | None:
     free = shutil.disk_usage(folder).free
     if free >= _TIGHT * needed:
         return None
-    facts = f"the disk of {folder} has {_size(free)} of free space"
+    facts = f"the disk of {folder} has {size_text(free)} of free space"
     if free < needed:
         raise OutputError(
-            f"{facts}, and the output alone needs {_size(needed)}",
+            f"{facts}, and the output alone needs {size_text(needed)}",
             "free some space, carry fewer columns with --keep, or write elsewhere with -o and --work-dir",
         )
-    return f"{facts}, and the output alone needs {_size(needed)}: the disk may fill up (finished rows would be kept)"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return (
+        f"{facts}, and the output alone needs {size_text(needed)}: the disk may fill up (finished rows would be kept)"
+    )

@@ -450,18 +450,38 @@ def _make_run_tables(db: sqlite3.Connection) -> None:
 
 def read_facts(folder: Path, names: Sequence[str]) -> tuple[dict[str, Any], int | None]:
     """Returns facts by name and the number of results of a job that another process may be running; ({}, None) if they cannot be read now."""
-    path = folder / FILE
-    if not path.exists():
+    if not (folder / FILE).exists():
         return {}, None
-    # A closed WAL database has no log. It is opened as immutable, which creates none. Another one may be in use.
-    closed = _format_bytes(path) == b"\2\2" and not (folder / f"{FILE}-wal").exists()
     try:
-        address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
-        with closing(_connect(address, seconds=_READ_SECONDS, uri=True)) as db:
+        with closing(_read_only(folder)) as db:
             (count,) = db.execute("SELECT count(*) FROM results").fetchone()
             return {name: value for name in names if (value := _fact(db, name)) is not None}, int(count)
     except (sqlite3.Error, UnicodeDecodeError):
         return {}, None
+
+
+def read_results(folder: Path) -> Iterator[Result]:
+    """Yields the results that a job has so far, one at a time, of rows that became requests and of others; -1 stands for the row of the former.
+
+    Another process may be running the job. Ends early if the database cannot be read now.
+    """
+    with suppress(sqlite3.Error, UnicodeDecodeError), closing(_read_only(folder)) as db:
+        for _, result in _read_all(db):
+            if result is not None:
+                yield result
+        for number, value, checksum in db.execute("SELECT number, value, checksum FROM rows WHERE key IS NULL"):
+            result = decode(number.to_bytes(8, "big"), value, checksum)
+            if result is not None:
+                yield replace(result, row=number)
+
+
+def _read_only(folder: Path) -> sqlite3.Connection:
+    """Opens the database to read it. Another process may be writing it. Raises `sqlite3.Error`."""
+    path = folder / FILE
+    # A closed WAL database has no log. It is opened as immutable, which creates none. Another one may be in use.
+    closed = _format_bytes(path) == b"\2\2" and not (folder / f"{FILE}-wal").exists()
+    address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
+    return _connect(address, seconds=_READ_SECONDS, uri=True)
 
 
 def _format_bytes(path: Path) -> bytes:

@@ -35,7 +35,7 @@ def results_of_output(output: str, keys: Path) -> Iterator[tuple[bytes, Result]]
     rows = Input((InputFile(output, *output_format(output)),), []).rows()
     for key, row in zip(read_keys(keys), rows, strict=False):
         if key != NO_KEY and row.error is None:
-            result = _result(row.columns)
+            result = result_of_row(row.columns)
             if result is not None:
                 yield key, result
 
@@ -62,8 +62,8 @@ def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
     return all(map(math.isfinite, numbers))
 
 
-def _result(columns: dict[str, Any]) -> Result | None:
-    """Returns the result of an output row; None if it is not whole."""
+def result_of_row(columns: dict[str, Any]) -> Result | None:
+    """Returns the result of an output row; None if it is not whole, or the row is none of ours."""
     try:
         return _of_row(columns) if "usage" in columns else result_of(columns)
     except (ValueError, TypeError, KeyError):

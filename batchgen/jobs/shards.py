@@ -6,7 +6,7 @@ Beside what `job_folder` describes, the job's folder holds
     shards/plan.json   the shares of the prefix order, once the first reading is done (`ShardPlan`)
     shards/ID/         of the plan with this id:
       requests/        all requests that had no result, in prefix order
-      1/, 2/, …        of each shard: its claims, results.sqlite (`results`) and stats.json
+      1/, 2/, …        of each shard: its claims, results.sqlite (`results`), stats.json and report.json
 
 Whoever holds the lease on `claims` holds the job's lock too; a run without shards holds the lock alone. A shard takes its own lease first
 and then looks whether somebody is at the whole job; whoever is at the whole job takes the lease on `claims`, or the lock, first and then
@@ -37,6 +37,7 @@ from batchgen.jobs.results import FILE, Results
 from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import in_order, read_requests, write_requests
 from batchgen.progress import Snapshot
+from batchgen.recording import JobRecord
 from batchgen.records.inputs import Input
 from batchgen.records.output import job_path
 from batchgen.records.remote import is_url
@@ -145,6 +146,13 @@ def stores(folder: Path) -> list[Path]:
 def take_results(folder: Path, results: Results) -> int:
     """Copies the results of all shards into those of the job. Returns their number."""
     return sum(results.take_from(place) for place in stores(folder))
+
+
+def take_runs(folder: Path, record: JobRecord) -> None:
+    """Adds the runs of all shards to the record of the job."""
+    for place in stores(folder):
+        for run in JobRecord.load(place).runs:
+            record.keep(run, None)
 
 
 def running_shards(folder: Path, plan: ShardPlan) -> list[tuple[int, dict[str, Any]]]:
@@ -369,6 +377,7 @@ class ShardFolder:
                 "finishing: going on from there"
             )
         with writing(self._place):
+            self._record = JobRecord.load(self._place)
             self._results = Results(self._place, flush_every)
             if self._results.damaged:
                 self.notes.append(
@@ -429,6 +438,11 @@ class ShardFolder:
 
     def tell(self, progress: Snapshot) -> None:
         self._lease.tell(progress.figures())
+
+    def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
+        """Stores the run. The tree is that of the whole job, which the first reading has stored in the job's folder."""
+        self._record.keep(run, None)
+        self._record.save(self._place)
 
     def flush(self) -> None:
         self._lease.check()

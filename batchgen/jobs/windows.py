@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -11,7 +11,9 @@ from typing import Self
 
 from batchgen.jobs.base import Store
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.prefix import PrefixNode, PrefixPlan, carried_tokens, plan_prefixes
+from batchgen.jobs.sorted_requests import in_order
+from batchgen.prefix import Outline, PrefixNode, PrefixOutline, PrefixPlan, carried_tokens, plan_prefixes
+from batchgen.prefix.order import depth_first_order
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
 from batchgen.result import Completion
 
@@ -34,6 +36,10 @@ class Planner:
         """`under_way`: completions that earlier runs began, by row key and number; their requests continue them."""
         self._chunk_size, self._share, self._under_way = chunk_size, share, under_way
         self._kept = KeptPrefixes()
+        self._outline = Outline()
+        self._first = True
+        self.tree: PrefixOutline | None = None
+        """The prefix tree of the windows so far, in outline; of the first one alone if they do not follow each other. None without sharing."""
 
     def plan(self, requests: Sequence[Request], *, follow_on: bool = False) -> Planned:
         """Plans a window. `follow_on` says that its requests follow those of the previous call in depth-first order."""
@@ -47,7 +53,28 @@ class Planner:
         if any(request.texts for request in requests):  # the plan holds their tokens, which belong to no prompt
             alone = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False)
             prefill_min = alone.prefill_tokens_min
+        if self._share and (follow_on or self._first):
+            self._add_to_outline(requests, plan)
+        self._first = False
         return Planned(requests, leaves, plan, max(0, prefill_min - carried))
+
+    def _add_to_outline(self, requests: Sequence[Request], plan: PrefixPlan) -> None:
+        prompts = [r.tokens for r in requests]
+        # A plan of several leaves for a request, or of labels, has an order of its own.
+        alike = len(plan.order) == len(prompts) and not any(r.texts for r in requests)
+        order = plan.order if alike else depth_first_order(prompts)
+        for i in order.tolist():
+            self._outline.add(prompts[i])
+        self.tree = self._outline.tree()
+
+
+def outlined(windows: Iterable[list[Request]], outline: Outline) -> Iterator[list[Request]]:
+    """Yields the same windows, each the next part of the prefix order, and adds their prompts to `outline`."""
+    for window in windows:
+        ordered = in_order(window)
+        for request in ordered:
+            outline.add(request.tokens)
+        yield ordered
 
 
 class PlannedWindows:

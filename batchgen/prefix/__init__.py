@@ -10,6 +10,7 @@ from batchgen.prefix.figures import (
     plan_figures,
 )
 from batchgen.prefix.order import chunk_hashes
+from batchgen.prefix.outline import Outline, OutlineNode, PrefixOutline
 from batchgen.prefix.reuse import Resident, resident_lengths
 from batchgen.prefix.survey import GroupLine, NodeLine, Survey
 from batchgen.prefix.tree import Group, PrefixNode, PrefixPlan, plan_prefixes
@@ -18,8 +19,11 @@ __all__ = [
     "Group",
     "GroupLine",
     "NodeLine",
+    "Outline",
+    "OutlineNode",
     "PlanFigures",
     "PrefixNode",
+    "PrefixOutline",
     "PrefixPlan",
     "Resident",
     "Survey",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -17,7 +17,7 @@ from batchgen.request import TokenArray
 
 
 @dataclass(slots=True)
-class _Interval:
+class Interval:
     """Prompts first..last (exclusive) share `end` tokens. They share the first `start` of these with other prompts, too."""
 
     first: int
@@ -26,29 +26,55 @@ class _Interval:
     """Number of prompts in no deeper interval."""
     last: int = -1
     start: int = 0
+    nodes: int = 0
+    """Number of intervals inside it."""
+    saved: int = 0
+    """Prompt tokens that need not be run because intervals inside it are shared."""
+
+    @property
+    def rows(self) -> int:
+        return self.last - self.first
+
+    @property
+    def own_saved(self) -> int:
+        """Prompt tokens that need not be run because its own tokens are shared."""
+        return (self.end - self.start) * (self.rows - 1)
 
 
-class _OpenIntervals:
+class OpenIntervals:
     """The intervals that the next prompt may still belong to, each deeper than the one below it."""
 
     def __init__(self) -> None:
-        self._stack: list[_Interval] = []
+        self._stack: list[Interval] = []
         self._count = 0
 
-    def shares(self, length: int) -> Iterator[_Interval]:
+    def shares(self, length: int) -> Iterator[Interval]:
         """Takes the number of tokens that the next prompt shares with the one after it (0 if it is the last). Yields the intervals that end there."""
         stack, position = self._stack, self._count
         self._count += 1
         if length > self._top_end:
-            stack.append(_Interval(position, length))
+            stack.append(Interval(position, length))
         if stack:
             stack[-1].own += 1
         while self._top_end > length:
             closed = stack.pop()
             if length > self._top_end:
-                stack.append(_Interval(closed.first, length))
+                stack.append(Interval(closed.first, length))
             closed.last, closed.start = position + 1, self._top_end
+            if stack:
+                stack[-1].nodes += 1 + closed.nodes
+                stack[-1].saved += closed.own_saved + closed.saved
             yield closed
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._stack
+
+    def copy(self) -> OpenIntervals:
+        """Returns a copy that does not change with this one."""
+        copied = OpenIntervals()
+        copied._stack, copied._count = [replace(interval) for interval in self._stack], self._count
+        return copied
 
     @property
     def _top_end(self) -> int:
@@ -85,7 +111,7 @@ class Survey:
         """Number of prefix nodes, of groups, and of prompts that are in a group."""
         self._chunk_size = chunk_size
         self._nodes, self._groups = _Largest(max_nodes), _Largest(max_groups)
-        self._tree, self._chunks = _OpenIntervals(), _OpenIntervals()
+        self._tree, self._chunks = OpenIntervals(), OpenIntervals()
         self._before: TokenArray | None = None
 
     def add(self, tokens: TokenArray) -> None:
@@ -103,11 +129,11 @@ class Survey:
     def largest_nodes(self) -> list[NodeLine]:
         """Returns the kept nodes in depth-first order."""
         lines: list[NodeLine] = []
-        around: list[_Interval] = []  # listed nodes that may be above the next one
+        around: list[Interval] = []  # listed nodes that may be above the next one
         for saved, node, path in sorted(self._nodes, key=lambda kept: (kept[1].first, kept[1].end)):
             while around and node.first >= around[-1].last:
                 around.pop()
-            lines.append(NodeLine(len(around), path[node.start :], node.last - node.first, saved))
+            lines.append(NodeLine(len(around), path[node.start :], node.rows, saved))
             around.append(node)
         return lines
 
@@ -120,8 +146,7 @@ class Survey:
         assert self._before is not None
         for node in self._tree.shares(length):
             self.nodes += 1
-            saved = (node.end - node.start) * (node.last - node.first - 1)
-            self._nodes.see(saved, node, self._before)
+            self._nodes.see(node.own_saved, node, self._before)
         for group in self._chunks.shares(length // self._chunk_size * self._chunk_size):
             if group.own:
                 self.groups += 1
@@ -134,14 +159,14 @@ class _Largest:
 
     def __init__(self, max_count: int) -> None:
         self._max_count = max_count
-        self._heap: list[tuple[int, int, _Interval, TokenArray]] = []
+        self._heap: list[tuple[int, int, Interval, TokenArray]] = []
         self._ticks = count(0, -1)
 
-    def see(self, worth: int, interval: _Interval, prompt: TokenArray) -> None:
+    def see(self, worth: int, interval: Interval, prompt: TokenArray) -> None:
         full = len(self._heap) == self._max_count
         if not full or worth > self._heap[0][0]:
             entry = (worth, next(self._ticks), interval, np.array(prompt[: interval.end]))
             (heapq.heapreplace if full else heapq.heappush)(self._heap, entry)
 
-    def __iter__(self) -> Iterator[tuple[int, _Interval, TokenArray]]:
+    def __iter__(self) -> Iterator[tuple[int, Interval, TokenArray]]:
         return ((worth, interval, path) for worth, _, interval, path in self._heap)

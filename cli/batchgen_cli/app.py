@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from batchgen_cli.job_page import ReportCommand, ReportOptions
 from batchgen_cli.merge import MergeCommand, MergeOptions
 from batchgen_cli.models import ModelsCommand, ModelsOptions
 from batchgen_cli.options import Command, CommandGroup, similar
@@ -31,6 +32,7 @@ COMMANDS: dict[str, tuple[type[Command], type]] = {
     "run": (RunCommand, RunOptions),
     "plan": (PlanCommand, PlanOptions),
     "status": (StatusCommand, StatusOptions),
+    "report": (ReportCommand, ReportOptions),
     "merge": (MergeCommand, MergeOptions),
     "models": (ModelsCommand, ModelsOptions),
 }

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from batchgen.stats import size_text as size
 from batchgen_cli.options import Command
 from batchgen_cli.progress import calm_libraries, progress_for
-from batchgen_cli.report import size
 from batchgen_cli.stderr import exit_code_of, printable
 
 if TYPE_CHECKING:

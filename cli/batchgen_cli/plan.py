@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from batchgen.stats import size_text as size
 from batchgen_cli.options import Command, Display, build, job_config
 from batchgen_cli.progress import calm_libraries, progress_for
-from batchgen_cli.report import size
 from batchgen_cli.run import RunOptions
 from batchgen_cli.stderr import exit_code_of, printable
 
@@ -47,7 +47,8 @@ class PlanCommand(Command):
     short = "Show what a run would share and the memory it needs."
     text = """Show what a run over INPUT would share and the memory it needs, without loading the model's weights.
 
-    Takes all options of `batchgen run` (see batchgen run --help), so only one word of the command changes."""
+    Takes all options of `batchgen run` (see batchgen run --help), so only one word of the command changes. With --report FILE.html the
+    prefix tree is drawn as a page for a browser."""
     example = "batchgen plan prompts.jsonl --model ./model"
     brief = True
 

@@ -6,6 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+from batchgen.stats import size_text as size
 from batchgen_cli.stderr import Stderr, event, printable, put
 
 if TYPE_CHECKING:
@@ -14,15 +15,6 @@ if TYPE_CHECKING:
 
 LOG_WIDTH = 140
 """Width of the summary if standard error is not a terminal."""
-
-
-def size(count: float) -> str:
-    """Returns a number of bytes as text: 512 B, 3.1 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def show_report(report: JobReport, *, as_json: bool = False) -> None:

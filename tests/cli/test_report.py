@@ -7,8 +7,8 @@ import pytest
 
 from batchgen.assembly import JobReport
 from batchgen.result import Result
-from batchgen.stats import EngineStats, RunFigures, Setting, figures
-from batchgen_cli.report import show_report, size, summary
+from batchgen.stats import EngineStats, RunFigures, Setting, figures, size_text
+from batchgen_cli.report import show_report, summary
 from batchgen_cli.stderr import printable
 
 
@@ -24,7 +24,7 @@ from batchgen_cli.stderr import printable
     ],
 )
 def test_sizes_are_as_people_read_them(count: int, text: str) -> None:
-    assert size(count) == text
+    assert size_text(count) == text
 
 
 @pytest.mark.parametrize(

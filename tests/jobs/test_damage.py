@@ -216,7 +216,7 @@ def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
     assert folder.output() == expected
     left = {p.name for p in folder.job_folder.iterdir()}
     # Keys are missed when they are needed, and a finished job needs no lock.
-    assert left - {"keys", "lock"} == {"manifest.json", "stats.json"}
+    assert left - {"keys", "lock", "report.json"} == {"manifest.json", "stats.json"}
     assert folder.run() == []
     return said
 

@@ -43,7 +43,13 @@ def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
         "keys": 48,
         "lock": 0,
     }
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == ["keys", "lock", "manifest.json", "stats.json"]
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
+        "keys",
+        "lock",
+        "manifest.json",
+        "report.json",
+        "stats.json",
+    ]
 
 
 def test_a_finished_job_does_nothing_again_and_knows_its_figures(run, write_input):

@@ -93,7 +93,13 @@ def test_a_crash_at_any_step_of_the_finish_loses_nothing(monkeypatch, step, agai
     job, generated = run()
     assert generated == []
     assert texts() == (["A", "B", "C"] if again else ["A", "B"])
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == ["keys", "lock", "manifest.json", "stats.json"]
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
+        "keys",
+        "lock",
+        "manifest.json",
+        "report.json",
+        "stats.json",
+    ]
     assert run()[0].finished == job.finished
 
 

@@ -52,7 +52,7 @@ def test_an_output_in_a_store_is_there_once_whole_and_known_again(store, run, wr
     assert everything(fs) == ["bucket/out/o.jsonl"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "in.jsonl"]
     folder = job_path(url, None)
-    assert sorted(p.name for p in folder.iterdir()) == ["keys", "lock", "manifest.json", "stats.json"]
+    assert sorted(p.name for p in folder.iterdir()) == ["keys", "lock", "manifest.json", "report.json", "stats.json"]
     again, generated = run(url)
     assert (again.finished, generated) == (job.finished, [])
 

@@ -5,18 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.prefix import Survey, plan_prefixes
-
-# Nodes: [0, 2) of 6 saves 10; [2, 3) of 2 saves 1; [2, 6) of 3 saves 8; [6, 9) of 2 saves 3; [0, 5) of 2 saves 5.
-NESTED = [
-    [1, 1, 0, 1],
-    [1, 1, 0, 2],
-    [1, 1, 4, 4, 4, 4, 1, 1, 1, 0],
-    [1, 1, 4, 4, 4, 4, 1, 1, 1, 1],
-    [1, 1, 4, 4, 4, 4, 2],
-    [1, 1, 7],
-    [5, 5, 5, 5, 5],
-    [5, 5, 5, 5, 5],
-]
+from support.prompts import NESTED
 
 
 def survey_of(lists, *, chunk_size=1, nodes=99, groups=99):

@@ -321,7 +321,7 @@ class Job:
         assert ended.code == self.case.code, ended.err
         self.check_output(finished=True)
         left = {p.name for p in self.job_folder.iterdir()}
-        assert left == {"keys", "lock", "manifest.json", "stats.json"}
+        assert left == {"keys", "lock", "manifest.json", "report.json", "stats.json"}
         assert {p.name for p in self.folder.iterdir()} <= {
             "in.jsonl", "more.csv", "work", self.output.name, f"{self.output.name}.job",
         }  # fmt: skip

@@ -1,0 +1,322 @@
+"use strict";
+// Draws the charts of the page from the data in it, with plotly, and lets the reader walk through the prefix tree.
+
+document.documentElement.dataset.script = "on";
+const data = JSON.parse(document.getElementById("data").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const narrow = matchMedia("(max-width: 40rem)");
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const number = (value) => value.toLocaleString("en");
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const cut = (text, length) => (text.length > length ? `${text.slice(0, length)}…` : text);
+const oneLine = (text) => text.replace(/\s+/g, " ").trim();
+
+async function loadPlotly() {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+}
+
+function draw(id, traces, layout) {
+  const place = document.getElementById(id);
+  if (!place) return;
+  const axis = { gridcolor: color("grid"), zerolinecolor: color("line"), linecolor: color("line"), automargin: true, fixedrange: narrow.matches };
+  const whole = {
+    font: { family: "system-ui, sans-serif", size: 13, color: color("ink") },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 10, r: 10, t: 16, b: 10 },
+    hoverlabel: { font: { color: color("ink") }, bgcolor: color("panel"), bordercolor: color("line"), align: "left" },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
+    ...layout,
+    xaxis: { ...axis, ...(layout.xaxis || {}) },
+    yaxis: { ...axis, ...(layout.yaxis || {}) },
+  };
+  Plotly.react(place, traces, whole, { displayModeBar: false, responsive: true });
+}
+
+// The prefix tree. A cell is a node: its id is its place in the lists of `data.tree`, "all" is the root, "m…" stands for what is not listed below a node.
+
+const tree = data.tree && data.tree.parents.length ? data.tree : null;
+const children = new Map([["all", []]]);
+let cells = null;
+let chosen = "all";
+
+function makeCells() {
+  const count = tree.parents.length;
+  cells = { ids: ["all"], labels: [], parents: [""], values: [tree.rows], saved: [tree.saved_tokens], hover: [], more: [false] };
+  cells.labels.push(`all ${number(tree.rows)} prompts`);
+  cells.hover.push(`all ${number(tree.rows)} prompts<br>${number(tree.saved_tokens)} prompt tokens saved`);
+  const listed = { rows: new Map(), nodes: new Map(), saved: new Map() };
+  const add = (map, key, value) => map.set(key, (map.get(key) || 0) + value);
+  for (let i = 0; i < count; i++) {
+    const parent = tree.parents[i] < 0 ? "all" : `${tree.parents[i]}`;
+    children.has(parent) || children.set(parent, []);
+    children.get(parent).push(`${i}`);
+    add(listed.rows, parent, tree.node_rows[i]);
+    add(listed.nodes, parent, 1 + tree.nodes_below[i]);
+    add(listed.saved, parent, tree.saved[i] + tree.saved_below[i]);
+    const text = oneLine(tree.texts[i]);
+    cells.ids.push(`${i}`);
+    cells.parents.push(parent);
+    cells.values.push(tree.node_rows[i]);
+    cells.saved.push(tree.saved[i]);
+    cells.more.push(false);
+    cells.labels.push(`${number(tree.node_rows[i])} × ${number(tree.tokens[i])}`);
+    cells.hover.push(
+      `${number(tree.node_rows[i])} rows × ${number(tree.tokens[i])} tokens of their own<br>` +
+        `${number(tree.saved[i])} prompt tokens saved<br>${escaped(cut(text, 90))}`);
+  }
+  const rest = (id, nodes, saved, most) => {
+    const more = nodes - (listed.nodes.get(id) || 0);
+    if (more <= 0) return;
+    cells.ids.push(`m${id}`);
+    cells.parents.push(id);
+    cells.values.push(Math.max(0, most - (listed.rows.get(id) || 0)));
+    cells.saved.push(saved - (listed.saved.get(id) || 0));
+    cells.more.push(true);
+    cells.labels.push(`${number(more)} more`);
+    cells.hover.push(`${number(more)} more nodes, which have few rows each<br>${number(saved - (listed.saved.get(id) || 0))} prompt tokens saved`);
+  };
+  for (let i = 0; i < count; i++) rest(`${i}`, tree.nodes_below[i], tree.saved_below[i], tree.node_rows[i] - tree.ending_rows[i]);
+  rest("all", tree.node_count, tree.saved_tokens, tree.rows - tree.lone_rows);
+}
+
+const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+
+/** Black or white text, whichever has the better contrast (WCAG's relative luminance) on a place of the scale of three colors, from 0 to 1. */
+function inkOn(place, scale) {
+  const at = Math.min(1, Math.floor(place * 2)), part = place * 2 - at;
+  const [a, b] = [channels(scale[at][1]), channels(scale[at + 1][1])];
+  const [r, g, blue] = a.map((from, i) => (from + (b[i] - from) * part) / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
+}
+
+/** The label of each cell, with as much of the node's text as has a place in it. */
+function labels() {
+  const width = document.getElementById("tree-chart").clientWidth - (narrow.matches ? 0 : 90);
+  const whole = chosen === "all" ? tree.rows : tree.node_rows[chosen];
+  return cells.ids.map((id, i) => {
+    const length = Math.floor((cells.values[i] / whole) * width / 7.5) - 2;
+    return id === "all" || cells.more[i] || length < 6 ? cells.labels[i] : `${escaped(cut(oneLine(tree.texts[id]), length))}<br>${cells.labels[i]}`;
+  });
+}
+
+function drawTree() {
+  if (!tree) return;
+  if (!cells) makeCells();
+  const shade = (saved) => Math.log10(1 + Math.max(0, saved));
+  const shades = cells.saved.map(shade);
+  shades[0] = 0; // the root has no tokens
+  const most = Math.max(1, ...shades);
+  const scale = [[0, color("shade-0")], [0.5, color("shade-1")], [1, color("shade-2")]];
+  const steps = [...Array(Math.floor(most) + 1).keys()].filter((n) => n > 0);
+  draw("tree-chart", [{
+    type: "icicle", ids: cells.ids, labels: labels(), parents: cells.parents, values: cells.values, branchvalues: "total",
+    hovertext: cells.hover, hoverinfo: "text", sort: false, level: chosen, maxdepth: narrow.matches ? 4 : 6,
+    tiling: { orientation: "v", pad: 1 }, textposition: "middle left", textinfo: "label", textfont: { color: shades.map((shade) => inkOn(shade / most, scale)) },
+    pathbar: { visible: true, thickness: 24 }, root: { color: color("panel") },
+    marker: {
+      colors: shades, colorscale: scale, cmin: 0, cmax: most, line: { width: 0 },
+      showscale: !narrow.matches,
+      colorbar: {
+        title: { text: "tokens saved", side: "right" }, thickness: 12, outlinewidth: 0,
+        tickvals: [0, ...steps], ticktext: ["0", ...steps.map((n) => (n > 5 ? `${10 ** (n - 6)}M` : n > 2 ? `${10 ** (n - 3)}k` : `${10 ** n}`))],
+      },
+    },
+  }], { margin: { l: 0, r: 0, t: 26, b: 4 }, uniformtext: { minsize: 11, mode: "hide" } });
+}
+
+function choose(id, { focus = false } = {}) {
+  if (id.startsWith("m")) return;
+  chosen = id;
+  Plotly.restyle("tree-chart", { level: [id], labels: [labels()] }, [0]);
+  showNode();
+  if (focus) document.getElementById("node-text").focus();
+}
+
+function button(text, id, current) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.textContent = text;
+  made.dataset.node = id;
+  if (current) made.setAttribute("aria-current", "true");
+  const item = document.createElement("li");
+  item.append(made);
+  return item;
+}
+
+const nameOf = (id) => (id === "all" ? "all prompts" : `“${cut(oneLine(tree.texts[id]), 28)}”`);
+
+function showNode() {
+  const id = chosen;
+  const path = [];
+  for (let at = id; at !== "all"; at = tree.parents[at] < 0 ? "all" : `${tree.parents[at]}`) path.unshift(at);
+  path.unshift("all");
+  document.getElementById("node-path").replaceChildren(...path.map((at) => button(nameOf(at), at, at === id)));
+  const text = document.getElementById("node-text");
+  let says;
+  if (id === "all") {
+    says = `${number(tree.rows)} rows, ${number(tree.prompt_tokens)} prompt tokens, of which sharing saves ${number(tree.saved_tokens)}.`;
+    text.hidden = true;
+  } else {
+    says = `${number(tree.node_rows[id])} rows share these ${number(tree.tokens[id])} tokens: ${number(tree.saved[id])} prompt tokens saved. ` +
+      `Below: ${number(tree.nodes_below[id])} nodes; ${number(tree.ending_rows[id])} rows share nothing more.`;
+    text.hidden = false;
+    text.textContent = tree.texts[id];
+  }
+  document.getElementById("node-says").textContent = says;
+  const below = [...(children.get(id) || [])].sort((a, b) => tree.node_rows[b] - tree.node_rows[a]);
+  const shown = below.slice(0, 50).map((at) =>
+    button(`${number(tree.node_rows[at])} rows × ${number(tree.tokens[at])} tokens: ${nameOf(at)}`, at, false));
+  document.getElementById("node-children").replaceChildren(...shown);
+  document.getElementById("below-title").hidden = !shown.length;
+  document.getElementById("node").hidden = false;
+}
+
+function listenToTree() {
+  if (!tree) return;
+  const place = document.getElementById("tree-chart");
+  place.on("plotly_icicleclick", (event) => {
+    const id = event.points && event.points[0] && event.points[0].id;
+    if (id !== undefined) choose(id === chosen && id !== "all" ? (tree.parents[id] < 0 ? "all" : `${tree.parents[id]}`) : id);
+    return false; // the zoom is set above, for the mouse and the keyboard alike
+  });
+  document.getElementById("node").addEventListener("click", (event) => {
+    const id = event.target.dataset && event.target.dataset.node;
+    if (id !== undefined) choose(id, { focus: id !== "all" });
+  });
+  showNode();
+}
+
+// Charts over time: runs one after the other; shards side by side.
+
+const runs = (data.runs || []).filter((run) => run.seconds.length > 1);
+const sharded = runs.some((run) => run.label);
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+
+function startsOfRuns() {
+  const ends = new Map();
+  return runs.map((run) => {
+    const start = ends.get(run.label) || 0;
+    ends.set(run.label, start + run.seconds[run.seconds.length - 1]);
+    return start;
+  });
+}
+
+function lines(kinds, valuesOf) {
+  const starts = startsOfRuns();
+  return kinds.flatMap(([name, title, hue], k) => runs.map((run, i) => {
+    const values = valuesOf(run, name);
+    const shift = run.seconds.length - values.length; // a rate belongs to the interval before its moment
+    const label = sharded ? `${title}, shard ${run.label}` : title;
+    return {
+      type: "scatter", mode: "lines", name: label, legendgroup: label, showlegend: sharded || i === 0,
+      x: run.seconds.slice(shift).map((s) => s + starts[i]), y: values,
+      line: { color: color(hue), width: 2, shape: shift ? "vh" : "linear", dash: DASHES[(sharded ? i : k) % DASHES.length] },
+      hovertemplate: `%{y:,.4~s} at %{x:,.1f} s<extra>${escaped(label)}</extra>`,
+    };
+  }));
+}
+
+const betweenRuns = () => startsOfRuns().filter((start) => start > 0).map((start) => ({
+  type: "line", x0: start, x1: start, yref: "paper", y0: 0, y1: 1, line: { color: color("soft"), width: 1, dash: "dot" },
+}));
+
+function drawSpeed() {
+  if (!runs.length) return;
+  const kinds = [["completion_tokens_per_s", "completion tokens/s", "s1"], ["prefill_tokens_per_s", "prompt tokens/s", "s2"],
+    ["scored_tokens_per_s", "scored tokens/s", "s3"]].filter(([name]) => runs.some((run) => run[name].some((v) => v > 0)));
+  draw("speed-chart", lines(kinds, (run, name) => run[name]), {
+    xaxis: { title: { text: "seconds" }, rangemode: "tozero" }, yaxis: { rangemode: "tozero", tickformat: ",~s" }, shapes: betweenRuns(),
+    hovermode: "x",
+  });
+}
+
+const UNITS = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
+
+function drawMemory() {
+  if (data.kind === "plan") {
+    const [unit, name] = UNITS.find(([size]) => Math.max(0, ...data.memory.map((bar) => bar[1])) >= size) || [1, "B"];
+    return bars("memory-chart", data.memory.map(([what, bytes]) => [what, bytes / unit]), name);
+  }
+  if (!runs.length) return;
+  over("memory-chart", "memory_bytes", "memory of the processes", "s1");
+  over("kv-chart", "kv_bytes", "keys and values in use", "s2");
+}
+
+function over(id, what, title, hue) {
+  const most = Math.max(...runs.flatMap((run) => run[what]));
+  const [unit, name] = UNITS.find(([size]) => most >= size) || [1, "B"];
+  draw(id, lines([[what, title, hue]], (run) => run[what].map((bytes) => bytes / unit)), {
+    xaxis: { title: { text: "seconds" }, rangemode: "tozero" }, yaxis: { title: { text: name }, rangemode: "tozero" }, shapes: betweenRuns(),
+    hovermode: "x", showlegend: sharded, title: sharded ? undefined : { text: title, font: { size: 13 }, x: 0, y: 0.98, xanchor: "left", yanchor: "top" },
+    margin: { l: 10, r: 10, t: 34, b: 10 },
+  });
+}
+
+// Bars.
+
+function bars(id, pairs, unit, hues) {
+  const shown = [...pairs].reverse();
+  const place = document.getElementById(id);
+  if (place) place.style.height = `${shown.length * 2.4 + 3}rem`;
+  draw(id, [{
+    type: "bar", orientation: "h", y: shown.map(([name]) => escaped(cut(name, narrow.matches ? 18 : 40))), x: shown.map((pair) => pair[1]),
+    text: shown.map((pair) => `${Number(pair[1].toPrecision(pair[1] >= 1000 ? 12 : 3)).toLocaleString("en")}${unit ? ` ${unit}` : ""}`),
+    textposition: "outside", cliponaxis: false, marker: { color: hues ? shown.map(([name]) => color(hues(name))) : color("s1") },
+    hoverinfo: "text", textfont: { size: 12 },
+  }], { xaxis: { rangemode: "tozero", tickformat: ",~s" }, yaxis: { type: "category" }, showlegend: false, bargap: 0.35, margin: { l: 10, r: 70, t: 4, b: 10 } });
+}
+
+function bins(id, found, hue, unit) {
+  if (!found) return;
+  draw(id, [{
+    type: "bar", x: found.bins.map((bin) => (bin[0] + bin[1]) / 2), y: found.bins.map((bin) => bin[2]), width: found.bins.map((bin) => (bin[1] - bin[0]) * 0.94),
+    marker: { color: color(hue) }, hovertext: found.bins.map((bin) => `${number(bin[0])} to ${number(bin[1])}: ${number(bin[2])} rows`), hoverinfo: "text",
+  }], { xaxis: { title: { text: unit }, tickformat: ",~r" }, yaxis: { title: { text: "rows" }, tickformat: ",~s" }, showlegend: false });
+}
+
+function drawLabels() {
+  const labels = data.rows.labels.filter((label) => label.rows > 0 || label.mean_probability > 0).slice(0, 30).reverse();
+  document.getElementById("labels-chart").style.height = `${labels.length * 2.6 + 6}rem`;
+  const names = labels.map((label) => escaped(cut(label.label, narrow.matches ? 16 : 32)));
+  draw("labels-chart", [
+    { type: "bar", orientation: "h", name: "rows", y: names, x: labels.map((label) => label.rows), marker: { color: color("s1") }, hovertemplate: "%{x:,} rows<extra></extra>" },
+    { type: "bar", orientation: "h", name: "mean probability where it was chosen", y: names, x: labels.map((label) => label.mean_probability_chosen), xaxis: "x2",
+      marker: { color: color("s2") }, hovertemplate: "%{x:.3f}<extra></extra>" },
+  ], {
+    barmode: "group", yaxis: { type: "category" }, xaxis: { domain: [0, 0.6], rangemode: "tozero", title: { text: "rows" }, tickformat: ",~s" },
+    xaxis2: { domain: [0.66, 1], range: [0, 1], gridcolor: color("grid"), zerolinecolor: color("line"), title: { text: "probability" }, fixedrange: true },
+  });
+}
+
+function drawAll() {
+  const rows = data.rows || {};
+  drawTree();
+  drawSpeed();
+  if (data.time && data.time.length) bars("time-chart", data.time, "s");
+  bins("prompt_tokens-chart", rows.prompt_tokens, "s2", "tokens of a prompt");
+  bins("completion_tokens-chart", rows.completion_tokens, "s1", "tokens of a completion");
+  if (rows.reasons) {
+    const ends = [...Object.entries(rows.reasons).filter(([name]) => name !== "error"), ...Object.entries(rows.errors).map(([name, n]) => [`error: ${name}`, n])];
+    bars("ends-chart", ends, "", (name) => (name.startsWith("error") ? "bad" : name === "stop" || name === "scored" ? "s1" : "s2"));
+  }
+  if (rows.labels && rows.labels.length) drawLabels();
+  bins("scores-chart", rows.scores, "s3", "mean log-probability of a token");
+  drawMemory();
+}
+
+loadPlotly().then(() => {
+  drawAll();
+  listenToTree();
+  dark.addEventListener("change", drawAll);
+  narrow.addEventListener("change", drawAll);
+  document.documentElement.dataset.charts = "drawn";
+}).catch((error) => {
+  const note = document.getElementById("charts-note");
+  note.className = "note";
+  note.textContent = `The charts cannot be drawn in this browser (${error.message}). The tables below each of them say the same.`;
+  note.hidden = false;
+});

@@ -1,0 +1,105 @@
+"""The sums over an output's rows are those of its results."""
+
+import json
+import math
+
+import pytest
+
+from batchgen.errors import RowError
+from batchgen.recording.row_figures import BINS, MAX_LABELS, SAMPLES, RowFigures, histogram, shortened
+from batchgen.result import Result, Score
+
+
+def figures_of(results):
+    figures = RowFigures()
+    for result in results:
+        figures.add(result, lambda result=result: {"id": result.row, "text": result.text})
+    return figures.as_dict()
+
+
+def done(row, prompt=10, completion=2, reason="stop", **more):
+    return Result(
+        row=row, text=f"t{row}", finish_reason=reason, prompt_tokens=prompt, completion_tokens=completion, **more
+    )
+
+
+def test_rows_are_counted_by_how_they_ended():
+    failed = Result.failed(7, RowError("prompt_too_long", "5,000 tokens"), prompt_tokens=5000)
+    found = figures_of([*(done(i) for i in range(6)), done(6, reason="length", completion=8), failed])
+    assert found["rows"] == 8
+    assert found["reasons"] == {"stop": 6, "length": 1, "error": 1}
+    assert found["errors"] == {"prompt_too_long": 1}
+    assert found["samples"] == {
+        "stop": [{"id": i, "text": f"t{i}"} for i in range(SAMPLES)],
+        "length": [{"id": 6, "text": "t6"}],
+        "error: prompt_too_long": [{"id": 7, "text": None}],
+    }
+    assert (found["prompt_tokens"]["count"], found["prompt_tokens"]["max"]) == (7, 10)  # the failed row is in no length
+    assert found["completion_tokens"]["bins"] == [
+        [2, 3, 6],
+        [3, 4, 0],
+        [4, 5, 0],
+        [5, 6, 0],
+        [6, 7, 0],
+        [7, 8, 0],
+        [8, 9, 1],
+    ]
+
+
+def test_labels_are_counted_with_their_probabilities():
+    rows = [{"yes": 0.75, "no": 0.25}, {"yes": 0.5, "no": 0.5}, {"yes": 0.125, "no": 0.875}]
+    found = figures_of(
+        [Result(row=i, text=max(p, key=p.get), finish_reason="stop", choice_probs=p) for i, p in enumerate(rows)]
+    )
+    yes, no = found["labels"]
+    assert (yes["label"], yes["rows"], yes["offered"]) == ("yes", 2, 3)
+    assert (yes["mean_probability"], yes["mean_probability_chosen"]) == (0.458333, 0.625)
+    assert [(i, n) for i, n in enumerate(yes["bins"]) if n] == [(10, 1), (15, 1)]
+    assert (no["rows"], no["mean_probability"], no["mean_probability_chosen"]) == (1, 0.541667, 0.875)
+    assert found["completion_tokens"] is None
+
+
+def test_many_labels_are_counted_together():
+    found = figures_of(
+        [Result(row=i, text=f"l{i}", finish_reason="stop", choice_probs={f"l{i}": 1.0}) for i in range(MAX_LABELS + 3)]
+    )
+    assert (len(found["labels"]), found["other_labels"]) == (MAX_LABELS, 3)
+
+
+def test_scores_are_means_of_a_token():
+    scores = [Score(-4.0, 4, True), Score(-6.0, 4, False), Score(-1.0, 2, True)]
+    found = figures_of([Result(row=i, text=None, finish_reason=None, score=s) for i, s in enumerate(scores)])
+    assert found["reasons"] == {"scored": 3}
+    assert (found["scores"]["min"], found["scores"]["max"], found["scores_greedy"]) == (-1.5, -0.5, 2)
+    assert (found["scores"]["bins"][0], found["scores"]["bins"][-1]) == ([-1.5, -1.45, 1], [-0.5, -0.45, 1])
+
+
+def test_a_histogram_holds_every_value_once():
+    counts = dict.fromkeys(range(100), 1) | {1000: 1}
+    found = histogram(counts)
+    assert found is not None
+    assert (found["count"], found["min"], found["max"], found["p50"], found["p99"]) == (101, 0, 1000, 50, 99)
+    assert found["bins"][:2] == [[0, 5, 5], [5, 10, 5]]
+    assert found["bins"][-1] == [100, 1000, 1]  # the long tail is one bin
+    assert sum(count for *_, count in found["bins"]) == 101
+    assert len(found["bins"]) <= BINS + 2
+    assert histogram({}) is None
+    assert histogram({7: 3})["bins"] == [[7, 8, 3]]
+
+
+@pytest.mark.parametrize("width", [1, 7, 399, 400, 401, 100_000])
+def test_a_histogram_has_few_bins(width):
+    found = histogram(dict.fromkeys(range(0, width + 1, max(1, width // 50)), 1))
+    assert len(found["bins"]) <= BINS + 2
+    assert all(high - low == found["bins"][0][1] - found["bins"][0][0] for low, high, _ in found["bins"])
+
+
+def test_a_sample_is_cut_to_what_a_person_reads():
+    long = "a" * 500 + "end"
+    assert shortened(long) == "a" * 80 + " … 183 characters … " + "a" * 237 + "end"
+    assert shortened({"ids": list(range(20)), "x": None, "f": math.nan}) == {
+        "ids": [0, 1, 2, 3, 4, 5, 6, 7, "… 12 more"], "x": None, "f": "nan",
+    }  # fmt: skip
+    assert shortened({"a": {"b": {"c": {"d": [1]}}}}) == {"a": {"b": {"c": '{"d": [1]}'}}}
+    row = {f"column {i}": long for i in range(1000)}
+    assert len(json.dumps(shortened(row))) < 15_000

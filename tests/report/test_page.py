@@ -1,0 +1,157 @@
+"""The page of a report: it shows what the data says, loads nothing, and is safe whatever the rows say."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from batchgen.errors import OutputError, UsageError
+from batchgen.recording.tree import tree_record
+from batchgen.report.page import POLICY, ReportPage, check_report_file, page
+from batchgen.report.plan_data import plan_data
+from support.reports import job_page_data, parsed
+
+
+def test_the_page_refers_to_nothing_outside():
+    found = parsed(page(job_page_data()))
+    outside = [(tag, name, value) for tag, name, value in found.references if not value.startswith(("#", "data:"))]
+    assert outside == []
+    assert {tag for tag, _, _ in found.references} == {"a", "link"}
+    assert ("meta", POLICY) in found.policies
+    assert found.policies[0] == ("meta", POLICY)
+    style = re.search(r"<style>(.*?)</style>", page(job_page_data()), re.DOTALL)
+    assert style is not None
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+
+
+def test_the_policy_forbids_every_request():
+    rules = dict(rule.strip().split(" ", 1) for rule in POLICY.split(";"))
+    assert rules["default-src"] == "'none'"
+    allowed = {source for name, value in rules.items() for source in value.split() if name != "default-src"}
+    assert allowed == {"'unsafe-inline'", "'none'", "data:"}
+
+
+def test_the_data_of_the_page_is_the_data_it_was_made_of():
+    data = job_page_data()
+    assert parsed(page(data)).data == json.loads(json.dumps(data))
+
+
+def test_text_of_rows_is_text_in_the_page():
+    evil = "</script><script>alert(1)</script><img src=http://x/y onerror=alert(2)>&amp;"
+    data = job_page_data(title=evil, text=evil)
+    found = parsed(page(data))
+    assert found.data["tree"]["texts"][0] == evil
+    assert found.data["rows"]["samples"]["stop"][0]["text"] == evil
+    assert (found.title, found.headings[0]) == (f"{evil}: report", evil)
+    assert found.tags.count("script") == 3
+    assert "img" not in found.tags
+    assert evil in found.cells  # the excerpt in the table of nodes
+
+
+def test_headings_and_tables_say_what_the_charts_show():
+    found = parsed(page(job_page_data()))
+    assert found.headings == [
+        "answers.jsonl", "Prefix tree", "The chosen node", "Below it", "Tokens per second", "Where the time went",
+        "Lengths of prompts and completions", "How rows ended", "Sample rows", "Memory", "All figures",
+    ]  # fmt: skip
+    assert found.language == "en"
+    assert found.labels["tree-chart"] == (
+        "The prefix tree of 4 prompts: 1 nodes. Sharing them saves 6 of 20 prompt tokens (30.0%)."
+    )
+    assert found.labels["speed-chart"] == "Tokens per second over 2.0 s; at most 15 completion tokens/s."
+    assert found.labels["ends-chart"] == "3 stop, 1 error: prompt_too_long."
+    assert found.captions == [
+        "The nodes that save the most", "Tokens per second", "Where the time went", "Lengths of prompts, in tokens",
+        "Lengths of completions, in tokens", "How rows ended", "Memory",
+    ]  # fmt: skip
+    assert all(label for label in found.labels.values())  # every chart has words for those who do not see it
+
+
+def test_a_part_without_data_is_left_out():
+    data = job_page_data() | {"tree": None, "runs": [], "time": [], "rows": None, "stats": None, "missing": "all of it"}
+    found = parsed(page(data))
+    assert found.headings == ["answers.jsonl"]
+    assert "Missing here: all of it." in found.text
+
+
+def test_the_plan_is_drawn_with_its_memory_and_shards():
+    plan = {
+        "rows": 3, "rows_failed": 1, "prompt_tokens": 20, "prefill_tokens_min": 14, "shared_fraction": 0.3,
+        "prefix_nodes": 1, "weight_bytes": 2048, "kv_bytes_least": 512, "kv_bytes_shared": 1024, "kv_bytes_unshared": 0,
+        "tree": [], "shards": {"rows": [2, 1], "cost": [0.6, 0.4], "prefill_tokens_again": 5},
+    }  # fmt: skip
+    data = plan_data("in.jsonl", plan, job_page_data()["tree"])
+    assert data["memory"] == [("weights", 2048), ("KV of the longest row", 512), ("KV of all rows, shared", 1024)]
+    found = parsed(page(data))
+    assert found.headings == [
+        "in.jsonl",
+        "Prefix tree",
+        "The chosen node",
+        "Below it",
+        "Memory",
+        "Shards",
+        "All figures",
+    ]
+    assert (
+        found.labels["memory-chart"]
+        == "weights: 2.0 KiB; KV of the longest row: 512 B; KV of all rows, shared: 1.0 KiB."
+    )
+    assert found.cells[-6:] == ["1", "2", "60.0%", "2", "1", "40.0%"]
+
+
+def test_a_notebook_shows_the_page_in_a_frame():
+    report = ReportPage(job_page_data())
+    frames = []
+
+    class Frames(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            frames.append((tag, dict(attrs)))
+
+    Frames().feed(report._repr_html_())
+    ((tag, attributes),) = frames
+    assert tag == "iframe"
+    assert attributes["srcdoc"] == report.html
+    assert attributes["title"] == "answers.jsonl: report"
+    assert repr(report) == "<answers.jsonl: report: display it in a notebook, or .save('report.html')>"
+
+
+def test_a_page_is_written_only_to_a_file_of_such_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    report = ReportPage(job_page_data())
+    report.save(tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text("utf-8") == report.html
+    with pytest.raises(UsageError, match=r"--report a.jsonl is not the name of a page; name a file that ends in .html"):
+        check_report_file("a.jsonl", "--report")
+    with pytest.raises(UsageError, match="cannot be written; name a file in a folder that exists"):
+        report.save(tmp_path / "no" / "r.html")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OutputError, match="cannot be written: No space left on device"):
+        report.save(tmp_path / "r.html")
+
+
+def test_without_plotly_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr("batchgen.report.page.find_spec", lambda name: None)
+    with pytest.raises(
+        UsageError, match=r"a report needs the package plotly; install it with pip install 'batchgen-llm\[report\]'"
+    ):
+        ReportPage(job_page_data())
+
+
+def test_a_page_of_the_largest_tree_is_below_five_megabytes():
+    import numpy as np
+
+    from batchgen.prefix import Outline
+
+    outline = Outline()
+    for i in range(4000):
+        outline.add(np.array([*[i // 2] * 3000, i % 2], dtype=np.int32))
+    data = job_page_data() | {"tree": tree_record(outline.tree(), lambda ids: "日" * (5 * len(ids)))}
+    assert len(page(data).encode()) < 5_000_000

@@ -1,0 +1,196 @@
+"""`--report` and `batchgen report` as their users see them: the data in the page is that of the job."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.report.job_data import job_data
+from support.jobs import job_run, write_input_rows
+from support.reports import parsed
+
+Cli = Callable[..., Any]
+
+ROOT = "All rows begin with this text, which is more than a chunk. "
+GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
+
+
+@pytest.fixture
+def source(write_jsonl: Callable[..., Path]) -> Path:
+    rows = [{"id": f"r{i}", "prompt": f"{ROOT}{GROUPS[i % 2]}{i}"} for i in range(8)]
+    return write_jsonl([*rows, {"id": "long", "prompt": "x" * 600}])
+
+
+def data_of(file: Path) -> Any:
+    return parsed(file.read_text("utf-8")).data
+
+
+def check_tree(tree: Any) -> None:
+    """The tree of `source`: 1 + 59 characters, 4 of them the start of both groups, and the groups."""
+    assert (tree["rows"], tree["prompt_tokens"], tree["saved_tokens"]) == (8, 776, 640)
+    assert (tree["parents"], tree["node_rows"], tree["tokens"]) == ([-1, 0, 0], [8, 4, 4], [64, 31, 33])
+    assert (tree["saved"], tree["ending_rows"], tree["lone_rows"]) == ([448, 93, 99], [0, 4, 4], 0)
+    assert tree["texts"] == [f"<|begin|>{ROOT}The ", GROUPS[0].removeprefix("The "), GROUPS[1].removeprefix("The ")]
+
+
+def test_a_run_writes_a_report_of_itself(cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "--ignore-eos", "--report", page)
+    assert outcome.code == 3
+    assert f"the report is in {page}" in outcome.err
+    data = data_of(page)
+    check_tree(data["tree"])
+    assert (data["kind"], data["title"], data["state"], data["missing"]) == ("job", "prompts.out.jsonl", "finished", "")
+    assert data["rows"]["reasons"] == {"length": 8, "error": 1}
+    assert data["rows"]["errors"] == {"prompt_too_long": 1}
+    assert [row["id"] for row in data["rows"]["samples"]["length"]] == ["r0", "r1", "r2", "r3"]
+    assert data["rows"]["samples"]["error: prompt_too_long"][0]["error"]["type"] == "prompt_too_long"
+    assert data["rows"]["prompt_tokens"]["sum"] == 776
+    assert data["rows"]["completion_tokens"]["bins"] == [[5, 6, 8]]
+    assert data["stats"]["prefill_tokens_min"] == 776 - data["tree"]["saved_tokens"]
+    (run,) = data["runs"]
+    assert run["rows_done"][-1] == 9
+    generated = sum(
+        rate * (b - a)
+        for rate, a, b in zip(run["completion_tokens_per_s"], run["seconds"], run["seconds"][1:], strict=False)
+    )
+    assert generated == pytest.approx(40, rel=0.2)
+    assert data["time"][0][0] == "load the model"
+
+
+def test_the_report_afterwards_is_the_same(cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o.jsonl.gz"
+    page = tmp_path / "r.html"
+    cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", output, "--report", page)
+    outcome = cli("report", output)
+    assert (outcome.code, outcome.out) == (0, "")
+    assert outcome.err == f"batchgen: the report is in {tmp_path / 'o.report.html'}\n"
+    assert data_of(tmp_path / "o.report.html") == data_of(page)
+
+
+def test_a_run_that_has_nothing_to_do_still_reports(
+    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5")
+    cli(*command)
+    assert cli(*command, "--report", tmp_path / "r.html").code == 3
+    check_tree(data_of(tmp_path / "r.html")["tree"])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(
+    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path, suffix: str
+) -> None:
+    output = tmp_path / f"o.{suffix}"
+    cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "--ignore-eos", "-o", output)
+    whole = job_data(str(output))
+    shutil.rmtree(f"{output}.job")
+    outcome = cli("report", output, "-o", tmp_path / "r.html")
+    assert (outcome.code, outcome.err.splitlines()[0]) == (
+        0,
+        f"batchgen: missing in the report: {output}.job is gone: no prefix tree, no figures over time, no memory",
+    )
+    data = data_of(tmp_path / "r.html")
+    assert (data["tree"], data["runs"], data["stats"]) == (None, [], None)
+    for name in ("rows", "reasons", "errors", "completion_tokens"):
+        assert data["rows"][name] == whole["rows"][name]
+    assert data["rows"]["samples"]["length"][0]["id"] == "r0"
+
+
+def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_input_rows(["one", "two", "three", "fail"])
+    job_run(stop_after=3)
+    data = job_data("o.jsonl")
+    assert (data["state"], data["status"]["rows_done"]) == ("stopped", None)
+    assert data["rows"]["reasons"] == {"stop": 2, "error": 1}
+    assert data["rows"]["errors"] == {"does_not_fit": 1}
+    assert sorted(row["text"] for row in data["rows"]["samples"]["stop"]) == ["THREE", "TWO"]
+    assert "no figures over time" in data["missing"]
+
+
+def test_labels_come_with_their_probabilities(
+    cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    source = write_jsonl({"prompt": f"row {i}"} for i in range(6))
+    output = tmp_path / "o.jsonl"
+    cli("run", source, "-m", tiny_model_dir, "--choices", "yes,no", "-o", output)
+    rows = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    labels = {label["label"]: label for label in job_data(str(output))["rows"]["labels"]}
+    for name in ("yes", "no"):
+        assert labels[name]["rows"] == sum(row["text"] == name for row in rows)
+        assert labels[name]["mean_probability"] == pytest.approx(
+            sum(row["choice_probs"][name] for row in rows) / 6, abs=1e-6
+        )
+
+
+def test_shards_report_before_and_after_they_are_merged(
+    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "o.jsonl"
+    command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", output)
+    cli(*command, "--shard", "1/2")
+    before = job_data(str(output))
+    check_tree(before["tree"])
+    assert [run["label"] for run in before["runs"]] == ["1/2"]
+    assert [shard["state"] for shard in before["status"]["shards"]] == ["done", "not begun"]
+    outcome = cli(*command, "--shard", "2/2", "--merge", "--report", tmp_path / "r.html")
+    assert outcome.code == 3
+    after = data_of(tmp_path / "r.html")
+    check_tree(after["tree"])
+    assert [run["label"] for run in after["runs"]] == ["1/2", "2/2"]
+    assert after["rows"]["rows"] == 9
+
+
+def test_a_continued_job_shows_all_of_its_runs(cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", tmp_path / "o.jsonl")
+    cli(*command, "--limit", "2")
+    cli(*command)
+    data = job_data(str(tmp_path / "o.jsonl"))
+    assert [run["rows_done"][-1] for run in data["runs"]] == [2, 9]
+    assert data["tree"]["rows"] == 6  # of the run that planned more
+    cli(*command, "--overwrite")
+    assert len(job_data(str(tmp_path / "o.jsonl"))["runs"]) == 1
+
+
+def test_the_plan_is_drawn_before_anything_runs(cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    outcome = cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "5", "--shards", "2", "--report", page)
+    assert (outcome.code, outcome.err) == (0, f"batchgen: the report is in {page}\n")
+    data = data_of(page)
+    check_tree(data["tree"])
+    assert (data["kind"], data["plan"]["prefill_tokens_min"], data["plan"]["rows_failed"]) == ("plan", 136, 1)
+    assert data["plan"]["shards"]["rows"] == [3, 5]
+    assert list(tmp_path.glob("*.job")) == []
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
+    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    for arguments, message in [
+        (("--report", "r.txt"), "--report r.txt is not the name of a page; name a file that ends in .html"),
+        (
+            ("--report", "r.html", "-o", "-"),
+            "--report is for a job with an output file: standard output keeps nothing; name one with -o",
+        ),
+    ]:
+        outcome = cli("run", source, "-m", tiny_model_dir, *arguments)
+        assert (outcome.code, outcome.err) == (2, f"batchgen: error: {message}\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["prompts.jsonl"]
+
+
+def test_without_a_job_the_message_says_what_to_name(cli: Cli, source: Path, tmp_path: Path) -> None:
+    outcome = cli("report", tmp_path / "no.jsonl")
+    assert outcome.code == 2
+    assert outcome.err == (
+        f"batchgen: error: there is no job of {tmp_path / 'no.jsonl'}: {tmp_path / 'no.jsonl.job'} is not a job's folder; "
+        "name the output of a run, with the --work-dir of that run\n"
+    )
+    outcome = cli("report", source)
+    assert outcome.code == 2
+    assert outcome.err == (
+        f"batchgen: error: {source} has no rows of batchgen's, and no job's folder; name the output of a run\n"
+    )
