@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.errors import OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.job_folder import JobFolder, open_job
-from batchgen.jobs.lease import Lease, holder_of_lease
+from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_silent
 from batchgen.jobs.manifest import Manifest, load_manifest
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.requests import RowStream, SameInput
@@ -47,10 +47,8 @@ class JobReport:
     """Address of the dataset on the Hub that has the output; empty without `--push`."""
 
 
-def write_output(
-    source: Input, job: JobFolder, same: SameInput, outcomes: Outcomes, *, count_results: bool = False
-) -> None:
-    """Writes the rows in input order, each with its result. `count_results`: each is counted as that of an earlier run."""
+def write_output(source: Input, job: JobFolder, same: SameInput, outcomes: Outcomes, *, merging: bool = False) -> None:
+    """Writes the rows in input order, each with its result. `merging`: the results are those of shards, and count as those of earlier runs."""
     same.check()
     stream, left, passed = RowStream(source), job.row_count, 0
     while left:
@@ -66,10 +64,10 @@ def write_output(
             job.forget_reading()  # the next run is to look at every row
             raise OutputError(
                 f"the results of {job.output} are damaged: {lost:,} of them cannot be read",
-                "run the same command again: they are generated again",
+                f"{'run all shards' if merging else 'run the same command'} again: only these rows are generated again",
             )
         results.update({number: replace(stored[key], row=number) for number, key in keys.items()})
-        if count_results:
+        if merging:
             for result in results.values():
                 outcomes.resumed(result)
         job.write([row for row in rows if row.number in results], results, keys)
@@ -153,7 +151,7 @@ def _merge(
         outcomes.tracker.total = job.row_count
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):
-            write_output(source, job, SameInput(source, job, plan.asked["inputs"]), outcomes, count_results=True)
+            write_output(source, job, SameInput(source, job, plan.asked["inputs"]), outcomes, merging=True)
             job.flush()
         jobs = [s["stats"]["job"] for s in shards] + ([job.previous["job"]] if job.previous else [])
         setting = Setting(
@@ -174,15 +172,23 @@ def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
     running = dict(running_shards(folder, plan))
     for number in undone:
         if number in running:
-            holder = running[number]
-            raise OutputLocked(
-                f"shard {number}/{plan.count} of {output} runs (process {holder.get('pid')} on {holder.get('host')})",
-                "merge when it is done, or give the shards --merge",
-            )
+            raise _held_shard(f"shard {number}/{plan.count} of {output}", running[number])
     if undone:
         names = ", ".join(f"{number}/{plan.count}" for number in undone[:8])
         more = f" and {len(undone) - 8} more" if len(undone) > 8 else ""
         raise UsageError(f"shards of {output} are not done: {names}{more}", "run these with the command they had")
+
+
+def _held_shard(shard: str, holder: Mapping[str, Any]) -> OutputLocked:
+    """What is known of a shard that is not done and that another process has claimed."""
+    process = f"process {holder.get('pid')} on {holder.get('host')}"
+    silent = seconds_silent(holder)
+    if is_alive_here(holder) or (silent is not None and silent <= SILENT_SECONDS):
+        return OutputLocked(f"{shard} runs ({process})", "merge when it is done, or give the shards --merge")
+    return OutputLocked(
+        f"{shard} is not done, and its holder, {process}, has been silent since {holder.get('seen', 'its start')}",
+        "if that machine is gone, run the shard again with the command it had: it takes over after a minute",
+    )
 
 
 def _form(form: Mapping[str, Any]) -> RowForm:

@@ -513,7 +513,10 @@ class _Model:
 
     def load(self) -> None:
         with self._signals.interruptible(), self._run.timed("load"):
-            self._engine = open_engine(self._config.model, self._tokenizer, self._config.engine, self._texts)
+            engine = open_engine(self._config.model, self._tokenizer, self._config.engine, self._texts)
+        self._engine = engine
+        if isinstance(engine, Workers):
+            self._tracker.workers = engine.progress
         self.ready_at = self.last_token_at = time.perf_counter()
 
     def tell_notes(self) -> None:

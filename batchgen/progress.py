@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from batchgen.stats import RunFigures, reasons_in_order
@@ -45,6 +45,8 @@ class Snapshot:
     """Estimated seconds until the last row is generated. Until the first row finishes, every row is expected to need all of its `max_tokens`."""
     finish_reasons: tuple[tuple[str, int], ...] = ()
     """Number of finished rows by the reason why they ended."""
+    workers: list[dict[str, Any]] | None = None
+    """How far each of several workers is; only in the snapshots that are passed to `Tracker.tell`."""
 
     @property
     def share(self) -> float | None:
@@ -97,6 +99,8 @@ class Tracker:
         self, shown: Progress, run: RunFigures | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.tell: Callable[[Snapshot], None] | None = None
+        self.workers: Callable[[], list[dict[str, Any]]] | None = None
+        """Returns how far each worker is, if there are several."""
         self.total: int | None = None
         """Rows of the output, once they are counted."""
         self.expected_tokens = 0.0
@@ -216,4 +220,4 @@ class Tracker:
         self._shown.update(now)
         if self.tell is not None and (new_phase or self._clock() - self._told >= TELL_SECONDS):
             self._told = self._clock()
-            self.tell(now)
+            self.tell(now if self.workers is None else replace(now, workers=self.workers()))

@@ -74,6 +74,8 @@ def in_prefix_order(
     """
     import ray.data
 
+    if blocks is not None:
+        dataset = dataset.repartition(blocks)  # before tokenizing: a table read as one block would keep one actor busy
     keyed = dataset.map_batches(
         _Keys,
         fn_constructor_kwargs={"model": str(model), "prompts": prompts},
@@ -81,8 +83,6 @@ def in_prefix_order(
         compute=ray.data.ActorPoolStrategy(size=tokenizers),
         num_cpus=1,
     )
-    if blocks is not None:
-        keyed = keyed.repartition(blocks)
     return keyed.sort(KEY).drop_columns([KEY])
 
 

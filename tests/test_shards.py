@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
-from batchgen.errors import OutputLocked, UsageError
+from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
@@ -132,6 +133,26 @@ def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path) -> None:
         lease.release()
 
 
+def test_what_is_known_of_a_shard_on_another_machine_is_told_by_the_merge(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "1/2")
+    plan = load_plan(Path("o.jsonl.job"))
+    assert plan is not None
+    claim = shard_folder(Path("o.jsonl.job"), plan, 2) / "claim-000001"
+    now = datetime.now(UTC)
+    holder = {"pid": 12, "host": "n7", "boot": "another", "state": "running", "started": now.isoformat(), "told": {}}
+    claim.write_text(json.dumps(holder | {"seen": now.isoformat()}))
+    with pytest.raises(OutputLocked, match=r"shard 2/2 of o\.jsonl runs \(process 12 on n7\); merge when it is done"):
+        merge_job("o.jsonl")
+    claim.write_text(json.dumps(holder | {"seen": "2026-03-04T05:06:07+00:00"}))
+    with pytest.raises(
+        OutputLocked,
+        match=r"shard 2/2 of o\.jsonl is not done, and its holder, process 12 on n7, has been silent since "
+        r"2026-03-04T05:06:07\+00:00; if that machine is gone, run the shard again with the command it had",
+    ):
+        merge_job("o.jsonl")
+    assert job_status("o.jsonl")["shards"][1]["state"] == "silent"
+
+
 def test_a_shard_is_not_begun_while_a_run_without_shards_holds_the_job(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2")
     folder = Path("o.jsonl.job")
@@ -245,7 +266,10 @@ def test_results_that_are_damaged_are_generated_again(tiny_model_dir: Path, sour
     plan = load_plan(Path("o.jsonl.job"))
     assert plan is not None
     (shard_folder(Path("o.jsonl.job"), plan, 2) / "results.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(Exception, match=r"the results of o\.jsonl are damaged"):
+    with pytest.raises(
+        OutputError,
+        match=r"the results of o\.jsonl are damaged: \d+ of them cannot be read; run all shards again: only these",
+    ):
         merge_job("o.jsonl")
     lost = plan.shares[1].last - plan.shares[1].first
     assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == lost
@@ -253,7 +277,6 @@ def test_results_that_are_damaged_are_generated_again(tiny_model_dir: Path, sour
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-@pytest.mark.slow
 class Killed(BaseException):
     """The process is no more."""
 

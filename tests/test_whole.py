@@ -334,7 +334,7 @@ def test_a_result_lost_from_the_database_is_missed_and_generated_again(
         run_job(config, Damage())
     assert str(error.value) == (
         f"the results of {config.output} are damaged: 1 of them cannot be read; "
-        "run the same command again: they are generated again"
+        "run the same command again: only these rows are generated again"
     )
     stats = run_job(config).stats
     assert (stats["rows"], stats["rows_resumed"]) == (1, 29)

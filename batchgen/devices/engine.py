@@ -5,6 +5,7 @@ A caller need not know which. With several devices neither torch nor a model is 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -126,6 +127,8 @@ def engine_here(
 
 LISTEN_SECONDS = 0.05
 """Longest wait for a message: `stop` is asked in between."""
+SILENT_SECONDS = 30.0
+"""A worker that has work and has sent nothing for so long is called silent."""
 MAX_FAILURES = 3
 """A worker that is lost is not started again once it was lost so often without having finished a row in between."""
 
@@ -150,6 +153,9 @@ class _Worker:
     attention: str = ""
     batch_size: int = 0
     """Known once it is ready."""
+    ready_at: float = 0.0
+    heard_at: float = field(default_factory=time.monotonic)
+    """When its last message came."""
     rows: dict[int, _Row] = field(default_factory=dict)
     """That it has been given and that are not done."""
     leaves: int = 0
@@ -171,6 +177,32 @@ class _Worker:
     @property
     def place(self) -> int:
         return self.setup.place
+
+    @property
+    def state(self) -> str:
+        """`lost`, `loading`, `idle` (has nothing to do), `silent` or `running`."""
+        if self.lost:
+            return "lost"
+        if not self.batch_size:
+            return "loading"
+        if self.quiet:
+            return "idle"
+        return "silent" if time.monotonic() - self.heard_at > SILENT_SECONDS else "running"
+
+    def progress(self) -> dict[str, Any]:
+        """How far it is, in the form that docs/status.md describes. Speeds are averages since it was ready."""
+        seconds = self.heard_at - self.ready_at if self.batch_size else 0.0
+        tokens = self.stats.completion_tokens
+        state = self.state
+        return {
+            "device": self.device,
+            "state": state,
+            "rows_done": self.done,
+            "completion_tokens": tokens,
+            "completion_tokens_per_s": round(tokens / seconds, 3) if seconds else 0.0,
+            "rows_per_s": round(self.done / seconds, 3) if seconds else 0.0,
+            "seconds_silent": round(time.monotonic() - self.heard_at, 1) if state in ("running", "silent") else None,
+        }
 
     def send(self, message: Work | Stop | Cancel) -> None:
         self.link.send(message)
@@ -257,6 +289,10 @@ class Workers:
             }
             for worker in self._workers
         ]
+
+    def progress(self) -> list[dict[str, Any]]:
+        """How far each worker is, for `batchgen status`."""
+        return [worker.progress() for worker in self._workers]
 
     @property
     def unfinished(self) -> int:
@@ -375,7 +411,9 @@ class Workers:
                 self._hear(self._alive[place], message)
 
     def _hear(self, worker: _Worker, message: Ready | Report | WorkerFailed | _Gone) -> None:
+        worker.heard_at = time.monotonic()
         if isinstance(message, Ready):
+            worker.ready_at = worker.heard_at
             worker.dtype, worker.attention = message.dtype, message.attention
             worker.batch_size = message.batch_size
             if self._transport.replaces:

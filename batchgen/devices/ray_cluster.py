@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import os
 import pickle
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,13 +23,15 @@ from typing import Any
 import ray
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.transport import Link, WorkerFailed, WorkerSetup
+from batchgen.devices.transport import UNDER_WAY_SHARE, Link, WorkerFailed, WorkerSetup
 from batchgen.errors import ModelError, UsageError
 
 LISTEN_SECONDS = 10.0
 """Longest time that an actor waits for a message of its own before it answers that there is none."""
 REPORT_SECONDS = 0.25
 """Between two reports of an actor: a thousand actors send four thousand messages a second."""
+_CONNECT_SECONDS = 10.0
+"""Longest wait for an answer of a cluster's head. Ray itself tries for minutes."""
 _END_SECONDS = 5.0
 _LONGEST = 300
 
@@ -42,6 +46,11 @@ class RayCluster:
         self._ours = not ray.is_initialized()
         if self._ours:
             _connect(model)
+        elif model.ray_working_dir is not None:
+            raise UsageError(
+                "--ray-working-dir comes too late: this program is connected to Ray already",
+                "give ray.init the folder, as working_dir in its runtime_env",
+            )
         try:
             self._plan(model)
         except BaseException:
@@ -71,8 +80,21 @@ class RayCluster:
         kind = "cuda" if self._gpu else "cpu"
         threads = engine.threads or (None if self._gpu else self._cpus)
         engine = replace(engine, processes=min(self._on_a_node, self.count), threads=threads)
-        own = replace(model, device=kind, ray=None, workers=None, cpus_per_worker=None, ray_working_dir=None)
-        return [WorkerSetup(own, engine, place, 1, report_seconds=REPORT_SECONDS) for place in range(self.count)]
+        own = replace(
+            model,
+            model=_path_on_workers(model.model, model.ray_working_dir),
+            lora=None if model.lora is None else _path_on_workers(model.lora, model.ray_working_dir),
+            device=kind,
+            ray=None,
+            workers=None,
+            cpus_per_worker=None,
+            ray_working_dir=None,
+        )
+        share = UNDER_WAY_SHARE / self.count
+        return [
+            WorkerSetup(own, engine, place, 1, report_seconds=REPORT_SECONDS, under_way_share=share)
+            for place in range(self.count)
+        ]
 
     def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
         actor = (
@@ -110,7 +132,38 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
+def _path_on_workers(path: str, working_dir: str | None) -> str:
+    """Where the workers find a folder or file of this machine: in the copy of the working directory, which is their current folder, or else
+    at the same absolute path. A name on the hub stays as it is."""
+    if not os.path.exists(path):  # noqa: PTH110
+        return path
+    here = os.path.abspath(path)  # noqa: PTH100 - links are followed on the worker's machine
+    if working_dir is not None and Path(here).is_relative_to(root := os.path.abspath(working_dir)):  # noqa: PTH100
+        return os.path.join(".", os.path.relpath(here, root))  # noqa: PTH118 - with the dot it is no name on the hub
+    return here
+
+
+def _check_answers(address: str) -> None:
+    """Raises `UsageError` if nothing answers at the address of a cluster."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # no address of a machine
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as e:
+        raise UsageError(
+            f"there is no Ray cluster at {address}: {getattr(e, 'strerror', None) or e}",
+            "start one with ray start --head, name its address, or use --ray local",
+        ) from e
+
+
 def _connect(model: ModelConfig) -> None:
+    assert model.ray is not None
+    _check_answers(model.ray)
+    if model.ray_working_dir is not None and not Path(model.ray_working_dir).is_dir():
+        raise UsageError(f"--ray-working-dir {model.ray_working_dir} is not a folder", "name one that holds the model")
     environment = {} if model.ray_working_dir is None else {"working_dir": str(Path(model.ray_working_dir).resolve())}
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": environment or None}
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -119,11 +172,14 @@ def _connect(model: ModelConfig) -> None:
             ray.init(address="local", include_dashboard=False, **options)
         else:
             ray.init(address=model.ray, **options)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as e:
+    except ConnectionError as e:
         raise UsageError(
             f"there is no Ray cluster at {model.ray}: {_first_line(e)}",
             "start one with ray start --head, name its address, or use --ray local",
         ) from e
+    except (RuntimeError, ValueError, OSError) as e:
+        said = " ".join(str(e).split())[:_LONGEST]
+        raise UsageError(f"Ray cannot be used ({model.ray}): {said}", "see whether ray status works there") from e
     finally:  # Ray takes SIGTERM, which is the job's
         if threading.current_thread() is threading.main_thread():
             for signum, handler in before.items():

@@ -72,6 +72,10 @@ class Channel:
             self._connection.close()
 
 
+UNDER_WAY_SHARE = 0.02
+"""Largest part of the driver's time in which it hears what is under way, from all workers together."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
     """The first thing a device's process hears: what it is to be."""
@@ -86,6 +90,8 @@ class WorkerSetup:
     """Prompts on which `--quantize` is measured."""
     report_seconds: float = 0.02
     """Time between two reports while it runs."""
+    under_way_share: float = UNDER_WAY_SHARE
+    """Largest part of its time in which it tells what is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +253,11 @@ class Processes:
     def setups(self, model: ModelConfig, engine: EngineConfig) -> list[WorkerSetup]:
         count = len(self._devices)
         engine = replace(engine, processes=count)
-        return [WorkerSetup(replace(model, device=d), engine, place, count) for place, d in enumerate(self._devices)]
+        share = UNDER_WAY_SHARE / count
+        return [
+            WorkerSetup(replace(model, device=device), engine, place, count, under_way_share=share)
+            for place, device in enumerate(self._devices)
+        ]
 
     def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
         ours, theirs = Pipe()

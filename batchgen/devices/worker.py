@@ -44,8 +44,10 @@ def take_device(device: str) -> None:
         torch.cuda.set_device(own)
 
 
-UNDER_WAY_SECONDS = 1.0
-"""Between two reports that have the completions under way."""
+UNDER_WAY_SECONDS = 0.25
+"""Shortest time between two reports that have the completions under way."""
+MAX_UNDER_WAY_SECONDS = 1.0
+"""Longest time between two of them, whatever they cost."""
 PARENT_SECONDS = 5.0
 LAST_WORDS_SECONDS = 5.0
 
@@ -119,7 +121,7 @@ class _Worker:
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._heard = 0
         self._wish: str | None = None
-        self._reported = self._told_under_way = 0.0
+        self._reported = self._tell_under_way_at = 0.0
         self._requests: dict[int, Request] = {}
         """By row."""
         self._results: list[Result] = []
@@ -208,10 +210,8 @@ class _Worker:
     def _report(self, *, idle: bool) -> None:
         engine = self._engine
         stats = replace(engine.stats, process_bytes_peak=memory_bytes_peak())
-        under_way = None
-        if idle or time.monotonic() - self._told_under_way >= UNDER_WAY_SECONDS:
-            under_way = engine.under_way()
-            self._told_under_way = time.monotonic()
+        began = time.monotonic()
+        under_way = engine.under_way() if idle or began >= self._tell_under_way_at else None
         self._channel.send(
             Report(self._heard, idle, tuple(self._results), tuple(self._tokens), tuple(engine.notes), stats, under_way)
         )
@@ -219,6 +219,9 @@ class _Worker:
         self._tokens.clear()
         engine.notes.clear()
         self._reported = time.monotonic()
+        if under_way is not None:
+            wait = (self._reported - began) / self._setup.under_way_share
+            self._tell_under_way_at = began + min(MAX_UNDER_WAY_SECONDS, max(UNDER_WAY_SECONDS, wait))
 
 
 if __name__ == "__main__":

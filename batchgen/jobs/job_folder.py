@@ -445,7 +445,7 @@ class JobFolder:
     def tell(self, progress: Snapshot) -> None:
         """Ignores errors: a full disk is reported by the next result that cannot be written."""
         try:
-            self._results.tell(progress.figures())
+            self._results.tell(progress.figures() | {"workers": progress.workers})
         except sqlite3.Error:
             return
 

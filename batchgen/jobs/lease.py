@@ -48,6 +48,8 @@ class Beats:
 
 
 DEFAULT_BEATS = Beats()
+SILENT_SECONDS = 30.0
+"""After so long without a sign of life the process of another machine is called silent: six beats."""
 
 
 class Lease:
@@ -183,6 +185,14 @@ def is_alive_here(holder: Mapping[str, Any]) -> bool | None:
     if any(holder.get(name) != me[name] for name in ("host", "boot", "space")):
         return None
     return bool(lives(dict(holder)))
+
+
+def seconds_silent(holder: Mapping[str, Any]) -> float | None:
+    """Seconds since the last sign of life of a holder, by its clock and this machine's; None if there was none."""
+    try:
+        return (datetime.now(UTC) - datetime.fromisoformat(holder["seen"])).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        return None
 
 
 def check_shared_folder(folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.jobs.lease import is_alive_here, last_claim
+from batchgen.jobs.lease import SILENT_SECONDS, is_alive_here, last_claim, seconds_silent
 from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import load_manifest
 from batchgen.jobs.results import read_facts
@@ -19,14 +19,12 @@ from batchgen.records.output import job_path
 SCHEMA = "batchgen.status/1"
 
 _SPEED = ("completion_tokens_per_s", "rows_per_s", "eta_seconds")
-_OF_ONE_RUN = ("phase", "rows_passed", "seconds", *_SPEED)
+_OF_ONE_RUN = ("phase", "rows_passed", "seconds", "workers", *_SPEED)
 _OF_THE_JOB = (
     "rows_total", "rows_done", "rows_failed", "rows_kept", "prompt_tokens", "completion_tokens",
     "finish_reasons", "updated",
 )  # fmt: skip
 _OF_A_SHARD = ("phase", "rows_done", "rows_failed", "completion_tokens", "completion_tokens_per_s", "rows_per_s")
-SILENT_SECONDS = 30.0
-"""After so long without a sign of life a shard of another machine is called silent: six beats."""
 _FIGURES = dict.fromkeys((*_OF_ONE_RUN, *_OF_THE_JOB, "results"))
 
 
@@ -83,7 +81,7 @@ def _shard(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
     _, claim = last_claim(place)
     claim = claim or {}
     told, stats = claim.get("told") or {}, read_stats(place)
-    silent_for = _seconds_since(claim.get("seen"))
+    silent_for = seconds_silent(claim)
     state = {"done": "done", "released": "stopped", "": "not begun"}.get(claim.get("state", ""), "running")
     if state == "running":
         alive = is_alive_here(claim)
@@ -145,6 +143,8 @@ def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:
         figures["eta_seconds"] = round(max(0.0, figures["eta_seconds"] - (age or 0.0)), 1)
     else:
         figures["eta_seconds"] = None
+    if state != "running":
+        figures["workers"] = None
     return figures
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,6 +14,8 @@ import typer
 from batchgen_cli.options import Command
 from batchgen_cli.progress import duration, share, speed
 from batchgen_cli.stderr import exit_code_of, printable
+
+SHOWN_WORKERS = 16
 
 
 @dataclass(kw_only=True)
@@ -72,6 +75,7 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
         lines.append(("left", f"about {duration(found['eta_seconds'])}"))
     for shard in found["shards"] or ():
         lines.append((shard["shard"], _shard(shard)))
+    lines += _workers(found["workers"] or ())
     if found["updated"]:
         age = (now - dt.datetime.fromisoformat(found["updated"])).total_seconds()
         lines.append(("updated", f"{duration(max(0.0, age))} ago"))
@@ -92,6 +96,33 @@ def _shard(shard: dict[str, Any]) -> str:
         parts.append(f"{shard['rows_failed']:,} failed")
     if shard["completion_tokens_per_s"] or shard["rows_per_s"]:
         parts.append(speed(shard["completion_tokens_per_s"] or 0.0, shard["rows_per_s"] or 0.0))
+    return ", ".join(parts)
+
+
+def _workers(workers: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """A line for each worker; of many, their number, and lines for those that do not run."""
+    if len(workers) <= SHOWN_WORKERS:
+        return [("worker", _worker(worker)) for worker in workers]
+    counts = Counter(worker["state"] for worker in workers)
+    others = [worker for worker in workers if worker["state"] != "running"]
+    more = len(others) - SHOWN_WORKERS
+    return [
+        ("workers", f"{len(workers):,}: {', '.join(f'{n:,} {name}' for name, n in counts.most_common())}"),
+        *(("worker", _worker(worker)) for worker in others[:SHOWN_WORKERS]),
+        *([("", f"and {more:,} more that do not run")] if more > 0 else []),
+    ]
+
+
+def _worker(worker: dict[str, Any]) -> str:
+    """A worker on one line."""
+    state = worker["state"]
+    if state == "silent":
+        state += f" for {duration(worker['seconds_silent'])}"
+    parts = [worker["device"], state]
+    if worker["rows_done"] or state not in ("loading", "lost"):
+        parts.append(f"{worker['rows_done']:,} rows")
+    if worker["completion_tokens_per_s"] or worker["rows_per_s"]:
+        parts.append(speed(worker["completion_tokens_per_s"], worker["rows_per_s"]))
     return ", ".join(parts)
 
 

@@ -18,7 +18,7 @@ NOW = dt.datetime(2026, 3, 4, 5, 6, 10, tzinfo=dt.UTC)
 WHO = {"pid": 12, "host": "here", "started": "2026-03-04T05:00:00+00:00", "alive": True}
 FIGURES = """
     process phase rows_total rows_done rows_failed rows_kept rows_passed results finish_reasons prompt_tokens
-    completion_tokens completion_tokens_per_s rows_per_s seconds eta_seconds updated shards job
+    completion_tokens completion_tokens_per_s rows_per_s seconds eta_seconds updated shards workers job
 """
 NOTHING = dict.fromkeys(FIGURES.split())
 RUNNING: dict[str, Any] = NOTHING | {
@@ -46,6 +46,34 @@ def test_a_running_job() -> None:
         "left: about 14 min",
         "updated: 2 s ago",
     ]
+
+
+def worker(device: str, state: str, **figures: Any) -> dict[str, Any]:
+    nothing = {"rows_done": 0, "completion_tokens": 0, "completion_tokens_per_s": 0.0, "rows_per_s": 0.0}
+    return {"device": device, "state": state, "seconds_silent": None} | nothing | figures
+
+
+def test_the_workers_of_a_running_job() -> None:
+    speeds = {"rows_done": 1200, "completion_tokens_per_s": 81.6, "rows_per_s": 2.0}
+    workers = [
+        worker("cuda on n1", "running", **speeds),
+        worker("cuda on n2", "silent", **speeds, seconds_silent=44.2),
+        worker("cuda", "loading"),
+        worker("cuda on n3", "lost", rows_done=7),
+    ]
+    assert lines(RUNNING | {"workers": workers})[8:-1] == [
+        "worker: cuda on n1, running, 1,200 rows, 82 tokens/s",
+        "worker: cuda on n2, silent for 44 s, 1,200 rows, 82 tokens/s",
+        "worker: cuda, loading",
+        "worker: cuda on n3, lost, 7 rows",
+    ]
+
+
+def test_of_many_workers_those_that_do_not_run_are_shown() -> None:
+    workers = [worker(f"cuda on n{i}", "lost" if i < 18 else "running") for i in range(300)]
+    told = lines(RUNNING | {"workers": workers})[8:-1]
+    assert told[:2] == ["workers: 300: 282 running, 18 lost", "worker: cuda on n0, lost"]
+    assert (len(told), told[-1]) == (18, ": and 2 more that do not run")
 
 
 def test_a_job_that_reads_its_input() -> None:

@@ -110,7 +110,7 @@ def test_a_window_may_be_added_while_another_runs(fleet: Fleet) -> None:
 
 
 def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.devices.worker.UNDER_WAY_SECONDS", 0.0)  # with every report
+    monkeypatch.setattr("batchgen.devices.worker.MAX_UNDER_WAY_SECONDS", 0.0)  # with every report
     workers = fleet.workers()
     seen: dict[int, int] = {}
 
@@ -124,6 +124,33 @@ def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet: Fleet, mo
     assert sorted(results) == [0, 1, 2, 3]
     assert any(0 < count < 400 for count in seen.values())
     assert workers.under_way() == {}
+
+
+def test_what_is_under_way_is_told_several_times_a_second(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(FakeEngine, "under_way", lambda self: told.append(self.stats.steps) or {})
+    monkeypatch.setattr("batchgen.devices.worker.UNDER_WAY_SECONDS", 0.01)
+    monkeypatch.setattr("batchgen.devices.worker.MAX_UNDER_WAY_SECONDS", 0.02)
+    run(fleet.workers("cpu:0"), [request(0, [0], max_tokens=300)])
+    assert len([steps for steps in told if 0 < steps < 300]) >= 5
+
+
+def test_how_far_each_worker_is_can_be_seen_while_they_run(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = fleet.workers()
+    assert [w["device"] for w in workers.progress()] == ["cpu:0", "cpu:1"]
+    seen: set[str] = set()
+
+    def stop() -> None:
+        if workers.stats.completion_tokens > 20:
+            seen.update(w["state"] for w in workers.progress())
+            monkeypatch.setattr("batchgen.devices.engine.SILENT_SECONDS", -1.0)  # as if each were silent for too long
+
+    run(workers, [request(i, [i], max_tokens=40) for i in range(8)], stop)
+    assert {"running", "silent"} <= seen
+    done = workers.progress()
+    assert [(w["state"], w["seconds_silent"]) for w in done] == [("idle", None), ("idle", None)]
+    assert (sum(w["rows_done"] for w in done), sum(w["completion_tokens"] for w in done)) == (8, 320)
+    assert all(w["rows_per_s"] > 0 and w["completion_tokens_per_s"] > 0 for w in done)
 
 
 def test_tokens_are_told_in_order_and_before_the_result(fleet: Fleet) -> None:
@@ -367,6 +394,7 @@ def test_a_worker_that_is_lost_is_started_again_and_all_rows_are_done_once(fleet
     assert results == Counter(range(120))
     assert len(fleet.processes) == 3
     assert [worker["lost"] for worker in workers.by_worker].count(True) == 1
+    assert [worker["state"] for worker in workers.progress()].count("lost") == 1
     assert sum(worker["rows"] for worker in workers.by_worker) == 120
     assert any("it is started again, and its" in note for note in workers.notes)
 

@@ -118,6 +118,7 @@ def test_a_stopped_job_tells_what_its_last_run_came_to(folder):
         "finish_reasons": {"stop": 30},
         "results": 30,
         "shards": None,
+        "workers": None,
         "job": None,
     }
 
@@ -139,6 +140,16 @@ def test_a_running_job_is_named_and_told_how_long_it_will_take_from_now(folder):
     }
     assert (found["state"], found["phase"], found["rows_done"]) == ("running", "generating", 20)
     assert found["eta_seconds"] == pytest.approx(35, abs=1)  # 40 when it was told
+
+
+def test_the_workers_of_a_running_job_are_told_and_those_of_a_stopped_one_are_not(folder):
+    workers = [{"device": "cpu:0", "state": "running", "rows_done": 3}]
+    lock = Lock(folder / "lock", "o.jsonl")
+    tell(folder, generated(30) | {"workers": workers})
+    assert job_status("o.jsonl")["workers"] == workers
+    lock.release()
+    found = job_status("o.jsonl")
+    assert (found["state"], found["workers"]) == ("stopped", None)
 
 
 def test_looking_does_not_take_the_lock(folder, monkeypatch):
