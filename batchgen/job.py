@@ -220,6 +220,11 @@ class _Setup:
             "token_ids": config.token_ids,
             "output_format": config.output_format,
         }
+
+        def waiting(text: str) -> None:
+            tracker.phase("waiting")
+            tracker.note(text)
+
         with signals.interruptible(), run.timed("plan"):
             return open_shard(
                 *config.shard_of,
@@ -230,7 +235,7 @@ class _Setup:
                 flush_every=config.flush_every,
                 open_folder=self._open_folder,
                 read=lambda job: _plan_shards(self, job, asked, progress),
-                tell=tracker.note,
+                tell=waiting,
             )
 
     def _open_folder(self, lease: Lease | None = None) -> Job:

@@ -12,6 +12,7 @@ from batchgen.config import JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs.job_folder import check_place
 from batchgen.jobs.lock import check_free
+from batchgen.jobs.shards import check_shard_free
 from batchgen.jobs.target import open_target
 from batchgen.model_files import check_weight_files, has_chat_template
 from batchgen.prompts.columns import Columns, check_scored
@@ -33,8 +34,10 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     if output is not None and output != "-" and not is_url(output):
         folder = job_path(output, config.work_dir)
         check_place(output, open_target(output), folder, config.overwrite)
-        if config.shard is None:  # else it is waited for
+        if config.shard_of is None:
             check_free(folder / "lock", output)
+        else:  # a lock is waited for
+            check_shard_free(folder, *config.shard_of, output)
     if output is not None:
         check_push(config, output)
     window_rows(config, source, output)

@@ -114,7 +114,7 @@ def test_a_job_that_was_never_in_shards_has_nothing_to_merge(tiny_model_dir: Pat
     assert merge_job("o.jsonl").already_finished
 
 
-def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path) -> None:
+def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(tiny_model_dir, "1/2")
     plan = load_plan(Path("o.jsonl.job"))
     assert plan is not None
@@ -124,6 +124,9 @@ def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path) -> None:
             shard(tiny_model_dir, "2/2")
         with pytest.raises(OutputLocked, match=r"shard 2/2 of o\.jsonl runs"):
             merge_job("o.jsonl")
+        with monkeypatch.context() as patch, pytest.raises(OutputLocked, match="another run holds shard 2/2"):
+            patch.setattr("batchgen.job.load_tokenizer", None)  # it is seen before anything is loaded
+            shard(tiny_model_dir, "2/2")
         with pytest.raises(OutputLocked, match=r"another run holds shard 2/2 of o\.jsonl"):
             run_job(config_of(tiny_model_dir))
         with pytest.raises(OutputLocked, match="runs, and was begun with something else: limit was not set, is 3"):

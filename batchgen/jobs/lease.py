@@ -171,6 +171,13 @@ def last_claim(folder: Path, *, read: bool = True) -> tuple[int, dict[str, Any] 
     return number, claim if isinstance(claim, dict) else {}
 
 
+def check_free_here(folder: Path, what: str) -> None:
+    """Raises `OutputLocked` if a process of this machine holds the lease. Does not take it."""
+    _, holder = last_claim(folder)
+    if holder and holder.get("state", "running") == "running" and is_alive_here(holder):
+        raise _held(what, holder)
+
+
 def holder_of_lease(folder: Path) -> dict[str, Any] | None:
     """Returns the holder that a claim names; None if there is none, or if it was a process of this machine that no longer exists."""
     _, holder = last_claim(folder)

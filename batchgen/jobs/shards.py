@@ -30,7 +30,7 @@ from typing import Any, Self
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.base import RETRIES, Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
-from batchgen.jobs.lease import Lease, check_shared_folder, holder_of_lease, last_claim
+from batchgen.jobs.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import differences
 from batchgen.jobs.results import FILE, Results
@@ -220,7 +220,7 @@ def open_shard(
     read: Callable[[Job], None],
     tell: Callable[[str], None],
 ) -> ShardFolder | Job:
-    """The shard `number` of `count`, held by this process; or the whole job if it is finished.
+    """Returns shard `number` of `count`, held by this process, or the whole job if it is finished. `tell` is called with a sentence before each wait.
 
     The first to come opens the job's folder by `open_folder` and calls `read`, which leaves a plan; all others wait for it.
     Raises `UsageError` (other settings, shards of another number), `OutputLocked`, `OutputError`, and what `read` raises.
@@ -240,11 +240,8 @@ def open_shard(
 
     while True:
         plan = load_plan(folder)
-        if plan is not None and plan.count != count:
-            raise UsageError(
-                f"{output} is under way in {plan.count} shards, not in {count}",
-                f"use --shard {min(number, plan.count)}/{plan.count}, or merge it first with batchgen merge {output}",
-            )
+        if plan is not None:
+            _check_count(plan, number, count, output)
         if plan is not None and plan.asked != asked:
             _check_not_running(folder, plan, asked, output)
         elif plan is not None:
@@ -254,6 +251,22 @@ def open_shard(
         finished = _lead(folder, output, asked, open_folder, read, tell_once)
         if finished is not None:
             return finished
+
+
+def check_shard_free(folder: Path, number: int, count: int, output: str) -> None:
+    """Raises `UsageError` if the job is under way in another number of shards, `OutputLocked` if a process of this machine has this one."""
+    plan = load_plan(folder)
+    if plan is not None:
+        _check_count(plan, number, count, output)
+        check_free_here(shard_folder(folder, plan, number), f"shard {number}/{count} of {output}")
+
+
+def _check_count(plan: ShardPlan, number: int, count: int, output: str) -> None:
+    if plan.count != count:
+        raise UsageError(
+            f"{output} is under way in {plan.count} shards, not in {count}",
+            f"use --shard {min(number, plan.count)}/{plan.count}, or merge it first with batchgen merge {output}",
+        )
 
 
 def _join(

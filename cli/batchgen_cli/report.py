@@ -76,6 +76,8 @@ def _place(report: JobReport) -> str:
 def summary(report: JobReport) -> list[tuple[str, str]]:
     """Returns the lines of the table: names and values. If nothing was generated, the figures of generating are left out."""
     s = report.stats
+    if "shards" in s:
+        return _merged(report)
     lines = [
         ("output", _place(report)),
         *([("pushed", report.pushed)] if report.pushed else []),
@@ -99,6 +101,29 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
         *_quantization(s["quantization"]),
     ]
     return lines
+
+
+def _merged(report: JobReport) -> list[tuple[str, str]]:
+    """Returns the lines of a merged job: the sums over all of its shards."""
+    s = report.stats
+    job, shards = s["job"], s["shards"]
+    failed = f", {job['rows_failed']:,} failed" if job["rows_failed"] else ""
+    tokens = f"{job['prompt_tokens']:,}, of which {job['prefill_tokens']:,} were run"
+    seconds = job["seconds"]
+    lines = [
+        ("output", _place(report)),
+        ("rows", f"{job['rows_ok']:,} done{failed}, by {len(shards):,} shards"),
+        *_ends(job),
+        ("prompt tokens", tokens),
+    ]
+    if job["completion_tokens"]:
+        lines.append(("completion tokens", f"{job['completion_tokens']:,}"))
+    return [
+        *lines,
+        ("time", f"{seconds['total']:,.1f} s of all machines together (in the model {seconds['forward']:,.1f})"),
+        ("memory", f"{size(job['memory_bytes_peak'])} at most, of one process"),
+        ("model", _model(s)),
+    ]
 
 
 def _quantization(found: dict[str, Any] | None) -> list[tuple[str, str]]:

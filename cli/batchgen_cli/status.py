@@ -82,6 +82,13 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
     return lines
 
 
+_ADVICE = {
+    "dead": "; the same command continues it",
+    "stopped": "; the same command continues it",
+    "silent": "; if that machine is gone, the same command continues it on any other",
+}
+
+
 def _shard(shard: dict[str, Any]) -> str:
     """A shard on one line."""
     done, total = shard["rows_done"] or 0, shard["rows_total"]
@@ -96,7 +103,7 @@ def _shard(shard: dict[str, Any]) -> str:
         parts.append(f"{shard['rows_failed']:,} failed")
     if shard["completion_tokens_per_s"] or shard["rows_per_s"]:
         parts.append(speed(shard["completion_tokens_per_s"] or 0.0, shard["rows_per_s"] or 0.0))
-    return ", ".join(parts)
+    return ", ".join(parts) + _ADVICE.get(shard["state"], "")
 
 
 def _workers(workers: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

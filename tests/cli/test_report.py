@@ -163,3 +163,21 @@ def test_a_complete_output_is_told_in_a_line(capsys: pytest.CaptureFixture[str])
     assert (
         capsys.readouterr().err == "batchgen: o\\x1b.jsonl is complete (1,200 rows, 3 of them failed): nothing to do\n"
     )
+
+
+def test_the_summary_of_a_merge_has_the_sums_over_all_shards() -> None:
+    report = report_of()
+    job = report.stats["job"] | {"rows_ok": 380, "rows_failed": 4, "prompt_tokens": 251_000, "prefill_tokens": 12_143}
+    job |= {"completion_tokens": 96_000, "finish_reasons": {"stop": 300, "length": 80, "error": 4}}
+    job |= {"seconds": job["seconds"] | {"total": 1248.04, "forward": 1000.06}, "memory_bytes_peak": 5 << 20}
+    merged = replace(report, stats=report.stats | {"job": job, "shards": [{}, {}, {}]})
+    assert summary(merged) == [
+        ("output", "out.jsonl"),
+        ("rows", "380 done, 4 failed, by 3 shards"),
+        ("ended", "300 stop, 80 length, 1 with a truncated prompt"),
+        ("prompt tokens", "251,000, of which 12,143 were run"),
+        ("completion tokens", "96,000"),
+        ("time", "1,248.0 s of all machines together (in the model 1,000.1)"),
+        ("memory", "5.0 MiB at most, of one process"),
+        ("model", "m, float32 on cpu, attention cascade"),
+    ]

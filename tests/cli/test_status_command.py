@@ -216,7 +216,7 @@ def test_a_job_in_shards_names_each_and_who_is_silent() -> None:
         "rows: 81 of 201 done (40%)",
         "1/4: done, 50 of 50 rows (100%), 2 failed",
         "2/4: running (process 12 on far), 20 of 50 rows (40%), 240 tokens/s",
-        "3/4: silent for 90 s (process 12 on far), 10 of 50 rows (20%)",
+        "3/4: silent for 90 s (process 12 on far), 10 of 50 rows (20%); if that machine is gone, the same command continues it on any other",
         "4/4: not begun, 0 of 50 rows (0%)",
     ]
     done = [shard(number, "done", rows_done=50) for number in range(1, 5)]

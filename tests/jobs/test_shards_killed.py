@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -65,14 +66,15 @@ def test_a_first_reader_that_is_killed_is_succeeded_by_a_shard_that_waits(runs: 
     job.prepare()
     reader = job.start("--shard", "1/2", "--merge", quiet=False, how="SIGSTOP", at=1, only="write out.jsonl.job/shards")
     reader.until_stopped()
-    other = job.start("--shard", "2/2", "--merge", quiet=False)
-    time.sleep(0.5)
-    assert not other.ended()
+    other = job.start("--shard", "2/2", "--merge", "--log-format", "json", quiet=False)
+    other.until_said("waiting: another run holds the first reading of out.jsonl (process ")
     reader.kill(9)
     assert reader.wait().code == -9
     waited = other.wait()
     assert waited.code == 0, waited.err  # the rows that fail belong to no shard
-    assert "waiting: another run holds the first reading of out.jsonl (process " in waited.err
+    phases = [event["phase"] for event in map(json.loads, waited.err.splitlines()) if event["event"] == "phase"]
+    assert phases[phases.index("waiting") :] == ["waiting", "planning", "loading model", "generating"]
+    assert "loading model" not in phases[: phases.index("waiting")]
     assert job.run("--shard", "1/2", "--merge").code == 3
     job.check_output(finished=True)
 

@@ -86,6 +86,12 @@ class Running:
             assert not self.ended(), self.wait().err
             time.sleep(0.002)
 
+    def until_said(self, text: str) -> None:
+        """Waits for a text on its standard error."""
+        while text not in self._files.with_suffix(".err").read_text():
+            assert not self.ended(), self.wait().err
+            time.sleep(0.01)
+
     def wait(self) -> Ended:
         status = self._status if self._status is not None else self._wait(block=True)
         assert status is not None
