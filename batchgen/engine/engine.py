@@ -9,7 +9,6 @@ dropped.
 from __future__ import annotations
 
 import ctypes
-import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +19,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
-from batchgen.engine.executor import NO_NUMBERS, GrammarStopper, KernelsFailed, StepExecutor
+from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
+from batchgen.engine.kernel_fallback import KernelFallback
 from batchgen.engine.results import OnResult, OnToken, ResultAssembler
-from batchgen.errors import BatchgenError, DevicesLost, is_out_of_memory
+from batchgen.errors import BatchgenError, is_out_of_memory
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner
@@ -166,6 +166,7 @@ class Engine:
             tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
         )
         self.executor = StepExecutor(self.runner, self.sampler, self.constraints)
+        self._fallback = KernelFallback(self.runner, self.executor, self.notes)
         # On the CPU a step is done when `launch` returns. A step ahead would gain nothing and run every sequence once too often.
         ahead = (
             model.device.type == "cuda" and not model.spread and verdict.uses("sampler") and verdict.uses("step-ahead")
@@ -175,8 +176,6 @@ class Engine:
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
-        self._suspects: set[int] = set()
-        """Rows whose logits were not numbers while our kernels ran, until plain torch has run them too."""
         self._replaced: dict[Request, Request] = {}
         """By request that was started again: the request that took its place."""
         self._shortened: dict[int, Request] = {}
@@ -244,12 +243,12 @@ class Engine:
                     else:
                         self._settle()  # a callback may add something
                 except KernelsFailed as e:
-                    self._without_kernels(e)
+                    self._start_again(e)
             with suppress(KernelsFailed):  # the rows of a failed step are not done; the next run runs them again
                 self._settle()
         finally:
-            if self._suspects:
-                self._keep_suspects(set())
+            if self._fallback.suspects:
+                self._fallback.keep_suspects(set())
             if self.unfinished or self.loop.in_flight:
                 self._abandon()
             self.executor.free(self.scheduler.take_freed())
@@ -260,8 +259,8 @@ class Engine:
         if self.results.overdue:
             self._settle()  # tokens that were sampled before a row's time was up belong to the row
         self.results.end_due()
-        if self._suspects:
-            self._keep_suspects({request.row for request, *_ in self.results.requests()})
+        if self._fallback.suspects:
+            self._fallback.keep_suspects({request.row for request, *_ in self.results.requests()})
         for update in self.loop.step(admit):
             self._apply(update)
         self._shrink()
@@ -337,34 +336,19 @@ class Engine:
         self.executor.clear()
         self.loop.in_flight.clear()
         self.results.clear()
-        self._suspects.clear()
 
-    # -- kernels that fail in the middle of a job
-
-    def _without_kernels(self, failed: KernelsFailed) -> None:
-        """Goes on in plain torch. Unfinished rows start again from the tokens that the host has; no KV is kept.
+    def _start_again(self, failed: KernelsFailed) -> None:
+        """Continues in plain torch. Unfinished rows start again from the tokens that the host has; no KV is kept.
 
         Raises `DevicesLost` if the device runs nothing more in this process.
         """
-        device = self.runner.model.device
-        try:
-            self.runner.pause_kernels()
-        except RuntimeError as e:
-            verdict = self.runner.model.verdict.without("triton", str(failed))
-            kept = f", as {verdict.file} says" if verdict.file is not None else " with --attention torch"
-            raise DevicesLost(
-                f"{device}: {failed}; the device runs nothing more in this process",
-                f"run the same command again: it goes on in plain torch{kept}",
-            ) from e
-        if not failed.rows:
-            self._blame(failed)
+        self._fallback.pause(failed)
         self.results.end_cancelled()
         again = self.results.requests()
         under_way = self.under_way()
         self._drop()
         self.block_manager.discard()
         self.runner.cache.clear()
-        self._suspects = set(failed.rows)
         new = {request: replace(request, begun=under_way.get(request.row, request.begun)) for request, *_ in again}
         self._replaced = {old: new.get(last, last) for old, last in self._replaced.items()} | new
         for calls, rows in groupby(again, lambda row: row[1:]):
@@ -374,39 +358,9 @@ class Engine:
 
     def _apply(self, update: SequenceUpdate) -> None:
         """Adds an update to the results. Raises `KernelsFailed` for scores that are not numbers while our kernels run."""
-        if update.reason == "scored" or update.error is not None or self._suspects:
-            self._doubt(update)
+        if update.reason == "scored" or update.error is not None or self._fallback.suspects:
+            self._fallback.examine(update)
         self.results.update(update)
-
-    def _doubt(self, update: SequenceUpdate) -> None:
-        """Sees whether logits that are not numbers are the kernels' fault, which plain torch shows. Raises `KernelsFailed` as `_apply` does."""
-        seq, token, reason, error = update
-        row = seq.request.row
-        no_numbers = error is not None and error.type == "numerical_error"
-        if reason == "scored":
-            no_numbers = any(math.isnan(score.logprob) for score in seq.text_scores)
-            if no_numbers and self.runner.attention == "triton" and self.executor.doubts_numbers:
-                raise KernelsFailed(NO_NUMBERS, frozenset({row}))
-        if row in self._suspects and (token is not None or reason is not None or error is not None):
-            self._suspects.remove(row)
-            if no_numbers:  # plain torch agrees, so the model is the cause and the row fails
-                self._suspects.clear()
-                self.executor.doubts_numbers = False
-                self.runner.resume_kernels()
-            elif not self._suspects:
-                self._blame(KernelsFailed(NO_NUMBERS))
-
-    def _keep_suspects(self, rows: set[int]) -> None:
-        """Forgets the suspects that are not in `rows`. If none is left, nobody knows what was at fault, and the kernels run again."""
-        self._suspects &= rows
-        if not self._suspects:
-            self.runner.resume_kernels()
-
-    def _blame(self, failed: KernelsFailed) -> None:
-        """Switches the kernels off, for this run and the next ones."""
-        self.runner.drop_kernels()
-        verdict = self.runner.model.verdict.without("triton", str(failed))
-        self.notes.append(verdict.note("triton"))
 
     def _stopper(self, request: Request) -> Stops:
         arguments = (request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens, request.tools)
