@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,7 @@ def versions() -> dict[str, str]:
     }
 
 
+@cache
 def version_of(package: str) -> str:
     """Returns a package's version from its installed metadata, without importing it."""
     if package == "batchgen":

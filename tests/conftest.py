@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
+import gc
 import io
 import json
 import logging
@@ -28,7 +29,7 @@ import pytest
 from support.params import examples
 from support.tiny_model import save_tiny_llama
 
-hypothesis.settings.register_profile("batchgen", deadline=None, max_examples=examples(15, 100))  # no test measures time
+hypothesis.settings.register_profile("batchgen", deadline=None, max_examples=examples(10, 100))  # no test measures time
 hypothesis.settings.load_profile("batchgen")
 
 # Ignored under nohup, or in a shell's background, and so they would be in every run that a test starts.
@@ -40,6 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Triton's kernels run on its interpreter, on the CPU, but under `-m gpu`. It is decided when triton is imported, by whomever."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["TRITON_INTERPRET"] = "1"
+    gc.disable()  # while modules are imported and tests collected
+
+
+def pytest_collection_finish() -> None:
+    """Whatever has been imported stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -206,9 +206,9 @@ def test_a_completion_under_a_grammar_is_the_same_after_preemption(tiny_model_di
     pytest.importorskip("llguidance")
     params = SamplingParams(regex="([a-z]{3} ){20}", temperature=1.0, max_tokens=90)
     prompts = [f"{i}" * 30 for i in range(4)]
-    want = LLM(str(tiny_model_dir)).generate(prompts, params)
-    small = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
-    block = small.engine.sizes.bytes_per_token * small.engine.sizes.block_size
+    large = LLM(str(tiny_model_dir))
+    want = large.generate(prompts, params)
+    block = large.engine.sizes.bytes_per_token * large.engine.sizes.block_size
     small = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True, kv_memory=f"{block * 6}B"))
     got = small.generate(prompts, params)
     assert small.stats.preemptions > 0

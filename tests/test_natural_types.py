@@ -74,10 +74,11 @@ def test_a_text_goes_into_the_column_that_the_options_name(llm: LLM) -> None:
 
 def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
     params = [FOUR, {"max_tokens": 2, "ignore_eos": True}, None, SamplingParams(max_tokens=3, ignore_eos=True)]
-    results = llm.generate(["a", "b", "c", "d"], params)
+    long = "c" * 490  # what None, the defaults, generates ends with the context of 512 tokens
+    results = llm.generate(["a", "b", long, "d"], params)
     counts = [r.completion_tokens for r in results]
     assert (counts[0], counts[1], counts[3]) == (4, 2, 3)
-    assert results[2] == llm.generate(["x", "x", "c"])[2]
+    assert results[2] == llm.generate(["x" * 490, "y" * 490, long])[2]
     alone = llm.generate("d", params[3])[0]
     assert results[3].text == alone.text
 

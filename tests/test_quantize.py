@@ -47,7 +47,7 @@ def test_the_figures_say_what_it_changes(
     tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
     found = job(tiny_model_dir, write_jsonl(ROWS), tmp_path / "o.jsonl").stats["quantization"]
-    assert (found["method"], found["layers"], found["rows"], found["tokens"]) == ("int8", 14, 4, 4 * 32)
+    assert (found["method"], found["layers"], found["rows"], found["tokens"]) == ("int8", 7, 4, 4 * 32)
     assert 0 < found["mean_kl"] < 0.05
     assert 0.5 < found["equal_tokens"] <= 1
     assert json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["quantization"] == found

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,9 +24,13 @@ def is_written_as(function: Any, known: Callable[..., Any]) -> bool:
         code is not None
         and code.co_argcount == known.__code__.co_argcount
         and code.co_flags & ~_DOCSTRING == known.__code__.co_flags & ~_DOCSTRING
-        and [(i.opname, i.argval) for i in dis.get_instructions(code)]
-        == [(i.opname, i.argval) for i in dis.get_instructions(known)]
+        and _instructions(code) == _instructions(known.__code__)
     )
+
+
+@cache
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    return [(i.opname, i.argval) for i in dis.get_instructions(code)]
 
 
 _DOCSTRING = 0x4000000 | 0x1000000  # CO_HAS_DOCSTRING; the __future__ annotations of a module

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def command() -> int:
         try:
-            code: Any = app(args=arguments, prog_name="batchgen", standalone_mode=False)
+            code = _parser()(args=arguments, prog_name="batchgen", standalone_mode=False)
         except typer.Abort:
             raise KeyboardInterrupt from None
         except Exception as e:
@@ -78,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = exit_code_of(command, as_json=as_json)
     drop_unwritten()
     sys.exit(code)
+
+
+@cache
+def _parser() -> Any:
+    """The commands and their options as Typer's own command object."""
+    return typer.main.get_command(app)
 
 
 _RAY_ADDRESS = re.compile(r"auto|local|ray://.*|[^/\s-][^/\s]*:\d+")

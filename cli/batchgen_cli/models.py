@@ -87,7 +87,7 @@ def _report_lines(report: ModelReport) -> list[str]:
         f"model     {report.model} ({report.model_type})",
         f"          {runs}",
         f"context   {report.context_length:,} tokens",
-        f"size      {report.layers:,} layers, {report.vocab_size:,} tokens in the vocabulary, {report.dtype}",
+        f"size      {report.layers:,} layer{'s' * (report.layers != 1)}, {report.vocab_size:,} tokens in the vocabulary, {report.dtype}",
         f"prompts   {'through its chat template' if report.chat_template else 'as raw text: it has no chat template'}",
         f"KV        {kv}",
         *weights,

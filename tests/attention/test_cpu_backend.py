@@ -15,7 +15,7 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import with_blocks
 from support import simulation as sim
-from support.params import examples, slow_but
+from support.params import FULL, examples, slow_but
 from support.reference_attention import Reference
 
 BLOCKS = 120
@@ -151,7 +151,7 @@ def test_the_number_of_threads_changes_nothing(kernels):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            random_steps(sim, 5, lambda spans: compare(kernels, spans, 16, K=3))
+            random_steps(sim, 5, lambda spans: compare(kernels, spans, 16, K=3), steps=5 if FULL else 2)
     finally:
         torch.set_num_threads(before)
 

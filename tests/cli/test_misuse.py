@@ -12,6 +12,7 @@ import pytest
 
 from batchgen.prompts.params import NAMES
 from support.misuse import MISUSES, make_files
+from support.params import slow_but
 
 
 @pytest.mark.parametrize(("line", "code", "message"), MISUSES, ids=[line for line, _, _ in MISUSES])
@@ -39,7 +40,11 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["-o", "no/o.jsonl"], ["--regex", "a("], ["--prompt-column", "q"], ["-o", "mine.jsonl"]]
+    "arguments",
+    slow_but(
+        [["--prompt-column", "q"]],
+        [["-o", "no/o.jsonl"], ["--regex", "a("], ["--prompt-column", "q"], ["-o", "mine.jsonl"]],
+    ),
 )
 def test_misuse_imports_nothing_that_is_slow(
     arguments: list[str], command_environment: dict[str, str], tiny_model_dir: Path, tmp_path: Path

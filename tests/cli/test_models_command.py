@@ -22,9 +22,9 @@ def test_a_model_that_would_run_is_told_from_its_configuration_alone(
         f"model     {folder} (llama)",
         "          would run: its type is verified",
         "context   512 tokens",
-        "size      2 layers, 262 tokens in the vocabulary, float32",
+        "size      1 layer, 262 tokens in the vocabulary, float32",
         "prompts   through its chat template",
-        "KV        512 B per token",
+        "KV        256 B per token",
     ]
     assert json.loads(cli("models", folder, "--json").out)["verified"] is True
 

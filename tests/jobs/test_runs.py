@@ -23,6 +23,7 @@ from batchgen.prompts import load_tokenizer
 from batchgen.request import Leaf
 from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats
+from support.params import examples
 
 ROWS = 12
 
@@ -386,7 +387,7 @@ def check_any_runs(base: Path, model: Path, examples: int) -> None:
 def test_over_any_runs_a_finished_completion_is_kept_made_once_and_never_another_models(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    check_any_runs(tmp_path, tiny_model_dir, 8)
+    check_any_runs(tmp_path, tiny_model_dir, examples(4, 8))
 
 
 @pytest.mark.nightly

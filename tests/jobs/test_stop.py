@@ -45,7 +45,7 @@ def check_signals_at_calls(job: Job, rng: random.Random, every: int) -> int:
 def test_a_signal_at_any_call_ends_the_run_and_the_next_goes_on(job: Job, grace: str | None) -> None:
     if grace is not None:
         job.case = replace(job.case, options=(*job.case.options, "--grace", grace))
-    assert check_signals_at_calls(job, random.Random(3), every=35 if FULL else 120) >= 1
+    assert check_signals_at_calls(job, random.Random(3), every=35 if FULL else 200) >= 1
 
 
 @pytest.mark.slow

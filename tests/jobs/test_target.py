@@ -13,6 +13,7 @@ from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs import job_folder, target
 from batchgen.jobs.target import RemoteTarget, open_target
 from batchgen.records.output import job_path, jobs_folder
+from support.params import slow_but
 
 HINT = "check the address, your access to it and the connection, or use another -o"
 
@@ -111,7 +112,7 @@ def test_a_strangers_object_is_left_alone_unless_told(store, run, write_input):
     assert lines(fs, url) == ["A"]
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", slow_but([True], [False, True]))
 @pytest.mark.parametrize(
     "step", ["save, before", "save, after", "upload, before", "upload, after", "last save, before", "last save, after"]
 )

@@ -21,6 +21,7 @@ from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Unkn
 from batchgen.model.loader import prepare_model
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
+from support.params import slow_but
 from support.tiny import build, engine_of, requests_of, run
 
 CPU = torch.device("cpu")
@@ -95,8 +96,11 @@ def test_rounding_is_no_fault(model, monkeypatch):
     assert tried(model)[1] == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{}, {"window": 24, "softcap": 20.0, "sinks": torch.float32}], ids=str)
+SOFT = {"window": 24, "softcap": 20.0, "sinks": torch.float32}
+
+
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]))
+@pytest.mark.parametrize("options", slow_but([SOFT], [{}, SOFT]), ids=str)
 def test_rounding_in_half_precision_is_no_fault_and_an_element_of_a_thousand_is(monkeypatch, dtype, options):
     kind = AttentionKind(
         heads=2, group=4, k_size=32, v_size=32, dtype=dtype, scale=32**-0.5,
@@ -210,7 +214,7 @@ def test_tokens_that_come_back_late_or_as_others_cost_the_step_ahead(model, monk
     assert tried(model)[1] == {"step-ahead": "tokens come back from the device as others"}
 
 
-@pytest.mark.parametrize("wrong", ["tokens", "valid", "measured"])
+@pytest.mark.parametrize("wrong", slow_but(["measured"], ["tokens", "valid", "measured"]))
 def test_a_sampler_that_is_wrong_on_the_device_is_found(model, monkeypatch, wrong):
     made = []
 
@@ -497,11 +501,10 @@ def never(out):
     Event().wait()
 
 
-QUICK = {one_of_a_thousand: ()}
 JOB_FAULTS = [
     pytest.param({}, [], "triton", id="nothing is wrong"),
     pytest.param({"attention": faulty(rounding)}, [], "triton", id="kernels round otherwise", marks=pytest.mark.slow),
-    *(pytest.param({"attention": faulty(f)}, ["triton"], "packed", id=f"kernels: {f.__name__}", marks=QUICK.get(f, pytest.mark.slow)) for f in KERNEL_FAULTS),
+    *(pytest.param({"attention": faulty(f)}, ["triton"], "packed", id=f"kernels: {f.__name__}", marks=pytest.mark.slow) for f in KERNEL_FAULTS),
     pytest.param({"attention": faulty(never)}, ["triton"], "packed", id="kernels never return", marks=pytest.mark.slow),
     pytest.param({"capture": lambda: failing}, ["graphs"], "triton", id="graphs raise", marks=pytest.mark.slow),
     pytest.param({"capture": lambda: stale(2)}, ["graphs"], "triton", id="graphs are stale"),

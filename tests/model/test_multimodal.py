@@ -16,14 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalG
 from batchgen.errors import ModelError
 from batchgen.model.loader import weight_bytes
 from batchgen.model.multimodal import Absent, left_out, model_class
+from support.params import FULL
 
+SIZE = 4 if FULL else 1  # `make test-slow` measures the memory of a process, in which a small model would not show
 TEXT = {
-    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 4096, "hidden_size": 128 * SIZE, "intermediate_size": 512 * SIZE, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
 }  # fmt: skip
 VISION = {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "num_attention_heads": 16, "image_size": 896,
-    "patch_size": 14,
+    "hidden_size": 256 * SIZE, "intermediate_size": 1024 * SIZE, "num_hidden_layers": 5, "num_attention_heads": 16,
+    "image_size": 896, "patch_size": 14,
 }  # fmt: skip
 LOAD = """
 import json, sys

@@ -134,6 +134,7 @@ def test_what_cannot_be_exact_is_refused_with_the_reason(name: str) -> None:
     assert e.value.message == f"models of type {name!r} are not supported: {REFUSED[name]}"
 
 
+@pytest.mark.slow
 def test_no_text_architecture_of_the_installed_transformers_is_forgotten() -> None:
     unknown = candidates() - VERIFIED - set(REFUSED)
     if _number(INSTALLED) > _number(VERIFIED_ON[-1]):

@@ -6,7 +6,7 @@ import pytest
 
 from batchgen.scheduling.waiting import POLICIES
 from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
-from support.params import slow_but
+from support.params import FULL, slow_but
 
 
 def numbers(rng, count):
@@ -24,7 +24,7 @@ def deep_tree(rng, depth, path=()):
 
 PROMPTS = deep_tree(random.Random(1), 4)
 _lengths = random.Random(2)
-LENGTHS = [_lengths.randint(1, 30) for _ in PROMPTS]
+LENGTHS = [_lengths.randint(1, 30 if FULL else 15) for _ in PROMPTS]
 TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
 
 

@@ -21,7 +21,7 @@ from support.models import (
     reference_model,
     run,
 )
-from support.params import slow_but
+from support.params import FULL, slow_but, some_of
 
 # A family of each mixer with attention, and one without.
 MIXERS = ["qwen3_5_text", "falcon_h1", "lfm2", "mamba2"]
@@ -72,7 +72,9 @@ def name_of(request: pytest.FixtureRequest) -> str:
 def test_a_tree_five_deep_is_prefilled_once_however_it_is_run(
     expected: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
-    for how, options in ENGINES.items():
+    quick = ("prefill in slices", "as they come") if name_of(request) == "lfm2" else ("in small slices", "a step ahead")
+    engines = some_of(quick, ENGINES)
+    for how, options in engines.items():
         engine = engine_for(packed_model(name_of(request)), **options)
         results = run(engine, make_requests(PROMPTS, LENGTHS))
         assert [list(r.token_ids) for r in results] == expected, how
@@ -100,15 +102,16 @@ def test_output_does_not_change_when_memory_is_short(
 
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, ["lfm2", "qwen3_5_text", "falcon_h1"]))
 def test_sequences_that_are_preempted_go_on_from_the_nearest_state(name: str) -> None:
-    rng = random.Random(4)
+    rng, count = random.Random(4), 12 if FULL else 6
     root = numbers(rng, 50)
-    prompts = [root + numbers(rng, rng.randint(1, 20)) for _ in range(12)]
-    expected = [generate(reference_model(name), p, 70) for p in prompts]
+    prompts = [root + numbers(rng, rng.randint(1, 20)) for _ in range(count)]
+    length = 70 if FULL else 45
+    expected = [generate(reference_model(name), p, length) for p in prompts]
     model = packed_model(name)
     whole = engine_for(model, batch_size=12)
-    blocks = 16
+    blocks = 16 if FULL else 8
     engine = engine_for(model, batch_size=12, kv_memory=memory_for(whole, blocks))
-    results = run(engine, make_requests(prompts, [70] * 12))
+    results = run(engine, make_requests(prompts, [length] * count))
     assert [list(r.token_ids) for r in results] == expected
     assert engine.stats.preemptions > 0
     assert engine.stats.recomputed_tokens > 0

@@ -47,7 +47,7 @@ COLUMNS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("options", [{}, {"chat": False}, {"template": "{{ prompt }}", "prefix": "P", "system": "S"}])
-@settings(max_examples=examples(15, 80), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(6, 80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(columns=COLUMNS)
 def test_any_row_becomes_a_draft_or_an_error_row(tools, options, columns):
     b = tools.builder(chat_template=tools.CHATML, row_params=("seed", "temperature"), context=60, **options)

@@ -181,6 +181,7 @@ def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pyte
         )
 
 
+@pytest.mark.slow
 def test_llguidance_is_imported_with_the_first_grammar() -> None:
     program = "import sys, batchgen.sampling.constraints; print('llguidance' in sys.modules)"
     root = Path(__file__).parents[2]

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 from batchgen.sampling.filters import forbid
 from batchgen.sampling_params import SamplingParams
 from support.drawing import Sampler
+from support.params import slow_but
 
 V = 48
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ def by_transformers(logits: torch.Tensor, p: SamplingParams, allowed: torch.Tens
     return found
 
 
-@pytest.mark.parametrize("params", COMBINATIONS, ids=name)
+@pytest.mark.parametrize("params", slow_but(COMBINATIONS[::5], COMBINATIONS), ids=name)
 def test_probabilities_equal_transformers_after_every_combination(params):
     logits = difficult_logits()
     slots = range(len(logits))
@@ -164,8 +165,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("choice", [0, 1, 7])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "choice"),
+    slow_but([*((shape, 0) for shape in SHAPES), ("everything", 7)], itertools.product(SHAPES, [0, 1, 7])),
+)
 def test_draws_of_every_choice_follow_the_probabilities(shape, choice):
     params, allowed = SHAPES[shape]
     rows = 3000

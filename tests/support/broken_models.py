@@ -289,8 +289,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "copy config.json and the weights from one model",
     ),
     "tensors are missing": (
-        tensors(lambda w: [w.pop(f"model.layers.1.mlp.{name}_proj.weight") for name in ("up", "down")]),
-        "the weights in 'M' lack 2 tensors, model.layers.1.mlp.down_proj.weight the first; copy config.json and the weights from one model",
+        tensors(lambda w: [w.pop(f"model.layers.0.mlp.{name}_proj.weight") for name in ("up", "down")]),
+        "the weights in 'M' lack 2 tensors, model.layers.0.mlp.down_proj.weight the first; copy config.json and the weights from one model",
     ),
     # tokenizers
     "no tokenizer": (

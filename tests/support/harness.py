@@ -108,6 +108,8 @@ class Runs:
     def __init__(self, zygote: subprocess.Popen[str], model: Path, scratch: Path) -> None:
         self._zygote, self._model, self._scratch = zygote, model, scratch
         self._count = 0
+        self.uninterrupted: dict[str, tuple[Ended, Any]] = {}
+        """By case: its run that nothing happens to, and the output. Jobs of one case share them."""
 
     def start(
         self,
@@ -244,7 +246,7 @@ def stored_keys(folder: Path) -> list[bytes]:
 
 
 class Job:
-    """A case in a folder of its own, and what its output is when nothing happens."""
+    """A case in a folder of its own, which holds its input, and what its output is when nothing happens."""
 
     def __init__(self, runs: Runs, case: Case, folder: Path) -> None:
         self.runs, self.case, self.folder = runs, case, folder
@@ -254,9 +256,12 @@ class Job:
         self.results = f"sqlite INSERT results {(self.job_folder / 'results.sqlite').relative_to(folder)}"
         """What the log says when a result is kept."""
         self.prepare()
-        self.whole = self.run()
-        assert self.whole.code == case.code, self.whole.err
-        self.expected = read_output(self.output)
+        if str(case) not in runs.uninterrupted:
+            ended = self.run()
+            assert ended.code == case.code, ended.err
+            runs.uninterrupted[str(case)] = ended, read_output(self.output)
+            self.prepare()
+        self.whole, self.expected = runs.uninterrupted[str(case)]
 
     def set_up(self, state: str) -> None:
         """`new`, `generated` or `changed`: what a run of the test starts from (`reset`)."""
@@ -304,6 +309,13 @@ class Job:
     def run(self, *more: str | Path, **plan: Any) -> Ended:
         """`more`: options beyond the case's."""
         return self.start(*more, **plan).wait()
+
+    def calls(self) -> tuple[str, ...]:
+        """What a run from its state to its end does."""
+        if self._state is None:
+            return self.whole.calls
+        self.reset()
+        return self.run().calls
 
     def start(self, *more: str | Path, quiet: bool = True, **plan: Any) -> Running:
         arguments = [*self.case.arguments, *more, *(["-q"] if quiet else [])]

@@ -52,7 +52,7 @@ def save_tiny_llama(folder: Path, *, chat: bool = False, seed: int = 0, **config
         "vocab_size": BYTE_COUNT + len(SPECIAL_TOKENS),
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": CONTEXT_LENGTH,

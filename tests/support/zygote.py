@@ -1,12 +1,14 @@
 """A process that has imported everything and forks a child for each run of the command, so that a run takes a fraction of a second.
 
-Takes orders on standard input, a JSON object a line, and answers each with one: `{"start": {...}}` with the child's process id,
-`{"wait": pid, "block": …}` with its wait status (null: it goes on). Ends at the end of its input. One thread only: what is forked is whole.
+Its argument is the folder of the model that will be run. It takes orders on standard input, a JSON object a line, and answers each with one:
+`{"start": {...}}` with the child's process id, `{"wait": pid, "block": …}` with its wait status (null: it still runs). It ends at the end of
+its input. It has one thread, because only that thread exists in a forked process.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -21,7 +23,8 @@ from support.forked import start_forked
 
 
 def main() -> None:
-    _import_everything()
+    _import_everything(sys.argv[1])
+    gc.freeze()  # what is imported stays, in every child
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -40,7 +43,13 @@ def main() -> None:
         _answer(answers, pid)
 
 
-def _import_everything() -> None:
+def _import_everything(model: str) -> None:
+    """As the command does that runs `model`."""
+    from batchgen.config import ModelConfig
+    from batchgen.lean_imports import allow_lean_imports, import_transformers
+
+    allow_lean_imports()
+    import_transformers(ModelConfig(model=model))
     import pyarrow.parquet
     import transformers
 
@@ -50,11 +59,14 @@ def _import_everything() -> None:
     import batchgen.engine.engine
     import batchgen.job
     import batchgen.model.loader
+    import batchgen.stats
     import batchgen_cli.app
     import batchgen_cli.report
 
     batchgen.devices.transport.start_process = start_forked
-    _ = (pyarrow, batchgen, batchgen_cli, transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+    batchgen.stats.versions()
+    pyarrow.array([0])  # imports pandas, where it is installed
+    _ = (batchgen, batchgen_cli, transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
 
 
 def _answer(answers: Any, value: Any) -> None:

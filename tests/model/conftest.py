@@ -1,0 +1,15 @@
+"""The tiny model of these tests has two layers, so that what is done layer by layer shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.tiny_model import save_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama, with two layers."""
+    return save_tiny_llama(tmp_path_factory.mktemp("models") / "two-layers", num_hidden_layers=2)
