@@ -1,10 +1,7 @@
 // Advanced Matrix Extensions: tiles of up to 16 rows of 64 bytes. The instructions are written out, since compilers that know all the
-// rest do not know these. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.)
+// rest do not know these. isa.py has asked the system to let this process use them. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.)
 #pragma once
 #if defined(BATCHGEN_AMX)
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstdint>
 
 #include "vec.h"
@@ -13,9 +10,6 @@ namespace {
 
 constexpr int TILE = 16;        // most rows of a tile, and words of one of its rows
 constexpr int SIDE = 2 * TILE;  // columns of two tiles
-
-// The kernel lets a process use tiles that has asked for it.
-const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 
 #define TILE_LOAD(tile, from, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(int64_t(stride)) : "memory")
@@ -28,12 +22,15 @@ class Tiles {
     ~Tiles() {
         if (shapes_.rows[4]) asm volatile("tilerelease" ::);
     }
-    // So many rows in the upper and in the lower tiles.
-    void set(int64_t upper, int64_t lower) {
-        if (shapes_.rows[4] == upper && shapes_.rows[5] == lower) return;
+    // So many rows in the upper and in the lower tiles, and so many words of the inner dimension in x and in the weights.
+    void set(int64_t upper, int64_t lower, int64_t words = TILE) {
+        if (shapes_.rows[4] == upper && shapes_.rows[5] == lower && shapes_.rows[6] == words) return;
         shapes_.rows[0] = shapes_.rows[1] = shapes_.rows[4] = uint8_t(upper);
         shapes_.rows[2] = shapes_.rows[3] = shapes_.rows[5] = uint8_t(lower);
+        shapes_.rows[6] = shapes_.rows[7] = uint8_t(words);
         for (int tile = 0; tile < 8; tile++) shapes_.bytes[tile] = shapes_.rows[tile] ? 64 : 0;
+        shapes_.bytes[4] = uint16_t(4 * words);
+        shapes_.bytes[5] = uint16_t(lower ? 4 * words : 0);
         asm volatile("ldtilecfg %0" ::"m"(shapes_));
     }
 
@@ -41,51 +38,69 @@ class Tiles {
     struct alignas(64) {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t bytes[16] = {};
-        uint8_t rows[16] = {0, 0, 0, 0, 0, 0, TILE, TILE};
+        uint8_t rows[16] = {};
     } shapes_;
 };
 
-// The rows of x in the tiles, 16 or (TWO) 32, by one side of a panel, over `words` words; onto what is there where `more`. Words are two
-// bfloat16 and sums float32, or (INTEGERS) words are four bytes, unsigned of x and signed of W, and sums of 32 bits. Sums are WIDTH apart.
+// The sums of 16 rows, or with LOWER 32, by 16 columns on the left and, with RIGHT, 16 on the right.
+template <bool LOWER, bool RIGHT>
+struct Sums {
+    static INLINE void zero() {
+        TILE_ZERO(0);
+        if (RIGHT) TILE_ZERO(1);
+        if (LOWER) TILE_ZERO(2);
+        if (LOWER && RIGHT) TILE_ZERO(3);
+    }
+    // `row` words from one row to the next.
+    static INLINE void load(const void* left_, const void* right_, int64_t row) {
+        const uint32_t *left = static_cast<const uint32_t*>(left_), *right = static_cast<const uint32_t*>(right_);
+        TILE_LOAD(0, left, 4 * row);
+        if (RIGHT) TILE_LOAD(1, right, 4 * row);
+        if (LOWER) TILE_LOAD(2, left + TILE * row, 4 * row);
+        if (LOWER && RIGHT) TILE_LOAD(3, right + TILE * row, 4 * row);
+    }
+    static INLINE void store(void* left_, void* right_, int64_t row) {
+        uint32_t *left = static_cast<uint32_t*>(left_), *right = static_cast<uint32_t*>(right_);
+        TILE_STORE(0, left, 4 * row);
+        if (RIGHT) TILE_STORE(1, right, 4 * row);
+        if (LOWER) TILE_STORE(2, left + TILE * row, 4 * row);
+        if (LOWER && RIGHT) TILE_STORE(3, right + TILE * row, 4 * row);
+    }
+    // Adds a tile of x times the weights' columns. Words are two bfloat16 and sums float32, or (INTEGERS) words are four bytes, unsigned
+    // of x and signed of the weights, and sums of 32 bits.
+    template <bool INTEGERS>
+    static INLINE void add(const uint32_t* x, int64_t x_row, const uint32_t* left, const uint32_t* right, int64_t w_row) {
 #define TILE_MULTIPLY(sum, x, w)              \
     if (INTEGERS)                             \
         TILE_OPERATION("tdpbusd", sum, x, w); \
     else                                      \
         TILE_OPERATION("tdpbf16ps", sum, x, w)
+        TILE_LOAD(6, left, 4 * w_row);
+        TILE_LOAD(4, x, 4 * x_row);
+        TILE_MULTIPLY(0, 4, 6);
+        if (RIGHT) {
+            TILE_LOAD(7, right, 4 * w_row);
+            TILE_MULTIPLY(1, 4, 7);
+        }
+        if (LOWER) {
+            TILE_LOAD(5, x + TILE * x_row, 4 * x_row);
+            TILE_MULTIPLY(2, 5, 6);
+            if (RIGHT) TILE_MULTIPLY(3, 5, 7);
+        }
+#undef TILE_MULTIPLY
+    }
+};
+
+// The rows of x in the tiles, 16 or (TWO) 32, by one side of a panel, over `words` words; onto what is there where `more`. Sums are
+// WIDTH apart.
 template <bool INTEGERS, int WIDTH, bool TWO>
 INLINE void tiles(const uint32_t* x, int64_t x_row, const uint32_t* side, int64_t words, void* sums_, bool more) {
-    constexpr int64_t wide = WIDTH * 4, below = TILE * WIDTH, across = SIDE * 4;
     uint32_t* sums = static_cast<uint32_t*>(sums_);
-    if (more) {
-        TILE_LOAD(0, sums, wide);
-        TILE_LOAD(1, sums + TILE, wide);
-        if (TWO) TILE_LOAD(2, sums + below, wide);
-        if (TWO) TILE_LOAD(3, sums + below + TILE, wide);
-    } else {
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        if (TWO) TILE_ZERO(2);
-        if (TWO) TILE_ZERO(3);
-    }
-    for (int64_t k = 0; k < words; k += TILE) {
-        TILE_LOAD(6, side + k * SIDE, across);
-        TILE_LOAD(4, x + k, 4 * x_row);
-        TILE_MULTIPLY(0, 4, 6);
-        TILE_LOAD(7, side + k * SIDE + TILE, across);
-        TILE_MULTIPLY(1, 4, 7);
-        if (TWO) {
-            TILE_LOAD(5, x + TILE * x_row + k, 4 * x_row);
-            TILE_MULTIPLY(2, 5, 6);
-            TILE_MULTIPLY(3, 5, 7);
-        }
-    }
-    TILE_STORE(0, sums, wide);
-    TILE_STORE(1, sums + TILE, wide);
-    if (TWO) TILE_STORE(2, sums + below, wide);
-    if (TWO) TILE_STORE(3, sums + below + TILE, wide);
+    more ? Sums<TWO, true>::load(sums, sums + TILE, WIDTH) : Sums<TWO, true>::zero();
+    for (int64_t k = 0; k < words; k += TILE)
+        Sums<TWO, true>::template add<INTEGERS>(x + k, x_row, side + k * SIDE, side + k * SIDE + TILE, SIDE);
+    Sums<TWO, true>::store(sums, sums + TILE, WIDTH);
 }
-
-#undef TILE_MULTIPLY
 
 }  // namespace
 #endif

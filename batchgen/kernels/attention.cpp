@@ -10,24 +10,47 @@
 // are added key by key. Whether keys are read as a shared part or as a row's own changes which rows are computed side by side,
 // and nothing else. A key that a row does not see has the weight 0, which changes no sum.
 //
+// On matrix units (Tiled) the two products are those of tiles, of 32 rows at most, whose sums over the head and over 32 keys (16, where
+// blocks are of odd multiples of that) are added as the unit adds them; all else is the same.
+//
 // In the pool a page of keys is [words of D][page_size] and a page of values [words of page_size][V rounded up to 16]: whatever the
 // products read is 16 words that lie side by side. See `vec.h` for words, cpu_backend.py for the same layout in Python.
 #include <algorithm>
 #include <cmath>
+#include <new>
 #include <vector>
 
+#include "amx.h"
 #include "pool.h"
 #include "vec.h"
 
 namespace {
 
+// What attention multiplies bfloat16 with: vectors, or matrix units.
+#if defined(BATCHGEN_AMX)
+struct Tiled : Bfloat {};
+#else
+typedef Bfloat Tiled;
+#endif
+
+template <class T>
+struct WholeLines {  // memory that begins where a line of the cache begins
+    typedef T value_type;
+    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const WholeLines&) const { return true; }
+    bool operator!=(const WholeLines&) const { return false; }
+};
+
 constexpr int GROUP = 32;  // times 16 keys, whose scores a row has in hand at a time: fewer cost more in largest scores and sums
 constexpr int64_t SPAN = GROUP * 16;  // positions of a group
+constexpr int64_t ROW = SPAN + 16;  // floats from one row of scores to the next: not a power of two, whose lines would all go to few sets of the cache
 constexpr double LOG2E = 1.44269504088896340736;
+constexpr int TILED_ROWS = 32;  // rows whose products are made at a time on matrix units
 constexpr int FETCHED = 8;  // times 16 keys of the next sequence that are asked for ahead
 constexpr int PIECES = 16 / LANES;  // vectors to 16 keys
 
-struct Plan {  // a step; `_Plan` in packed.py is the same
+struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
     int64_t num_tokens, page_size, num_shared, num_blocks, tile;
     const int32_t* positions;  // [num_tokens]
     const int32_t* slots;      // [num_tokens] place in the pool of each token's KV: page * page_size + offset
@@ -37,7 +60,7 @@ struct Plan {  // a step; `_Plan` in packed.py is the same
     const int32_t* starts;     // position of each of these pages' first key, rising within a block
 };
 
-struct Layer {  // `_Layer` in packed.py is the same
+struct Layer {  // `_Layer` in cpu_backend.py is the same
     int64_t heads, kv_heads, size, v_size, num_pages, window;  // window 0: none
     int64_t q_head, q_token, k_head, k_token, v_head, v_token;  // elements from one head, one token, to the next
     double scale, softcap;  // softcap 0: none
@@ -52,7 +75,6 @@ INLINE int64_t width_of(int64_t v_size) { return (v_size + 15) / 16 * 16; }
 
 struct Keys {  // 16 keys of a page
     const uint32_t *keys, *values;
-    int64_t position;  // of the first
     int place;         // among the GROUP of its group
 };
 
@@ -67,10 +89,10 @@ class Tile {
    public:
     Tile(const Plan& plan, const Layer& layer)
         : plan_(plan), layer_(layer), group_(layer.heads / layer.kv_heads), words_(words_of(layer.size, E::per_word)),
-          width_(width_of(layer.v_size)) {
+          width_(width_of(layer.v_size)), unit_(is_tiled && plan.page_size % 32 == 0 ? 32 : 16) {
         int64_t rows = plan.tile * group_;
         q_.assign(rows * words_ * E::a_words, 0);
-        scores_.resize(rows * SPAN);
+        scores_.resize(rows * ROW);
         sums_.resize(rows * width_);
         top_.resize(rows);
         total_.resize(rows);
@@ -108,6 +130,12 @@ class Tile {
     }
 
    private:
+#if defined(BATCHGEN_AMX)
+    static constexpr bool is_tiled = E::per_word == 2;
+    Tiles tiles_;
+#else
+    static constexpr bool is_tiled = false;
+#endif
     struct Run {  // of places in a row of scores
         int begin, end;
     };
@@ -189,10 +217,11 @@ class Tile {
         const int64_t size = plan_.page_size, key_words = size * words_, value_words = size / E::per_word * width_;
         const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + (head_ * layer_.num_pages + page) * key_words;
         const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + (head_ * layer_.num_pages + page) * value_words;
-        for (int64_t at = 0; at < size; at += 16) {
-            const int64_t p = position + at;
-            if (p < start || p >= start + SPAN || p > high || p + 15 < low) continue;
-            keys_.push_back({keys + at, values + at / E::per_word * width_, p, int(p - start) / 16});
+        for (int64_t unit = 0; unit < size; unit += unit_) {
+            const int64_t p = position + unit;
+            if (p < start || p >= start + SPAN || p > high || p + unit_ - 1 < low) continue;
+            for (int64_t at = unit; at < unit + unit_; at += 16)
+                keys_.push_back({keys + at, values + at / E::per_word * width_, int(position + at - start) / 16});
         }
     }
 
@@ -217,9 +246,9 @@ class Tile {
         }
         find_runs(part, end, part->from, part->to);
         in_blocks(row(part->from, 0), row(part->to, 0), [&](auto rows, int64_t r) {
-            score<rows()>(r, &scores_[0], keys, n);
-            for (int i = 0; i < rows(); i++) weigh(r + i, &scores_[i * SPAN]);
-            add<rows()>(r, &scores_[0], keys, n);
+            score(rows, r, &scores_[0], keys, n);
+            for (int i = 0; i < rows; i++) weigh(r + i, &scores_[i * ROW]);
+            add(rows, r, &scores_[0], keys, n);
         });
     }
 
@@ -227,15 +256,15 @@ class Tile {
     void apart(const Part* parts, const Part* end, int64_t to) {
         for (const Part* p = parts; p < end; p++) {
             if (p + 1 < end && p[1].own) fetch(p[1]);
-            in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { score<rows()>(r, &scores_[r * SPAN], &keys_[p->first], p->count); });
+            in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { score(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
         }
         for (const Own& own : own_) {
             if (own.to <= parts->from || own.from >= to) continue;
             find_runs(parts, end, own.from, own.to);
-            for (int64_t r = row(own.from, 0); r < row(own.to, 0); r++) weigh(r, &scores_[r * SPAN]);
+            for (int64_t r = row(own.from, 0); r < row(own.to, 0); r++) weigh(r, &scores_[r * ROW]);
         }
         for (const Part* p = parts; p < end; p++)
-            in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { add<rows()>(r, &scores_[r * SPAN], &keys_[p->first], p->count); });
+            in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { add(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
     }
 
     // Vectors of sums that R rows have in registers: with few rows more, so that enough sums are under way at once.
@@ -244,15 +273,19 @@ class Tile {
     // Calls do_rows(R, r) for blocks of R rows, as large as they can be.
     template <class F>
     INLINE void in_blocks(int64_t r, int64_t end, F do_rows) {
-        for (; r + ROWS <= end; r += ROWS) do_rows(std::integral_constant<int, ROWS>(), r);
-        if (r + 4 <= end) do_rows(std::integral_constant<int, 4>(), r), r += 4;
-        if (r + 2 <= end) do_rows(std::integral_constant<int, 2>(), r), r += 2;
-        if (r < end) do_rows(std::integral_constant<int, 1>(), r);
+        if constexpr (is_tiled) {
+            for (; r < end; r += TILED_ROWS) do_rows(int(std::min<int64_t>(TILED_ROWS, end - r)), r);
+        } else {
+            for (; r + ROWS <= end; r += ROWS) do_rows(std::integral_constant<int, ROWS>(), r);
+            if (r + 4 <= end) do_rows(std::integral_constant<int, 4>(), r), r += 4;
+            if (r + 2 <= end) do_rows(std::integral_constant<int, 2>(), r), r += 2;
+            if (r < end) do_rows(std::integral_constant<int, 1>(), r);
+        }
     }
 
-    // Scores of rows r to r + R against 16 n keys, to their places in `scores` [R][SPAN].
+    // Scores of rows r to r + R against 16 n keys, to their places in `scores` [R][ROW].
     template <int R>
-    void score(int64_t r, float* scores, const Keys* keys, int n) {
+    void score(std::integral_constant<int, R>, int64_t r, float* scores, const Keys* keys, int n) {
         constexpr int N = vectors_of(R);
         int v = 0;
         for (; v + N <= n * PIECES; v += N) score<R, N>(r, scores, keys, v);
@@ -268,7 +301,7 @@ class Tile {
         product<E, R, N>(sums, &q_[r * a_row], a_row, b, plan_.page_size, words_);
         for (int j = 0; j < N; j++) {
             float* to = scores + keys[(v + j) / PIECES].place * 16 + (v + j) % PIECES * LANES;
-            for (int i = 0; i < R; i++) store(to + i * SPAN, sums[i][j]);
+            for (int i = 0; i < R; i++) store(to + i * ROW, sums[i][j]);
         }
     }
 
@@ -343,9 +376,9 @@ class Tile {
         return layer_.window ? yes & (at > ints{} + int32_t(query - layer_.window)) : yes;
     }
 
-    // Adds values times the weights in `scores` [R][SPAN] to the sums of rows r to r + R.
+    // Adds values times the weights in `scores` [R][ROW] to the sums of rows r to r + R.
     template <int R>
-    void add(int64_t r, const float* scores, const Keys* keys, int n) {
+    void add(std::integral_constant<int, R>, int64_t r, const float* scores, const Keys* keys, int n) {
         constexpr int N = vectors_of(R);
         int64_t c = 0;
         for (; c + N * LANES <= width_; c += N * LANES) add<R, N>(r, scores, keys, n, c);
@@ -362,11 +395,58 @@ class Tile {
         for (int g = 0; g < n; g++) {
             const uint32_t* b[N];
             for (int j = 0; j < N; j++) b[j] = keys[g].values + c + LANES * j;
-            product<E, R, N>(sums, weights + keys[g].place * count * E::a_words, SPAN, b, width_, count);
+            product<E, R, N>(sums, weights + keys[g].place * count * E::a_words, ROW, b, width_, count);
         }
         for (int i = 0; i < R; i++)
             for (int j = 0; j < N; j++) store(&sums_[(r + i) * width_ + c + LANES * j], sums[i][j]);
     }
+
+#if defined(BATCHGEN_AMX)
+    // The same by tiles, for any number of rows up to TILED_ROWS.
+    void score(int rows, int64_t r, float* scores, const Keys* keys, int n) {
+        const int64_t depth = std::min<int64_t>(TILE, words_ & -words_);  // a power of 2 that the words of a head are a multiple of
+        tiles_.set(std::min(rows, TILE), std::max(0, rows - TILE), depth);
+        rows > TILE ? score_tiles<true>(r, scores, keys, n, depth) : score_tiles<false>(r, scores, keys, n, depth);
+    }
+
+    template <bool LOWER>
+    INLINE void score_tiles(int64_t r, float* scores, const Keys* keys, int n, int64_t depth) {
+        const uint32_t* q = &q_[r * words_];
+        int i = 0;
+        for (; i + 2 <= n; i += 2) score_columns<LOWER, true>(q, scores, keys[i], keys[i + 1], depth);
+        if (i < n) score_columns<LOWER, false>(q, scores, keys[i], keys[i], depth);
+    }
+
+    template <bool LOWER, bool RIGHT>
+    INLINE void score_columns(const uint32_t* q, float* scores, const Keys& left, const Keys& right, int64_t depth) {
+        typedef Sums<LOWER, RIGHT> Scores;
+        const int64_t row = plan_.page_size;
+        Scores::zero();
+        for (int64_t k = 0; k < words_; k += depth) Scores::template add<false>(q + k, words_, left.keys + k * row, right.keys + k * row, row);
+        Scores::store(scores + left.place * 16, scores + right.place * 16, ROW);
+    }
+
+    void add(int rows, int64_t r, const float* scores, const Keys* keys, int n) {
+        tiles_.set(std::min(rows, TILE), std::max(0, rows - TILE), unit_ / 2);
+        const uint32_t* weights = reinterpret_cast<const uint32_t*>(scores);
+        int64_t c = 0;
+        for (; c + SIDE <= width_; c += SIDE)
+            rows > TILE ? add_columns<true, true>(r, weights, keys, n, c) : add_columns<false, true>(r, weights, keys, n, c);
+        if (c < width_) rows > TILE ? add_columns<true, false>(r, weights, keys, n, c) : add_columns<false, false>(r, weights, keys, n, c);
+    }
+
+    template <bool LOWER, bool RIGHT>
+    INLINE void add_columns(int64_t r, const uint32_t* weights, const Keys* keys, int n, int64_t c) {
+        typedef Sums<LOWER, RIGHT> Some;
+        float* sums = &sums_[r * width_ + c];
+        Some::load(sums, sums + TILE, width_);
+        for (int i = 0; i < n; i += unit_ / 16) {
+            const uint32_t* values = keys[i].values + c;
+            Some::template add<false>(weights + keys[i].place * 8, ROW, values, values + TILE, width_);
+        }
+        Some::store(sums, sums + TILE, width_);
+    }
+#endif
 
     void give() {
         typedef typename E::type T;
@@ -388,9 +468,10 @@ class Tile {
     const Plan& plan_;
     const Layer& layer_;
     const int64_t group_, words_, width_;
-    std::vector<uint32_t> q_;    // [rows][words of D]
-    std::vector<float> scores_;  // [rows][SPAN], then weights in their place
-    std::vector<float> sums_;    // [rows][V], unnormalised
+    const int64_t unit_;  // keys that are read together, or not at all
+    std::vector<uint32_t, WholeLines<uint32_t>> q_;    // [rows][words of D]
+    std::vector<float, WholeLines<float>> scores_;  // [rows][ROW], then weights in their place
+    std::vector<float, WholeLines<float>> sums_;    // [rows][V], unnormalised
     std::vector<float> top_;     // [rows] largest score yet, as a power of 2
     std::vector<float> total_;   // [rows] sum of the weights relative to it
     std::vector<Own> own_;
@@ -467,7 +548,7 @@ void write(const Plan& plan, const Layer& layer, int threads) {
 }  // namespace
 
 EXPORT void batchgen_attend(const Plan* plan, const Layer* layer, int is_bfloat16, int threads) {
-    is_bfloat16 ? attend<Bfloat>(*plan, *layer, threads) : attend<Float>(*plan, *layer, threads);
+    is_bfloat16 ? attend<Tiled>(*plan, *layer, threads) : attend<Float>(*plan, *layer, threads);
 }
 
 EXPORT void batchgen_write(const Plan* plan, const Layer* layer, int is_bfloat16, int threads) {

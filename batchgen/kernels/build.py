@@ -99,8 +99,9 @@ def _compile(to: Path) -> None:
     _logger.info("compiling kernels for this processor, once on this machine ...")
     began = time.monotonic()
     objects = [to.parent / f"{source.stem}.o" for source in sources]
+    options = _options(compiler)
     runs = [
-        subprocess.Popen([compiler, *_flags(), "-c", str(source), "-o", str(made)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([compiler, *options, "-c", str(source), "-o", str(made)], stderr=subprocess.PIPE, text=True)
         for source, made in zip(sources, objects, strict=True)
     ]
     for done, run in enumerate(reversed(runs), 1):  # the first of them takes the longest
@@ -142,7 +143,7 @@ def _target() -> Path:
     except (OSError, subprocess.SubprocessError) as e:
         raise NoKernels(f"the C++ compiler {compiler} does not run: {e}") from e
     digest = hashlib.sha256()
-    for text in (version, " ".join(_flags()), platform.machine()):
+    for text in (version, " ".join([*FLAGS, *flags()]), platform.machine()):
         digest.update(text.encode() + b"\0")
     for source in sorted([*SOURCES.glob("*.h"), *_sources()]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -167,8 +168,14 @@ def _compiler() -> str:
     raise NoKernels("no C++ compiler (g++) was found")
 
 
-def _flags() -> list[str]:
-    return [*FLAGS, *flags()]
+def _options(compiler: str) -> list[str]:
+    """Returns the flags up to the first instructions that this compiler does not know: GCC 10 has no AVX-VNNI. Their kernels are left out."""
+    wanted = flags()
+    for count in range(len(wanted), 0, -1):
+        command = [compiler, *FLAGS, *wanted[:count], "-x", "c++", "-fsyntax-only", os.devnull]
+        if subprocess.run(command, capture_output=True, timeout=TIMEOUT).returncode == 0:
+            return [*FLAGS, *wanted[:count]]
+    return [*FLAGS, *wanted]  # what else is wrong, the compiler says for the sources
 
 
 def _why_none() -> str:

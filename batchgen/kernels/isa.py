@@ -5,6 +5,7 @@ The sets of a processor are ordered, the larger ones last; each holds all of the
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from functools import cache
@@ -95,14 +96,24 @@ def has_float16() -> bool:
 
 @cache
 def features() -> frozenset[str]:
-    """The processor's features by their names in /proc/cpuinfo; empty where there is no such file."""
+    """The processor's features by their names in /proc/cpuinfo that this process may use; empty where there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(
+    found = {
         word for line in lines if line.startswith(("flags", "Features")) for word in line.partition(":")[2].split()
-    )
+    }
+    if "amx_tile" in found and not _may_use_tiles():
+        found.discard("amx_tile")
+    return frozenset(found)
+
+
+def _may_use_tiles() -> bool:
+    """Asks the system to let this process use AMX, without which its first instruction would end the process."""
+    arch_prctl, request, tiles = map(ctypes.c_long, (158, 0x1023, 18))  # ARCH_REQ_XCOMP_PERM, XTILEDATA
+    refused: int = ctypes.CDLL(None).syscall(arch_prctl, request, tiles)
+    return refused == 0
 
 
 def _sets() -> tuple[str, ...]:

@@ -66,15 +66,17 @@ EXPORT void batchgen_linear_float32_by_bfloat16(const Product* p) { run<Widened,
 // x is float32 where no instruction multiplies bfloat16.
 EXPORT void batchgen_linear_bfloat16(const Product* p) {
 #if defined(BATCHGEN_AMX)
-    if (has_tiles) return run_tiles(*p);
-#endif
+    run_tiles(*p);
+#else
     run<Bfloat, bf16>(*p);
+#endif
 }
 EXPORT int64_t batchgen_linear_widens() { return Bfloat::a_words == 2; }
 // Columns of a panel of bfloat16 weights that lie side by side.
 EXPORT int64_t batchgen_linear_side_bfloat16() {
 #if defined(BATCHGEN_AMX)
-    if (has_tiles) return SIDE;
-#endif
+    return SIDE;
+#else
     return WIDTH;
+#endif
 }

@@ -24,7 +24,7 @@ constexpr int MOST_ROWS = 288;  // of a task
 constexpr int WIDENED_ROWS = 2 * ROWS;  // from which on weights are made float32 once for all rows, and not in each block
 constexpr int64_t LEAST = 1500;  // words of panels times blocks of rows, 12 cycles or so each, that are worth a thread
 
-struct Product {  // `_Product` in ops.py is the same
+struct Product {  // `Product` in ops.py is the same
     int64_t rows, columns, words;  // columns of y; words of the inner dimension
     int64_t x_row, y_row;          // words of x, elements of y, from one row to the next
     int64_t activation;            // none for a plain layer; else the layer is gated

@@ -132,7 +132,7 @@ void run_tiles(const Product& p) {
 template <class T>
 void linear(const Product& p) {
 #if defined(BATCHGEN_AMX)
-    if (has_tiles && p.rows >= AMX_ROWS) return run_tiles<T>(p);
+    if (p.rows >= AMX_ROWS) return run_tiles<T>(p);
 #endif
     run<Bytes, T>(p);
 }

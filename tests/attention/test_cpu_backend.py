@@ -86,16 +86,17 @@ def random_steps(sim, seed, check, *, block_size=16, longest=60, steps=5, tokens
             s.step()
 
 
+@pytest.mark.parametrize("block_size", slow_but([16, 32], [16, 32, 48]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("K", "G", "D", "V"),
     [(1, 1, 16, 16), (1, 71, 64, 64), (2, 7, 64, 64), (4, 1, 80, 80), (2, 2, 33, 20), (1, 3, 7, 3), (1, 2, 256, 128), (2, 5, 8, 96)],
 )  # fmt: skip
-def test_the_kernels_are_the_reference_for_every_shape_of_heads(kernels, K, G, D, V, dtype):
+def test_the_kernels_are_the_reference_for_every_shape_of_heads(kernels, K, G, D, V, dtype, block_size):
     def check(spans):
-        compare(kernels, spans, 16, K=K, G=G, D=D, V=V, dtype=dtype)
+        compare(kernels, spans, block_size, K=K, G=G, D=D, V=V, dtype=dtype)
 
-    random_steps(sim, 3, check, tokens=90, longest=40, steps=3)
+    random_steps(sim, 3, check, block_size=block_size, tokens=90, longest=40, steps=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -96,6 +96,17 @@ def test_a_library_that_was_cut_off_is_compiled_again(folder, tmp_path):
 
 
 @needs_compiler
+def test_instructions_that_an_older_compiler_does_not_know_are_left_out(folder, tmp_path, monkeypatch):
+    older = tmp_path / "older"
+    older.write_text('#!/bin/sh\ncase " $* " in *" -DTHREE "*) exit 1;; esac\nexec g++ "$@"\n')
+    older.chmod(0o700)
+    monkeypatch.setenv("CXX", str(older))
+    monkeypatch.setattr(build, "flags", lambda: ["-DONE=1", "-DTWO=2", "-DTHREE", "-DFOUR=4"])
+    (folder / "answer.cpp").write_text(SOURCE.replace("return 42", "int FOUR = 0; return FOUR + ONE + TWO"))
+    assert build.library().answer() == 3
+
+
+@needs_compiler
 def test_what_the_compiler_says_is_told(folder):
     (folder / "answer.cpp").write_text("int broken(;\n")
     with pytest.raises(build.NoKernels, match=r"the C\+\+ compiler failed: .*answer\.cpp:1.*error"):

@@ -101,3 +101,13 @@ def test_sixteen_bits_are_multiplied_fast_only_by_instructions_for_them(on):
     ]:
         on(machine, features, wish)
         assert (isa.has_bfloat16(), isa.has_float16()) == (bfloat16, float16)
+
+
+def test_matrix_units_that_the_system_keeps_from_this_process_are_not_used(tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("flags\t\t: avx2 amx_tile amx_bf16\n")
+    monkeypatch.setattr(isa, "Path", lambda _: tmp_path / "cpuinfo")
+    for may, has in (True, {"avx2", "amx_tile", "amx_bf16"}), (False, {"avx2", "amx_bf16"}):
+        monkeypatch.setattr(isa, "_may_use_tiles", lambda may=may: may)
+        isa.features.cache_clear()
+        assert isa.features() == has
+    isa.features.cache_clear()
