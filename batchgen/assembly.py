@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import OutputError, OutputLocked, UsageError, memory_errors
+from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.job_folder import JobFolder, open_job
 from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_silent
 from batchgen.jobs.manifest import Manifest, load_manifest
@@ -23,6 +24,7 @@ from batchgen.records import Input, RowForm, job_path
 from batchgen.records.files import InputFile
 from batchgen.records.inputs import READ_ROWS
 from batchgen.records.openai_batch import OpenAIForm
+from batchgen.report import ReportPage, report_job
 from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, sum_of_jobs, write_stats
 
@@ -45,6 +47,18 @@ class JobReport:
     """`I/N` of a shard, whose output is written by the merge; empty for a whole job."""
     pushed: str = ""
     """Address of the dataset on the Hub that has the output; empty without `--push`."""
+    work_dir: str | None = None
+    """The folder that holds the job's folder; None if that is beside the output."""
+
+    def page(self) -> ReportPage:
+        """Returns the job as a page for a browser. Raises `UsageError` if plotly is not installed, or rows went to standard output."""
+        return report_job(self.output, self.work_dir)
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook displays: the page, where there can be one."""
+        with suppress(BatchgenError):
+            return self.page()._repr_html_()
+        return None
 
 
 def write_output(source: Input, job: JobFolder, same: SameInput, outcomes: Outcomes, *, merging: bool = False) -> None:
@@ -104,12 +118,13 @@ def merge_job(
                 manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
                 if plan is not None and manifest is not None:
                     _check_done(folder, plan, output)
-                    return _merge(output, work_dir, stats, lease, manifest, plan, Outcomes(run, tracker, None))
+                    report = _merge(output, work_dir, stats, lease, manifest, plan, Outcomes(run, tracker, None))
+                    return replace(report, work_dir=work_dir)
             finally:
                 lease.release()
         if manifest is None or manifest.state != "finished":
             raise UsageError(f"{output} has not run in shards", "run the same command again to go on")
-        return _already_written(output, folder, stats)
+        return replace(_already_written(output, folder, stats), work_dir=work_dir)
 
 
 def _merge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from batchgen.attention.sizes import kv_numbers
 from batchgen.collector import few_collections
 from batchgen.config import JobConfig, ModelConfig, parse_memory
-from batchgen.errors import memory_errors
+from batchgen.errors import UsageError, memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import SortedRequests, in_order
@@ -112,6 +113,12 @@ class PlanReport:
     def page(self) -> ReportPage:
         """Returns the plan as a page for a browser. Raises `UsageError` if plotly is not installed."""
         return report_plan(self.title, self.as_dict(), self.prefix_tree)
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook displays: the page, if plotly is installed."""
+        with suppress(UsageError):
+            return self.page()._repr_html_()
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan for `--json` (schema `batchgen.plan/1`)."""

@@ -42,7 +42,7 @@ from batchgen.push import push_output
 from batchgen.recording import RunRecorder, tree_record
 from batchgen.records import DatasetChoice, Input, Row, default_output, open_input, row_form, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
-from batchgen.report import check_report_file, report_job
+from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
@@ -62,12 +62,12 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
 
     Raises `BatchgenError`; the rows that were finished by then are kept.
     """
-    report = _run_job(config, progress)
+    report = replace(_run_job(config, progress), work_dir=config.work_dir)
     if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
         with suppress(OutputLocked):  # another shard that ended at the same moment merges
             report = merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
     if config.report is not None:
-        report_job(report.output, config.work_dir).save(config.report)
+        report.page().save(config.report)
         (progress or Silent()).note(f"the report is in {config.report}")
     if config.push is not None and not report.shard:
         pushed = push_output(config, report.output, report.stats, (progress or Silent()).note)

@@ -79,10 +79,14 @@ def _job_tiles(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         tiles.append(("prompt tokens", f"{job['prompt_tokens']:,}"))
         shared = max(0.0, 1 - job["prefill_tokens"] / job["prompt_tokens"])
         tiles.append(("shared, run once", f"{shared:.1%}"))
-    tiles.append(("completion tokens", f"{job['completion_tokens']:,}"))
     seconds = job["seconds"]
+    if job["completion_tokens"]:
+        tiles.append(("completion tokens", f"{job['completion_tokens']:,}"))
+        speed = (job["completion_tokens"], "completion tokens/s")
+    else:
+        speed = (job["rows"], "rows/s")
     if seconds["generate"]:
-        tiles.append(("completion tokens/s", f"{job['completion_tokens'] / seconds['generate']:,.0f}"))
+        tiles.append((speed[1], f"{speed[0] / seconds['generate']:,.0f}"))
     tiles.append(("time", duration(seconds["total"])))
     tiles.append(("memory at most", size_text(job["memory_bytes_peak"])))
     return tiles
@@ -118,6 +122,8 @@ def _tree(data: Mapping[str, Any]) -> tuple[str, str, str]:
     listed = len(tree["parents"])
     if listed < tree["node_count"]:
         says += f" The {listed:,} nodes with the most rows are drawn; the others are in the cells “more”."
+    if data["kind"] == "job" and tree["rows"] < (data["status"]["rows_done"] or 0):
+        says += " It is the tree of the run that planned the most rows."
     order = sorted(range(listed), key=lambda i: -tree["saved"][i])[:TABLE_NODES]
     rows = [(tree["node_rows"][i], tree["tokens"][i], tree["saved"][i], _excerpt(tree["texts"][i])) for i in order]
     return (
@@ -145,13 +151,14 @@ def _speed(data: Mapping[str, Any]) -> tuple[str, str, str]:
         for i, run in enumerate(runs)
         for k in _spread(len(run["seconds"]) - 1, max(2, TABLE_ROWS // len(runs)))
     ]
-    fastest = max(max(run["completion_tokens_per_s"]) for run in runs)
-    seconds = sum(run["seconds"][-1] for run in runs)
-    says = f"Tokens per second over {duration(seconds)}; at most {fastest:,.0f} completion tokens/s."
-    head = ("run", "seconds", "completion tokens/s", "prompt tokens/s", "scored tokens/s")
+    fastest = {name: max(max(run[rate]) for run in runs) for name, rate in zip(_RATE_NAMES, _RATES, strict=True)}
+    listed = ", ".join(f"{value:,.0f} {name}" for name, value in fastest.items() if value)
+    says = f"Tokens per second over {duration(sum(run['seconds'][-1] for run in runs))}; at most {listed or 'none'}."
+    head = ("run", "seconds", *_RATE_NAMES)
     return "speed", "Tokens per second", _chart("speed-chart", says, _table("Tokens per second", head, rows))
 
 
+_RATE_NAMES = ("completion tokens/s", "prompt tokens/s", "scored tokens/s")
 _RATES = ("completion_tokens_per_s", "prefill_tokens_per_s", "scored_tokens_per_s")
 
 

@@ -62,7 +62,10 @@ def test_headings_and_tables_say_what_the_charts_show():
     assert found.labels["tree-chart"] == (
         "The prefix tree of 4 prompts: 1 nodes. Sharing them saves 6 of 20 prompt tokens (30.0%)."
     )
-    assert found.labels["speed-chart"] == "Tokens per second over 2.0 s; at most 15 completion tokens/s."
+    assert (
+        found.labels["speed-chart"]
+        == "Tokens per second over 2.0 s; at most 15 completion tokens/s, 14 prompt tokens/s."
+    )
     assert found.labels["ends-chart"] == "3 stop, 1 error: prompt_too_long."
     assert found.captions == [
         "The nodes that save the most", "Tokens per second", "Where the time went", "Lengths of prompts, in tokens",

@@ -3,11 +3,13 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchgen import JobConfig, plan_job, report_job, run_job
 from batchgen.report.job_data import job_data
 from support.jobs import job_run, write_input_rows
 from support.reports import parsed
@@ -180,6 +182,18 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
         outcome = cli("run", source, "-m", tiny_model_dir, *arguments)
         assert (outcome.code, outcome.err) == (2, f"batchgen: error: {message}\n")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["prompts.jsonl"]
+
+
+def test_what_a_program_gets_displays_itself_in_a_notebook(source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = JobConfig(
+        inputs=source, model=tiny_model_dir, output=tmp_path / "o.jsonl", work_dir=tmp_path, sampling={"max_tokens": 5}
+    )
+    plan, report = plan_job(config), run_job(config)
+    for shown, page in ((plan, plan.page()), (report, report.page())):
+        assert shown._repr_html_() == page._repr_html_()
+        check_tree(page.data["tree"])
+    assert report.page().html == report_job(str(tmp_path / "o.jsonl"), str(tmp_path)).html
+    assert replace(report, output="-")._repr_html_() is None
 
 
 def test_without_a_job_the_message_says_what_to_name(cli: Cli, source: Path, tmp_path: Path) -> None:
