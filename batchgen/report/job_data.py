@@ -160,6 +160,6 @@ def time_bars(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
         ("load the model", seconds["load"]),
         ("read and plan", seconds["plan"]),
         ("generate: in the model", forward),
-        ("generate: beside the model", round(max(0.0, seconds["generate"] - forward), 4)),
+        ("generate: the rest", round(max(0.0, seconds["generate"] - forward), 4)),
         ("write", seconds["write"]),
     ]

@@ -7,6 +7,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 40rem)");
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const number = (value) => value.toLocaleString("en");
+const counted = (count, one) => `${number(count)} ${count === 1 ? one : `${one}s`}`;
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const cut = (text, length) => (text.length > length ? `${text.slice(0, length)}…` : text);
 const oneLine = (text) => text.replace(/\s+/g, " ").trim();
@@ -65,7 +66,7 @@ function makeCells() {
     cells.more.push(false);
     cells.labels.push(`${number(tree.node_rows[i])} × ${number(tree.tokens[i])}`);
     cells.hover.push(
-      `${number(tree.node_rows[i])} rows × ${number(tree.tokens[i])} tokens of their own<br>` +
+      `${counted(tree.node_rows[i], "row")} × ${counted(tree.tokens[i], "token")} of their own<br>` +
         `${number(tree.saved[i])} prompt tokens saved<br>${escaped(cut(text, 90))}`);
   }
   const rest = (id, nodes, saved, most) => {
@@ -77,7 +78,7 @@ function makeCells() {
     cells.saved.push(saved - (listed.saved.get(id) || 0));
     cells.more.push(true);
     cells.labels.push(`${number(more)} more`);
-    cells.hover.push(`${number(more)} more nodes, which have few rows each<br>${number(saved - (listed.saved.get(id) || 0))} prompt tokens saved`);
+    cells.hover.push(`${counted(more, "node")} more, with few rows each<br>${number(saved - (listed.saved.get(id) || 0))} prompt tokens saved`);
   };
   for (let i = 0; i < count; i++) rest(`${i}`, tree.nodes_below[i], tree.saved_below[i], tree.node_rows[i] - tree.ending_rows[i]);
   rest("all", tree.node_count, tree.saved_tokens, tree.rows - tree.lone_rows);
@@ -99,6 +100,7 @@ function labels() {
   const whole = chosen === "all" ? tree.rows : tree.node_rows[chosen];
   return cells.ids.map((id, i) => {
     const length = Math.floor((cells.values[i] / whole) * width / 7.5) - 2;
+    if (cells.values[i] > whole && id !== "all") return escaped(cut(oneLine(tree.texts[id]), 18)); // above the chosen node, in the path
     return id === "all" || cells.more[i] || length < 6 ? cells.labels[i] : `${escaped(cut(oneLine(tree.texts[id]), length))}<br>${cells.labels[i]}`;
   });
 }
@@ -133,7 +135,7 @@ function choose(id, { focus = false } = {}) {
   chosen = id;
   Plotly.restyle("tree-chart", { level: [id], labels: [labels()] }, [0]);
   showNode();
-  if (focus) document.getElementById("node-text").focus();
+  if (focus) document.getElementById("node-text").focus({ preventScroll: true });
 }
 
 function button(text, id, current) {
@@ -161,15 +163,15 @@ function showNode() {
     says = `${number(tree.rows)} rows, ${number(tree.prompt_tokens)} prompt tokens, of which sharing saves ${number(tree.saved_tokens)}.`;
     text.hidden = true;
   } else {
-    says = `${number(tree.node_rows[id])} rows share these ${number(tree.tokens[id])} tokens: ${number(tree.saved[id])} prompt tokens saved. ` +
-      `Below: ${number(tree.nodes_below[id])} nodes; ${number(tree.ending_rows[id])} rows share nothing more.`;
+    says = `${counted(tree.node_rows[id], "row")} share these ${counted(tree.tokens[id], "token")}: ${counted(tree.saved[id], "prompt token")} saved. ` +
+      `Below: ${counted(tree.nodes_below[id], "node")}; rows that share nothing more: ${number(tree.ending_rows[id])}.`;
     text.hidden = false;
     text.textContent = tree.texts[id];
   }
   document.getElementById("node-says").textContent = says;
   const below = [...(children.get(id) || [])].sort((a, b) => tree.node_rows[b] - tree.node_rows[a]);
   const shown = below.slice(0, 50).map((at) =>
-    button(`${number(tree.node_rows[at])} rows × ${number(tree.tokens[at])} tokens: ${nameOf(at)}`, at, false));
+    button(`${counted(tree.node_rows[at], "row")} × ${counted(tree.tokens[at], "token")}: ${nameOf(at)}`, at, false));
   document.getElementById("node-children").replaceChildren(...shown);
   document.getElementById("below-title").hidden = !shown.length;
   document.getElementById("node").hidden = false;
@@ -263,7 +265,7 @@ function bars(id, pairs, unit, hues) {
   const place = document.getElementById(id);
   if (place) place.style.height = `${shown.length * 2.4 + 3}rem`;
   draw(id, [{
-    type: "bar", orientation: "h", y: shown.map(([name]) => escaped(cut(name, narrow.matches ? 18 : 40))), x: shown.map((pair) => pair[1]),
+    type: "bar", orientation: "h", y: shown.map(([name]) => escaped(cut(name, narrow.matches ? 22 : 40))), x: shown.map((pair) => pair[1]),
     text: shown.map((pair) => `${Number(pair[1].toPrecision(pair[1] >= 1000 ? 12 : 3)).toLocaleString("en")}${unit ? ` ${unit}` : ""}`),
     textposition: "outside", cliponaxis: false, marker: { color: hues ? shown.map(([name]) => color(hues(name))) : color("s1") },
     hoverinfo: "text", textfont: { size: 12 },

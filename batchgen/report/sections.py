@@ -116,7 +116,7 @@ def _tree(data: Mapping[str, Any]) -> tuple[str, str, str]:
         return "tree", "Prefix tree", ""
     share = tree["saved_tokens"] / max(1, tree["prompt_tokens"])
     says = (
-        f"The prefix tree of {tree['rows']:,} prompts: {tree['node_count']:,} nodes. Sharing them saves {tree['saved_tokens']:,} of "
+        f"The prefix tree of {tree['rows']:,} prompts: {tree['node_count']:,} {'node' if tree['node_count'] == 1 else 'nodes'}. Sharing them saves {tree['saved_tokens']:,} of "
         f"{tree['prompt_tokens']:,} prompt tokens ({share:.1%})."
     )
     listed = len(tree["parents"])

@@ -81,7 +81,7 @@ def test_the_charts_are_drawn_and_the_tree_can_be_walked_through(tmp_path: Path)
     assert dom.count('class="main-svg"') >= 7
     assert told(dom, "walked") == [
         "The <b>first</b>\nnode",
-        "9 rows share these 10 tokens: 80 prompt tokens saved. Below: 4 nodes; 1 rows share nothing more.",
+        "9 rows share these 10 tokens: 80 prompt tokens saved. Below: 4 nodes; rows that share nothing more: 1.",
         "node-text",
         ["all prompts", "“The <b>first</b> node”"],
     ]

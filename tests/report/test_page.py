@@ -60,7 +60,7 @@ def test_headings_and_tables_say_what_the_charts_show():
     ]  # fmt: skip
     assert found.language == "en"
     assert found.labels["tree-chart"] == (
-        "The prefix tree of 4 prompts: 1 nodes. Sharing them saves 6 of 20 prompt tokens (30.0%)."
+        "The prefix tree of 4 prompts: 1 node. Sharing them saves 6 of 20 prompt tokens (30.0%)."
     )
     assert (
         found.labels["speed-chart"]
