@@ -122,7 +122,9 @@ def _tree(data: Mapping[str, Any]) -> tuple[str, str, str]:
     listed = len(tree["parents"])
     if listed < tree["node_count"]:
         says += f" The {listed:,} nodes with the most rows are drawn; the others are in the cells “more”."
-    if data["kind"] == "job" and tree["rows"] < (data["status"]["rows_done"] or 0):
+    if data["kind"] == "job" and tree["rows"] + (data["status"]["rows_failed"] or 0) < (
+        data["status"]["rows_done"] or 0
+    ):
         says += " It is the tree of the run that planned the most rows."
     order = sorted(range(listed), key=lambda i: -tree["saved"][i])[:TABLE_NODES]
     rows = [(tree["node_rows"][i], tree["tokens"][i], tree["saved"][i], _excerpt(tree["texts"][i])) for i in order]
