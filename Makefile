@@ -40,7 +40,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 # What only tests of `make test-slow` need.
 $(VENV)/.installed-slow: $(VENV)/.installed-dev
-	$(PIP_INSTALL) -e '.[dev,ray,lm-eval]'
+	$(PIP_INSTALL) -e '.[dev,ray,lm-eval,slow-tests]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -110,6 +110,29 @@ class ModelConfig:
         metavar="DIR",
         shown="none",
     )
+    embed: bool = option(
+        False,
+        "Generate nothing. Write the embedding of each row's prompt: the hidden state that the model's sentence-transformers files ask for.",
+        group="Tasks",
+    )
+    classify: bool = option(
+        False,
+        "Generate nothing. Write the labels' probabilities, or the reward, that the model's classification head gives each row's prompt.",
+        group="Tasks",
+    )
+    pooling: str = option(
+        "auto",
+        "For --embed: the hidden state after the last token, or the mean of all.",
+        group="Tasks",
+        values=["auto", "last", "mean"],
+        shown="auto: as the model says, else last",
+    )
+    normalize: bool | None = option(
+        None,
+        "For --embed: scale embeddings to length 1.",
+        group="Tasks",
+        shown="as the model says, else --normalize",
+    )
     trust_remote_code: bool = option(False, "Allow Python code from the model's folder to run.", group="Model")
     compile: str = option(
         "auto",
@@ -135,6 +158,12 @@ class ModelConfig:
         twice = [device for device, times in Counter(self.devices).items() if times > 1]
         if twice:
             raise UsageError(f"--device {self.device} names {twice[0]} twice", "name each device once")
+        if self.embed and self.classify:
+            raise UsageError("--embed and --classify cannot be combined", "leave one of them out")
+        if not self.embed and (self.pooling != "auto" or self.normalize is not None):
+            raise UsageError("--pooling and --normalize are for --embed", "add --embed, or leave them out")
+        if self.quantize != "none" and self.task != "generate":
+            raise UsageError(f"--quantize is for models that write text, not for --{self.task}", "leave it out")
         if self.ray is None and any((self.workers, self.cpus_per_worker, self.ray_working_dir)):
             raise UsageError(
                 "--workers, --cpus-per-worker and --ray-working-dir are for a cluster", "add --ray, or use --device"
@@ -143,6 +172,11 @@ class ModelConfig:
             raise UsageError("with --ray the cluster chooses the devices", "use --device cpu or cuda, or leave it out")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("--device-map chooses the devices itself", "leave --device out")
+
+    @property
+    def task(self) -> str:
+        """What the model does: generate, embed or classify."""
+        return "embed" if self.embed else "classify" if self.classify else "generate"
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -217,6 +251,18 @@ class PromptConfig:
     )
     completion_column: str = option(
         "completion", "Column of the completion that --score scores.", group="Constraints", metavar="COL"
+    )
+    prompt_logprobs: bool = option(
+        False,
+        "Add each token's log-probability: of the completion with --score, else of the prompt, and generate nothing.",
+        group="Constraints",
+    )
+    prompt_name: str | None = option(
+        None,
+        "For --embed: the text of config_sentence_transformers.json that is put before every prompt, such as query.",
+        group="Tasks",
+        metavar="NAME",
+        shown="the model's default",
     )
     sampling_defaults: str = option(
         "model",
@@ -546,9 +592,15 @@ class JobConfig:
             raise UsageError("--shard cuts the prefix order of the whole input", "leave out --window and --order done")
 
     def _check_output_format(self) -> None:
-        if self.output_format == "openai" and self.prompts.score:
+        others = {
+            "scores": ("--score", self.prompts.score),
+            "log-probabilities of prompts": ("--prompt-logprobs", self.prompts.prompt_logprobs),
+            "classes": ("--classify", self.model.classify),
+        }
+        other = next(((what, option) for what, (option, given) in others.items() if given), None)
+        if self.output_format == "openai" and other is not None:
             raise UsageError(
-                "--output-format openai cannot hold scores", "leave out one of --output-format and --score"
+                f"--output-format openai cannot hold {other[0]}", f"leave out one of --output-format and {other[1]}"
             )
         if self.output_format == "openai" and self.keep:
             raise UsageError(

@@ -248,7 +248,12 @@ class _Setup:
             input=self.source,
             limit=config.limit,
             form=row_form(
-                config, self.output, chat=prompts.chat, reasoning=prompts.reasoning, tool_calls=prompts.tool_calls
+                config,
+                self.output,
+                chat=prompts.chat,
+                reasoning=prompts.reasoning,
+                tool_calls=prompts.tool_calls,
+                head=self.tokenizer.head,
             ),
             work_dir=config.work_dir,
             overwrite=config.overwrite,
@@ -276,7 +281,9 @@ def _set_up(asked: _Asked, tracker: Tracker, run: RunFigures) -> _Setup:
     rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
     resolved = replace(config, sampling=prompts.sampling)
-    settings = job_settings(resolved, tokenizer.hf_config, chat=prompts.chat, model=asked.model_files)
+    settings = job_settings(
+        resolved, tokenizer.hf_config, chat=prompts.chat, model=asked.model_files, head=tokenizer.head
+    )
     return _Setup(
         config, source, output, asked.command, tokenizer, prompts, grammars, settings, window_size, stream, rows
     )

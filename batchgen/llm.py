@@ -27,6 +27,7 @@ from batchgen.stats import EngineStats
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int] | Mapping[str, Any]
 """A text; a list of messages (`role`, `content`); a list of token ids, used as they are; or a row as in a file, with `prompt` or `messages`."""
+TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
 OnResult = Callable[[Result], None]
 OnToken = Callable[[int, int, int], None]
@@ -44,13 +45,14 @@ class LLM:
     """A loaded model. A prefix that several calls share runs once, as long as its blocks stay in memory.
 
     `model` is a folder (a string or a path) or a hub name. `dtype`, `quantize`, `device`, `device_map`, `revision`, `trust_remote_code`,
-    `compile` and `attention` are those of `ModelConfig`. `engine` says how the work is batched. Raises `BatchgenError`.
+    `compile` and `attention` are those of `ModelConfig`. `task` is what the model is loaded for: `generate` (and `score`), `embed` or `classify`;
+    `pooling` and `normalize` are those of `--embed`. `engine` says how the work is batched. Raises `BatchgenError`.
     `with LLM(...) as llm:` closes the model at the end.
 
     All methods take a single prompt or a list of prompts, and either parameters for all prompts or a list with those of each. Anything
     that is not a `Prompt` or `Params` raises `TypeError` before anything runs.
 
-    `generate` and `score` run a list of prompts and return their results. `add` adds prompts to the loop, and `run` is the loop. Callbacks
+    `generate`, `score`, `embed` and `classify` run a list of prompts and return their results. `add` adds prompts to the loop, and `run` is the loop. Callbacks
     and other threads may call `add` and `cancel`; call everything else from one thread.
 
     With several devices (`device="cuda:0,1"`), each has the model in a process of its own. `on_token` is then called some hundredths of a
@@ -69,9 +71,18 @@ class LLM:
         trust_remote_code: bool = False,
         compile: str = "auto",
         attention: str = "auto",
+        task: str = "generate",
+        pooling: str = "auto",
+        normalize: bool | None = None,
         engine: EngineConfig | None = None,
     ) -> None:
+        if task not in TASKS:
+            raise ValueError(f"task must be {', '.join(TASKS[:-1])} or {TASKS[-1]}, not {task!r}")
         config = ModelConfig(
+            embed=task == "embed",
+            classify=task == "classify",
+            pooling=pooling,
+            normalize=normalize,
             model=model,
             revision=revision,
             dtype=dtype,
@@ -124,9 +135,32 @@ class LLM:
         prompt that cannot be run has the `finish_reason` "error"; the others are not affected. `params` are for all prompts, or a
         list with those of each (None for the defaults).
         """
+        self._check_task("generate")
         options = _options(prompt_options)
         rows = _rows([_columns(prompt, options) for prompt in _listed(prompts)])
         return self._do(rows, _params_of(params, len(rows)), options)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_options: PromptConfig | None = None) -> list[Result]:
+        """Embeds prompts. Returns one result per prompt, in order, with its `embedding` (a float32 array). The model needs `task="embed"`.
+
+        A text is taken as it is, after the model's own text of `PromptConfig(prompt_name=…)` or its default; a list of messages goes through
+        the chat template.
+        """
+        self._check_task("embed")
+        options = _options(prompt_options)
+        return self._do(_rows([_columns(prompt, options) for prompt in _listed(prompts)]), None, options)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, prompt_options: PromptConfig | None = None
+    ) -> list[Result]:
+        """Classifies prompts with the model's own head. Returns one result per prompt, in order. The model needs `task="classify"`.
+
+        A result has the most likely label as its `text` and the probabilities of all in `choice_probs`, or, of a head with a single number,
+        that number as its `reward`. A text is taken as it is; a list of messages goes through the chat template.
+        """
+        self._check_task("classify")
+        options = _options(prompt_options)
+        return self._do(_rows([_columns(prompt, options) for prompt in _listed(prompts)]), None, options)
 
     def generate_table(
         self,
@@ -136,6 +170,8 @@ class LLM:
         prompt_options: PromptConfig | None = None,
     ) -> Any:
         """Generates for each row of a table, and returns the table with the columns of the results (`text`, `finish_reason`, `usage`…).
+
+        With the task `embed` or `classify` it adds the columns of these.
 
         `table` is an Arrow table, a DataFrame of pandas or polars, or a `datasets.Dataset`, with a column `prompt` or `messages`, or those
         that `prompt_options` name, and the returned table is of the same kind. Its own columns stay as they are; one that is called like
@@ -149,7 +185,9 @@ class LLM:
         builder = self._builder(given, options)
         builder.check_columns(rows)
         results = self._do(rows, given, options)
-        form = RowForm(reasoning=builder.reasoning, tool_calls=builder.tool_calls)
+        head = self.tokenizer.head
+        asked = () if head is None else (head.result_name,)
+        form = RowForm(reasoning=builder.reasoning, tool_calls=builder.tool_calls, asked=asked)
         return with_results(table, rows, results, form)
 
     def score(
@@ -163,6 +201,7 @@ class LLM:
 
         A completion is a text, or a list of token ids, which follow the prompt as they are.
         """
+        self._check_task("generate")
         options = replace(_options(prompt_options), score=True)
         rows = [_columns(prompt, options) for prompt in _listed(prompts)]
         texts = [_completion(one) for one in ([completions] if isinstance(completions, str) else completions)]
@@ -228,6 +267,11 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _check_task(self, task: str) -> None:
+        loaded = "generate" if self.tokenizer.head is None else self.tokenizer.head.task
+        if loaded != task:
+            raise ValueError(f"this model was loaded with task={loaded!r}: make another LLM with task={task!r}")
 
     def _do(
         self,

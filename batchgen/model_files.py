@@ -21,8 +21,9 @@ _PULL = "run `git lfs pull` in the cloned folder, or download the model with `hf
 _AGAIN = "the download was not completed: download it again"
 LOCAL = "use a local folder with config.json and the tokenizer's files"
 _GGUF_HEADER = 24
+CLASSIFIER = "ForSequenceClassification"
 _HEADS = {
-    "ForSequenceClassification": "a classifier or reward model",
+    CLASSIFIER: "a classifier or reward model",
     "ForTokenClassification": "a token classifier",
     "ForQuestionAnswering": "an extractive question answerer",
     "ForMaskedLM": "a masked language model, which fills gaps",
@@ -76,7 +77,7 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
             "leave --revision out",
         )
     settings = read_json(folder / "config.json")
-    _check_task(folder, settings)
+    _check_task(folder, settings, config.task)
     _check_quantization(folder, settings)
     _check_dtype(folder, settings)
     if tokenizer:
@@ -100,7 +101,8 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: b
     tensors: dict[str, Any] = {}
     for shard in _shards(folder):
         tensors |= _safetensors_header(shard)
-    _check_head(folder, settings, tensors)
+    if config.task == "generate":
+        _check_head(folder, settings, tensors)
     _check_vocabulary(folder, settings, tensors)
 
 
@@ -242,6 +244,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Returns the list of objects in a JSON file of a model. Raises `ModelError`, which says what is wrong with the file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise ModelError(f"{path} cannot be read as JSON: {e}", "copy the file from the model again") from None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ModelError(f"{path} holds no list of objects", "copy the file from the model again")
+    return value
+
+
 def _check_content(path: Path, start: bytes) -> None:
     """Raises `ModelError` for a file that is empty, a Git LFS pointer or a web page."""
     if not start:
@@ -302,8 +315,8 @@ def _refuse_adapter(folder: Path) -> None:
     )
 
 
-def _check_task(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for models that write no text, and for configurations that do not name their type."""
+def _check_task(folder: Path, settings: Mapping[str, Any], task: str) -> None:
+    """Raises `ModelError` for models that do not do the task (`ModelConfig.task`), and for configurations that do not name their type."""
     architectures = [a for a in settings.get("architectures") or () if isinstance(a, str)]
     if not isinstance(settings.get("model_type"), str) and not architectures:
         raise ModelError(
@@ -316,10 +329,16 @@ def _check_task(folder: Path, settings: Mapping[str, Any]) -> None:
         )
     for name in architectures[:1]:
         kind = next((kind for ending, kind in _HEADS.items() if name.endswith(ending)), None)
-        if kind is not None:
+        classifier = name.endswith(CLASSIFIER)
+        if kind is not None and not (classifier and task != "generate"):
             raise ModelError(
                 f"the model in {str(folder)!r} is {kind} ({name}), not a model that writes text",
-                "give a causal language model (…ForCausalLM)",
+                "add --classify to classify the rows" if classifier else "give a causal language model (…ForCausalLM)",
+            )
+        if task == "classify" and not classifier:
+            raise ModelError(
+                f"--classify: the model in {str(folder)!r} has no classification head (its architecture is {name})",
+                "give a …ForSequenceClassification model; --choices labels prompts with a model that writes text",
             )
 
 
@@ -443,7 +462,7 @@ def _check_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str,
     if name.endswith("Model") and tied is False and not any("head" in t or "embed_out" in t for t in tensors):
         raise ModelError(
             f"the model in {str(folder)!r} has no output head ({name}): it gives hidden states, not text",
-            "give a causal language model (…ForCausalLM)",
+            "add --embed for embeddings, or give a causal language model (…ForCausalLM)",
         )
     usual = (
         name.endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors

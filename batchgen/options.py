@@ -21,7 +21,7 @@ from typing import Any
 
 from batchgen.errors import UsageError
 
-GROUPS = ("Model", "Prompts", "Sampling", "Constraints", "Engine", "Machines", "Job")
+GROUPS = ("Model", "Prompts", "Sampling", "Constraints", "Tasks", "Engine", "Machines", "Job")
 """The groups of `batchgen run --help`, in this order."""
 
 Rule = tuple[Callable[[Any], bool], str]

@@ -15,7 +15,7 @@ from batchgen.jobs.lock import check_free
 from batchgen.jobs.shards import check_shard_free
 from batchgen.jobs.target import open_target
 from batchgen.model_files import check_weight_files, has_chat_template
-from batchgen.prompts.columns import Columns, check_scored
+from batchgen.prompts.columns import Columns, check_task
 from batchgen.prompts.messages import chosen_template
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
@@ -48,7 +48,7 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
 def _check_prompts(config: JobConfig, source: Input) -> None:
     """Checks the options that make prompts, and the columns of the first rows of files on this machine, which can be read twice."""
     prompts = config.prompts
-    check_scored(prompts, config.sampling)
+    check_task(prompts, config.sampling, config.model.task)
     template = None if prompts.template is None else RowTemplate(prompts.template)
     params = RowParams(prompts.row_params, config.sampling)
     has_template = has_chat_template(config.model)

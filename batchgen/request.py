@@ -13,6 +13,8 @@ from batchgen.result import Completion
 from batchgen.sampling_params import SamplingParams
 
 TokenArray = NDArray[np.int32]
+NO_TEXT: tuple[TokenArray, ...] = (np.zeros(1, dtype=np.int32),)
+"""The `texts` of a request whose prompt alone is wanted, to be embedded, classified or scored. The token itself means nothing."""
 DECODE_COST = 4
 """Cost of a token to generate, in prompt tokens: an estimate."""
 
@@ -38,6 +40,9 @@ class Request:
     texts: tuple[TokenArray, ...] = ()
     """Texts to score after the prompt, each of at least one token: those of `params.choices` in order, or the row's completion.
     If there are any, nothing is generated."""
+    prompt_logprobs: str = ""
+    """The tokens whose log-probabilities the result has: `completion`, those of the only text, or `prompt`, those of `tokens` after the first.
+    Empty for none."""
     priority: float = 0.0
     """Requests with lower numbers start first."""
     tools: str = ""
@@ -52,6 +57,11 @@ class Request:
     @property
     def leaves(self) -> int:
         return len(self.texts) or self.params.n
+
+    @property
+    def scored_from(self) -> int:
+        """The position of the token after which the first token is scored."""
+        return 0 if self.prompt_logprobs == "prompt" else len(self.tokens) - 1
 
     @property
     def cost(self) -> int:
@@ -73,8 +83,13 @@ class Leaf:
 
     @property
     def scored(self) -> TokenArray:
-        """The tokens of the text to score, which follow the prompt. Empty for a completion to generate."""
-        return self.request.texts[self.choice] if self.request.texts else _NONE
+        """The tokens to score: those of the text, which follow the prompt, and of the prompt if they are asked for. Empty for a completion to generate."""
+        if not self.request.texts:
+            return _NONE
+        text = self.request.texts[self.choice]
+        if self.request.prompt_logprobs != "prompt":
+            return text
+        return np.concatenate([self.request.tokens[self.request.scored_from + 1 :], text])
 
     @property
     def ended(self) -> bool:

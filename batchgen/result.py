@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from batchgen.errors import RowError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +73,9 @@ class Result:
 
     row: int
     text: str | None
-    """The (first) completion, or the chosen label; None for a row that failed, was only scored, or was cut inside of its thoughts."""
+    """The (first) completion, or the chosen label; None for a row that failed, was only scored or embedded, or was cut inside of its thoughts."""
     finish_reason: str | None
-    """stop, length, repetition, timeout, cancelled or error; None for a row that was only scored"""
+    """stop, length, repetition, timeout, cancelled or error; None for a row that was only scored or embedded"""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """Number of tokens of all its completions."""
@@ -86,18 +91,27 @@ class Result:
     completions: tuple[Completion, ...] = ()
     """All of them, where there are several or log-probabilities were asked for; else empty."""
     choice_probs: dict[str, float] | None = None
-    """The probability of each label, in the order they were given; they add up to 1."""
+    """The probability of each label, in the order they were given. They add up to 1, but for a classification head whose labels do not exclude
+    each other."""
     score: Score | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per token that was scored, where they were asked for: of the completion, or of the prompt, whose first token has NaN because
+    nothing comes before it."""
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False)
+    """[size], float32"""
+    reward: float | None = None
+    """The only logit of a classification head"""
     error_type: str | None = None
     error_message: str | None = None
 
     @property
     def reason(self) -> str:
-        """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `repetition` or `stop` (the first of these if completions differ), or `scored`."""
+        """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `repetition` or `stop` (the first of these if completions differ), `embedded`, or `scored`."""
         if self.error_type is not None:
             return "error"
         reasons = {self.finish_reason, *(c.finish_reason for c in self.completions)}
-        return next((reason for reason in _REASONS if reason in reasons), "scored")
+        otherwise = "scored" if self.embedding is None else "embedded"
+        return next((reason for reason in _REASONS if reason in reasons), otherwise)
 
     @classmethod
     def failed(cls, row: int, error: RowError, prompt_tokens: int = 0) -> Result:

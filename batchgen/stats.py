@@ -195,6 +195,7 @@ def figures(
         "prefill_efficiency": _ratio(prefill_min, engine.prefill_tokens, nothing=1.0),
         "shared_fraction": round(1 - _ratio(engine.prefill_tokens, run.prompt_tokens, nothing=1.0), 6),
         "completion_tokens": engine.completion_tokens,
+        "embeddings": run.finish_reasons["embedded"],
         "completion_tokens_per_s": _ratio(engine.completion_tokens, generate),
         "total_tokens_per_s": _ratio(run.prompt_tokens + engine.completion_tokens, generate),
         "rows_per_s": _ratio(rows, generate),

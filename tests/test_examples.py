@@ -101,6 +101,8 @@ def test_every_example_runs_and_prints_what_the_page_says(
         if ("answers.jsonl" in block.text and "batchgen run" in block.text) or block.language == "python":
             shutil.rmtree(tmp_path / "answers.jsonl.job", ignore_errors=True)  # each example's own output
             (tmp_path / "answers.jsonl").unlink(missing_ok=True)
+        if block.language == "jinja":
+            (tmp_path / block.title).write_text(block.text)
         if block.language == "python":
             if "s3://" in block.text:
                 continue

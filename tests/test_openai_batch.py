@@ -137,10 +137,10 @@ def test_what_the_examples_have_and_is_not_served_fails_by_row(tiny_chat_model_d
     assert [record["error"] and record["error"]["code"] for record in answers] == [
         None, "unsupported_content", None, None, "invalid_row", "invalid_row"
     ]  # fmt: skip
-    served = "use /v1/completions or /v1/chat/completions"
+    served = "use /v1/chat/completions, /v1/completions, /v1/embeddings or /v1/responses"
     assert [record["error"]["message"] for record in answers if record["error"]] == [
         "body.messages[1].content[1] has type 'image_url'; only text can be sent",
-        f"url is '/v1/embeddings'; {served}",
+        "url is /v1/embeddings; add --embed for it",
         f"url is '/v1/score'; {served}",
     ]
     assert answers[0]["response"]["body"]["choices"][0]["message"]["content"].startswith("{")

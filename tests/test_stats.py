@@ -23,7 +23,7 @@ NAMES = [
     "schema", "rows", "rows_ok", "rows_failed", "rows_resumed", "rows_truncated", "finish_reasons",
     "prompt_tokens", "prefill_tokens", "prefill_tokens_min",
     "recomputed_tokens", "scored_tokens", "prefill_efficiency", "shared_fraction", "completion_tokens",
-    "completion_tokens_per_s", "total_tokens_per_s", "rows_per_s", "seconds", "steps", "mean_decode_batch",
+    "embeddings", "completion_tokens_per_s", "total_tokens_per_s", "rows_per_s", "seconds", "steps", "mean_decode_batch",
     "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak", "memory_bytes_peak", "groups",
     "prefix_nodes", "model", "dtype", "device", "attention", "sampling", "quantization", "versions", "job",
 ]  # fmt: skip

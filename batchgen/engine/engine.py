@@ -26,6 +26,7 @@ from batchgen.errors import BatchgenError, is_out_of_memory
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner
+from batchgen.parsers.heads import Head
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
 from batchgen.prefix import PrefixPlan, plan_prefixes
@@ -123,6 +124,8 @@ class ModelTokenizer(Protocol):
     def thinking(self) -> ThinkingFormat | None: ...
     @property
     def tool_format(self) -> ToolFormat | None: ...
+    @property
+    def head(self) -> Head | None: ...
 
 
 def sized(model: LoadedModel, config: EngineConfig, context_length: int) -> tuple[LoadedModel, Sizes]:
@@ -148,6 +151,9 @@ class Engine:
         if model.device.type == "cpu":
             keep_freed_memory()
         model, self.sizes = sized(with_blocks(model, config.block_size), config, tokenizer.context_length)
+        head = tokenizer.head
+        sums = head is not None and head.pooling == "mean"
+        limits = replace(self.sizes.limits, every_output=sums)
         self.notes: list[str] = [*model.notes, *model.verdict.notes()]
         """Messages for the user; the list grows."""
         pool = BlockPool(self.sizes.num_blocks)
@@ -155,9 +161,9 @@ class Engine:
         slots = BlockPool(self.sizes.num_slots) if model.states else None
         states = StateCache(model.states, self.sizes.num_slots, model.dtype) if model.states else None
         self.block_manager = BlockManager(
-            pool, self.sizes.block_size, model.sliding_window, self.sizes.host_blocks, slots
+            pool, self.sizes.block_size, model.sliding_window, self.sizes.host_blocks, slots, sums=sums
         )
-        self.scheduler = Scheduler(self.block_manager, self.sizes.limits, self._stopper, POLICIES[config.policy])
+        self.scheduler = Scheduler(self.block_manager, limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         verdict = model.verdict
         sampled_on = model.device if verdict.uses("sampler") else CPU
@@ -165,7 +171,7 @@ class Engine:
         self.constraints = Constraints(
             tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
         )
-        self.executor = StepExecutor(self.runner, self.sampler, self.constraints)
+        self.executor = StepExecutor(self.runner, self.sampler, self.constraints, head)
         self._fallback = KernelFallback(self.runner, self.executor, self.notes)
         # On the CPU a step is done when `launch` returns. A step ahead would gain nothing and run every sequence once too often.
         ahead = (
@@ -174,7 +180,7 @@ class Engine:
         self.loop = StepLoop(self.scheduler, self.executor, int(ahead))
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
-        self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout)
+        self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout, head)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
         self._replaced: dict[Request, Request] = {}
         """By request that was started again: the request that took its place."""

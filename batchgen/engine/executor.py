@@ -17,7 +17,9 @@ import torch
 from batchgen.errors import BatchgenError, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
+from batchgen.parsers.heads import Head
 from batchgen.sampling.constraints import Constraints
+from batchgen.sampling.pooling import last_outputs, mean_outputs
 from batchgen.sampling.sampler import Sampler, SamplerOutput
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling.stopping import Stopper
@@ -44,7 +46,7 @@ class InFlightStep:
     logits: torch.Tensor | None
     """[N, vocabulary]; None once its tokens are sampled."""
     scores: tuple[torch.Tensor, ...] = ()
-    """Log-probability of each score target, and whether no token is likelier."""
+    """Log-probability of each score target, and whether no token is likelier. With a head: the output of each [targets, width]."""
     samples: Sequence[Sample] = ()
     sampled: SamplerOutput | None = None
     """In the order of `samples`."""
@@ -69,8 +71,10 @@ class GrammarStopper(Stopper):
 class StepExecutor:
     """Launches batches and returns what they have computed. Only `wait` waits for the device."""
 
-    def __init__(self, runner: Runner, sampler: Sampler, constraints: Constraints) -> None:
+    def __init__(self, runner: Runner, sampler: Sampler, constraints: Constraints, head: Head | None = None) -> None:
+        """`head`: requests are embedded or classified; None for a model that writes text."""
         self._runner = runner
+        self._head = head
         self._sampler = sampler
         self._constraints = constraints
         self._guided: set[Hashable] = set()
@@ -107,7 +111,9 @@ class StepExecutor:
             if logits is not None:
                 for node_span, row in batch.kept_rows:
                     self._node_logits[node_span] = logits[row].clone()
-                if batch.score_targets.rows:
+                if self._head is not None:
+                    step.scores = ((mean_outputs if self._head.pooling == "mean" else last_outputs)(logits, batch),)
+                elif batch.score_targets.rows:
                     step.scores = score_targets(logits, batch.score_targets.rows, batch.score_targets.tokens)
             return step
 
@@ -129,6 +135,11 @@ class StepExecutor:
     def wait(self, step: InFlightStep) -> StepOutput:
         """Waits for a step and returns what it has computed."""
         assert step.readback is not None, "its tokens have not been sampled"
+        if self._head is not None:
+            with self._on_device():
+                outputs = step.readback.array()
+            vectors = [] if outputs is None else [row.copy() for row in outputs.reshape(step.scores[0].shape)]
+            return StepOutput(step.batch, (), (), (), (), (), (), vectors)
         with self._on_device():
             numbers = step.readback.lists()
         logprobs, likeliest = numbers[:2] if step.scores else ([], [])

@@ -6,8 +6,6 @@ and the kernels are switched off only if it gives numbers.
 
 from __future__ import annotations
 
-import math
-
 from batchgen.engine.executor import NO_NUMBERS, KernelsFailed, StepExecutor
 from batchgen.errors import DevicesLost
 from batchgen.model.runner import Runner
@@ -44,7 +42,7 @@ class KernelFallback:
         row = seq.request.row
         no_numbers = error is not None and error.type == "numerical_error"
         if reason == "scored":
-            no_numbers = any(math.isnan(score.logprob) for score in seq.text_scores)
+            no_numbers = not all(score.is_number for score in seq.text_scores)
             if no_numbers and self._runner.attention == "triton" and self._executor.doubts_numbers:
                 raise KernelsFailed(NO_NUMBERS, frozenset({row}))
         if row in self.suspects and (token is not None or reason is not None or error is not None):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import RowError
+from batchgen.parsers.heads import Head
 from batchgen.request import Request
 from batchgen.result import Completion, Result, Score, TokenLogprob
 from batchgen.sampling.philox import uniforms
@@ -44,6 +45,10 @@ class RequestState:
     """By number: `GenerationSequence.text_scores` of the texts that have been scored."""
     began: bool = False
     """Whether one of its leaves has run."""
+    head: Head | None = None
+    """For a request that is embedded or classified."""
+    piece: Callable[[int], str] = str
+    """Returns the text of a token."""
 
     @property
     def whole(self) -> bool:
@@ -77,25 +82,47 @@ class RequestState:
 
     def _scored(self) -> Result:
         scores = [self.scores[i] for i in range(self.request.leaves)]
-        sums = [math.fsum(token.logprob for token in tokens) for tokens in scores]
-        if any(math.isnan(total) for total in sums):
-            return self.failed(RowError("numerical_error", "the model's logits for the text are not numbers"))
         result = partial(
             Result, row=self.request.row, prompt_tokens=len(self.request.tokens), truncated=self.request.truncated
         )
+        if self.request.prompt_logprobs == "prompt":
+            scores[0] = scores[0][:-1]  # without that of NO_TEXT
+        if self.head is not None:
+            score = scores[0][0]
+            assert score.output is not None
+            if not score.is_number:
+                return self.failed(RowError("numerical_error", "the model's outputs for the prompt are not numbers"))
+            return result(**self.head.result_of(score.output))
+        sums = [math.fsum(token.logprob for token in tokens) for tokens in scores]
+        if any(math.isnan(total) for total in sums):
+            return self.failed(RowError("numerical_error", "the model's logits for the text are not numbers"))
         choices = self.request.params.choices
         if choices:
             probs = _normalised(sums)
             text = choices[_chosen(sums, probs, self.request)]
             return result(text=text, finish_reason="stop", choice_probs=dict(zip(choices, probs, strict=True)))
         greedy = all(token.likeliest for token in scores[0])
-        return result(text=None, finish_reason=None, score=Score(sums[0], len(scores[0]), greedy))
+        return result(
+            text=None,
+            finish_reason=None,
+            score=Score(sums[0], len(scores[0]), greedy),
+            prompt_logprobs=self._prompt_logprobs([token.logprob for token in scores[0]]),
+        )
+
+    def _prompt_logprobs(self, logprobs: list[float]) -> tuple[TokenLogprob, ...] | None:
+        wanted = self.request.prompt_logprobs
+        if wanted == "prompt":
+            logprobs = [math.nan, *logprobs]
+        tokens = (self.request.tokens if wanted == "prompt" else self.request.texts[0]).tolist()
+        return (
+            tuple(TokenLogprob(self.piece(t), t, p) for t, p in zip(tokens, logprobs, strict=True)) if wanted else None
+        )
 
 
 class ResultAssembler:
     """The unfinished rows: which leaves of each have ended, and when its time is up. Makes the results of those that are done.
 
-    `piece` returns the text of a token. `timeout` is in seconds from a row's start; None for no limit.
+    `piece` returns the text of a token. `timeout` is in seconds from a row's start; None for no limit. `head` is that of the model.
     """
 
     def __init__(
@@ -103,8 +130,10 @@ class ResultAssembler:
         scheduler: Scheduler,
         piece: Callable[[int], str],
         timeout: float | None,
+        head: Head | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._head = head
         self._piece = piece
         self._timeout = timeout
         self._rows: dict[Request, RequestState] = {}
@@ -122,7 +151,7 @@ class ResultAssembler:
         for place, leaf in enumerate(window.leaves):
             if not window.has_ended(place):
                 if leaf.request not in self._rows:
-                    row = RequestState(leaf.request, on_result, on_token, window)
+                    row = RequestState(leaf.request, on_result, on_token, window, head=self._head, piece=self._piece)
                     row.completions = {n: c for n, c in leaf.request.begun.items() if c.finish_reason}
                     self._rows[leaf.request] = row
                 self._rows[leaf.request].places[leaf.choice] = place
@@ -202,7 +231,7 @@ class ResultAssembler:
         if row is None:
             return  # already done
         if row.request.texts:
-            self._fail(row, RowError(reason, f"the row was ended ({reason}) before it was scored"))
+            self._fail(row, RowError(reason, f"the row was ended ({reason}) before it was done"))
             return
         for choice, place in row.places.items():
             if choice not in row.completions:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
+from batchgen.parsers.heads import Head
 from batchgen.stats import versions
 
 _SMALL_FILES = (
@@ -21,6 +22,9 @@ _SMALL_FILES = (
     "adapter_config.json",
 )  # fmt: skip
 """Configuration and tokenizer files of a model's folder. They are digested whole."""
+_EMBEDDING_FILES = (
+    "modules.json", "*_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json",
+)  # fmt: skip
 _WEIGHTS = "*.safetensors"
 """The only weight files that are read. Other files of a folder do not matter."""
 _WHOLE_BYTES = 16 << 20
@@ -36,11 +40,17 @@ _DIGEST_CHARACTERS = 16
 
 
 def job_settings(
-    config: JobConfig, hf_config: Any, *, chat: bool, model: Mapping[str, Any] | None = None
+    config: JobConfig,
+    hf_config: Any,
+    *,
+    chat: bool,
+    model: Mapping[str, Any] | None = None,
+    head: Head | None = None,
 ) -> dict[str, Any]:
     """Returns everything that changes results. Device, batch, memory, limits and the columns of the output do not.
 
-    `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, where it is known already.
+    `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, where it is known already. `head`: that of
+    `--embed` or `--classify`.
     """
     sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
     del sampling["given"]
@@ -49,6 +59,7 @@ def job_settings(
         **(model_identity(config.model) if model is None else model),
         "dtype": dtype_name(config.model, hf_config),
         "quantize": config.model.quantize,
+        **_head_settings(head),
         **_prompt_settings(config.prompts, chat=chat),
         **sampling,
     }
@@ -70,6 +81,15 @@ def command_digest(config: JobConfig, model: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(command, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def _head_settings(head: Head | None) -> dict[str, Any]:
+    if head is None:
+        return {}
+    settings = {"task": head.task, "pooling": head.pooling, "normalize": head.normalize}
+    return (
+        settings if head.task == "embed" else settings | {"labels": list(head.labels), "independent": head.independent}
+    )
+
+
 def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
     return {
         "prompt_column": prompts.prompt_column,
@@ -83,6 +103,8 @@ def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
         "on_long_prompt": prompts.on_long_prompt,
         "row_params": list(prompts.row_params),
         "score": prompts.score,
+        "prompt_logprobs": prompts.prompt_logprobs or None,
+        "prompt_name": prompts.prompt_name,
         "completion_column": prompts.completion_column,
     }
 
@@ -115,7 +137,7 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
     if file is not None:
         found = {f"model file {file.name}": _file_identity(file)}
     elif folder.is_dir():
-        found = folder_identity(folder, code=config.trust_remote_code)
+        found = folder_identity(folder, code=config.trust_remote_code, embed=config.embed)
     else:
         found = {"model": f"{config.model} at {_commit(config)}"}
     if config.lora is not None:
@@ -130,9 +152,11 @@ def local_identity(config: ModelConfig) -> dict[str, Any] | None:
     return model_identity(config) if local else None
 
 
-def folder_identity(folder: Path, *, code: bool = False) -> dict[str, Any]:
-    """Returns size and digest of each configuration, tokenizer and weight file of a folder; with `code`, of its Python files too."""
-    patterns = (*_SMALL_FILES, _WEIGHTS, *(("*.py",) if code else ()))
+def folder_identity(folder: Path, *, code: bool = False, embed: bool = False) -> dict[str, Any]:
+    """Returns size and digest of each configuration, tokenizer and weight file of a folder; with `code`, of its Python files too, and with
+    `embed`, of its sentence-transformers files.
+    """
+    patterns = (*_SMALL_FILES, _WEIGHTS, *(("*.py",) if code else ()), *(_EMBEDDING_FILES if embed else ()))
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     return {f"model file {path.relative_to(folder).as_posix()}": _file_identity(path) for path in paths}
 

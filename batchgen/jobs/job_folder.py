@@ -364,7 +364,9 @@ class JobFolder:
             self.kept_rows = (self._folder / "keys").stat().st_size // KEY_BYTES
             results.know_finished(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
             if old is not None and old.state == "finished":
-                taken = results.add_missing(results_of_output(self._target.name, self._folder / "keys"))
+                taken = results.add_missing(
+                    results_of_output(self._target.name, self._folder / "keys", self._form.asked)
+                )
                 self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == self._retry
         if self._retry and not interrupted:  # an interrupted run has dropped them already

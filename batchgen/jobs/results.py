@@ -14,6 +14,7 @@ Data of this run only (how often a digest has occurred, the keys of the finished
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 import json
 import os
@@ -26,12 +27,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from batchgen.jobs.disk import network_file_system
 from batchgen.records.result_values import (
     calls_of,
     choices_of,
     completions_of,
+    logprobs_of,
     plain_calls,
+    plain_logprobs,
     plain_score,
     probs_of,
     score_of,
@@ -47,7 +52,7 @@ _ASKED_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is bu
 _CACHE_KIB = 1 << 16
 _BUSY_SECONDS = 60.0
 _READ_SECONDS = 2.0
-_FIELDS = {f.name: f.default for f in fields(Result) if f.name != "row"}
+_FIELDS = {f.name: f.default for f in fields(Result) if f.name not in ("row", "embedding")}
 _TABLES = """
 CREATE TABLE IF NOT EXISTS results (
     key BLOB PRIMARY KEY, reason TEXT, value BLOB, checksum INTEGER, stays INTEGER NOT NULL DEFAULT 0);
@@ -605,6 +610,10 @@ def encode(result: Result) -> bytes:
         values["tool_calls"] = plain_calls(result.tool_calls)
     if result.score is not None:
         values["score"] = plain_score(result.score)
+    if result.prompt_logprobs is not None:
+        values["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs)
+    if result.embedding is not None:
+        values["embedding"] = base64.b64encode(result.embedding.astype("<f4").tobytes()).decode()
     return _json(values)
 
 
@@ -629,4 +638,8 @@ def _result(values: dict[str, Any]) -> Result:
         values["choice_probs"] = probs_of(values["choice_probs"])
     if "score" in values:
         values["score"] = score_of(values["score"])
+    if "prompt_logprobs" in values:
+        values["prompt_logprobs"] = logprobs_of(values["prompt_logprobs"])
+    if "embedding" in values:
+        values["embedding"] = np.frombuffer(base64.b64decode(values["embedding"]), dtype="<f4").astype(np.float32)
     return Result(row=-1, **values)

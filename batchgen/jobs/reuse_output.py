@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from batchgen.records.files import InputFile
 from batchgen.records.inputs import Input
 from batchgen.records.openai_batch import result_of
-from batchgen.records.output import RowForm, output_format
-from batchgen.records.result_values import calls_of, completions_of, probs_of, score_of
+from batchgen.records.output import TASK_NAMES, RowForm, output_format
+from batchgen.records.result_values import (
+    calls_of,
+    completions_of,
+    embedding_of,
+    logprobs_of,
+    probs_of,
+    score_of,
+)
 from batchgen.result import Result
 
 KEY_BYTES = 16
@@ -26,16 +33,16 @@ def read_keys(path: Path) -> Iterator[bytes]:
             yield key
 
 
-def results_of_output(output: str, keys: Path) -> Iterator[tuple[bytes, Result]]:
+def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> Iterator[tuple[bytes, Result]]:
     """Yields keys and results of the rows of `output`; row i has the i-th key of `keys`.
 
     Failed rows keep their errors. Results have token ids if the output has them, in a column or in log-probabilities. Rows that the output
-    does not hold whole (`is_held_whole`) are left out.
+    does not hold whole (`is_held_whole`) are left out. `asked` is `RowForm.asked` of the output.
     """
     rows = Input((InputFile(output, *output_format(output)),), []).rows()
     for key, row in zip(read_keys(keys), rows, strict=False):
         if key != NO_KEY and row.error is None:
-            result = result_of_row(row.columns)
+            result = result_of_row(row.columns, asked)
             if result is not None:
                 yield key, result
 
@@ -50,11 +57,14 @@ def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
     with_logprobs = any(c.logprobs is not None for c in result.completions)
     if form.openai is not None and with_logprobs:
         return False
+    if result.embedding is not None or result.reward is not None:
+        return True
     if result.text is None and result.score is None:
         return False
     if format == "parquet":
         return True
     numbers = [] if result.score is None else [result.score.logprob]
+    numbers += [token.logprob for token in (result.prompt_logprobs or ()) if not math.isnan(token.logprob)]
     if with_logprobs:
         for completion in result.completions:
             for token in completion.logprobs or ():
@@ -62,19 +72,23 @@ def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
     return all(map(math.isfinite, numbers))
 
 
-def result_of_row(columns: dict[str, Any]) -> Result | None:
-    """Returns the result of an output row; None if it is not whole, or the row is none of ours."""
+def result_of_row(columns: dict[str, Any], asked: Collection[str] = TASK_NAMES) -> Result | None:
+    """Returns the result of an output row; None if it is not whole, or the row is none of ours. `asked` is `RowForm.asked` of the output."""
     try:
-        return _of_row(columns) if "usage" in columns else result_of(columns)
+        return _of_row(columns, asked) if "usage" in columns else result_of(columns)
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def _of_row(columns: dict[str, Any]) -> Result | None:
+def _of_row(columns: dict[str, Any], asked: Collection[str]) -> Result | None:
     usage, error = columns["usage"], columns["error"]
     probs, score, token_ids = columns.get("choice_probs"), columns.get("score"), columns.get("token_ids")
     thought = usage.get("reasoning_tokens")  # otherwise a column `reasoning` is the input's
-    if columns["text"] is None and not error and not score and not thought:
+    # Else these columns are the input's.
+    wordless = columns["text"] is None and not error
+    own = {name: columns.get(name) for name in TASK_NAMES.intersection(asked)} if wordless else {}
+    embedding, reward, logprobs = own.get("embedding"), own.get("reward"), own.get("prompt_logprobs")
+    if columns["text"] is None and not (error or score or thought or embedding is not None or reward is not None):
         return None
     completions = completions_of(columns.get("choices") or ())
     if token_ids is None:
@@ -93,6 +107,9 @@ def _of_row(columns: dict[str, Any]) -> Result | None:
         completions=completions,
         choice_probs=None if probs is None else probs_of(probs),
         score=None if score is None else score_of(score),
+        prompt_logprobs=None if logprobs is None else logprobs_of(logprobs),
+        embedding=None if embedding is None else embedding_of(embedding),
+        reward=None if reward is None else float(reward),
         error_type=error["type"] if error else None,
         error_message=error["message"] if error else None,
     )

@@ -55,9 +55,18 @@ class Readback:
 
     def lists(self) -> list[list[Any]]:
         """Returns the numbers of each part, flat. Waits for the copy and for work launched before it, but not for later work."""
+        numbers = self._numbers()
+        if numbers is None:
+            return []
+        flat = numbers.tolist()
+        return [flat[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
+
+    def array(self) -> NDArray[Any] | None:
+        """Returns the numbers of all parts as one flat array, None without parts. Waits as `lists` does."""
+        numbers = self._numbers()
+        return None if numbers is None else numbers.cpu().numpy()
+
+    def _numbers(self) -> torch.Tensor | None:
         if self._event is not None:
             self._event.synchronize()
-        if self._whole is None:
-            return []
-        numbers = self._whole.tolist()
-        return [numbers[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
+        return self._whole

@@ -159,7 +159,10 @@ def _refusal(config: Any) -> str | None:
     reason = REFUSED.get(_model_type(config))
     if reason is not None:
         return reason
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+    if (
+        getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        or getattr(config, "is_causal", None) is False
+    ):
         return _ENCODER
     layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if _model_type(config) == "llama4_text":  # as full attention up to the chunk's length, where the context ends

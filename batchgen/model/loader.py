@@ -25,9 +25,10 @@ from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, context_note, is_verified
+from batchgen.model.heads import class_for, without_language_head
 from batchgen.model.int8 import check_int8, check_kernels, checkpoint_scales, quantize
 from batchgen.model.lora import merge_adapter
-from batchgen.model.multimodal import is_multimodal, left_out, model_class, own_class
+from batchgen.model.multimodal import is_multimodal, left_out, own_class
 from batchgen.model.packed import PACKED, unpacked_weights
 from batchgen.model.quantized import (
     check_quantization,
@@ -42,11 +43,13 @@ from batchgen.model.quantized import (
 )
 from batchgen.model.self_check import self_check
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file
+from batchgen.parsers.heads import Head
 from batchgen.prompts.gguf import alone
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 from batchgen.request import TokenArray
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_LANGUAGE_HEADS = ("lm_head.weight", "embed_out.weight")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -217,7 +220,10 @@ def load_model(
         and cpu_dtype(config, tokenizer.hf_config, processes) == torch.float32
     ):
         dtype = torch.float32
-    module, found = _from_pretrained(config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map)
+    head = tokenizer.head
+    module, found = _from_pretrained(
+        config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map, head
+    )
     _check_found(config, found)
     if is_dequantized(tokenizer.hf_config):
         if config.device_map is None:
@@ -237,15 +243,19 @@ def load_model(
     int8 = config.quantize == "int8"
     if int8 and library is None:
         check_kernels(note)
+    if head is not None:
+        module = without_language_head(module, head)
     model = prepare_model(module, notes + note, library, config.compile, pack_linear=not int8)
     if int8:
         model = quantize(model, texts, checkpoint_scales(tokenizer.hf_config, weight_files(config)))
     return replace(model, attention=config.attention)
 
 
-def _from_pretrained(config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any) -> tuple[Any, Mapping[str, Any]]:
+def _from_pretrained(
+    config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: Head | None
+) -> tuple[Any, Mapping[str, Any]]:
     """The module, and what transformers found in the files and missed there. Raises `ModelError`."""
-    multimodal, method, kind = is_multimodal(hf_config), quant_method(hf_config), model_class(hf_config)
+    multimodal, method, kind = is_multimodal(hf_config), quant_method(hf_config), class_for(head, hf_config)
     place: str | None = config.model
     own: dict[str, Any] = {}
     if multimodal or is_dequantized(hf_config):
@@ -306,7 +316,9 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
             hint,
         )
     missing = sorted(found["missing_keys"])
-    if missing and all(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing):
+    if config.task == "embed":
+        missing = [name for name in missing if not name.endswith(_LANGUAGE_HEADS)]  # of multimodal models
+    if missing and all(name.endswith(_LANGUAGE_HEADS) for name in missing):
         raise ModelError(
             f"{where} have no output head ({missing[0]}): the model gives hidden states, not text",
             "give a causal language model (…ForCausalLM)",

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts.columns import check_scored
+from batchgen.prompts.columns import check_task, task_option
 from batchgen.prompts.encoding import Encoder, TextEncoder, Texts
 from batchgen.prompts.params import CHOICES_NAMES, RowParams
 from batchgen.prompts.rendering import Rendered, Renderer, Text
 from batchgen.prompts.tokenizer import LoadedTokenizer
 from batchgen.records.rows import Row
-from batchgen.request import Request, TokenArray, row_digest
+from batchgen.request import NO_TEXT, Request, TokenArray, row_digest
 from batchgen.result import Result, Score
 from batchgen.sampling_params import AUTO_MAX_TOKENS, AUTO_MAX_TOKENS_THINKING, SamplingParams
 
@@ -33,8 +35,10 @@ class PromptBuilder:
         """Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self._tokenizer = tokenizer
         self._prompts = prompts
+        self._head = tokenizer.head
+        generates = not task_option(prompts, self._head)
         thinks = tokenizer.thinking is not None
-        model = tokenizer.sampling if prompts.sampling_defaults == "model" and not prompts.score else {}
+        model = tokenizer.sampling if prompts.sampling_defaults == "model" and generates else {}
         most = AUTO_MAX_TOKENS_THINKING if thinks else AUTO_MAX_TOKENS
         self._params = RowParams(prompts.row_params, sampling, model, most)
         self.sampling = self._params.default
@@ -44,13 +48,10 @@ class PromptBuilder:
         self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
         self._texts = TextEncoder(tokenizer, self._encoder)
         self.reasoning = (
-            tokenizer.thinking is not None
-            and sampling.reasoning == "auto"
-            and not prompts.score
-            and not sampling.choices
+            tokenizer.thinking is not None and sampling.reasoning == "auto" and generates and not sampling.choices
         )
         """Whether thoughts are separated from the text of completions."""
-        self.tool_calls = self.chat and tokenizer.tool_format is not None and not prompts.score and not sampling.choices
+        self.tool_calls = self.chat and tokenizer.tool_format is not None and generates and not sampling.choices
         """Whether answers may have calls of tools, if rows have tools."""
         used = {} if sampling.choices else {n: v for n, v in model.items() if n not in sampling.given}
         if used:
@@ -58,7 +59,7 @@ class PromptBuilder:
             self._renderer.note(
                 f"sampling uses the model's generation_config.json: {shown} (--sampling-defaults greedy ignores it)"
             )
-        self.sampling_from = {} if prompts.score else self._params.sources()
+        self.sampling_from = self._params.sources() if generates else {}
         """The values that rows without parameters of their own are sampled with, and where each is from: see `RowParams.sources`."""
         self._check_sampling(sampling)
         if (
@@ -72,7 +73,7 @@ class PromptBuilder:
         self._check_ids = len(tokenizer.hf_tokenizer) > tokenizer.vocab_size
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
-        check_scored(self._prompts, sampling)
+        check_task(self._prompts, sampling, self._head.task if self._head is not None else "generate")
         texts = self._texts.choices(sampling.choices) if sampling.choices else ()
         if isinstance(texts, RowError):
             raise UsageError(f"--choices: {texts.message}")
@@ -87,8 +88,10 @@ class PromptBuilder:
     def optional_results(self, types: Mapping[str, Any]) -> frozenset[str]:
         """Returns the optional parts of a result that rows may have, by the command's options and the types of a table's columns."""
         command, may_have = self._params.default, self._params.may_have
-        if self._prompts.score:
-            return frozenset(("score",))
+        if self._head is not None:
+            return frozenset((self._head.result_name,))
+        if task_option(self._prompts, None):
+            return frozenset(("score", "prompt_logprobs") if self._prompts.prompt_logprobs else ("score",))
         found = set()
         if self.reasoning:
             found.add("reasoning")
@@ -142,6 +145,8 @@ class PromptBuilder:
         for r in rendered:
             if isinstance(r, RowError):
                 found.append(r)
+            elif self._head is not None or (self._prompts.prompt_logprobs and not self._prompts.score):
+                found.append(NO_TEXT)
             elif r.completion is None:
                 found.append(self._texts.choices(r.params.choices) if r.params.choices else ())
             elif not isinstance(r.completion, str):
@@ -186,6 +191,7 @@ class PromptBuilder:
         except RowError as e:
             return Result.failed(row.number, e, len(tokens))
         truncated = fitted is not tokens
+        logprobs = "" if not self._prompts.prompt_logprobs else "completion" if scored else "prompt"
         if scored and len(texts[0]) == 0:  # nothing to run: the empty text has probability 1
             return Result(
                 row=row.number,
@@ -194,7 +200,10 @@ class PromptBuilder:
                 prompt_tokens=len(fitted),
                 truncated=truncated,
                 score=Score(0.0, 0, greedy=True),
+                prompt_logprobs=() if logprobs else None,
             )
+        if self._head is not None and self._head.pad_token_id is not None:
+            fitted = _without_padding(fitted, self._head.pad_token_id)
         return Request(
             row=row.number,
             tokens=fitted,
@@ -203,6 +212,7 @@ class PromptBuilder:
             truncated=truncated,
             key=row_digest(fitted, params, texts if scored else (), rendered.tools),
             texts=texts,
+            prompt_logprobs=logprobs,
             priority=rendered.priority,
             tools=rendered.tools,
         )
@@ -218,6 +228,9 @@ class PromptBuilder:
         if rendered.completion is not None:
             room = max(0, len(texts[0]) - 1)
             after = f"the text to score, of {len(texts[0])} tokens, without its last one"
+        elif self._head is not None or self._prompts.prompt_logprobs:
+            room = 0
+            after = "nothing else"
         elif texts:
             room = max(map(len, texts))
             after = f"the longest choice, of {room} tokens"
@@ -262,3 +275,9 @@ class PromptBuilder:
         if isinstance(tokens, RowError):
             raise tokens
         return tokens
+
+
+def _without_padding(tokens: TokenArray, pad: int) -> TokenArray:
+    """Returns the tokens up to the last one that is not padding, or the first token alone. What comes after it changes nothing before it."""
+    kept = np.flatnonzero(tokens != pad)
+    return tokens[: kept[-1] + 1 if len(kept) else 1]

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
+from batchgen.parsers.heads import Head
 from batchgen.prompts.messages import kind
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import RowParams
@@ -169,8 +170,15 @@ def _renders(template: RowTemplate, columns: Mapping[str, Any]) -> bool:
     return True
 
 
+def task_option(prompts: PromptConfig, head: Head | None) -> str:
+    """Returns the option because of which rows are not generated: `--score`, `--prompt-logprobs`, `--embed` or `--classify`; else empty."""
+    if head is not None:
+        return f"--{head.task}"
+    return "--score" if prompts.score else "--prompt-logprobs" if prompts.prompt_logprobs else ""
+
+
 def not_for_scores(params: SamplingParams) -> str | None:
-    """Returns the name of a parameter that cannot be combined with `--score`; None if there is none."""
+    """Returns the name of a parameter that cannot be combined with such an option; None if there is none."""
     if params.n > 1:
         return "n"
     if params.logprobs is not None:
@@ -178,18 +186,23 @@ def not_for_scores(params: SamplingParams) -> str | None:
     return next((name for name in ("choices", "regex", "json_schema") if getattr(params, name)), None)
 
 
-def check_scored(prompts: PromptConfig, sampling: SamplingParams) -> None:
-    """Raises `UsageError` for an option that cannot be combined with `--score`."""
-    other = not_for_scores(sampling) if prompts.score else None
+def check_task(prompts: PromptConfig, sampling: SamplingParams, task: str) -> None:
+    """Raises `UsageError` for an option that cannot be combined with `task`: `generate`, `embed` or `classify`."""
+    option = f"--{task}" if task != "generate" else task_option(prompts, None)
+    others = {"score": prompts.score, "prompt-logprobs": prompts.prompt_logprobs} if task != "generate" else {}
+    other = next((name for name, given in others.items() if given), None) or (
+        not_for_scores(sampling) if option else None
+    )
     if other is not None:
-        raise UsageError(f"--score cannot be combined with --{other.replace('_', '-')}", "leave one of them out")
+        raise UsageError(f"{option} cannot be combined with --{other.replace('_', '-')}", "leave one of them out")
+    if prompts.prompt_name is not None and task != "embed":
+        raise UsageError("--prompt-name is for --embed", "add --embed, or use --prefix")
+    if prompts.prompt_name is not None and prompts.prefix is not None:
+        raise UsageError("--prompt-name cannot be combined with --prefix", "leave one of them out")
 
 
-def completion_of(columns: Mapping[str, Any], prompts: PromptConfig, params: SamplingParams) -> str | list[Any]:
-    """Returns the text to score, possibly empty, or its token ids, which are not checked. Raises `RowError` if the row has none, or a parameter that cannot be combined with it."""
-    other = not_for_scores(params)
-    if other is not None:
-        raise RowError("unsupported_parameter", f"{other} cannot be combined with --score")
+def completion_of(columns: Mapping[str, Any], prompts: PromptConfig) -> str | list[Any]:
+    """Returns the text to score, possibly empty, or its token ids, which are not checked. Raises `RowError` if the row has none."""
     name = prompts.completion_column
     if name not in columns:
         raise RowError("invalid_row", f"column {name!r} is missing")

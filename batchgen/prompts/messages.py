@@ -154,8 +154,13 @@ def _parts(text: str) -> list[dict[str, str]]:
 class ChatTemplate:
     """The chat template: the model's, or the user's in its place."""
 
-    def __init__(self, tokenizer: Any, source: str | None, variables: Mapping[str, Any]) -> None:
-        """Raises `UsageError` if the template is not valid Jinja, or if `variables` has a reserved name."""
+    def __init__(
+        self, tokenizer: Any, source: str | None, variables: Mapping[str, Any], *, whole: bool = False
+    ) -> None:
+        """`whole`: conversations are rendered as they are, with nothing to be answered or continued. Raises `UsageError` if the template is not
+        valid Jinja, or if `variables` has a reserved name.
+        """
+        self._whole = whole
         reserved = sorted(_RESERVED & variables.keys())
         if reserved:
             raise UsageError(f"--chat-template-kwargs cannot set {reserved[0]!r}", "leave it out")
@@ -175,11 +180,12 @@ class ChatTemplate:
         return "default" in template if isinstance(template, dict) else template is not None
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
-        """Returns the prompt's text with special tokens. A last message of the assistant is left open, so that the model continues it.
+        """Returns the prompt's text with special tokens. A last message of the assistant is left open, so that the model continues it, unless
+        conversations are `whole`.
 
         Raises `RowError("template_error")` with the template's own message.
         """
-        continued = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        continued = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") and not self._whole
         if not self.uses("developer"):  # OpenAI's newer name for the role `system`
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
@@ -238,7 +244,7 @@ class ChatTemplate:
                 given,
                 chat_template=self._source,
                 tokenize=False,
-                add_generation_prompt=not continued,
+                add_generation_prompt=not (continued or self._whole),
                 continue_final_message=continued,
                 **variables,
             )
@@ -263,8 +269,8 @@ class ChatTemplate:
             pass
 
 
-def chosen_template(tokenizer: Any, prompts: PromptConfig) -> ChatTemplate | None:
-    """Returns the chat template for prompts; None if prompts are sent raw.
+def chosen_template(tokenizer: Any, prompts: PromptConfig, *, whole: bool = False) -> ChatTemplate | None:
+    """Returns the chat template for prompts, which renders conversations `whole` or to be answered; None if prompts are sent raw.
 
     Raises `UsageError` for options that contradict each other, or need a template if there is none.
     """
@@ -282,7 +288,7 @@ def chosen_template(tokenizer: Any, prompts: PromptConfig) -> ChatTemplate | Non
             raise UsageError(f"{given[0]} cannot be combined with --no-chat", "leave one of them out")
         return None
     if prompts.chat_template is not None or ChatTemplate.exists(tokenizer):
-        return ChatTemplate(tokenizer, prompts.chat_template, prompts.chat_template_kwargs)
+        return ChatTemplate(tokenizer, prompts.chat_template, prompts.chat_template_kwargs, whole=whole)
     several = tokenizer.chat_template
     missing = f"no default among its chat templates ({', '.join(sorted(several))})" if several else "no chat template"
     if several or prompts.chat or given:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchgen.errors import RowError
 from batchgen.prompts.messages import kind
 from batchgen.prompts.params import translated
-from batchgen.records.openai_batch import CHAT, RAW, endpoint
+from batchgen.records.openai_batch import CHAT, EMBEDDINGS, ENDPOINTS, RAW, RESPONSES, endpoint
 
 # Fields of a body that are not parameters of the completion.
 _IGNORED = frozenset({
@@ -28,9 +28,13 @@ class Body:
     """One request of the OpenAI API."""
 
     chat: bool
-    """/v1/chat/completions; otherwise /v1/completions, whose prompt is raw."""
+    """/v1/chat/completions or /v1/responses; otherwise /v1/completions or /v1/embeddings, whose prompt is raw."""
+    url: str
+    """One of `ENDPOINTS`."""
     prompt: Any
-    """Its `messages` or `prompt`, not yet checked."""
+    """Its `messages`, `prompt` or `input`, not yet checked."""
+    where: str
+    """The name of that field, such as `body.messages`."""
     model: str | None
     variables: Any
     """Variables for the chat template, not yet checked: `chat_template_kwargs`, and fields that only a template can use."""
@@ -44,12 +48,16 @@ class Body:
 
 def is_chat(columns: Mapping[str, Any]) -> bool:
     """Whether a row in the Batch form has messages. Raises `RowError` for an unknown endpoint."""
+    return _endpoint(columns) in (CHAT, RESPONSES)
+
+
+def _endpoint(columns: Mapping[str, Any]) -> str:
     known = endpoint(columns)
     if known is None:
         url = columns["url"]
         shown = repr(url) if isinstance(url, str) else kind(url)
-        raise RowError("invalid_row", f"url is {shown}; use {RAW} or {CHAT}")
-    return known == CHAT
+        raise RowError("invalid_row", f"url is {shown}; use {', '.join(ENDPOINTS[:-1])} or {ENDPOINTS[-1]}")
+    return known
 
 
 def read_body(columns: Mapping[str, Any]) -> Body:
@@ -57,8 +65,13 @@ def read_body(columns: Mapping[str, Any]) -> Body:
     method = columns.get("method")
     if method is not None and (not isinstance(method, str) or method.upper() != "POST"):
         raise RowError("invalid_row", f"method is {method!r}; it must be POST")
-    chat = is_chat(columns)
+    url = _endpoint(columns)
+    chat = url == CHAT
     body = _object(columns["body"])
+    if url == EMBEDDINGS:
+        return _embeddings(body)
+    if url == RESPONSES:
+        return _response(body)
     column, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if body.get(column) is None:
         hint = f"; it has {other}, which belongs to {RAW if chat else CHAT}" if body.get(other) is not None else ""
@@ -67,13 +80,120 @@ def read_body(columns: Mapping[str, Any]) -> Body:
     ignored = _IGNORED | _CHAT_ONLY if chat else _IGNORED
     return Body(
         chat=chat,
+        url=url,
         prompt=body[column],
+        where=f"body.{column}",
         model=model if isinstance(model, str) else None,
         variables=_variables(body),
         tools=body.get("tools") if chat else None,
         calls=body.get("tool_choice") != "none",
         params=translated({name: value for name, value in body.items() if name not in ignored}),
     )
+
+
+def _embeddings(body: Mapping[str, Any]) -> Body:
+    """Reads a request of /v1/embeddings."""
+    if body.get("input") is None:
+        raise RowError("invalid_row", "body has no input")
+    if body.get("encoding_format") not in (None, "float", "base64"):
+        raise RowError(
+            "unsupported_parameter", f"encoding_format must be float or base64, not {body['encoding_format']!r}"
+        )
+    if body.get("dimensions") is not None:
+        raise RowError("unsupported_parameter", f"dimensions is not supported: {body['dimensions']}")
+    model = body.get("model")
+    return Body(
+        chat=False,
+        url=EMBEDDINGS,
+        prompt=body["input"],
+        where="body.input",
+        model=model if isinstance(model, str) else None,
+        variables=None,
+        tools=None,
+        calls=False,
+        params=translated(
+            {n: v for n, v in body.items() if n not in _IGNORED | {"input", "encoding_format", "dimensions"}}
+        ),
+    )
+
+
+_OF_RESPONSES = frozenset({"input", "instructions", "max_output_tokens", "text", "reasoning"})
+_NOTHING_ASKED: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,), "conversation": (), "include": ([],), "max_tool_calls": (), "previous_response_id": (),
+    "prompt": (), "truncation": ("disabled",), "stream_options": ({},),
+}  # fmt: skip
+"""Fields of /v1/responses that batchgen does not support, and the values (beside null) that ask for nothing."""
+_TEXT_PARTS = ("input_text", "output_text")
+
+
+def _response(body: Mapping[str, Any]) -> Body:
+    """Reads a request of /v1/responses with text: the same as one of /v1/chat/completions under other names."""
+    if body.get("input") is None:
+        raise RowError("invalid_row", "body has no input")
+    for name, neutral in _NOTHING_ASKED.items():
+        if body.get(name) is not None and body[name] not in neutral:
+            raise RowError("unsupported_parameter", f"{name} is not supported in {RESPONSES}")
+    given = {n: v for n, v in body.items() if n not in _IGNORED | _OF_RESPONSES | _NOTHING_ASKED.keys()}
+    text = _part_of(body, "text", ("format", "verbosity"))
+    wanted = text.get("format")
+    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": wanted}  # as in a chat
+    effort = _part_of(body, "reasoning", ("effort", "summary", "generate_summary")).get("effort")
+    variables = {"chat_template_kwargs": body.get("chat_template_kwargs"), "reasoning_effort": effort}
+    model = body.get("model")
+    return Body(
+        chat=True,
+        url=RESPONSES,
+        prompt=_conversation(body),
+        where="body.input",
+        model=model if isinstance(model, str) else None,
+        variables=_variables(variables),
+        tools=None,
+        calls=False,
+        params=translated(given | {"max_tokens": body.get("max_output_tokens"), "response_format": wanted}),
+    )
+
+
+def _part_of(body: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """Returns the object in a field of a body; {} for null. Raises `RowError` if it is no object or has fields that are not known."""
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowError("invalid_row", f"body.{name} must be an object, not {kind(value)}")
+    other = next((field for field in value if field not in known and value[field] is not None), None)
+    if other is not None:
+        raise RowError("unsupported_parameter", f"{name}.{other} is not supported")
+    return value
+
+
+def _conversation(body: Mapping[str, Any]) -> Any:
+    """Returns the `input` of a response as messages of a chat, after the `instructions`. What is no list of messages is left as it is."""
+    given, instructions = body["input"], body.get("instructions")
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(messages, list) or not all(isinstance(item, Mapping) for item in messages):
+        return given
+    messages = [_message(item, place) for place, item in enumerate(messages)]
+    if instructions is None:
+        return messages
+    if not isinstance(instructions, str):
+        raise RowError("invalid_row", f"body.instructions must be text, not {kind(instructions)}")
+    return [{"role": "system", "content": instructions}, *messages]
+
+
+def _message(item: Mapping[str, Any], place: int) -> dict[str, Any]:
+    if item.get("type") not in (None, "message"):
+        raise RowError(
+            "unsupported_content", f"body.input[{place}] has type {item['type']!r}; only messages can be sent"
+        )
+    message = {name: item[name] for name in ("role", "content") if name in item}
+    parts = message.get("content")
+    if isinstance(parts, list):
+        message["content"] = [
+            {**part, "type": "text"} if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else part
+            for part in parts
+        ]
+    return message
 
 
 def _object(body: Any) -> Mapping[str, Any]:

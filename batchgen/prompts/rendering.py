@@ -10,13 +10,23 @@ from typing import Any
 import numpy as np
 
 from batchgen.config import PromptConfig
-from batchgen.errors import RowError
-from batchgen.prompts.columns import Columns, Source, completion_of, priority_of, quoted
+from batchgen.errors import RowError, UsageError
+from batchgen.parsers.heads import Head
+from batchgen.prompts.columns import (
+    Columns,
+    Source,
+    completion_of,
+    not_for_scores,
+    priority_of,
+    quoted,
+    task_option,
+)
 from batchgen.prompts.messages import Message, chosen_template, conversation, kind, objects, with_prefix, with_system
 from batchgen.prompts.openai import Body, read_body
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.prompts.tokenizer import LoadedTokenizer
+from batchgen.records.openai_batch import EMBEDDINGS, RESPONSES
 from batchgen.records.rows import Row
 from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
@@ -89,13 +99,21 @@ class Renderer:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._params = params
-        self._chat = chosen_template(tokenizer.hf_tokenizer, prompts)
-        self.chat = self._chat is not None
+        self._head = tokenizer.head
+        self._task = task_option(prompts, self._head)
+        self._chat = chosen_template(tokenizer.hf_tokenizer, prompts, whole=self._head is not None)
+        asked = prompts.chat or prompts.system is not None or prompts.chat_template is not None
+        # Other embedding models and classifiers take a text as it is, also where they have a chat template, which is for conversations.
+        self.chat = self._chat is not None and (self._head is None or self._head.chat or bool(asked))
+        own = _prompt_of(self._head, prompts.prompt_name) if prompts.prefix is None else ""
+        as_system = self.chat and self._head is not None and self._head.chat
+        self._prefix = prompts.prefix or ("" if as_system else own)
+        self._system = own if as_system and own and prompts.system is None else prompts.system
         off = self._chat.thinking_off() if self._chat is not None else {}
         self._thinking_off = {n: v for n, v in off.items() if n not in prompts.chat_template_kwargs}
         """Variables of the chat template for labels and texts to score: no thoughts come before them."""
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
-        self.columns = Columns(prompts, self._template, params, chat=self.chat)
+        self.columns = Columns(prompts, self._template, params, chat=self._chat is not None)
         self._said: set[str] = set()
         self._render_from: Mapping[Source, Callable[[Mapping[str, Any], _How], Text | TokenArray]] = {
             Source.TEMPLATE: self._from_template,
@@ -116,11 +134,16 @@ class Renderer:
             source = self.columns.source(row.columns)
             body = read_body(row.columns) if source is Source.BODY else None
             own = self._params.of(row.columns, body.params if body else None, params)
-            labelled = self._prompts.score or bool(own.choices)
+            if body is not None and body.url == RESPONSES and (own.n > 1 or own.logprobs is not None):
+                raise RowError("unsupported_parameter", f"n and logprobs cannot be combined with {RESPONSES}")
+            other = not_for_scores(own) if self._task else None
+            if other is not None:
+                raise RowError("unsupported_parameter", f"{other} cannot be combined with {self._task}")
+            labelled = bool(self._task or own.choices)
             how = _How(
                 limit,
                 self._prompts.on_long_prompt == "truncate-left",
-                self._thinking_off if labelled else _NO_VARIABLES,
+                self._thinking_off if labelled and self._head is None else _NO_VARIABLES,
             )
             if body is not None:
                 prompt = self._from_body(body, how)
@@ -129,7 +152,7 @@ class Renderer:
                 if both is not None:
                     self.note(both)
                 prompt = self._render_from[source](row.columns, how)
-            completion = self._completion(row.columns, own) if self._prompts.score else None
+            completion = self._completion(row.columns) if self._prompts.score else None
             priority = priority_of(row.columns, self._prompts.priority_column)
             tools = (
                 "" if labelled or own.constrained or not isinstance(prompt, Text) else self._tools(row.columns, body)
@@ -174,9 +197,13 @@ class Renderer:
                 f"rows ask for model {body.model!r}; all rows are run on {self._tokenizer.hf_tokenizer.name_or_path!r}",
                 "model",
             )
+        embeds = self._head is not None and self._head.task == "embed"
+        if (body.url == EMBEDDINGS) != embeds:
+            how_to = f"with --embed it must be {EMBEDDINGS}" if embeds else "add --embed for it"
+            raise RowError("invalid_row", f"url is {body.url}; {how_to}")
         if body.chat:
             if self._chat is None:
-                raise RowError("invalid_row", f"/v1/chat/completions needs a chat template: {self.columns.why_raw}")
+                raise RowError("invalid_row", f"{body.url} needs a chat template: {self.columns.why_raw}")
             given = self._chat.check_variables(body.variables, "body.chat_template_kwargs")
             variables = {**how.variables, **given}
             if body.tools:
@@ -185,21 +212,21 @@ class Renderer:
                     raise RowError("invalid_row", f"body.tools must be a list of objects, not {kind(body.tools)}")
                 variables["tools"] = tools
                 self._note_unused("tools")
-            return self._chat_text(
-                conversation(body.prompt, "body.messages", "body.messages"), "body.messages", variables, how
-            )
+            return self._chat_text(conversation(body.prompt, body.where, body.where), body.where, variables, how)
         if self._prompts.system is not None:
             self.note("--system is not used for rows of /v1/completions, whose prompts are raw")
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]  # a list that holds one prompt
         if isinstance(prompt, str):
-            return Text((self._prompts.prefix or "") + how.cut(prompt), raw=True)
+            return Text(self._prefix + how.cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            raise RowError("unsupported_parameter", f"body.prompt holds {len(prompt)} prompts; a row can have only one")
+            raise RowError(
+                "unsupported_parameter", f"{body.where} holds {len(prompt)} prompts; a row can have only one"
+            )
         if isinstance(prompt, list):
-            return self._token_ids(how.cut(prompt), "body.prompt")
-        raise RowError("invalid_row", f"body.prompt must be text or token ids, not {kind(prompt)}")
+            return self._token_ids(how.cut(prompt), body.where)
+        raise RowError("invalid_row", f"{body.where} must be text or token ids, not {kind(prompt)}")
 
     def _for_chat(self, columns: Mapping[str, Any], how: _How) -> dict[str, Any]:
         """Returns the row's tools and documents as variables of the chat template."""
@@ -240,12 +267,12 @@ class Renderer:
 
     def _prompt_text(self, prompt: str, variables: Mapping[str, Any]) -> Text:
         """Returns the text to send: the prompt as a single user message, or raw."""
-        prompt = (self._prompts.prefix or "") + prompt
-        if self._chat is None:
+        prompt = self._prefix + prompt
+        if self._chat is None or not self.chat:
             return Text(prompt, raw=True)
         messages: list[Message] = [{"role": "user", "content": prompt}]
-        if self._prompts.system is not None:
-            messages.insert(0, {"role": "system", "content": self._prompts.system})
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": self._system})
         return Text(self._chat.render(messages, variables), raw=False)
 
     def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], how: _How) -> Text:
@@ -253,12 +280,12 @@ class Renderer:
         messages = [{**message, "content": how.cut(message["content"])} for message in messages]
         if self._prompts.prefix:
             messages = with_prefix(messages, self._prompts.prefix, where)
-        if self._prompts.system is not None:
-            messages = with_system(messages, self._prompts.system)
+        if self._system is not None:
+            messages = with_system(messages, self._system)
         return Text(self._chat.render(messages, variables), raw=False)
 
-    def _completion(self, columns: Mapping[str, Any], params: SamplingParams) -> str | TokenArray:
-        given = completion_of(columns, self._prompts, params)
+    def _completion(self, columns: Mapping[str, Any]) -> str | TokenArray:
+        given = completion_of(columns, self._prompts)
         return given if isinstance(given, str) else self._known(given, f"column {self._prompts.completion_column!r}")
 
     def _token_ids(self, ids: list[Any], where: str) -> TokenArray:
@@ -297,6 +324,17 @@ class Renderer:
                 f"sampling parameter{'' if one else 's'}; name {'it' if one else 'them'} in --row-params to use {'it' if one else 'them'}",
                 "columns",
             )
+
+
+def _prompt_of(head: Head | None, name: str | None) -> str:
+    """Returns the text that the model has before every raw prompt, under this name or its default. Raises `UsageError` for an unknown name."""
+    prompts = {} if head is None else head.prompts
+    if name is None:
+        name = None if head is None else head.prompt_name
+    elif name not in prompts:
+        known = ", ".join(sorted(prompts)) or "none"
+        raise UsageError(f"--prompt-name {name!r}: the model has no prompt of this name", f"it has {known}")
+    return "" if name is None else prompts[name]
 
 
 def _same_model(asked: str, loaded: str) -> bool:

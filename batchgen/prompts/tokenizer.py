@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -16,9 +15,11 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
 from batchgen.lean_imports import import_transformers
 from batchgen.model_files import check_model_files, gguf_file
+from batchgen.parsers.heads import Head
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
 from batchgen.prompts.gguf import load_gguf
+from batchgen.prompts.heads import find_file, max_prompt_tokens, read_head
 from batchgen.prompts.hub import load_failure
 from batchgen.sampling_params import SamplingParams
 
@@ -52,6 +53,8 @@ class LoadedTokenizer:
     """How the model marks its thoughts; None if it does not."""
     tool_format: ToolFormat | None = None
     """How the model writes tool calls; None if that is not known."""
+    head: Head | None = None
+    """How the model embeds or classifies prompts; None for a model that writes text."""
 
 
 def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
@@ -87,14 +90,23 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     # If files are missing, some classes make an empty tokenizer, or one with special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise load_failure(config, "tokenizer", ValueError("its vocabulary is empty"))
+    with quiet():
+        try:
+            head, longest = read_head(config, hf_config), max_prompt_tokens(config, tokenizer)
+        except (ModelError, KeyboardInterrupt):
+            raise
+        except Exception as e:
+            raise load_failure(config, "configuration", e) from e
+    context_length = _context_length(config, hf_config, tokenizer)
     return LoadedTokenizer(
         hf_tokenizer=tokenizer,
         hf_config=hf_config,
-        context_length=_context_length(config, hf_config, tokenizer),
+        context_length=context_length if longest is None else min(context_length, longest),
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
         sampling=_sampling(_generation_config(config)),
         thinking=thinking_format(tokenizer),
         tool_format=tool_format(tokenizer),
+        head=head,
         vocab_size=_positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer),
     )
 
@@ -268,22 +280,15 @@ def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
     name = "generation_config.json"
     if gguf_file(config) is not None:
         return {}
-    path = Path(config.model, name)
-    if not Path(config.model).is_dir():
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-
-        try:
-            with quiet():
-                path = Path(hf_hub_download(config.model, name, revision=config.revision))
-        except EntryNotFoundError:  # not there, or offline and never fetched
-            return {}
-        except Exception as e:
-            raise load_failure(config, "generation_config.json", e) from e
+    try:
+        with quiet():
+            path = find_file(config, name)
+    except Exception as e:
+        raise load_failure(config, "generation_config.json", e) from e
+    if path is None:
+        return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as e:
         raise ModelError(f"{name} of model {config.model!r} cannot be read: {e}", "correct it, or remove it") from e
     return value if isinstance(value, Mapping) else {}

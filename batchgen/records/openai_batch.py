@@ -5,17 +5,30 @@ Equal results give equal bytes: records contain no times and no random ids.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.records.result_values import calls_of, ids_known, plain_calls, probs_of
+import numpy as np
+
+from batchgen.records.result_values import (
+    calls_of,
+    embedding_of,
+    ids_known,
+    plain_calls,
+    plain_embedding,
+    probs_of,
+)
 from batchgen.records.rows import Row
 from batchgen.result import Completion, Result, TokenLogprob
 
 CHAT = "/v1/chat/completions"
 RAW = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+RESPONSES = "/v1/responses"
+ENDPOINTS = (CHAT, RAW, EMBEDDINGS, RESPONSES)
 CREATED = 0
 """The time that the form asks for. It is always 0, so that the same rows give the same bytes."""
 _REASONS = ("stop", "length")
@@ -37,7 +50,7 @@ def is_batch_row(columns: Mapping[str, Any]) -> bool:
 
 
 def endpoint(columns: Mapping[str, Any]) -> str | None:
-    """`CHAT` or `RAW`: by the row's url or, without one, by what its body has. None if the url is of another endpoint."""
+    """One of `ENDPOINTS`: by the row's url or, without one, by what its body has (`CHAT` or `RAW`). None if the url is of another endpoint."""
     url = columns.get("url")
     if url is not None:
         return _served(url) if isinstance(url, str) else None
@@ -46,7 +59,7 @@ def endpoint(columns: Mapping[str, Any]) -> str | None:
 
 
 def _served(url: str) -> str | None:
-    return next((known for known in (CHAT, RAW) if url.rstrip("/").endswith(known)), None)
+    return next((known for known in ENDPOINTS if url.rstrip("/").endswith(known)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +70,8 @@ class OpenAIForm:
     """The model of the job, as the user named it."""
     chat: bool
     """Whether a row that is not in the Batch form is answered with a chat completion."""
+    embed: bool = False
+    """Whether rows are answered with embeddings."""
 
 
 def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, token_ids: bool) -> dict[str, Any]:
@@ -76,6 +91,10 @@ def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, 
 
 
 def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dict[str, Any]:
+    if form.embed:
+        return _embeddings(row, result, form)
+    if is_batch_row(row.columns) and endpoint(row.columns) == RESPONSES:
+        return _response(row, result, form, token_ids=token_ids)
     chat = endpoint(row.columns) == CHAT if is_batch_row(row.columns) else form.chat
     choices = []
     for index, completion in enumerate(_completions(result)):
@@ -97,6 +116,69 @@ def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dic
     }
     if result.reasoning_tokens:
         body["usage"]["completion_tokens_details"] = {"reasoning_tokens": result.reasoning_tokens}
+    if result.truncated:
+        body["truncated"] = True
+    if result.choice_probs is not None:
+        body["choice_probs"] = dict(result.choice_probs)
+    return body
+
+
+def _embeddings(row: Row, result: Result, form: OpenAIForm) -> dict[str, Any]:
+    """The body of an answer of /v1/embeddings. A request may ask for base64: little-endian float32."""
+    assert result.embedding is not None
+    body = row.columns.get("body")
+    asked = body.get("encoding_format") if isinstance(body, Mapping) and is_batch_row(row.columns) else None
+    coded = base64.b64encode(result.embedding.astype("<f4").tobytes()).decode() if asked == "base64" else None
+    answer: dict[str, Any] = {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": coded or plain_embedding(result.embedding)}],
+        "model": form.model,
+        "usage": {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens},
+    }
+    return answer | {"truncated": True} if result.truncated else answer
+
+
+def _response(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dict[str, Any]:
+    """The body of an answer of /v1/responses: an item with the thoughts, if there are any, and one with the message, if the answer began."""
+    (completion,) = _completions(result)
+    whole = completion.finish_reason == "stop"
+    output: list[dict[str, Any]] = []
+    if completion.reasoning is not None:
+        thoughts = [{"type": "reasoning_text", "text": completion.reasoning}]
+        output.append({"id": f"rs_{row.number}", "type": "reasoning", "summary": [], "content": thoughts})
+    if completion.text is not None:
+        message: dict[str, Any] = {
+            "id": f"msg_{row.number}",
+            "type": "message",
+            "status": "completed" if whole else "incomplete",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": completion.text, "annotations": []}],
+        }
+        if token_ids:
+            message["token_ids"] = list(completion.token_ids) if ids_known(result) else None
+        output.append(message)
+    body: dict[str, Any] = {
+        "id": f"resp_{row.number}",
+        "object": "response",
+        "created_at": CREATED,
+        "status": "completed" if whole else "incomplete",
+        "error": None,
+        "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+        "model": form.model,
+        "output": output,
+        "parallel_tool_calls": False,
+        "tool_choice": "none",
+        "tools": [],
+        "usage": {
+            "input_tokens": result.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": result.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": result.reasoning_tokens},
+            "total_tokens": result.prompt_tokens + result.completion_tokens,
+        },
+    }
+    if completion.finish_reason not in _REASONS:
+        body["stop_reason"] = completion.finish_reason
     if result.truncated:
         body["truncated"] = True
     if result.choice_probs is not None:
@@ -195,6 +277,10 @@ def result_of(record: Mapping[str, Any]) -> Result | None:
             row=-1, text=None, finish_reason="error", error_type=error["code"], error_message=error["message"]
         )
     body = response["body"]
+    if body["object"] == "list":
+        return _result_of_embeddings(body)
+    if body["object"] == "response":
+        return _result_of_response(body)
     if any(choice["logprobs"] is not None for choice in body["choices"]):
         return None
     first, *others = (_completion(choice) for choice in body["choices"])
@@ -211,6 +297,41 @@ def result_of(record: Mapping[str, Any]) -> Result | None:
         token_ids=first.token_ids,
         truncated=bool(body.get("truncated")),
         completions=(first, *others) if others else (),
+        choice_probs=None if probs is None else probs_of(probs),
+    )
+
+
+def _result_of_embeddings(body: Mapping[str, Any]) -> Result:
+    given = body["data"][0]["embedding"]
+    coded = np.frombuffer(base64.b64decode(given), dtype="<f4") if isinstance(given, str) else None
+    return Result(
+        row=-1,
+        text=None,
+        finish_reason=None,
+        prompt_tokens=body["usage"]["prompt_tokens"],
+        truncated=bool(body.get("truncated")),
+        embedding=embedding_of(given) if coded is None else coded.astype(np.float32),
+    )
+
+
+def _result_of_response(body: Mapping[str, Any]) -> Result:
+    items = {item["type"]: item for item in body["output"]}
+    message, thoughts = items.get("message"), items.get("reasoning")
+    usage, probs = body["usage"], body.get("choice_probs")
+    text = message["content"][0]["text"] if message else None
+    reasoning = thoughts["content"][0]["text"] if thoughts else None
+    if not isinstance(text, str) and not (text is None and isinstance(reasoning, str)):
+        raise TypeError(f"not text: {text!r}")
+    return Result(
+        row=-1,
+        text=text,
+        finish_reason=body.get("stop_reason") or ("stop" if body["status"] == "completed" else "length"),
+        prompt_tokens=usage["input_tokens"],
+        completion_tokens=usage["output_tokens"],
+        reasoning=reasoning,
+        reasoning_tokens=usage["output_tokens_details"]["reasoning_tokens"],
+        token_ids=tuple((message or {}).get("token_ids") or ()),
+        truncated=bool(body.get("truncated")),
         choice_probs=None if probs is None else probs_of(probs),
     )
 

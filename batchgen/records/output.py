@@ -11,11 +11,19 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
+from batchgen.parsers.heads import Head
 from batchgen.records.files import split_name
 from batchgen.records.openai_batch import OpenAIForm, batch_record
 from batchgen.records.parquet_types import id_text
 from batchgen.records.remote import address, is_url, plain_name
-from batchgen.records.result_values import choices_of, ids_known, plain_calls, plain_score
+from batchgen.records.result_values import (
+    choices_of,
+    ids_known,
+    plain_calls,
+    plain_embedding,
+    plain_logprobs,
+    plain_score,
+)
 from batchgen.records.rows import Row
 from batchgen.result import Result
 
@@ -36,6 +44,8 @@ RESULT_NAMES = frozenset(
     )
 )
 """Names of result fields. An input column of such a name is carried as `input_…`."""
+TASK_NAMES = frozenset(("prompt_logprobs", "embedding", "reward"))
+"""Names of result fields that only some commands have. For others, an input column of such a name is carried as it is."""
 INPUT_FILE = "input_file"
 """If there are several input files, the column that names the row's file. `--keep` treats it like a column of the input."""
 
@@ -62,11 +72,18 @@ class RowForm:
 
 
 def row_form(
-    config: JobConfig, output: str, *, chat: bool, reasoning: bool = False, tool_calls: bool = False
+    config: JobConfig,
+    output: str,
+    *,
+    chat: bool,
+    reasoning: bool = False,
+    tool_calls: bool = False,
+    head: Head | None = None,
 ) -> RowForm:
     """Returns the form of a job's rows.
 
     `chat` tells whether prompts go through a chat template, `reasoning` whether texts have thoughts, `tool_calls` whether answers may have calls.
+    `head` is that of `--embed` or `--classify`.
 
     Raises `UsageError` if the format of `output` cannot hold such rows.
     """
@@ -77,29 +94,34 @@ def row_form(
             token_ids=config.token_ids,
             reasoning=reasoning,
             tool_calls=tool_calls,
-            asked=_asked(config),
+            asked=_asked(config, head),
         )
     if output != "-" and output_format(output)[0] != "jsonl":
         raise UsageError(f"--output-format openai is JSON lines, and {output} is not", "name a .jsonl output with -o")
-    openai = OpenAIForm(model=config.model.model, chat=chat)
-    return RowForm(keep=(), id_column=config.id_column, token_ids=config.token_ids, openai=openai)
+    openai = OpenAIForm(model=config.model.model, chat=chat, embed=config.model.embed)
+    return RowForm(
+        keep=(), id_column=config.id_column, token_ids=config.token_ids, asked=_asked(config, head), openai=openai
+    )
 
 
-def _asked(config: JobConfig) -> tuple[str, ...]:
+def _asked(config: JobConfig, head: Head | None) -> tuple[str, ...]:
+    if head is not None:
+        return (head.result_name,)
     sampling = config.sampling
     asked = {
         "choices": sampling.n > 1 or sampling.logprobs is not None,
         "choice_probs": bool(sampling.choices),
-        "score": config.prompts.score,
     }
-    return ("score",) if asked["score"] else tuple(name for name, wanted in asked.items() if wanted)
+    if config.prompts.score or config.prompts.prompt_logprobs:
+        return ("score", "prompt_logprobs") if config.prompts.prompt_logprobs else ("score",)
+    return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     """Returns the output row of an input row: id, carried columns as they came, and result; or its record of OpenAI's Batch output.
 
     `token_ids` is null if they are not known (a failed row, or a result of an output that had none). `truncated` is present only if
-    true; `tool_calls`, `choices`, `choice_probs` and `score` only if the result has them or the command asks for them.
+    true; `tool_calls`, `choices`, `choice_probs`, `score`, `prompt_logprobs`, `embedding` and `reward` only if the result has them or the command asks for them.
     """
     if form.openai is not None:
         custom_id = id_text(_first(row, (form.id_column, "custom_id", "id")))
@@ -126,6 +148,12 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
         out["choice_probs"] = dict(result.choice_probs)
     if result.score is not None:
         out["score"] = plain_score(result.score)
+    if result.prompt_logprobs is not None:
+        out["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs)
+    if result.embedding is not None:
+        out["embedding"] = plain_embedding(result.embedding)
+    if result.reward is not None:
+        out["reward"] = result.reward
     for name in form.asked:
         out.setdefault(name, None)
     if form.token_ids:
@@ -165,6 +193,7 @@ def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dic
             name = "input_id"
         elif (
             column in RESULT_NAMES
+            or column in form.asked
             or (form.reasoning and column == "reasoning")
             or (form.input_file and column == INPUT_FILE)
         ):

@@ -5,8 +5,12 @@ The functions that convert back raise `ValueError`, `TypeError` or `KeyError` fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 
@@ -53,7 +57,9 @@ def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
 def ids_known(result: Result) -> bool:
     """Whether a result has its token ids. One that comes from a finished output may have none."""
     sampled = result.token_ids or any(c.token_ids for c in result.completions)
-    generated = result.error_type is None and result.score is None
+    generated = (
+        result.error_type is None and result.score is None and result.embedding is None and result.reward is None
+    )
     return generated and (bool(sampled) or not result.completion_tokens)
 
 
@@ -74,6 +80,37 @@ def plain_score(score: Score) -> dict[str, Any]:
 
 def score_of(value: Mapping[str, Any]) -> Score:
     return Score(_number(value["logprob"]), int(value["tokens"]), bool(value["greedy"]))
+
+
+def plain_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Returns the log-probabilities of a text's tokens. A token that nothing comes before has null."""
+    return [_entry(t) | ({"logprob": None} if math.isnan(t.logprob) else {}) for t in logprobs]
+
+
+def logprobs_of(values: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprob, ...]:
+    """Returns the log-probabilities that `plain_logprobs` was given. Raises `ValueError` where JSON has null for an infinity."""
+    found = []
+    for place, value in enumerate(values):
+        if value["logprob"] is None and place:
+            raise ValueError("no log-probability")
+        logprob = math.nan if value["logprob"] is None else _number(value["logprob"])
+        found.append(TokenLogprob(_text(value["token"]), int(value["token_id"]), logprob))
+    return tuple(found)
+
+
+def plain_embedding(embedding: NDArray[np.float32]) -> list[float]:
+    """Returns the numbers of an embedding, rounded to nine significant digits, which tell all float32 numbers apart."""
+    exact = embedding.astype(np.float64)
+    digits = 8 - np.floor(np.log10(np.abs(exact), where=exact != 0, out=np.zeros_like(exact)))
+    up = 10.0 ** np.clip(digits, 0, 300)
+    down = 10.0 ** np.clip(-digits, 0, 300)  # a power below 1 would not be exact
+    rounded: list[float] = (np.round(exact * up / down) * down / up).tolist()
+    return rounded
+
+
+def embedding_of(values: Any) -> NDArray[np.float32]:
+    """Returns the embedding of a list of numbers."""
+    return np.array([_number(value) for value in values], dtype=np.float32)
 
 
 def probs_of(value: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:

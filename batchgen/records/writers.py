@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.records.jsonl import plain, to_json
-from batchgen.records.output import INPUT_FILE, RowForm, carried_names, output_format, output_row
+from batchgen.records.output import INPUT_FILE, TASK_NAMES, RowForm, carried_names, output_format, output_row
 from batchgen.records.parquet_types import ColumnType, clean, id_text
 from batchgen.records.rows import Row
 from batchgen.records.tables import ArrowColumns
@@ -69,10 +69,13 @@ RESULT_FIELDS = {
     "choices": pa.list_(pa.struct([*_CHOICE, ("token_ids", pa.list_(pa.int32()))])),
     "choice_probs": pa.map_(pa.string(), pa.float64()),
     "score": pa.struct([("logprob", pa.float64()), ("tokens", pa.int64()), ("greedy", pa.bool_())]),
+    "prompt_logprobs": pa.list_(pa.struct(_TOKEN)),
+    "embedding": pa.list_(pa.float32()),
+    "reward": pa.float64(),
     "token_ids": pa.list_(pa.int32()),
     "error": pa.struct([("type", pa.string()), ("message", pa.string())]),
 }
-OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score", "reasoning", "tool_calls"))
+OPTIONAL_RESULTS = frozenset(("choices", "choice_probs", "score", "reasoning", "tool_calls")) | TASK_NAMES
 """Fields that only some results have."""
 
 
@@ -152,7 +155,10 @@ def open_writer(
 
 def result_types(form: RowForm) -> dict[str, pa.DataType]:
     """Returns the Arrow types of the fields that results of this form may have."""
-    types = {n: t for n, t in RESULT_FIELDS.items() if n != "token_ids" or form.token_ids}
+    there = TASK_NAMES.intersection(form.asked)
+    types = {
+        n: t for n, t in RESULT_FIELDS.items() if (n != "token_ids" or form.token_ids) and n not in TASK_NAMES - there
+    }
     if not form.token_ids:
         types["choices"] = pa.list_(pa.struct(_CHOICE))
     if form.reasoning:
@@ -451,7 +457,8 @@ def _size(value: Any) -> int:
 
 def _logprobs(row: dict[str, Any]) -> int:
     """Number of log-probabilities in a row. With many alternatives per token, they take most of its memory."""
-    return sum(1 + len(token["top"]) for choice in row.get("choices") or () for token in choice["logprobs"] or ())
+    of_choices = (token for choice in row.get("choices") or () for token in choice["logprobs"] or ())
+    return sum(1 + len(token["top"]) for token in of_choices) + len(row.get("prompt_logprobs") or ())
 
 
 def _id_type(types: Sequence[pa.DataType]) -> pa.DataType:

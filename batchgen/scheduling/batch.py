@@ -31,6 +31,8 @@ class Limits:
     """Maximum number of tokens of texts that are scored in one forward; each needs the logits of the whole vocabulary."""
     max_kv_read: int | None = None
     """Maximum number of tokens whose KV a step reads, those of a node counted once; None for no limit."""
+    every_output: bool = False
+    """Whether the model's output after every token is wanted, which pooling by the mean needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,7 @@ class ScheduledBatch:
 def _score(scheduled: ScheduledSpan, row: int, targets: ScoreTargets) -> None:
     """Adds to `targets` the tokens that are scored in a span. `row` is the span's first row of logits."""
     span = scheduled.span
-    for position in range(scheduled.logits, scheduled.stop):
+    for position in range(max(scheduled.logits, span.logits_from), scheduled.stop):
         for token in span.next_tokens(position):
             entry = span.scores[position, token] = TokenScore()
             targets.rows.append(row + position - scheduled.logits)
@@ -265,6 +267,8 @@ class StepOutput:
     """By entry of the batch's `score_targets`."""
     score_likeliest: Sequence[float]
     """By entry: 1 if no token is likelier in its place, else 0."""
+    outputs: Sequence[NDArray[np.float32]] = ()
+    """By entry, instead of its score: the model's output there [width], where requests are embedded or classified."""
 
 
 class SequenceUpdate(NamedTuple):
@@ -287,6 +291,7 @@ class Budget:
         self._prefill = limits.max_prefill_tokens
         self._scored = limits.max_scored_tokens
         self._kv = limits.max_kv_read
+        self._every_output = limits.every_output
         self._read: set[PrefixNodeSpan] = set()
         self.full = False
         """Whether a span did not fit the limit of KV tokens."""
@@ -307,7 +312,7 @@ class Budget:
 
     def slice(self, span: Span) -> None:
         """Adds as much of the span's prompt to the step as the budget allows, possibly nothing."""
-        start, wanted = span.computed, span.logits_from
+        start, wanted = span.computed, span.computed if self._every_output else span.logits_from
         stop = min(span.end, start + self.prefill)
         if span.scoring:
             stop = min(stop, max(start, wanted) + self._scored)

@@ -27,7 +27,8 @@ class BlockManager:
 
     `sliding_window` is the widest sliding window in tokens if every layer has one; blocks behind it are released. `host_blocks` is the
     number of blocks of cached nodes that host memory takes when the pool has no room for them. `slots` (at least two) are the slots of
-    recurrent states; None for a model without recurrent layers. `max_cached_nodes` limits the nodes kept for later windows: a long
+    recurrent states; None for a model without recurrent layers. `sums` says that the outputs of a prefix are summed (pooling by the mean):
+    what follows a prefix then begins at the end of a node, as with recurrent layers. `max_cached_nodes` limits the nodes kept for later windows: a long
     file would otherwise fill the whole pool with them.
     """
 
@@ -39,9 +40,13 @@ class BlockManager:
         host_blocks: int = 0,
         slots: BlockPool | None = None,
         max_cached_nodes: int = 1024,
+        *,
+        sums: bool = False,
     ) -> None:
         self.pool = pool
         self.slots = slots
+        self._sums = sums
+        self._whole_nodes = sums or slots is not None
         self.block_size = block_size
         self.sliding_window = sliding_window
         self.max_cached_nodes = max_cached_nodes
@@ -76,7 +81,7 @@ class BlockManager:
     def add_window(self, w: Window) -> None:
         """Registers a window, and finds what nodes of earlier windows hold of its tree. Its spans take that over when they are opened.
 
-        The match is exact to the token, or with recurrent layers to the end of such a node. Tokens that must run for their logits
+        The match is exact to the token, or with recurrent layers and sums to the end of such a node. Tokens that must run for their logits
         are left out.
         """
         self.windows[w.number] = w
@@ -92,7 +97,7 @@ class BlockManager:
             n = int(w.plan.leaf_parent[i])
             leaf = w.leaves[i]
             start = w.plan.nodes[n].end if n >= 0 else 0
-            found = self._offer(w, ~i, node_span, min(shared, len(leaf.request.tokens) - 1), start)
+            found = self._offer(w, ~i, node_span, min(shared, leaf.request.scored_from), start)
             while n >= 0:
                 node = w.plan.nodes[n]
                 found |= self._offer(w, n, node_span, min(shared, node.end, w.wanted[n].start), node.start)
@@ -104,7 +109,7 @@ class BlockManager:
     def _offer(self, w: Window, item: int, node_span: PrefixNodeSpan, length: int, start: int) -> bool:
         if length <= start or node_span.dropped * self.block_size > self._needed_from(length):
             return False
-        if self.slots is not None and (length < node_span.end or node_span.state_slot < 0):
+        if self._whole_nodes and (length < node_span.end or not self.has_state(node_span)):
             return False
         known = self._sources[w.number].get(item)
         # Of equally good nodes the one that ends first is chosen: the new node replaces that one, not a node below it.
@@ -267,7 +272,7 @@ class BlockManager:
         while kept is not None and kept.evicted and kept.swapped is None:  # evicted since the window was added
             kept = kept.successor
             known = min(known, kept.computed if kept else 0)
-        gone = kept is None or (self.slots is not None and (kept.state_slot < 0 or known != kept.end))
+        gone = kept is None or (self._whole_nodes and (not self.has_state(kept) or known != kept.end))
         if kept is None or gone or known <= span.start or kept.dropped * self.block_size > self._needed_from(known):
             return self._fill(span, span.parent, span.start, None, reserve)
         # The node to take over must not be evicted to make room.
@@ -277,8 +282,8 @@ class BlockManager:
         filled = self._fill(span, kept, known, kept.swapped, reserve)
         # Otherwise every window would leave one more copy of a prefix that all of them have.
         replaced = filled and isinstance(span, PrefixNodeSpan) and _covers(span, kept, known)
-        # With recurrent layers no other node can take over from the middle of the new one.
-        replaced = replaced and (self.slots is None or span.end == kept.end)
+        # With recurrent layers or sums no other node can take over from the middle of the new one.
+        replaced = replaced and (not self._whole_nodes or span.end == kept.end)
         if shelf is self.cached and replaced:
             assert isinstance(span, PrefixNodeSpan)
             kept.successor = span
@@ -350,6 +355,7 @@ class BlockManager:
         span.table = [*above, *taken, *fresh]
         span.dropped = dropped
         span.computed = known
+        span.source = source if self._sums else None
         return True
 
     def has_tail_writer(self, node_span: PrefixNodeSpan) -> bool:

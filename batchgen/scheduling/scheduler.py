@@ -427,9 +427,13 @@ class Scheduler:
 
         Yields an update for each sequence. The caller may cancel other sequences between two updates.
         """
-        scores = zip(output.batch.score_targets.entries, output.score_logprobs, output.score_likeliest, strict=True)
-        for entry, logprob, likeliest in scores:
-            entry.logprob, entry.likeliest = logprob, bool(likeliest)
+        entries = output.batch.score_targets.entries
+        if output.outputs:
+            for entry, row in zip(entries, output.outputs, strict=True):
+                entry.output = row
+        else:
+            for entry, logprob, likeliest in zip(entries, output.score_logprobs, output.score_likeliest, strict=True):
+                entry.logprob, entry.likeliest = logprob, bool(likeliest)
         for seq in output.batch.scored:
             if seq.running:
                 self._running.end(seq, State.FINISHED)

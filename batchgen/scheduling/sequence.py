@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchgen.prefix import PrefixNode
 from batchgen.request import Leaf, Request, TokenArray
@@ -76,6 +77,13 @@ class TokenScore:
     logprob: float = math.nan
     likeliest: bool = False
     """Whether no other token is likelier in its place."""
+    output: NDArray[np.float32] | None = None
+    """The model's output there instead [width], of a request that is embedded or classified."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the model gave numbers."""
+        return not math.isnan(self.logprob) if self.output is None else bool(np.isfinite(self.output).all())
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -104,6 +112,10 @@ class Span:
     which the span holds too until then; afterwards its own. -1 at the beginning of a text."""
     scores: dict[tuple[int, int], TokenScore] = field(default_factory=dict)
     """By (position, next token), where texts are scored."""
+    source: PrefixNodeSpan | None = None
+    """Where outputs are summed: the node whose sum it continues, its parent or a node of an earlier window. None once it has a sum of its own."""
+    total: Any = None
+    """The sum of the model's outputs after its `computed` tokens, where outputs are pooled by their mean. The executor fills it in."""
 
     @property
     def item(self) -> int:
@@ -246,7 +258,7 @@ class GenerationSequence(Span):
 
     @property
     def logits_from(self) -> int:
-        return len(self.leaf.request.tokens) - 1 if self.scoring else self.end - 1
+        return self.leaf.request.scored_from if self.scoring else self.end - 1
 
     @property
     def prompt_end(self) -> int:
@@ -282,7 +294,7 @@ class GenerationSequence(Span):
         """Collects the scores of the text's tokens from the spans that they lie on."""
         spans = iter((*self.path, self))
         span = next(spans)
-        for position, token in enumerate(self.leaf.scored.tolist(), len(self.leaf.request.tokens) - 1):
+        for position, token in enumerate(self.leaf.scored.tolist(), self.leaf.request.scored_from):
             while position >= span.end:
                 span = next(spans)
             self.text_scores.append(span.scores[position, token])

@@ -263,8 +263,9 @@ def _wanted_logits(leaves: Sequence[Leaf], plan: PrefixPlan) -> list[WantedLogit
             leaf, prompt, end = leaves[i], len(leaves[i].request.tokens), plan.nodes[n].end
             prompt_end[n] = max(prompt_end[n], prompt)
             if leaf.request.texts:
-                scored_from[n] = min(scored_from[n], prompt - 1)
-                targets[n].add(int(leaf.tokens[end] if end < len(leaf.tokens) else leaf.scored[-1]))
+                scored_from[n] = min(scored_from[n], leaf.request.scored_from)
+                if leaf.request.scored_from < end:
+                    targets[n].add(int(leaf.tokens[end] if end < len(leaf.tokens) else leaf.scored[-1]))
             elif end == prompt:
                 sampled[n] = True
     for node in reversed(plan.nodes):  # children before their parents
@@ -273,7 +274,8 @@ def _wanted_logits(leaves: Sequence[Leaf], plan: PrefixPlan) -> list[WantedLogit
             prompt_end[parent] = max(prompt_end[parent], prompt_end[n])
             if scored_from[n] < NEVER:
                 scored_from[parent] = min(scored_from[parent], scored_from[n])
-                targets[parent].add(int(leaves[node.first].tokens[node.start]))
+                if scored_from[n] < node.start:
+                    targets[parent].add(int(leaves[node.first].tokens[node.start]))
     wanted: list[WantedLogits] = []
     for node in plan.nodes:
         n = node.index

@@ -27,6 +27,7 @@ CONTRACT = """
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
     --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --max-repeats --sampling-defaults --score --completion-column
+    --embed --classify --pooling --normalize --no-normalize --prompt-name --prompt-logprobs
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --attention --threads --debug
     --shard --merge --ray --workers --cpus-per-worker --ray-working-dir
@@ -58,7 +59,7 @@ def test_run_has_exactly_the_options_of_the_contract(cli: Callable[..., Any]) ->
     names = {word.rstrip(",") for line in terms for word in line.split("  ")[1].split() if word.startswith("-")}
     assert names == set(CONTRACT.split())
     assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == [
-        "Arguments", "Model", "Prompts", "Sampling", "Constraints", "Engine", "Machines", "Job", "Options", "Example",
+        "Arguments", "Model", "Prompts", "Sampling", "Constraints", "Tasks", "Engine", "Machines", "Job", "Options", "Example",
     ]  # fmt: skip
     assert shown.endswith("Example:\n  batchgen run prompts.jsonl --model ./model -o answers.jsonl --max-tokens 64\n")
 

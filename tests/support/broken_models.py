@@ -182,7 +182,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
     # another task
     "classifier": (
         settings(architectures=["LlamaForSequenceClassification"]),
-        f"the model in 'M' is a classifier or reward model (LlamaForSequenceClassification), not a model that writes text; {CAUSAL}",
+        "the model in 'M' is a classifier or reward model (LlamaForSequenceClassification), not a model that writes text; "
+        "add --classify to classify the rows",
     ),
     "bert": (
         settings(architectures=["BertForMaskedLM"], model_type="bert"),
@@ -197,7 +198,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
             settings(architectures=["LlamaModel"], tie_word_embeddings=False)(folder),
             tensors(lambda w: w.pop("lm_head.weight"))(folder),
         ),
-        f"the model in 'M' has no output head (LlamaModel): it gives hidden states, not text; {CAUSAL}",
+        f"the model in 'M' has no output head (LlamaModel): it gives hidden states, not text; add --embed for embeddings, or {CAUSAL}",
     ),
     "head lost": (
         tensors(lambda w: w.pop("lm_head.weight")),

@@ -1,0 +1,68 @@
+"""A model without its language head: the output after a token is its hidden state, or the logits of its classification head."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from batchgen.errors import ModelError
+from batchgen.model.multimodal import is_multimodal, model_class
+from batchgen.parsers.heads import Head
+
+SCORE = "score"
+"""The name of the linear layer that classifies, in transformers' decoders."""
+
+
+def class_for(head: Head | None, config: Any) -> Any:
+    """The class of transformers whose `from_pretrained` loads what a configuration describes, for a head. Raises `ModelError`."""
+    if head is None or (head.task == "embed" and is_multimodal(config)):
+        return model_class(config)
+    if is_multimodal(config):
+        raise ModelError("--classify is for models of text alone, and this one is multimodal")
+    return AutoModel if head.task == "embed" else AutoModelForSequenceClassification
+
+
+def without_language_head(module: Any, head: Head) -> Headed:
+    """The loaded model, so that it gives what `head` needs in the place of logits. Raises `ModelError` for a head of another kind."""
+    body = getattr(module, "base_model", module)
+    if head.task == "embed":
+        return Headed(body, None)
+    score = getattr(module, SCORE, None)
+    if not isinstance(score, torch.nn.Linear) or body is module:
+        raise ModelError(
+            f"--classify: the head of {type(module).__name__} is not one linear layer on the last token's hidden state"
+        )
+    if score.out_features != len(head.labels):
+        raise ModelError(
+            f"--classify: the head gives {score.out_features} numbers, and config.json names {len(head.labels)} labels",
+            "correct num_labels and id2label in config.json",
+        )
+    return Headed(body, score)
+
+
+class Headed(torch.nn.Module):
+    """The body of a model under a small head. It is called as a causal language model is, and its `logits` are the head's outputs."""
+
+    def __init__(self, body: Any, score: torch.nn.Linear | None) -> None:
+        """`score`: the layer that classifies; None for hidden states."""
+        super().__init__()
+        self.body = body
+        self.score = score
+
+    @property
+    def config(self) -> Any:
+        return self.body.config
+
+    def get_input_embeddings(self) -> Any:
+        return self.body.get_input_embeddings()
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.body.set_attn_implementation(name)
+
+    def forward(self, logits_to_keep: Any, **inputs: Any) -> SimpleNamespace:
+        """Returns `logits` [1, N, width]: the outputs after the tokens at these places."""
+        hidden = self.body(**inputs).last_hidden_state[:, logits_to_keep]
+        return SimpleNamespace(logits=hidden if self.score is None else self.score(hidden))

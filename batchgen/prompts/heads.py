@@ -1,0 +1,163 @@
+"""Reads what `--embed` and `--classify` need to know of a model: its sentence-transformers configuration, or its labels.
+
+The files are those that sentence-transformers writes: modules.json, the configuration of the pooling module, sentence_bert_config.json and
+config_sentence_transformers.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError
+from batchgen.model_files import CLASSIFIER, read_json, read_json_list
+from batchgen.parsers.heads import Head
+
+MODULES = "modules.json"
+_POOLINGS = {"lasttoken": "last", "mean": "mean"}
+_OLD_POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""The switches of older files, one for each pooling."""
+
+
+def read_head(config: ModelConfig, hf_config: Any) -> Head | None:
+    """Returns how the model embeds or classifies prompts; None without `--embed` and `--classify`. Raises `ModelError`."""
+    if config.classify:
+        return _classification(config, hf_config)
+    if config.embed:
+        return _embedding(config)
+    name = str((getattr(hf_config, "architectures", None) or [""])[0])
+    if name.endswith(CLASSIFIER):
+        raise ModelError(
+            f"the model {config.model!r} is a classifier or reward model ({name}), not a model that writes text",
+            "add --classify to classify the rows",
+        )
+    return None
+
+
+def max_prompt_tokens(config: ModelConfig, tokenizer: Any) -> int | None:
+    """Returns the length to which sentence-transformers cuts texts for the model; None if it does not, or without `--embed`."""
+    if not config.embed or find_file(config, MODULES) is None:
+        return None
+    length = _read(config, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _embedding(config: ModelConfig) -> Head:
+    pooling, normalize = "last", True
+    file = find_file(config, MODULES)
+    own = [] if file is None else read_json_list(file)
+    if own:
+        pooling, normalize = _pooling_of(config, own), any(_kind(module) == "Normalize" for module in own)
+    transformer = _read(config, "sentence_bert_config.json")
+    if transformer.get("do_lower_case") is True:
+        raise _unsupported(config, "its sentence_bert_config.json asks for lower-case text")
+    if transformer.get("processing_kwargs"):
+        raise _unsupported(config, "its sentence_bert_config.json has processing_kwargs")
+    texts = _read(config, "config_sentence_transformers.json")
+    prompts = texts.get("prompts")
+    found = {k: v for k, v in prompts.items() if isinstance(v, str)} if isinstance(prompts, Mapping) else {}
+    name = texts.get("default_prompt_name")
+    return Head(
+        task="embed",
+        pooling=pooling if config.pooling == "auto" else config.pooling,
+        normalize=normalize if config.normalize is None else config.normalize,
+        prompts=found,
+        prompt_name=name if name in found else None,
+        # Since version 6 sentence-transformers writes so of models that have a chat template.
+        chat="message" in (transformer.get("modality_config") or ()),
+    )
+
+
+def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the pooling that modules.json names. Raises `ModelError` for one that batchgen does not have, and for other modules."""
+    kinds = [_kind(module) for module in modules]
+    other = next((kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")), None)
+    if other is not None:
+        raise _unsupported(config, f"its modules.json has a module {other}")
+    place = next(
+        (str(m.get("path") or "") for m, kind in zip(modules, kinds, strict=True) if kind == "Transformer"), ""
+    )
+    if place:
+        raise _unsupported(config, f"its modules.json has the language model in the folder {place}, not beside it")
+    pooling = next((m for m, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), None)
+    if pooling is None:
+        raise _unsupported(config, "its modules.json names no pooling")
+    settings = _read(config, f"{pooling.get('path')}/config.json")
+    modes = settings.get("pooling_mode") or [mode for key, mode in _OLD_POOLINGS.items() if settings.get(key) is True]
+    modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
+    if config.pooling != "auto":
+        return config.pooling
+    if len(modes) > 1 or modes[0] not in _POOLINGS:
+        raise _unsupported(config, f"its pooling is {' and '.join(map(str, modes))}, not the last token or the mean")
+    if modes[0] == "mean" and settings.get("include_prompt") is False:
+        raise _unsupported(config, "its pooling leaves out the tokens of the prompt")
+    return _POOLINGS[modes[0]]
+
+
+def _kind(module: Mapping[str, Any]) -> str:
+    """The name of a module's class, such as `Pooling`."""
+    return str(module.get("type", "")).rpartition(".")[2]
+
+
+def _unsupported(config: ModelConfig, why: str) -> ModelError:
+    return ModelError(
+        f"--embed does not run the model {config.model!r} as sentence-transformers does: {why}",
+        "use sentence-transformers for it, or another model",
+    )
+
+
+def _classification(config: ModelConfig, hf_config: Any) -> Head:
+    names = getattr(hf_config, "architectures", None) or ["without a name"]
+    if not str(names[0]).endswith(CLASSIFIER):
+        raise ModelError(
+            f"--classify: the model {config.model!r} has no classification head (its architecture is {names[0]})",
+            "give a …ForSequenceClassification model; --choices labels prompts with a model that writes text",
+        )
+    labels = tuple(str(name) for _, name in sorted(hf_config.id2label.items()))
+    if len(set(labels)) < len(labels):
+        raise ModelError(
+            f"--classify: two labels of the model {config.model!r} have the same name",
+            "correct id2label in its config.json",
+        )
+    problem = getattr(hf_config, "problem_type", None)
+    if problem == "regression" and len(labels) > 1:
+        raise ModelError(
+            f"--classify: the head of the model {config.model!r} gives {len(labels)} numbers that are no probabilities "
+            "(problem_type regression)",
+            "give a classifier, or a reward model with one number",
+        )
+    return Head(
+        task="classify",
+        labels=labels,
+        independent=problem == "multi_label_classification",
+        pad_token_id=getattr(hf_config.get_text_config(), "pad_token_id", None),
+    )
+
+
+def _read(config: ModelConfig, name: str) -> Mapping[str, Any]:
+    """Returns the object in a file of the model; {} if there is none."""
+    path = find_file(config, name)
+    return {} if path is None else read_json(path)
+
+
+def find_file(config: ModelConfig, name: str) -> Path | None:
+    """Returns the path of a small file of the model, which may have to be downloaded; None if the model has no such file."""
+    folder = Path(config.model).expanduser()
+    if folder.exists():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(config.model, name, revision=config.revision))
+    except EntryNotFoundError:  # not there, or offline and never fetched
+        return None

@@ -1,0 +1,145 @@
+"""Embeddings and classes are those of transformers' own forward, one prompt at a time, whatever the batch, the memory and the tree."""
+
+import copy
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.engine.engine import Engine
+from batchgen.model.heads import without_language_head
+from batchgen.model.loader import load_model, prepare_model
+from batchgen.parsers.heads import Head
+from batchgen.prompts import LoadedTokenizer
+from batchgen.request import NO_TEXT, Request, row_digest, row_key
+from batchgen.sampling_params import SamplingParams
+from support.models import Numbers, kernels, randomize, run
+from support.params import slow_but
+from support.shapes import COMMON, SHAPES, VOCAB
+from support.wrappers import text_model, whole_model
+
+rng = np.random.default_rng(7)
+
+
+def numbers(count):
+    return rng.integers(0, VOCAB, count).tolist()
+
+
+def cases():
+    root = numbers(45)
+    groups = [root + numbers(n) for n in (33, 20, 6)]
+    prompts = [group + numbers(int(rng.integers(1, 25))) for group in groups for _ in range(3)]
+    return [*prompts, groups[0], groups[0], root, root[:20], [5], [5], numbers(70)]
+
+
+PROMPTS = cases()
+TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+LABELS = ("red", "green", "blue")
+LAST = Head(task="embed", pooling="last", normalize=True)
+MEAN = Head(task="embed", pooling="mean", normalize=False)
+CLASSES = Head(task="classify", labels=LABELS)
+ENGINES = {
+    "all at once": {},
+    "one at a time": {"batch_size": 1},
+    "in slices": {"max_batch_tokens": 7, "batch_size": 3},
+    "other blocks": {"chunk_size": 5},
+    "in order": {"policy": "fifo"},
+}
+
+
+@cache
+def reference(name, auto, **changes):
+    settings = COMMON | SHAPES[name] | {"id2label": dict(enumerate(LABELS)), "num_labels": 3} | changes
+    config = AutoConfig.for_model(name.split("/")[0], **settings)
+    torch.manual_seed(0)
+    return randomize(auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval())
+
+
+def packed(name, head, dtype=torch.float32, **changes):
+    auto = AutoModel if head.task == "embed" else AutoModelForSequenceClassification
+    module = copy.deepcopy(reference(name, auto, **changes)).to(dtype)
+    return prepare_model(without_language_head(module, head), kernels=kernels())
+
+
+def engine_of(model, head, **config):
+    tokenizer = LoadedTokenizer(
+        hf_tokenizer=Numbers(), hf_config=None, context_length=512, eos_token_ids=(), vocab_size=VOCAB, head=head
+    )
+    return Engine(model, tokenizer, EngineConfig(**({"kv_memory": "64MiB", "debug": True} | config)))
+
+
+def requests_of(prompts, start=0):
+    requests, seen = [], {}
+    for row, prompt in enumerate(prompts, start):
+        tokens, params = np.array(prompt, dtype=np.int32), SamplingParams()
+        digest = row_digest(tokens, params)
+        seen[digest] = seen.get(digest, -1) + 1
+        key = row_key(digest, seen[digest])
+        requests.append(Request(row=row, tokens=tokens, params=params, max_tokens=0, key=key, texts=NO_TEXT))
+    return requests
+
+
+@torch.inference_mode()
+def hidden_states(model, prompt):
+    return model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+
+
+def embedding(model, head, prompt):
+    hidden = hidden_states(model, prompt)
+    vector = hidden[-1] if head.pooling == "last" else hidden.mean(0)
+    return (torch.nn.functional.normalize(vector, dim=0) if head.normalize else vector).numpy()
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral/window", "gemma2", "phi3", "gpt2", "opt"]
+RECURRENT = ["qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
+
+
+@pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
+@pytest.mark.parametrize("name", slow_but({"llama", "qwen3", "lfm2"}, FAMILIES + RECURRENT))
+def test_an_embedding_is_that_of_the_hidden_states_of_the_prompt_alone(name, head):
+    want = [embedding(reference(name, AutoModel), head, prompt) for prompt in PROMPTS]
+    for how, options in ENGINES.items():
+        engine = engine_of(packed(name, head), head, **options)
+        results = run(engine, requests_of(PROMPTS))
+        for result, vector in zip(results, want, strict=True):
+            np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4, err_msg=how)
+            assert result.embedding.dtype == np.float32
+            assert (result.text, result.finish_reason, result.completion_tokens) == (None, None, 0)
+        assert engine.stats.prefill_tokens == TRIE, how
+        assert engine.stats.scored_tokens == 0
+
+
+@pytest.mark.parametrize("name", slow_but({"llama", "qwen3"}, [*FAMILIES, "qwen3_5_text"]))
+def test_classes_have_the_probabilities_of_transformers_head(name):
+    model = reference(name, AutoModelForSequenceClassification)
+    for how, options in ENGINES.items():
+        engine = engine_of(packed(name, CLASSES), CLASSES, **options)
+        results = run(engine, requests_of(PROMPTS))
+        for result, prompt in zip(results, PROMPTS, strict=True):
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([prompt])).logits[0]
+            probs = logits.double().softmax(-1).tolist()
+            assert list(result.choice_probs) == list(LABELS)
+            assert list(result.choice_probs.values()) == pytest.approx(probs, abs=1e-5), how
+            assert result.text == LABELS[int(logits.argmax())]
+            assert result.finish_reason == "stop"
+        assert engine.stats.prefill_tokens == TRIE, how
+
+
+@pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
+@pytest.mark.parametrize("name", slow_but({"gemma3"}, ["gemma3", "mistral3", "qwen2_5_vl"]))
+def test_a_multimodal_checkpoint_embeds_text_with_its_language_model(name, head, tmp_path):
+    written = text_model(name)
+    written.save_pretrained(tmp_path)
+    body = whole_model(written).base_model
+    want = [embedding(body, head, prompt) for prompt in PROMPTS]
+    tokenizer = LoadedTokenizer(
+        hf_tokenizer=Numbers(), hf_config=AutoConfig.from_pretrained(tmp_path), context_length=512, eos_token_ids=(),
+        vocab_size=VOCAB, head=head,
+    )  # fmt: skip
+    model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32", embed=True), tokenizer)
+    for result, vector in zip(run(engine_of(model, head), requests_of(PROMPTS)), want, strict=True):
+        np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,66 @@
+"""Models with a sentence-transformers configuration, and with classification heads, made of the tiny Llama."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support.tiny_model import BOS_ID, BYTE_COUNT, EOS_ID, PAD_ID, SPECIAL_TOKENS, save_tiny_llama, save_tiny_tokenizer
+
+QUERY = "Instruct: find what answers it\nQuery: "
+_MODULES = {
+    "": "sentence_transformers.models.Transformer",
+    "1_Pooling": "sentence_transformers.models.Pooling",
+    "2_Normalize": "sentence_transformers.models.Normalize",
+}
+
+
+def save_embedder(
+    folder: Path,
+    *,
+    pooling: dict[str, Any] | None = None,
+    normalize: bool = True,
+    prompts: dict[str, str] | None = None,
+    prompt_name: str | None = None,
+    chat: bool = False,
+) -> Path:
+    """A tiny Llama with the files that sentence-transformers writes. `pooling` is the configuration of the pooling module."""
+    save_tiny_llama(folder, chat=chat)
+    places = [place for place in _MODULES if normalize or place != "2_Normalize"]
+    modules = [{"idx": i, "name": str(i), "path": place, "type": _MODULES[place]} for i, place in enumerate(places)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    own = {"word_embedding_dimension": 64, **(pooling or {"pooling_mode_lasttoken": True})}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(own))
+    given = {"prompts": prompts if prompts is not None else {"query": QUERY, "document": ""}}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(given | {"default_prompt_name": prompt_name}))
+    return folder
+
+
+def save_classifier(folder: Path, labels: tuple[str, ...] = ("red", "green", "blue"), **config: Any) -> Path:
+    """A tiny random Llama with a classification head, and a chat template."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    settings: dict[str, Any] = {
+        "vocab_size": BYTE_COUNT + len(SPECIAL_TOKENS),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "id2label": dict(enumerate(labels)),
+        "dtype": torch.float32,
+    }
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**(settings | config))).eval()
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(folder)
+    save_tiny_tokenizer(folder, chat=True)
+    return folder

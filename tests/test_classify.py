@@ -1,0 +1,186 @@
+"""`--classify`: a model's own classification or reward head, with the labels and numbers that transformers gives."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from batchgen import LLM
+from support.embedders import save_classifier
+
+SHARED = "All of these reviews begin with the same long sentence, and then they differ: "
+PROMPTS = [f"{SHARED}{what} {i % 5}" for i, what in enumerate(("good", "bad", "fair", "odd") * 3)]
+PROMPTS += ["Another one", "Another one", SHARED, "ends with padding<|pad|><|pad|>", "<|pad|>"]
+LABELS = ["red", "green", "blue"]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return save_classifier(tmp_path_factory.mktemp("models") / "classifier")
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    return save_classifier(tmp_path_factory.mktemp("models") / "reward", labels=("LABEL_0",))
+
+
+def logits_of(folder, texts, *, special=True, dtype="float32"):
+    """[texts, labels] by transformers alone, in float64."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
+    with torch.inference_mode():
+        rows = [
+            model(**tokenizer(text, return_tensors="pt", add_special_tokens=special)).logits[0].double().numpy()
+            for text in texts
+        ]
+    return np.array(rows)
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def test_rows_are_labelled_as_choices_are(cli, classifier, write_jsonl, read_jsonl, tmp_path):
+    path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
+    assert cli("run", path, "-m", classifier, "--classify", "--stats", stats, "-q").code == 0
+    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    want = softmax(logits_of(classifier, PROMPTS))
+    for row, probs in zip(rows, want, strict=True):
+        assert list(row["choice_probs"]) == LABELS
+        assert list(row["choice_probs"].values()) == pytest.approx(probs, abs=1e-5)
+        assert sum(row["choice_probs"].values()) == pytest.approx(1, abs=1e-12)
+        assert (row["text"], row["finish_reason"]) == (LABELS[int(probs.argmax())], "stop")
+    assert len({row["text"] for row in rows}) > 1
+    figures = json.loads(stats.read_text())
+    assert figures["prefill_tokens"] == figures["prefill_tokens_min"] < figures["prompt_tokens"] / 2
+    assert figures["finish_reasons"]["stop"] == len(PROMPTS)
+
+
+def test_a_head_with_one_number_gives_a_reward(cli, reward_model, write_jsonl, read_jsonl, tmp_path):
+    path = write_jsonl([{"prompt": p} for p in PROMPTS])
+    assert cli("run", path, "-m", reward_model, "--classify", "-q").code == 0
+    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    assert [row["reward"] for row in rows] == pytest.approx(logits_of(reward_model, PROMPTS)[:, 0], abs=1e-5)
+    assert {(row["text"], row["finish_reason"]) for row in rows} == {(None, None)}
+    assert "nothing to do" in cli("run", path, "-m", reward_model, "--classify").err
+    write_jsonl([{"prompt": p} for p in [*PROMPTS, "One more"]])
+    again = cli("run", path, "-m", reward_model, "--classify")
+    assert f"1 done, {len(PROMPTS)} kept from an earlier run" in again.err
+
+
+def test_labels_that_do_not_exclude_each_other_have_probabilities_of_their_own(tmp_path):
+    folder = save_classifier(tmp_path / "m", problem_type="multi_label_classification")
+    with LLM(folder, task="classify") as llm:
+        results = llm.classify(PROMPTS)
+    want = 1 / (1 + np.exp(-logits_of(folder, PROMPTS)))
+    for result, probs in zip(results, want, strict=True):
+        assert list(result.choice_probs.values()) == pytest.approx(probs, abs=1e-5)
+        assert result.text == LABELS[int(probs.argmax())]
+
+
+@pytest.mark.parametrize("model", ["classifier", "reward_model"])
+def test_parquet_has_the_columns(cli, request, model, write_jsonl, tmp_path):
+    path, folder = write_jsonl([{"prompt": p} for p in PROMPTS]), request.getfixturevalue(model)
+    assert cli("run", path, "-m", folder, "--classify", "-o", tmp_path / "o.parquet", "-q").code == 0
+    table, logits = pq.read_table(tmp_path / "o.parquet"), logits_of(folder, PROMPTS)
+    if model == "reward_model":
+        assert table["reward"].to_pylist() == pytest.approx(logits[:, 0], abs=1e-5)
+        assert "choice_probs" not in table.schema.names
+    else:
+        assert dict(table["choice_probs"][0].as_py()) == pytest.approx(
+            dict(zip(LABELS, softmax(logits)[0], strict=True)), abs=1e-5
+        )
+        assert "reward" not in table.schema.names
+
+
+def test_a_conversation_is_judged_as_the_chat_template_writes_it(reward_model):
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    with LLM(reward_model, task="classify") as llm:
+        judged, raw = llm.classify([talk, "Hello"])
+    assert judged.reward == pytest.approx(logits_of(reward_model, [text], special=False)[0, 0], abs=1e-5)
+    assert raw.reward == pytest.approx(logits_of(reward_model, ["Hello"])[0, 0], abs=1e-5)
+
+
+def test_several_devices_shards_and_bfloat16(cli, classifier, write_jsonl, read_jsonl, tmp_path):
+    path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "o.jsonl"
+
+    def probs():
+        return np.array([list(row["choice_probs"].values()) for row in read_jsonl(out)])
+
+    command = ["run", path, "-m", classifier, "--classify", "-o", out, "-q"]
+    want = softmax(logits_of(classifier, PROMPTS))
+    assert cli(*command, "--device", "cpu:0,1").code == 0
+    np.testing.assert_allclose(probs(), want, atol=1e-5)
+    assert cli(*command, "--dtype", "bfloat16", "--overwrite").code == 0
+    np.testing.assert_allclose(probs(), softmax(logits_of(classifier, PROMPTS, dtype="bfloat16")), atol=0.05)
+    out = tmp_path / "sharded.jsonl"
+    for shard in ("1/2", "2/2"):
+        assert cli("run", path, "-m", classifier, "--classify", "-o", out, "-q", "--shard", shard, "--merge").code == 0
+    np.testing.assert_allclose(probs(), want, atol=1e-5)
+
+
+def test_a_model_and_a_command_that_do_not_fit_are_refused(cli, classifier, tiny_model_dir, write_jsonl):
+    path = write_jsonl([{"prompt": "a"}])
+    for command in ("run", "plan"):
+        plain = cli(command, path, "-m", classifier)
+        assert plain.code == 1
+        assert (
+            "is a classifier or reward model (LlamaForSequenceClassification), not a model that writes text"
+            in plain.err
+        )
+        assert "add --classify to classify the rows" in plain.err
+        headless = cli(command, path, "-m", tiny_model_dir, "--classify")
+        assert headless.code == 1
+        assert "has no classification head (its architecture is LlamaForCausalLM)" in headless.err
+    openai = cli("run", path, "-m", classifier, "--classify", "--output-format", "openai", "-o", "o.jsonl")
+    assert openai.code == 2
+    assert "--output-format openai cannot hold classes" in openai.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"problem_type": "regression"}, "gives 3 numbers that are no probabilities (problem_type regression)"),
+        ({"id2label": {"0": "a", "1": "a", "2": "b"}}, "two labels of the model"),
+        ({"id2label": {"0": "a", "1": "b"}}, "score.weight has shape [3, 64], and the configuration says [2, 64]"),
+    ],
+)
+def test_a_head_that_cannot_be_read_is_refused(cli, write_jsonl, tmp_path, settings, said):
+    folder = save_classifier(tmp_path / "m")
+    given = json.loads((folder / "config.json").read_text()) | settings
+    given.pop("label2id", None)
+    (folder / "config.json").write_text(json.dumps(given))
+    refused = cli("run", write_jsonl([{"prompt": "a"}]), "-m", folder, "--classify")
+    assert refused.code == 1
+    assert said in refused.err
+
+
+def test_a_head_of_another_kind_is_refused():
+    from transformers import ModernBertDecoderConfig, ModernBertDecoderForSequenceClassification
+
+    from batchgen.errors import ModelError
+    from batchgen.model.heads import without_language_head
+    from batchgen.parsers.heads import Head
+
+    config = ModernBertDecoderConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=50,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        cls_token_id=0,
+        sep_token_id=0,
+    )
+    with pytest.raises(ModelError, match="is not one linear layer on the last token's hidden state"):
+        without_language_head(
+            ModernBertDecoderForSequenceClassification(config), Head(task="classify", labels=("a", "b"))
+        )

@@ -1,0 +1,328 @@
+"""`--embed`: the model's own pooling, the same plan as any job's, and vectors that a job keeps, reuses and writes in every format."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen import LLM, PromptConfig
+from support.embedders import QUERY, save_classifier, save_embedder
+
+SHARED = "All of these texts begin with the same long sentence, and then they differ: "
+PROMPTS = [f"{SHARED}{what} {i % 5}" for i, what in enumerate(("apples", "pears", "plums", "figs") * 3)]
+PROMPTS += ["Another one", "Another one", "é…", SHARED]
+
+
+@pytest.fixture(scope="module")
+def last(tmp_path_factory):
+    return save_embedder(tmp_path_factory.mktemp("models") / "last")
+
+
+@pytest.fixture(scope="module")
+def mean(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "mean"
+    return save_embedder(folder, pooling={"pooling_mode": "mean"}, normalize=False, prompt_name="query")
+
+
+def expected(folder, texts, *, mean=False, normalize=True, dtype="float32"):
+    """The embeddings by transformers alone."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=dtype)
+    vectors = []
+    for text in texts:
+        with torch.inference_mode():
+            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].float()
+        vector = hidden.mean(0) if mean else hidden[-1]
+        vectors.append((torch.nn.functional.normalize(vector, dim=0) if normalize else vector).numpy())
+    return np.array(vectors)
+
+
+def embeddings(rows):
+    return np.array([row["embedding"] for row in rows])
+
+
+def test_rows_have_the_normalised_hidden_state_after_their_last_token(cli, last, write_jsonl, read_jsonl, tmp_path):
+    path, stats = write_jsonl([{"prompt": p, "embedding": "mine"} for p in PROMPTS]), tmp_path / "stats.json"
+    assert cli("run", path, "-m", last, "--embed", "--stats", stats, "-q").code == 0
+    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    np.testing.assert_allclose(embeddings(rows), expected(last, PROMPTS), atol=1e-5)
+    assert {(row["text"], row["finish_reason"], row["error"], row["input_embedding"]) for row in rows} == {
+        (None, None, None, "mine")
+    }
+    assert rows[0]["usage"] == {"prompt_tokens": len(PROMPTS[0]) + 1, "completion_tokens": 0}
+    figures = json.loads(stats.read_text())
+    assert figures["prefill_tokens"] == figures["prefill_tokens_min"] < figures["prompt_tokens"] / 3
+    assert figures["embeddings"] == figures["finish_reasons"]["embedded"] == len(PROMPTS)
+    assert (figures["sampling"], figures["completion_tokens"], figures["scored_tokens"]) == ({}, 0, 0)
+
+
+@pytest.mark.parametrize("options", [(), ("--window", "5"), ("--batch-size", "2", "--max-batch-tokens", "16")])
+def test_the_mean_is_added_up_along_the_prefixes(cli, mean, write_jsonl, read_jsonl, tmp_path, options):
+    path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
+    assert cli("run", path, "-m", mean, "--embed", "--stats", stats, "-q", "--debug", *options).code == 0
+    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    want = expected(mean, [QUERY + p for p in PROMPTS], mean=True, normalize=False)
+    np.testing.assert_allclose(embeddings(rows), want, atol=1e-5)
+    figures = json.loads(stats.read_text())
+    if "--window" not in options:
+        assert figures["prefill_tokens"] == figures["prefill_tokens_min"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_parquet_has_lists_of_float32(cli, last, write_jsonl, tmp_path, kind):
+    if kind == "jsonl":
+        path = write_jsonl([{"prompt": p} for p in PROMPTS])
+    else:
+        path = tmp_path / "in.parquet"
+        pq.write_table(pa.table({"prompt": PROMPTS}), path)
+    assert cli("run", path, "-m", last, "--embed", "-o", tmp_path / "o.parquet", "-q").code == 0
+    table = pq.read_table(tmp_path / "o.parquet")
+    assert table.schema.field("embedding").type == pa.list_(pa.float32())
+    assert "choice_probs" not in table.schema.names
+    np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), expected(last, PROMPTS), atol=1e-5)
+
+
+@pytest.mark.parametrize("output", ["o.jsonl", "o.parquet"])
+def test_a_finished_output_is_reused_and_new_rows_are_added(cli, last, write_jsonl, tmp_path, output):
+    command = ["run", tmp_path / "prompts.jsonl", "-m", last, "--embed", "-o", tmp_path / output]
+
+    def read():
+        path = tmp_path / output
+        if output.endswith("parquet"):
+            return pq.read_table(path)["embedding"].to_pylist()
+        return [json.loads(line)["embedding"] for line in path.read_text().splitlines()]
+
+    write_jsonl([{"prompt": p} for p in PROMPTS[:8]])
+    assert cli(*command, "-q").code == 0
+    first = read()
+    assert "nothing to do" in cli(*command).err
+    write_jsonl([{"prompt": p} for p in [*PROMPTS[:8], "One more"]])
+    again = cli(*command)
+    assert again.code == 0
+    assert "1 done, 8 kept from an earlier run" in again.err
+    assert read()[:8] == first
+
+
+def test_what_changes_embeddings_belongs_to_the_job(cli, last, write_jsonl):
+    path = write_jsonl([{"prompt": p} for p in PROMPTS[:3]])
+    assert cli("run", path, "-m", last, "--embed", "-q").code == 0
+    for options, said in (
+        (["--pooling", "mean"], 'pooling was "last", is "mean"'),
+        (["--no-normalize"], "normalize was true, is false"),
+        (["--prompt-name", "query"], 'prompt_name was not set, is "query"'),
+    ):
+        refused = cli("run", path, "-m", last, "--embed", *options)
+        assert refused.code == 2
+        assert said in refused.err
+
+
+def test_the_models_own_files_belong_to_the_job(cli, write_jsonl, tmp_path):
+    model, path = save_embedder(tmp_path / "m"), write_jsonl([{"prompt": "a"}])
+    assert cli("run", path, "-m", model, "--embed", "-q").code == 0
+    (model / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    assert cli("run", path, "-m", model, "--embed", "-q").code == 2
+
+
+def test_a_prompt_of_the_model_is_named_or_its_default(cli, last, mean, write_jsonl, read_jsonl, tmp_path):
+    path, out = write_jsonl([{"prompt": p} for p in PROMPTS[:3]]), tmp_path / "prompts.out.jsonl"
+    assert cli("run", path, "-m", last, "--embed", "--prompt-name", "query", "-q").code == 0
+    want = expected(last, [QUERY + p for p in PROMPTS[:3]])
+    np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=1e-5)
+    assert cli("run", path, "-m", mean, "--embed", "--prefix", "", "-q", "--overwrite").code == 0
+    want = expected(mean, PROMPTS[:3], mean=True, normalize=False)
+    np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=1e-5)
+    unknown = cli("run", path, "-m", last, "--embed", "--prompt-name", "passage", "--overwrite")
+    assert unknown.code == 2
+    assert "--prompt-name 'passage': the model has no prompt of this name; it has document, query" in unknown.err
+
+
+def test_a_model_without_such_files_gives_the_last_token_normalised_unless_told(tiny_model_dir, tmp_path):
+    with LLM(tiny_model_dir, task="embed") as llm:
+        results = llm.embed(PROMPTS)
+    np.testing.assert_allclose([r.embedding for r in results], expected(tiny_model_dir, PROMPTS), atol=1e-5)
+    with LLM(tiny_model_dir, task="embed", pooling="mean", normalize=False) as llm:
+        results = llm.embed(PROMPTS)
+        (alone,) = llm.embed(PROMPTS[0])
+    want = expected(tiny_model_dir, PROMPTS, mean=True, normalize=False)
+    np.testing.assert_allclose([r.embedding for r in results], want, atol=1e-5)
+    np.testing.assert_allclose(alone.embedding, want[0], atol=1e-5)
+    assert results[0].embedding.dtype == np.float32
+
+
+def test_conversations_go_through_the_chat_template_as_they_are_and_texts_do_not(tmp_path):
+    folder = save_embedder(tmp_path / "m", chat=True)
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
+    with LLM(folder, task="embed") as llm:
+        results = llm.embed(["Hello", talk])
+        (asked,) = llm.embed("Hello", prompt_options=PromptConfig(chat=True))
+        (query,) = llm.embed("Hello", prompt_options=PromptConfig(prompt_name="query"))
+    raw = expected(folder, ["Hello", QUERY + "Hello"])
+    np.testing.assert_allclose([results[0].embedding, query.embedding], raw, atol=1e-5)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.apply_chat_template(t, tokenize=False) for t in (talk, talk[:1])]
+    want = expected(folder, [text.removeprefix("<|begin|>") for text in texts])
+    np.testing.assert_allclose([results[1].embedding, asked.embedding], want, atol=1e-5)
+
+
+def test_several_devices_and_bfloat16(cli, last, mean, write_jsonl, read_jsonl, tmp_path):
+    path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "prompts.out.jsonl"
+    assert cli("run", path, "-m", last, "--embed", "--device", "cpu:0,1", "-q").code == 0
+    np.testing.assert_allclose(embeddings(read_jsonl(out)), expected(last, PROMPTS), atol=1e-5)
+    assert cli("run", path, "-m", mean, "--embed", "--dtype", "bfloat16", "--prefix", "", "--overwrite", "-q").code == 0
+    want = expected(mean, PROMPTS, mean=True, normalize=False, dtype="bfloat16")
+    np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=0.03)
+    exact = expected(mean, PROMPTS, mean=True, normalize=False)
+    assert np.abs(embeddings(read_jsonl(out)) - exact).max() > 1e-4  # it was bfloat16
+
+
+def test_shards_are_merged(cli, mean, write_jsonl, read_jsonl, tmp_path):
+    path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "o.jsonl"
+    for shard in ("1/2", "2/2"):
+        assert cli("run", path, "-m", mean, "--embed", "-o", out, "--shard", shard, "-q").code == 0
+    assert cli("merge", out, "-q").code == 0
+    want = expected(mean, [QUERY + p for p in PROMPTS], mean=True, normalize=False)
+    np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=1e-5)
+
+
+def test_a_table_gets_a_column_of_embeddings(last):
+    with LLM(last, task="embed") as llm:
+        table = llm.generate_table(pa.table({"prompt": PROMPTS[:4], "reward": [1, 2, 3, 4]}))
+    assert table["reward"].to_pylist() == [1, 2, 3, 4]
+    assert table.schema.field("embedding").type == pa.list_(pa.float32())
+    np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), expected(last, PROMPTS[:4]), atol=1e-5)
+
+
+def test_a_prompt_may_fill_the_context_and_a_longer_one_fails_alone(last):
+    with LLM(last, task="embed") as llm:
+        whole, longer = llm.embed(["x" * 511, "x" * 512])
+        (cut,) = llm.embed("x" * 600, prompt_options=PromptConfig(on_long_prompt="truncate-right"))
+    assert (whole.error_type, longer.error_type) == (None, "prompt_too_long")
+    assert whole.prompt_tokens == 512
+    assert cut.truncated
+    np.testing.assert_allclose(cut.embedding, whole.embedding, atol=1e-6)
+
+
+def test_texts_are_as_long_as_sentence_transformers_cuts_them(tmp_path):
+    folder = save_embedder(tmp_path / "m")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20, "do_lower_case": False}))
+    with LLM(folder, task="embed") as llm:
+        assert [r.error_type for r in llm.embed(["x" * 19, "x" * 20])] == [None, "prompt_too_long"]
+
+
+def test_a_model_loaded_for_one_task_refuses_another(last, tiny_model_dir):
+    with LLM(last, task="embed") as llm, pytest.raises(ValueError, match=r"loaded with task='embed'.*task='generate'"):
+        llm.generate("Hello")
+    with LLM(tiny_model_dir) as llm, pytest.raises(ValueError, match=r"loaded with task='generate'.*task='embed'"):
+        llm.embed("Hello")
+    with pytest.raises(ValueError, match="task must be generate, embed or classify, not 'rerank'"):
+        LLM(last, task="rerank")
+
+
+BAD_MODULES = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode_cls_token": True},
+            "its pooling is cls, not the last token or the mean",
+        ),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "its pooling is mean and max, not"),
+        ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "leaves out the tokens of the"),
+        ("modules.json", [*BAD_MODULES, {"path": "2_Dense", "type": "x.Dense"}], "its modules.json has a module Dense"),
+        ("modules.json", [{**BAD_MODULES[0], "path": "0_Transformer"}, BAD_MODULES[1]], "in the folder 0_Transformer"),
+        ("modules.json", BAD_MODULES[:1], "its modules.json names no pooling"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "asks for lower-case text"),
+        ("modules.json", {"a": 1}, "modules.json holds no list of objects"),
+    ],
+)
+def test_a_configuration_that_would_be_followed_in_part_only_is_refused(cli, write_jsonl, tmp_path, file, content, why):
+    folder = save_embedder(tmp_path / "m")
+    (folder / file).write_text(json.dumps(content))
+    refused = cli("run", write_jsonl([{"prompt": "a"}]), "-m", folder, "--embed")
+    assert refused.code == 1
+    assert why in refused.err
+    assert refused.err.count("batchgen: error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--embed", "--classify"], "--embed and --classify cannot be combined"),
+        (["--embed", "--score"], "--embed cannot be combined with --score"),
+        (["--embed", "--prompt-logprobs"], "--embed cannot be combined with --prompt-logprobs"),
+        (["--embed", "--choices", "a,b"], "--embed cannot be combined with --choices"),
+        (["--embed", "-n", "2"], "--embed cannot be combined with --n"),
+        (["--embed", "--quantize", "int8"], "--quantize is for models that write text, not for --embed"),
+        (["--pooling", "mean"], "--pooling and --normalize are for --embed"),
+        (["--no-normalize"], "--pooling and --normalize are for --embed"),
+        (["--prompt-name", "query"], "--prompt-name is for --embed"),
+        (["--embed", "--prompt-name", "query", "--prefix", "x"], "--prompt-name cannot be combined with --prefix"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(cli, last, write_jsonl, options, said):
+    refused = cli("run", write_jsonl([{"prompt": "a"}]), "-m", last, *options)
+    assert refused.code == 2
+    assert said in refused.err
+
+
+def test_a_model_whose_tokens_see_those_after_them_is_refused(cli, write_jsonl, tmp_path):
+    folder = save_embedder(tmp_path / "m")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"is_causal": False}))
+    for command in ("run", "plan"):
+        refused = cli(command, write_jsonl([{"prompt": "a"}]), "-m", folder, "--embed")
+        assert refused.code == 1
+        assert "they are encoders, whose tokens see those after them" in refused.err
+
+
+def test_a_row_with_parameters_of_a_completion_fails_alone(last):
+    rows = [{"prompt": "a", "sampling_params": {"n": 2}}, {"prompt": "a", "sampling_params": {"temperature": 1.0}}]
+    with LLM(last, task="embed") as llm:
+        bad, good = llm.embed(rows)
+    assert (bad.error_type, bad.error_message) == ("unsupported_parameter", "n cannot be combined with --embed")
+    assert good.error_type is None
+
+
+@pytest.mark.parametrize("task", ["embed", "classify"])
+def test_the_plan_is_that_of_the_run(cli, last, write_jsonl, tmp_path, task):
+    model = last if task == "embed" else save_classifier(tmp_path / "classifier")
+    path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
+    plan = json.loads(cli("plan", path, "-m", model, f"--{task}", "--json").out)
+    assert cli("run", path, "-m", model, f"--{task}", "--stats", stats, "-q").code == 0
+    figures = json.loads(stats.read_text())
+    names = ("prompt_tokens", "prefill_tokens_min", "groups", "prefix_nodes")
+    assert {n: plan[n] for n in names} == {n: figures[n] for n in names}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["lasttoken", "mean"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
+def test_embeddings_are_those_of_sentence_transformers(
+    tmp_path, tiny_model_dir, tiny_chat_model_dir, mode, normalize, chat
+):
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    base = tiny_chat_model_dir if chat else tiny_model_dir
+    parts = [Transformer(str(base)), Pooling(64, pooling_mode=mode), *([Normalize()] if normalize else [])]
+    model = SentenceTransformer(modules=parts, prompts={"query": QUERY, "document": ""}, device="cpu")
+    model.save(str(tmp_path / "m"))
+    model = SentenceTransformer(str(tmp_path / "m"), device="cpu")
+    with LLM(tmp_path / "m", task="embed") as llm:
+        for name in ("query", "document"):
+            results = llm.embed(PROMPTS, prompt_options=PromptConfig(prompt_name=name))
+            want = model.encode(PROMPTS, prompt_name=name, batch_size=3)
+            np.testing.assert_allclose([r.embedding for r in results], want, atol=1e-5)
+            assert results[0].prompt_tokens > len(PROMPTS[0]) + (len(QUERY) if name == "query" else 0)
