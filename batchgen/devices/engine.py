@@ -156,6 +156,9 @@ class _Worker:
     ready_at: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
     """When its last message came."""
+    idle_since: float | None = None
+    """Since when it has been ready and without work; None while it has some."""
+    idle_seconds: float = 0.0
     rows: dict[int, _Row] = field(default_factory=dict)
     """That it has been given and that are not done."""
     leaves: int = 0
@@ -204,7 +207,17 @@ class _Worker:
             "seconds_silent": round(time.monotonic() - self.heard_at, 1) if state in ("running", "silent") else None,
         }
 
+    def count_idle(self) -> None:
+        """Adds the idle time up to now."""
+        if self.idle_since is not None:
+            now = time.monotonic()
+            self.idle_seconds += now - self.idle_since
+            self.idle_since = now
+
     def send(self, message: Work | Stop | Cancel) -> None:
+        if isinstance(message, Work):
+            self.count_idle()
+            self.idle_since = None
         self.link.send(message)
         self.sent += 1
 
@@ -275,7 +288,7 @@ class Workers:
 
     @property
     def by_worker(self) -> list[dict[str, Any]]:
-        """A line for each worker: where it runs, what it has done, whether it was lost."""
+        """A line for each worker: where it runs, what it has done, how long it had nothing to do, whether it was lost."""
         return [
             {
                 "device": worker.device,
@@ -284,6 +297,7 @@ class Workers:
                 "prefill_tokens": worker.stats.prefill_tokens,
                 "steps": worker.stats.steps,
                 "forward_seconds": round(worker.stats.forward_seconds, 4),
+                "idle_seconds": round(worker.idle_seconds, 4),
                 "memory_bytes_peak": worker.stats.process_bytes_peak,
                 "lost": worker.lost,
             }
@@ -330,6 +344,8 @@ class Workers:
                     break
                 self._listen()
         finally:
+            for worker in self._alive.values():
+                worker.count_idle()
             if self._rows:
                 self._abandon()
 
@@ -413,7 +429,7 @@ class Workers:
     def _hear(self, worker: _Worker, message: Ready | Report | WorkerFailed | _Gone) -> None:
         worker.heard_at = time.monotonic()
         if isinstance(message, Ready):
-            worker.ready_at = worker.heard_at
+            worker.ready_at = worker.idle_since = worker.heard_at
             worker.dtype, worker.attention = message.dtype, message.attention
             worker.batch_size = message.batch_size
             if self._transport.replaces:
@@ -421,6 +437,8 @@ class Workers:
                 self._shares.join(worker.place)
         elif isinstance(message, Report):
             worker.heard, worker.idle, worker.stats = message.heard, message.idle, message.stats
+            if worker.quiet and worker.idle_since is None:
+                worker.idle_since = worker.heard_at
             if message.under_way is not None:
                 worker.under_way = message.under_way
             for note in message.notes:

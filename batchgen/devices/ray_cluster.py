@@ -253,6 +253,9 @@ class EngineActor:
     def _run(self) -> None:
         from batchgen.collector import few_collections
         from batchgen.devices.worker import load, serve
+        from batchgen.lean_imports import allow_lean_imports
+
+        allow_lean_imports()
 
         def connect(on_message: Callable[[Any], None], on_end: Callable[[], None]) -> _Outgoing:
             with self._delivering:

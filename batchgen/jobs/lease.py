@@ -1,13 +1,13 @@
-"""The claim of a process on a shard, for all machines that see the folder. Its holder renews it; others see when it stops.
+"""A lease: one process of all machines that see a folder holds it. The holder renews the lease; the others notice when it stops doing so.
 
-File locks are not enough here: on some network file systems they hold on one machine only, and none of them says whether the holder has
-died. A lease needs two things of a file system, both of which NFS has since version 3: a file that must be new (`O_EXCL`) is made by one
-machine only, and a file that was written and closed is seen by whoever opens it afterwards.
+File locks are not enough here. On some network file systems a lock holds on one machine only, and no lock tells whether its holder has
+died. A lease needs two properties of a file system, and NFS has both since version 3: if several machines create a file with `O_EXCL`, only
+one succeeds; and a machine that opens a file sees what was written before the file was closed.
 
-A folder holds `claim-000001`, `claim-000002`…: each start makes the next one, and the last is the one that counts. Its holder writes a
-new beat into it every few seconds. A claim is free when its holder has released it, when its holder was a process of this machine that is
-gone, and when its beat has not changed for a minute. No two machines compare their clocks. A holder that was suspended for that long finds
-a newer claim and stops before it writes anything more.
+The folder contains `claim-000001`, `claim-000002`…. Each start creates the next claim, and the last claim counts. Every few seconds its
+holder writes a new beat into it. A lease is free if its holder has released it, if its holder was a process of this machine that no longer
+exists, or if the beat has not changed for a minute. The waiting process measures that minute with its own clock; the clocks of two machines
+are never compared. A holder that was suspended for a minute finds a newer claim, and stops before it writes anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OBJECT_STORES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Beats:
-    """Seconds between two renewals by a holder, and seconds without one after which it counts as dead."""
+    """Seconds between two renewals, seconds without a renewal after which the holder counts as dead, and seconds between two looks at it."""
 
     every: float = 5.0
     silent: float = 60.0
@@ -66,9 +66,9 @@ class Lease:
         self._beats = beats or DEFAULT_BEATS
         self._me = _this_process()
         self.taken_over: dict[str, Any] | None = None
-        """The holder that had died."""
+        """The dead holder that this lease was taken from."""
         self.before = ""
-        """The state in which the claim before this one was left."""
+        """The state of the claim before this one."""
         self._told: Mapping[str, Any] = {}
         self._count = 0
         self._lost = False
@@ -82,11 +82,11 @@ class Lease:
         self._thread.start()
 
     def tell(self, progress: Mapping[str, Any]) -> None:
-        """Sets what the next renewals say in addition to the holder's name."""
+        """Sets the progress that the next renewals write beside the holder's name."""
         self._told = progress
 
     def check(self) -> None:
-        """Raises `OutputLocked` if another process has taken the lease over. To be called before anything is written under it."""
+        """Raises `OutputLocked` if another process has taken the lease over. Must be called before every write that the lease protects."""
         if not self._lost and _clock() - self._beaten > self._beats.silent / 2:
             with writing(self._folder):
                 self._beat()  # this process was suspended, or the folder could not be reached
@@ -97,7 +97,7 @@ class Lease:
             )
 
     def release(self, state: str = "released") -> None:
-        """Lets go. `state` stays in the claim. Does nothing the second time."""
+        """Releases the lease. `state` stays in the claim. Does nothing the second time."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -156,7 +156,7 @@ class Lease:
 
 
 def last_claim(folder: Path, *, read: bool = True) -> tuple[int, dict[str, Any] | None]:
-    """The number of the last claim on a folder and what it says; (0, None) where there is none. Changes nothing."""
+    """Returns the number and the content of the last claim on a folder; (0, None) if there is none. Changes nothing."""
     try:
         numbers = [int(m[1]) for name in os.listdir(folder) if (m := _CLAIM.fullmatch(name))]  # noqa: PTH208 - names alone
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def holder_of_lease(folder: Path) -> dict[str, Any] | None:
 
 
 def is_alive_here(holder: Mapping[str, Any]) -> bool | None:
-    """Whether the holder is a process of this machine that runs; None where it is one of another machine, or of another container."""
+    """Returns whether the holder, a process of this machine, is running; None if it is a process of another machine or container."""
     me = _this_process()
     if any(holder.get(name) != me[name] for name in ("host", "boot", "space")):
         return None

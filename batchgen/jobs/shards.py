@@ -1,16 +1,17 @@
 """A job that runs in shards: one first reading, a store of results for each shard, one output at the end.
 
-Beside what `job_folder` describes, the job's folder holds
+In addition to the files that `job_folder` describes, the job's folder contains
 
-    claims/            who makes the first reading, or merges (`lease`); stays when the job is finished
-    shards/plan.json   the shares of the prefix order, once the first reading is done (`ShardPlan`)
-    shards/ID/         of the plan with this id:
+    claims/            the lease of the process that does the first reading, or merges (`lease`); stays when the job is finished
+    shards/plan.json   the shares of the prefix order, written after the first reading (`ShardPlan`)
+    shards/ID/         the files of the plan with this id:
       requests/        all requests that had no result, in prefix order
-      1/, 2/, …        of each shard: its claims, results.sqlite (`results`), stats.json and report.json
+      1/, 2/, …        for each shard: its claims, results.sqlite (`results`), stats.json and report.json
 
-Whoever holds the lease on `claims` holds the job's lock too; a run without shards holds the lock alone. A shard takes its own lease first
-and then looks whether somebody is at the whole job; whoever is at the whole job takes the lease on `claims`, or the lock, first and then
-looks for shards that run. So of two that start at the same moment at least one steps back.
+A process works on the whole job (first reading, merge, a run without shards) or on one shard, never on both at the same time. A process that
+reads first or merges holds the lease on `claims` and the job's lock; a run without shards holds only the lock. A shard takes its own lease
+and then checks that nobody works on the whole job. A process for the whole job takes the lease on `claims`, or the lock, and then checks
+that no shard is running. If both start at the same moment, at least one of them sees the other and gives up.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class ShardPlan:
 
     id: str
     asked: dict[str, Any]
-    """Input, limit, settings and versions of the reading. A shard with others cannot use it."""
+    """Input, limit, settings and versions of the reading. A shard that was started with other values cannot use this plan."""
     pieces: list[tuple[str, int]]
     """Files of requests, in prefix order: name and number of requests."""
     shares: list[Share]
     rows: int
     """Rows of the output."""
     output: dict[str, Any]
-    """Everything that the merge needs to write the output."""
+    """What the merge must know to write the output (`output_facts`)."""
 
     @property
     def count(self) -> int:
@@ -71,7 +72,7 @@ class ShardPlan:
 
 
 def load_plan(folder: Path) -> ShardPlan | None:
-    """The plan of a job's folder; None if there is none."""
+    """Returns the plan in a job's folder; None if there is none. Raises `UsageError` if it is damaged."""
     try:
         value = json.loads((folder / SHARDS_FOLDER / _PLAN).read_bytes())
         shares = [Share(**share) for share in value.pop("shares")]
@@ -100,7 +101,7 @@ def write_plan(
     rows: int,
     output: Mapping[str, Any],
 ) -> ShardPlan:
-    """Puts the requests of `windows` (each the next part of the prefix order) on disk, and then the plan for `count` shards."""
+    """Writes the requests of `windows`, which follow each other in prefix order, and then the plan for `count` shards."""
     plan_id = secrets.token_hex(4)
     place = folder / SHARDS_FOLDER / plan_id
     with writing(folder):
@@ -132,14 +133,14 @@ def write_plan(
 
 
 def forget_plan(folder: Path) -> None:
-    """Removes what the shards left. Does nothing if there is no plan."""
+    """Removes the plan and the folders of all shards. Does nothing if there is no plan."""
     with writing(folder):
         (folder / SHARDS_FOLDER / _PLAN).unlink(missing_ok=True)
         shutil.rmtree(folder / SHARDS_FOLDER, ignore_errors=True)
 
 
 def stores(folder: Path) -> list[Path]:
-    """The folders of all shards that have a store of results, also if their plan was deleted."""
+    """Returns the folders of all shards that have a store of results. Finds them also if the plan was deleted."""
     return [store.parent for store in sorted((folder / SHARDS_FOLDER).glob(f"*/*/{FILE}"))]
 
 
@@ -156,13 +157,13 @@ def take_runs(folder: Path, record: JobRecord) -> None:
 
 
 def running_shards(folder: Path, plan: ShardPlan) -> list[tuple[int, dict[str, Any]]]:
-    """The numbers and holders of the shards that run, as far as can be seen from here."""
+    """Returns the numbers and holders of all shards that are held. A holder on another machine may be dead."""
     held = ((n, holder_of_lease(shard_folder(folder, plan, n))) for n in range(1, plan.count + 1))
     return [(number, holder) for number, holder in held if holder is not None]
 
 
 def check_no_shard_runs(folder: Path, output: str, tell: Callable[[str], None] = lambda _: None) -> None:
-    """Raises `OutputLocked` if a shard of the job runs. One of another machine is watched until it shows that it lives, or is dead."""
+    """Raises `OutputLocked` if a shard of the job is running. Waits up to a minute for a sign of life of a shard on another machine."""
     plan = load_plan(folder)
     if plan is None:
         return
@@ -181,7 +182,7 @@ def _is_done(place: Path) -> bool:
 
 
 def shard_figures(folder: Path, plan: ShardPlan) -> list[dict[str, Any]]:
-    """Returns name, host and figures of the last run of each shard that has finished a run."""
+    """Returns name, host and figures of each shard that has finished a run: those of its last run."""
     found = []
     for number in range(1, plan.count + 1):
         place = shard_folder(folder, plan, number)
@@ -278,7 +279,7 @@ def _join(
     flush_every: float,
     tell: Callable[[str], None],
 ) -> ShardFolder | None:
-    """The shard of a plan; None if somebody is at the whole job, or the plan is not the job's any more."""
+    """Returns the shard of a plan; None if another process works on the whole job, or the job has another plan by now."""
     place = shard_folder(folder, plan, number)
     if _is_done(place):
         shard = ShardFolder(folder, plan, number, output)
@@ -315,7 +316,7 @@ def _check_no_whole_run(folder: Path, output: str) -> None:
 
 
 def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], output: str) -> None:
-    """Shards that run keep their plan: raises `UsageError` or `OutputLocked`, which say what this run asks for instead."""
+    """Raises an error that says what differs, if the plan was made with other settings or if its shards are running."""
     said = differences(plan.asked["settings"], asked["settings"])
     if said:
         raise UsageError(
@@ -340,7 +341,7 @@ def _lead(
     read: Callable[[Job], None],
     tell: Callable[[str], None],
 ) -> Job | None:
-    """Makes the first reading, or waits a little for whoever makes it. Returns the job if it is finished."""
+    """Does the first reading, or waits half a second if another process is doing it. Returns the job if it is finished."""
     try:
         lease = Lease(folder / CLAIMS, f"the first reading of {output}", tell)
     except OutputLocked as e:
@@ -373,7 +374,7 @@ class ShardFolder:
         self.finished: dict[str, Any] | None = None
 
     def is_complete(self, retry: Sequence[str]) -> bool:
-        """Whether there is nothing left to do in this shard, which is done: no row of it is to be run again."""
+        """Returns whether this shard, which is done, has no row to `retry`. If so, sets `finished`."""
         if self.previous is None:
             return False
         if any(self.previous["job"]["finish_reasons"].get(RETRIES[name]) for name in retry):
@@ -382,7 +383,7 @@ class ShardFolder:
         return True
 
     def open(self, lease: Lease, retry: Sequence[str], flush_every: float) -> None:
-        """Takes up the results that earlier runs left. The results of rows to `retry` are forgotten, unless an interrupted run has done that."""
+        """Opens the results of earlier runs. Forgets the results of rows to `retry`, unless an interrupted run has forgotten them already."""
         self._lease = lease
         if lease.taken_over is not None:
             self.notes.append(

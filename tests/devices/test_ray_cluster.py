@@ -5,41 +5,50 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, run_job
+from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, job_status, run_job
+from batchgen.devices.transport import Ready, Report
 from batchgen.errors import ModelError, UsageError
 from batchgen.progress import Silent, Snapshot
 
 ray = pytest.importorskip("ray")
+from batchgen.devices.ray_cluster import RayCluster, _path_on_workers  # noqa: E402
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's own, of its processes and sockets
 ]
 SAMPLING = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=3)
 NESTED = ("A report of the northern region. ", "Its first part is about ships. ", "Its second part is about trains. ")
-KILLS = 10
+SAMPLE = Path(__file__).parents[2] / "sample_data"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})
-    cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-    try:
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "RAY_worker_niceness", "0"
+        )  # actors with less right to the cores than other tests would take minutes to start
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 @pytest.fixture
@@ -50,39 +59,107 @@ def connected(cluster: Any) -> Iterator[Any]:
     ray.shutdown()
 
 
-@pytest.fixture
-def expected(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """What one process writes, for groups inside of groups."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def one_process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the input, groups inside of groups, and `one.jsonl`: what one process writes."""
+    folder = tmp_path_factory.mktemp("one")
     rows = [{"prompt": NESTED[0] + NESTED[1 + i % 2] + f"{i % 7} of {i}", "n": i} for i in range(150)]
     rows[9]["prompt"] = 7
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_job(config_of(tiny_model_dir, None, output="one.jsonl"))
-    return Path("one.jsonl").read_bytes()
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_job(config_of(tiny_model_dir, None, inputs=folder / "in.jsonl", output=folder / "one.jsonl"))
+    return folder
 
 
-def config_of(model: Path, address: str | None, **options: Any) -> JobConfig:
+@pytest.fixture
+def expected(one_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """What one process writes. The input is in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(one_process / "in.jsonl", "in.jsonl")
+    return (one_process / "one.jsonl").read_bytes()
+
+
+def config_of(folder: Path, address: str | None, **options: Any) -> JobConfig:
     engine = EngineConfig(batch_size=4, threads=1)
-    ours = ModelConfig(model=str(model), device="cpu", ray=address)
+    ours = ModelConfig(model=str(folder), device="cpu", ray=address)
     return JobConfig(
         **{"inputs": "in.jsonl", "output": "o.jsonl", "model": ours, "engine": engine, "sampling": SAMPLING} | options
     )
 
 
-class At(Silent):
-    """Does something when so many rows are done, for each of some numbers."""
+@dataclass(eq=False)
+class Actor:
+    """An actor of the job, as its driver hears of it."""
 
-    def __init__(self, moments: list[int], action: Callable[[], None]) -> None:
-        self.moments, self.action = sorted(moments), action
+    link: Any = None
+    ready: bool = False
+    rows: int = 0
+    ended: bool = False
+
+    def hear(self, message: Any) -> None:
+        self.ready |= isinstance(message, Ready)
+        self.rows += len(message.results) if isinstance(message, Report) else 0
+
+
+class Actors:
+    """All actors that the jobs of a test start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[Actor] = []
+        start = RayCluster.start
+
+        def started(cluster: Any, setup: Any, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Any:
+            actor = Actor()
+            self.started.append(actor)
+
+            def hear(message: Any) -> None:
+                actor.hear(message)
+                on_message(message)
+
+            def end() -> None:
+                actor.ended = True
+                on_end()
+
+            actor.link = start(cluster, setup, hear, end)
+            return actor.link
+
+        monkeypatch.setattr(RayCluster, "start", started)
+
+    @property
+    def alive(self) -> list[Actor]:
+        return [actor for actor in self.started if not actor.ended]
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Waits up to two minutes. The driver waits too if this is called by its progress."""
+        until = time.monotonic() + 120
+        while not done() and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+class Losing(Silent):
+    """Loses something at so many random moments, each time with two actors that have finished rows, until `kills` are lost."""
+
+    def __init__(self, actors: Actors, seed: int, kills: int, lose: Callable[[random.Random], None]) -> None:
+        self._actors, self._lose, self._rng = actors, lose, random.Random(seed)
+        self.kills, self.lost = kills, 0
+        self._next = 0
         self.notes: list[str] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
     def update(self, now: Snapshot) -> None:
-        if self.moments and now.phase == "generating" and now.rows_done >= self.moments[0]:
-            self.moments.pop(0)
-            self.action()
+        """Holds the driver until what was lost is known to be, and then until its successor is ready: so the job does not end before."""
+        actors = self._actors
+        if self.lost == self.kills or now.phase != "generating":
+            return
+        actors.wait(lambda: len(actors.started) - len(actors.alive) == self.lost)
+        if len(actors.alive) < 2:
+            return  # the driver has to hear that one is lost
+        actors.wait(lambda: all(actor.ready or actor.ended for actor in actors.started))
+        if now.rows_done >= self._next and all(actor.rows for actor in actors.alive):
+            self._next = now.rows_done + self._rng.randrange(1, 130 // self.kills)
+            self.lost += 1
+            self._lose(self._rng)
 
 
 def check(report: JobReport, expected: bytes) -> None:
@@ -92,49 +169,65 @@ def check(report: JobReport, expected: bytes) -> None:
 
 
 def test_two_nodes_write_what_one_process_writes(connected: Any, tiny_model_dir: Path, expected: bytes) -> None:
-    report = run_job(config_of(tiny_model_dir, connected.address))
+    seen: list[list[str]] = []
+
+    class Looking(Silent):
+        def update(self, now: Snapshot) -> None:
+            if now.phase == "generating" and (workers := job_status("o.jsonl")["workers"]) is not None:
+                seen.append([worker["state"] for worker in workers])
+
+    report = run_job(config_of(tiny_model_dir, connected.address), Looking())
     check(report, expected)
     assert report.stats["device"] == "ray: 2 × cpu"
     assert len(report.stats["workers"]) == 2
     assert not any(worker["lost"] for worker in report.stats["workers"])
+    assert any(state == "running" for states in seen for state in states)
 
 
+def test_two_nodes_write_the_sample_job_as_one_process_does(connected: Any, expected: bytes) -> None:
+    options = {"inputs": SAMPLE / "prompts.jsonl", "sampling": SamplingParams(max_tokens=24)}
+    run_job(config_of(SAMPLE / "model", None, output="one.jsonl", **options))
+    report = run_job(config_of(SAMPLE / "model", connected.address, **options))
+    assert Path("o.jsonl").read_bytes() == Path("one.jsonl").read_bytes()
+    assert [worker["rows"] > 0 for worker in report.stats["workers"]] == [True, True]
+    assert sum(worker["rows"] for worker in report.stats["workers"]) == 384
+
+
+TIMES = [3, pytest.param(10, marks=pytest.mark.nightly)]
+"""Losses in a test."""
+
+
+@pytest.mark.parametrize("kills", TIMES)
 def test_actors_that_are_killed_are_replaced(
-    connected: Any, tiny_model_dir: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+    connected: Any, tiny_model_dir: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
-    from batchgen.devices import ray_cluster
+    actors = Actors(monkeypatch)
 
-    links: list[Any] = []
-    start = ray_cluster.RayCluster.start
-    monkeypatch.setattr(ray_cluster.RayCluster, "start", lambda *a: links.append(start(*a)) or links[-1])
-    rng = random.Random(7)
+    def kill(rng: random.Random) -> None:
+        ray.kill(rng.choice(actors.alive).link._actor, no_restart=True)
 
-    def kill() -> None:
-        ray.kill(rng.choice(links)._actor, no_restart=True)
-
-    killed = At([rng.randrange(1, 149) for _ in range(KILLS)], kill)
-    report = run_job(config_of(tiny_model_dir, connected.address), killed)
+    losing = Losing(actors, 7, kills, kill)
+    report = run_job(config_of(tiny_model_dir, connected.address), losing)
     check(report, expected)
-    assert any("it is started again, and its" in note for note in killed.notes)
-    assert sum(worker["lost"] for worker in report.stats["workers"]) >= 2
-    assert len(report.stats["workers"]) >= 4
+    assert losing.lost == kills
+    assert any("it is started again, and its" in note for note in losing.notes)
+    assert sum(worker["lost"] for worker in report.stats["workers"]) == kills
+    assert len(report.stats["workers"]) == 2 + kills
 
 
-def test_nodes_that_are_lost_leave_their_rows_to_others(connected: Any, tiny_model_dir: Path, expected: bytes) -> None:
-    rng = random.Random(3)
-    lost = []
-
-    def lose_a_node() -> None:
-        node = next(iter(connected.worker_nodes))
-        connected.remove_node(node, allow_graceful=False)
-        lost.append(node)
+@pytest.mark.parametrize("kills", TIMES)
+def test_nodes_that_are_lost_leave_their_rows_to_others(
+    connected: Any, tiny_model_dir: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    def lose_a_node(rng: random.Random) -> None:
+        connected.remove_node(next(iter(connected.worker_nodes)), allow_graceful=False)
         connected.add_node(num_cpus=1, object_store_memory=80 << 20)
 
-    report = run_job(
-        config_of(tiny_model_dir, connected.address), At([rng.randrange(5, 140) for _ in range(3)], lose_a_node)
-    )
+    losing = Losing(Actors(monkeypatch), 3, kills, lose_a_node)
+    report = run_job(config_of(tiny_model_dir, connected.address), losing)
     check(report, expected)
-    assert len(lost) == 3
+    assert losing.lost == kills
+    assert sum(worker["lost"] for worker in report.stats["workers"]) == kills
 
 
 def command(model: Path, address: str) -> list[str]:
@@ -151,25 +244,34 @@ def results(folder: Path) -> int:
     return read_facts(folder, ())[1] or 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("signum", "kills"),
+    [
+        (signal.SIGKILL, 2),
+        pytest.param(signal.SIGKILL, 10, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_driver_that_is_killed_goes_on_where_it_was(
-    cluster: Any, tiny_model_dir: Path, expected: bytes, signum: int, command_environment: dict[str, str]
+    cluster: Any, tiny_model_dir: Path, expected: bytes, signum: int, kills: int, command_environment: dict[str, str]
 ) -> None:
     rng = random.Random(signum)
-    before = 0
-    for _ in range(2):
-        until = before + rng.randrange(1, 40)
+    before = killed = 0
+    for _ in range(kills):
+        until = before + rng.randrange(1, 100 // kills)
         with subprocess.Popen(
             command(tiny_model_dir, cluster.address), env=command_environment, stderr=subprocess.PIPE
         ) as driver:
             while results(Path("o.jsonl.job")) < until and driver.poll() is None:
-                time.sleep(0.01)
+                time.sleep(0.005)
             driver.send_signal(signum)
             code = driver.wait(60)
         assert code in (-signum, 128 + signum, 3)
+        killed += code != 3
         now = results(Path("o.jsonl.job"))
-        assert now >= before or code == 3
+        assert before <= now <= 149 or code == 3
         before = now
+    assert killed >= kills // 2
     done = subprocess.run(command(tiny_model_dir, cluster.address), env=command_environment, capture_output=True)
     assert done.returncode == 3, done.stderr
     assert Path("o.jsonl").read_bytes() == expected
@@ -179,7 +281,7 @@ def test_a_model_that_the_machines_do_not_have_is_told_in_one_line(
     connected: Any, tiny_model_dir: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.symlink(tiny_model_dir, tmp_path / "here")
-    monkeypatch.setattr("batchgen.devices.ray_cluster.RayCluster.setups", moved_away)
+    monkeypatch.setattr(RayCluster, "setups", moved_away)
     with pytest.raises(
         ModelError, match=r"a machine of the cluster cannot load the model: model folder .*hub or a folder"
     ):
@@ -193,9 +295,65 @@ def moved_away(self: Any, model: ModelConfig, engine: EngineConfig) -> Any:
     return [WorkerSetup(ModelConfig(model="./nowhere", device="cpu"), engine, place, 1) for place in range(2)]
 
 
-def test_a_cluster_that_is_not_there_is_told(tiny_model_dir: Path, expected: bytes) -> None:
-    with pytest.raises(UsageError, match=r"there is no Ray cluster at 127\.0\.0\.1:1: "):
-        run_job(config_of(tiny_model_dir, "127.0.0.1:1"))
+def test_a_model_in_the_working_directory_is_copied_to_the_machines(
+    cluster: Any, tiny_model_dir: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_model_dir, tmp_path / "work" / "model")
+    model = ModelConfig(
+        model=tmp_path / "work" / "model", device="cpu", ray=cluster.address, ray_working_dir=tmp_path / "work"
+    )
+    start = RayCluster.start
+
+    def away(*given: Any) -> Any:
+        shutil.rmtree(tmp_path / "work", ignore_errors=True)  # the driver's folder, which other machines do not see
+        return start(*given)
+
+    monkeypatch.setattr(RayCluster, "start", away)
+    check(run_job(config_of(tiny_model_dir, None, model=model)), expected)
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "working_dir", "found"),
+    [
+        ("org/name", None, "org/name"),
+        ("org/name", "work", "org/name"),
+        ("work/model", None, "{here}/work/model"),
+        ("work/model", "elsewhere", "{here}/work/model"),
+        ("work/model", "work", "./model"),
+        ("{here}/work/model", "work", "./model"),
+        ("work/model", "{here}/work/model", "./."),
+    ],
+)
+def test_where_the_machines_look_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, working_dir: str | None, found: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("work/model").mkdir(parents=True)
+    working_dir = None if working_dir is None else working_dir.format(here=tmp_path)
+    assert _path_on_workers(model.format(here=tmp_path), working_dir) == found.format(here=tmp_path)
+
+
+def test_a_working_directory_that_cannot_be_used_is_told(connected: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = ModelConfig(model=tiny_model_dir, ray=connected.address, ray_working_dir=tmp_path)
+    with pytest.raises(UsageError, match="--ray-working-dir comes too late: this program is connected to Ray already"):
+        RayCluster(model)
+
+
+def test_a_working_directory_that_is_not_there_is_told(cluster: Any, tiny_model_dir: Path) -> None:
+    model = ModelConfig(model=tiny_model_dir, ray=cluster.address, ray_working_dir="nowhere")
+    with pytest.raises(UsageError, match="--ray-working-dir nowhere is not a folder; name one that holds the model"):
+        RayCluster(model)
+
+
+@pytest.mark.parametrize(("address", "variable"), [("127.0.0.1:1", ""), ("auto", "127.0.0.1:1")])
+def test_a_cluster_that_is_not_there_is_told_at_once(
+    address: str, variable: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    monkeypatch.setattr("ray.init", None)  # it would try for minutes
+    with pytest.raises(UsageError, match=r"there is no Ray cluster at 127\.0\.0\.1:1: Connection refused; start one"):
+        RayCluster(ModelConfig(model=tiny_model_dir, ray=address))
 
 
 def test_more_cpus_than_any_machine_has_are_refused(connected: Any, tiny_model_dir: Path, expected: bytes) -> None:

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,28 @@ def test_each_process_hears_what_it_is(fleet: Fleet) -> None:
     setups = sorted(fleet.setups, key=lambda s: s.place)
     assert [(s.model.device, s.place, s.processes) for s in setups] == [("cuda:2", 0, 2), ("cuda:0", 1, 2)]
     assert {(s.engine.kv_memory, s.engine.processes) for s in setups} == {("1GiB", 2)}
+
+
+def test_the_time_in_which_a_worker_has_no_work_is_counted(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("batchgen.devices.engine.time", SimpleNamespace(monotonic=lambda: now[0]))
+    go_on = threading.Event()
+
+    class Held(FakeEngine):
+        def step(self, admit: bool) -> None:
+            go_on.wait(60)
+            super().step(admit)
+
+    def later() -> None:
+        now[0] = 7.0
+        go_on.set()
+
+    fleet.make = Held
+    workers = fleet.workers()
+    now[0] = 5.0  # until there is work
+    run(workers, [request(0, [0])], when(lambda: not workers.waiting, later))
+    now[0] = 100.0  # what comes after the last row does not count
+    assert sorted(worker["idle_seconds"] for worker in workers.by_worker) == [5.0, 7.0]  # one row: one worker has none
 
 
 def test_what_all_say_is_told_once(fleet: Fleet) -> None:
