@@ -1,32 +1,55 @@
-"""Imports transformers in a process of our own without what it would only need to train, or to run on several processes.
+"""Imports torch and transformers in a process of our own without what only training, compiling or a table of 1,600 files needs.
 
-The import of transformers and of a model's code takes as long as that of torch and half again (benchmarks/NOTES.md). Most of that is
-for `torch.compile` (marks on functions that are never run here), for `torch.distributed`, for torchao and accelerate where they happen to be
-installed, and for a second look at its own 1,600 files.
-`torch._dynamo` is only put off: it is imported when something asks for more than such a mark.
+A full import takes twice as long (benchmarks/NOTES.md). Three things make the difference:
+
+- Three parts of torch are put off: their code runs when something asks them for anything.
+- transformers is told that some packages are not installed. It imports them wherever they are, and no model that runs here needs them.
+- transformers makes a table of its classes from all of its source files at every start. The table is kept in the user's cache folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from batchgen.config import ModelConfig
 
 _DYNAMO = "torch._dynamo"
 _LIGHT = f"{_DYNAMO}._trace_wrapped_higher_order_op"
-"""A part of it that stands alone, and that transformers' masks import."""
+"""A part of it that needs no other, and that transformers' masks import."""
+_METAS = "torch._meta_registrations"
+"""Operations on the device `meta` that are written in Python. Those that are written in C++ make a model there."""
+_BY_TORCH = ("torch.export", "torch._export", _METAS)
+"""What torch imports with itself and is put off, in its order."""
+_ALONE = ("torch.nn.attention.", "torch.utils._device", "torch.utils.checkpoint")
+"""What may be imported after torch and needs none of these."""
 _LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 """Variables of torchrun and the like, which start the processes of a distributed program."""
-_ours = False
+_IMPORTS = "transformers.utils.import_utils"
+_Table = dict[frozenset[str], dict[str, set[str]]]
+"""The names in each module of transformers, by the packages that the module needs."""
+_ours = _finished = False
+
+
+def cache_folder() -> Path:
+    """Returns `$XDG_CACHE_HOME/batchgen`, by default `~/.cache/batchgen`. Raises `OSError` if there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "batchgen"
+    except RuntimeError as e:  # a user that the system does not know, as in some containers
+        raise OSError(str(e)) from e
 
 
 def allow_lean_imports() -> None:
@@ -36,18 +59,40 @@ def allow_lean_imports() -> None:
 
 
 def import_transformers(config: ModelConfig) -> None:
-    """Imports transformers and torch, as lean as this process and the model allow."""
+    """Imports torch and transformers, as lean as this process and the model allow."""
     lean = _ours and not any(name in os.environ for name in _LAUNCHED)
     if lean and sys.modules.keys().isdisjoint(("torch", "transformers")) and find_spec("torch"):
+        plain = config.device_map is None and not config.trust_remote_code
+        finder = _Finder((_DYNAMO, *_BY_TORCH) if plain else (_DYNAMO,))
+        sys.meta_path.insert(0, finder)
         torch = importlib.import_module("torch")
-        _defer_dynamo(torch)
-        unused = ["torch_distributed"]
+        _import_alone(_LIGHT)
+        finder.torch_is_there = True
+        finder.hidden = ["torch_distributed", "scipy"]
         if config.device_map is None and not torch.cuda.is_available():
-            unused.append("accelerate")
+            finder.hidden.append("accelerate")
         if not _may_need_torchao(config):
-            unused.append("torchao")
-        _hide(unused)
+            finder.hidden.append("torchao")
     import transformers  # noqa: F401
+
+
+def finish_torch() -> bool:
+    """Loads the parts that torch imports with itself and that were put off. Returns whether there were any."""
+    global _finished
+    if _finished:
+        return False
+    _finished = True  # they import each other
+    parts = [module for name in _BY_TORCH if isinstance(module := sys.modules.get(name), _PutOff)]
+    for part in parts:
+        if isinstance(part, _PutOff):
+            part.run()
+    return bool(parts)
+
+
+def _needs_metas() -> bool:
+    """Whether torch, which is being imported, needs these operations here: already, or for random numbers on an accelerator (`torch.Generator`)."""
+    accelerators = getattr(sys.modules["torch"]._C, "_cuda_getDeviceCount", int)()
+    return "torch._decomp" in sys.modules or accelerators > 0 or sys.platform != "linux"
 
 
 def _may_need_torchao(config: ModelConfig) -> bool:
@@ -58,32 +103,35 @@ def _may_need_torchao(config: ModelConfig) -> bool:
         return True
 
 
-def _hide(packages: Iterable[str]) -> None:
-    """Has transformers go on as where these packages are not installed, and look at its own files once."""
-    from transformers import utils
-    from transformers.utils import import_utils
+class _PutOff(ModuleType):
+    """A module whose code runs when it is first asked for anything but its own `__file__` and the like."""
 
-    for package in packages:
-        for module in (utils, import_utils):
-            setattr(module, f"is_{package}_available", lambda *args, **kwargs: False)
-    read = getattr(import_utils, "create_import_structure_from_path", None)
-    if read is not None:
-        import_utils.create_import_structure_from_path = _read_once(read)
+    def __getattr__(self, name: str) -> Any:
+        # Code that looks through all modules (inspect.getmodule) asks each for such names. Importing a part asks for the path.
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        self.execute()
+        return getattr(self, name)
+
+    def execute(self) -> None:
+        """Runs the module's code, after what torch has run before it."""
+        finish_torch()
+        if isinstance(self, _PutOff):
+            self.run()
+
+    def run(self) -> None:
+        """Runs the module's code in this very module, which is an ordinary one from then on."""
+        spec = self.__spec__
+        assert spec is not None
+        assert spec.loader is not None
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        if spec.submodule_search_locations is not None:
+            self.__path__ = spec.submodule_search_locations
+        spec.loader.exec_module(self)
 
 
-def _read_once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`read` remembers folders by its argument, and gets the same one as a Path, as text and as its __init__.py: now always the first."""
-
-    def normalized(path: Any) -> Any:
-        folder = Path(path)
-        folder = folder.parent if folder.suffix == ".py" else folder
-        return read(folder if folder.name == "models" else str(folder))
-
-    return normalized
-
-
-class _Dynamo(ModuleType):
-    """Stands for `torch._dynamo`, with the marks that are put on functions while modules are imported."""
+class _Dynamo(_PutOff):
+    """`torch._dynamo`, with the marks that are put on functions while modules are imported."""
 
     def disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
         return fn if fn is not None else lambda function: function
@@ -94,52 +142,162 @@ class _Dynamo(ModuleType):
     def assume_constant_result(self, fn: Any) -> Any:
         return fn
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.load(), name)
 
-    def load(self) -> ModuleType:
-        """The real one, in this one's place."""
-        if sys.modules.get(_DYNAMO) is self:
-            del sys.modules[_DYNAMO]
-            del sys.modules["torch"]._dynamo
-            real = importlib.import_module(_DYNAMO)
-            if _LIGHT in sys.modules:
-                setattr(real, _LIGHT.rpartition(".")[2], sys.modules[_LIGHT])
-        return importlib.import_module(_DYNAMO)
+class _Export(_PutOff):
+    """`torch._export`, with such a mark."""
+
+    wrappers = SimpleNamespace(allow_in_pre_dispatch_graph=lambda cls: cls)
 
 
-class _Parts(MetaPathFinder):
-    """Loads the real `torch._dynamo` before any part of it but the one that stands alone."""
+_WITH_MARKS: Mapping[str, type[ModuleType]] = {_DYNAMO: _Dynamo, "torch._export": _Export}
 
-    def __init__(self, deferred: _Dynamo) -> None:
-        self._deferred = deferred
+
+class _Finder(MetaPathFinder):
+    """Finds the modules that are put off, and the one that describes transformers. Has what was put off run before any other part of torch."""
+
+    def __init__(self, put_off: Sequence[str]) -> None:
+        self._put_off = put_off
+        self.torch_is_there = False
+        self.hidden: list[str] = []
+        """Packages that transformers shall not find."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not name.startswith(f"{_DYNAMO}.") or name == _LIGHT or sys.modules.get(_DYNAMO) is not self._deferred:
+        if name == _IMPORTS:
+            spec = PathFinder.find_spec(name, path)
+            return None if spec is None else ModuleSpec(name, _Changed(spec, self._change), origin=spec.origin)
+        if not name.startswith("torch."):
             return None
-        self._deferred.load()
-        return ModuleSpec(name, _Loaded()) if name in sys.modules else None
+        if name in self._put_off and not _finished and not (name == _METAS and _needs_metas()):
+            spec = PathFinder.find_spec(name, path)
+            return None if spec is None else ModuleSpec(name, _Later(spec))
+        if self.torch_is_there and not name.startswith(_ALONE):
+            finish_torch()
+        module = sys.modules.get(name)
+        if module is None:
+            return None
+        # Imported by what has run meanwhile. The import system would take the spec that the module has, and run the code again.
+        module.__dict__["__spec__"] = spec = ModuleSpec(name, _Loaded(module))
+        return spec
+
+    def _change(self, module: Any) -> None:
+        """Hides packages from transformers, and gives it the table that was kept."""
+        for package in self.hidden:
+            setattr(module, f"is_{package}_available", lambda *args, **kwargs: False)
+        if hasattr(module, "define_import_structure"):
+            module.define_import_structure = _with_kept_table(module.define_import_structure)
+
+
+class _Later(Loader):
+    """Makes an ordinary module, whose class is changed instead of running its code."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        self._spec = spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = self._spec
+        module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
+        module.__file__ = spec.origin
+        module.__class__ = _WITH_MARKS.get(spec.name, _PutOff)
 
 
 class _Loaded(Loader):
     """The loader of a module that was imported while it was being looked for."""
 
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules[spec.name]
+        return self._module
 
-    def exec_module(self, module: ModuleType) -> None: ...
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__spec__"] = self._spec
 
 
-def _defer_dynamo(torch: ModuleType) -> None:
-    spec = PathFinder.find_spec(_DYNAMO, torch.__path__)
-    if spec is None or spec.submodule_search_locations is None or _DYNAMO in sys.modules:
-        return
-    deferred = _Dynamo(_DYNAMO)
-    deferred.__spec__, deferred.__path__ = spec, spec.submodule_search_locations
-    sys.modules[_DYNAMO] = deferred
-    torch._dynamo = deferred  # type: ignore[attr-defined]
-    sys.meta_path.insert(0, _Parts(deferred))
+class _Changed(Loader):
+    """Runs a module's code and then a change to it."""
+
+    def __init__(self, spec: ModuleSpec, change: Callable[[ModuleType], None]) -> None:
+        self._spec, self._change = spec, change
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return module_from_spec(self._spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+        assert self._spec.loader is not None
+        self._spec.loader.exec_module(module)
+        self._change(module)
+
+
+def _import_alone(name: str) -> None:
+    """Imports a part of a module that is put off, without that module."""
+    parent, _, last = name.rpartition(".")
+    module = importlib.import_module(parent)
+    spec = None
+    if isinstance(module, _PutOff) and module.__spec__ is not None:
+        spec = PathFinder.find_spec(name, module.__spec__.submodule_search_locations)
+    if spec is not None and spec.loader is not None:
+        sys.modules[name] = part = module_from_spec(spec)
+        setattr(module, last, part)
+        spec.loader.exec_module(part)
+
+
+def _with_kept_table(define: Callable[..., _Table]) -> Callable[..., _Table]:
+    """Returns `define`, which reads all files of a folder, for all folders but that of the models: its table is kept."""
+
+    def structure(module_path: Any, prefix: str | None = None) -> _Table:
+        folder = Path(module_path)
+        folder = folder.parent if folder.suffix == ".py" else folder
+        if folder.name != "models":
+            return define(str(folder), prefix=prefix)
+        if folder not in tables:
+            tables[folder] = _kept_table(folder, define)
+        before = "" if prefix is None else f"{prefix}."
+        return {
+            needed: {before + module: set(names) for module, names in modules.items()}
+            for needed, modules in tables[folder].items()
+        }
+
+    tables: dict[Path, _Table] = {}
+    return structure
+
+
+def _kept_table(folder: Path, define: Callable[..., _Table]) -> _Table:
+    """Returns what `define` makes of a folder, from the cache where that was made from the same files."""
+    digest = hashlib.sha256(repr((str(folder), sorted(_files(folder)))).encode()).hexdigest()
+    file = None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        file = cache_folder() / "transformers-tables" / f"{digest[:20]}.json"
+        kept: Mapping[str, Mapping[str, list[str]]] = json.loads(file.read_bytes())
+        return {
+            frozenset(needed.split()): {module: set(names) for module, names in modules.items()}
+            for needed, modules in kept.items()
+        }
+    table = define(str(folder))
+    if file is not None:
+        _keep(file, table)
+    return table
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """All Python files in a folder and its folders: path, time of the last change, bytes."""
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            yield from _files(Path(entry.path))
+        elif entry.name.endswith(".py"):
+            stat = entry.stat()
+            yield entry.path, stat.st_mtime_ns, stat.st_size
+
+
+def _keep(file: Path, table: _Table) -> None:
+    """Writes a table, whole or not at all. Tables of other versions are removed."""
+    text = json.dumps({" ".join(needed): {m: sorted(names) for m, names in t.items()} for needed, t in table.items()})
+    with suppress(OSError):  # a cache that cannot be written is none
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for old in file.parent.glob("*.json"):
+            old.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            new.write(text)
+        Path(new.name).replace(file)

@@ -26,6 +26,7 @@ import torch
 
 from batchgen.errors import BatchgenError
 from batchgen.kernels.isa import NONE, flags, instruction_set
+from batchgen.lean_imports import cache_folder
 
 SOURCES = Path(__file__).parent
 FLAGS = (
@@ -59,7 +60,10 @@ def _compiled() -> Path:
     """Compiles the kernels where that has not been done, once for all processes; returns the library's place. Raises `NoKernels`."""
     if instruction_set() == NONE:
         raise NoKernels(_why_none())
-    target = _target()
+    try:
+        target = _target()
+    except OSError as e:
+        raise NoKernels(f"there is no folder to keep compiled kernels in ({e}); set XDG_CACHE_HOME") from e
     if target.exists():
         return target
     try:
@@ -148,12 +152,6 @@ def _target() -> Path:
     for source in sorted([*SOURCES.glob("*.h"), *_sources()]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return cache_folder() / f"kernels-{digest.hexdigest()[:20]}" / "kernels.so"
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/batchgen`, by default `~/.cache/batchgen`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base or Path.home() / ".cache") / "batchgen"
 
 
 def _compiler() -> str:

@@ -28,7 +28,7 @@ from typing import IO, Any, Literal
 import torch
 
 from batchgen.config import ModelConfig
-from batchgen.kernels.build import cache_folder
+from batchgen.lean_imports import cache_folder
 from batchgen.stats import version_of
 from batchgen.version import __version__
 

@@ -23,6 +23,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
+from batchgen.lean_imports import finish_torch
 from batchgen.model.adapter import LoadedModel, prepare
 from batchgen.model.architectures import check_architecture, context_note, is_verified
 from batchgen.model.heads import class_for, without_language_head
@@ -201,6 +202,8 @@ def load_model(
         raise ModelError("--device-map needs the package accelerate", "pip install 'batchgen-llm[device-map]'")
     check_weight_files(config, tokenizer=False)  # it has been loaded already
     check_int8(config, tokenizer.hf_config, device)
+    if tokenizer.head is not None or not _is_plain(config, tokenizer.hf_config):
+        finish_torch()
     notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
     if config.attention == "triton" and not on_cuda:
@@ -220,9 +223,8 @@ def load_model(
         and cpu_dtype(config, tokenizer.hf_config, processes) == torch.float32
     ):
         dtype = torch.float32
-    head = tokenizer.head
-    module, found = _from_pretrained(
-        config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map, head
+    module, found = _loaded(
+        config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map, tokenizer.head
     )
     _check_found(config, found)
     if is_dequantized(tokenizer.hf_config):
@@ -243,12 +245,36 @@ def load_model(
     int8 = config.quantize == "int8"
     if int8 and library is None:
         check_kernels(note)
-    if head is not None:
-        module = without_language_head(module, head)
+    if tokenizer.head is not None:
+        module = without_language_head(module, tokenizer.head)
     model = prepare_model(module, notes + note, library, config.compile, pack_linear=not int8)
     if int8:
         model = quantize(model, texts, checkpoint_scales(tokenizer.hf_config, weight_files(config)))
     return replace(model, attention=config.attention)
+
+
+def _is_plain(config: ModelConfig, hf_config: Any) -> bool:
+    """Whether the model is of a kind that loads without the parts of torch that are put off, as tests/cli/test_start_up.py checks."""
+    return (
+        is_verified(hf_config)
+        and not is_multimodal(hf_config)
+        and quant_method(hf_config) is None
+        and gguf_file(config) is None
+        and config.lora is None
+    )
+
+
+def _loaded(
+    config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: Head | None
+) -> tuple[Any, Mapping[str, Any]]:
+    """`_from_pretrained`, a second time if that needs a part of torch that is put off."""
+    try:
+        return _from_pretrained(config, hf_config, dtype, device_map, head)
+    except NotImplementedError:
+        # An operation on the device meta that torch has in Python alone, such as `where` in the rotary embeddings of Llama 3.
+        if not finish_torch():
+            raise
+    return _from_pretrained(config, hf_config, dtype, device_map, head)
 
 
 def _from_pretrained(

@@ -1,5 +1,7 @@
 """The start of the process `batchgen` (or `python -m batchgen_cli`). From here on, Ctrl-C gives one line, also while modules are imported."""
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -10,11 +12,17 @@ def main() -> None:
     """Runs the command line of this process and exits."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)  # a job's own handler takes its place as long as there is something to keep
-    from batchgen.lean_imports import allow_lean_imports
-    from batchgen_cli.app import main as run
+    atexit.register(
+        gc.freeze
+    )  # else the interpreter looks through all objects when it ends, which takes most of a second
+    from batchgen.collector import few_collections
 
-    allow_lean_imports()
-    run()
+    with few_collections():
+        from batchgen.lean_imports import allow_lean_imports
+        from batchgen_cli.app import main as run
+
+        allow_lean_imports()
+        run()
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
+
+from support.models import reference_model
+from support.shapes import SHAPES
 
 RUN = """
 import atexit, json, sys
@@ -41,20 +45,24 @@ def test_a_run_imports_neither_compiler_nor_process_groups_and_the_next_not_even
     assert {"torch", "transformers"} <= imported
     heavy = {"torch._dynamo.eval_frame", "torch._inductor.config", "torch.distributed.tensor", "torch.distributed.fsdp"}
     assert not heavy & imported
-    assert not {"rich", "llguidance", "accelerate", "torchao", "peft", "torchvision", "sklearn"} & imported
+    assert not {"torch.export.exported_program", "torch._decomp", "torch._refs", "sympy", "scipy"} & imported
+    foreign = {"llguidance", "accelerate", "torchao", "peft", "torchvision", "sklearn"} & imported
+    assert not foreign
     nothing_to_do = start()
-    assert not {"torch", "transformers", "tokenizers", "huggingface_hub", "safetensors"} & nothing_to_do
+    assert not {"torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "rich"} & nothing_to_do
 
 
 USE = """
-import sys
+import inspect, sys
 from batchgen.config import ModelConfig
-from batchgen.lean_imports import allow_lean_imports, import_transformers
+from batchgen.lean_imports import allow_lean_imports, finish_torch, import_transformers
 allow_lean_imports()
 import_transformers(ModelConfig(model={model!r}))
 import torch
 from transformers import LlamaForCausalLM
-assert "torch._dynamo.eval_frame" not in sys.modules
+inspect.getmodule(inspect.currentframe())
+late = {"torch._dynamo.eval_frame", "torch.export.exported_program", "torch._decomp", "sympy"}
+assert not late & sys.modules.keys()
 mark = torch._dynamo.disable(recursive=False)(len)
 assert mark is len and torch.compiler.disable(len) is len
 {use}
@@ -62,13 +70,28 @@ import torch._dynamo as real
 assert real.__file__ and sys.modules["torch._dynamo"] is real is torch._dynamo
 assert real._trace_wrapped_higher_order_op.TransformGetItemToIndex
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
+assert torch.export.Dim is sys.modules["torch.export"].Dim
+finish_torch()
+assert torch.Generator().manual_seed(3).initial_seed() == 3
+assert torch._decomp is sys.modules["torch._decomp"]
+assert type(torch._dynamo) is type(torch.export) is type(torch._meta_registrations) is type(sys)
 """
 USES = [
     "assert torch._dynamo.config.recompile_limit",
-    "import torch._dynamo.eval_frame as part; assert part.OptimizedModule",
+    "import torch._dynamo.eval_frame as part; assert part.OptimizedModule and part is torch._dynamo.eval_frame",
     "from torch._dynamo import config; assert config.recompile_limit",
     "from torch._dynamo.utils import counters",
     "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2)).tolist() == [2.0, 2.0]",
+    "assert torch.export.Dim('n').__name__ == 'n'",
+    "from torch.export import Dim",
+    "import torch.export.dynamic_shapes as part; assert part is torch.export.dynamic_shapes",
+    "import torch._decomp as part; assert part is sys.modules['torch._decomp'] and part.decomposition_table",
+    "finish_torch()",
+    "import torch.utils._content_store",
+    "from torch._subclasses import FakeTensorMode\nwith FakeTensorMode(): assert torch.cumsum(torch.ones(3), 0).shape == (3,)",
+    """class Double(torch.nn.Module):
+    def forward(self, x): return x * 2
+assert torch.export.export(Double(), (torch.ones(2),)).module()(torch.ones(2)).tolist() == [2.0, 2.0]""",
 ]
 
 
@@ -104,3 +127,56 @@ def test_in_a_users_program_transformers_is_imported_as_it_always_is(
         [sys.executable, "-c", code], env=command_environment | launched, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+LOAD = """
+import json, sys
+from pathlib import Path
+from batchgen.config import ModelConfig
+from batchgen.lean_imports import allow_lean_imports, finish_torch, import_transformers
+folders = sorted(Path("models").iterdir())
+allow_lean_imports()
+import_transformers(ModelConfig(model=str(folders[0])))
+import torch
+from transformers import AutoModelForCausalLM
+said = {}
+def load(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        said[folder.name] = model(torch.arange(1, 20)[None], use_cache=False).logits[0, -1].tolist()
+later = []
+for folder in folders:
+    try:
+        load(folder)
+    except NotImplementedError:
+        later.append(folder)
+    assert "torch._decomp" not in sys.modules, folder
+assert {folder.name for folder in later} <= {"ctrl", "cwm", "llama-llama3"}, later
+assert finish_torch()
+for folder in later:
+    load(folder)
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+def test_every_verified_architecture_loads_the_same_without_what_is_put_off(
+    command_environment: dict[str, str], tmp_path: Path
+) -> None:
+    import torch
+
+    expected = {}
+    for name in SHAPES:
+        if name.split("/")[0] in CONFIG_MAPPING:
+            model, folder = reference_model(name), name.replace("/", "-")
+            model.save_pretrained(tmp_path / "models" / folder)
+            with torch.no_grad():
+                expected[folder] = model(torch.arange(1, 20)[None], use_cache=False).logits[0, -1].tolist()
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD], env=command_environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said.keys() == expected.keys()
+    for name, logits in expected.items():
+        assert said[name] == pytest.approx(logits, rel=1e-4, abs=1e-4), name
