@@ -17,7 +17,7 @@ from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
-from batchgen.records.frames import rows_of_table, with_results
+from batchgen.records.frames import frame_of
 from batchgen.request import Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
@@ -180,7 +180,8 @@ class LLM:
         Raises `TypeError` for anything that is no such table, `UsageError` if no row has a prompt.
         """
         options = _options(prompt_options)
-        rows = rows_of_table(table)
+        frame = frame_of(table)
+        rows = frame.rows()
         given = _params_of(params, len(rows))
         builder = self._builder(given, options)
         builder.check_columns(rows)
@@ -188,7 +189,7 @@ class LLM:
         head = self.tokenizer.head
         asked = () if head is None else (head.result_name,)
         form = RowForm(reasoning=builder.reasoning, tool_calls=builder.tool_calls, asked=asked)
-        return with_results(table, rows, results, form)
+        return frame.with_results(rows, results, form)
 
     def score(
         self,

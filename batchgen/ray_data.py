@@ -25,7 +25,7 @@ from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.llm import LLM
 from batchgen.prefix.order import token_key
 from batchgen.prompts import PromptBuilder, load_tokenizer
-from batchgen.records.frames import rows_of_table
+from batchgen.records.frames import frame_of
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 
@@ -94,6 +94,6 @@ class _Keys:
         self._builder = PromptBuilder(tokenizer, prompts or PromptConfig(), SamplingParams())
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        built = self._builder.build(rows_of_table(batch))
+        built = self._builder.build(frame_of(batch).rows())
         keys = [token_key(one.tokens) if isinstance(one, Request) else b"" for one in built]
         return batch.append_column(KEY, pa.array(keys, pa.binary()))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
 import json
+from pathlib import Path
 
+import datasets
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from batchgen import LLM
 from support.hub import FakeRepo, fake_hub
 
 
@@ -57,3 +65,97 @@ def test_a_plan_of_a_dataset_and_a_refused_choice(hub, cli, tiny_model_dir):
         2,
         "batchgen: error: hf://datasets/user/rows has several splits; choose with --split: train, test, or all\n",
     )
+
+
+FEATURES = datasets.Features(
+    {
+        "prompt": datasets.Value("string"),
+        "label": datasets.ClassLabel(names=["good", "bad"]),
+        "when": datasets.Value("timestamp[us, tz=UTC]"),
+        "price": datasets.Value("decimal128(6, 2)"),
+        "small": datasets.Value("int8"),
+        "nested": datasets.List({"name": datasets.Value("string"), "scores": datasets.List(datasets.Value("float32"))}),
+        "text": datasets.Value("large_string"),
+    }
+)
+COLUMNS = {
+    "prompt": ["one", "two", "three"],
+    "label": [0, None, 1],
+    "when": [dt.datetime(2024, 5, 1, tzinfo=dt.UTC), None, dt.datetime(1999, 1, 1, tzinfo=dt.UTC)],
+    "price": [decimal.Decimal("1.50"), None, decimal.Decimal("-2.00")],
+    "small": [1, -1, None],
+    "nested": [[{"name": "a", "scores": [0.5, None]}, {"name": None, "scores": None}], [], None],
+    "text": ["mine", None, ""],
+}
+OWN = [name if name != "text" else "input_text" for name in COLUMNS]
+
+
+@pytest.fixture
+def layout(tmp_path) -> Path:
+    """A dataset on disk as the Hub has it: two configurations, the splits of one in Parquet files."""
+    folder = tmp_path / "dataset"
+    (folder / "data").mkdir(parents=True)
+    rows = datasets.Dataset.from_dict(COLUMNS, features=FEATURES)
+    rows.select([0, 1]).to_parquet(folder / "data" / "train-00000-of-00002.parquet")
+    rows.select([2]).to_parquet(folder / "data" / "train-00001-of-00002.parquet")
+    rows.select([0]).to_parquet(folder / "data" / "test-00000-of-00001.parquet")
+    (folder / "other.jsonl").write_bytes(lines("else"))
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n  - split: test\n"
+        "    path: data/test-*\n- config_name: other\n  data_files: other.jsonl\n---\n"
+    )
+    return folder
+
+
+def test_a_dataset_on_disk_goes_through_a_job_with_nested_columns_nulls_and_types(
+    layout, cli, tmp_path, tiny_model_dir
+):
+    output = tmp_path / "out.parquet"
+    done = cli(
+        "run",
+        layout,
+        "--split",
+        "train",
+        "-m",
+        tiny_model_dir,
+        "-o",
+        output,
+        "--max-tokens",
+        2,
+        "--keep",
+        ",".join(COLUMNS),
+    )
+    assert done.code == 0
+    written = pq.read_table(output)
+    read = pq.read_table(layout / "data" / "train-00000-of-00002.parquet")
+    assert [written.schema.field(own).type for own in OWN] == [field.type for field in read.schema]
+    back = datasets.Dataset.from_parquet(str(output), cache_dir=str(tmp_path / "cache"))
+    for name, own in zip(COLUMNS, OWN, strict=True):
+        assert back[own][:] == COLUMNS[name], name
+    assert back["finish_reason"][:] == ["length"] * 3
+    other = cli(
+        "run", layout, "--dataset-config", "other", "-m", tiny_model_dir, "-o", tmp_path / "o.jsonl", "--max-tokens", 2
+    )
+    assert (other.code, json.loads((tmp_path / "o.jsonl").read_text())["prompt"]) == (0, "else")
+
+
+def test_the_four_kinds_of_tables_and_a_file_give_the_same_rows(layout, cli, tmp_path, tiny_model_dir):
+    dataset = datasets.load_dataset(str(layout), split="train", cache_dir=str(tmp_path / "cache"))
+    table = dataset.with_format("arrow")[:]
+    output = tmp_path / "out.parquet"
+    assert cli("run", layout, "--split", "train", "-m", tiny_model_dir, "-o", output, "--max-tokens", 4).code == 0
+    file = pq.read_table(output)
+    with LLM(tiny_model_dir) as llm:
+        kinds = {
+            "arrow": llm.generate_table(table, {"max_tokens": 4}),
+            "pandas": pa.Table.from_pandas(
+                llm.generate_table(dataset.to_pandas(), {"max_tokens": 4}), preserve_index=False
+            ),
+            "polars": llm.generate_table(pl.from_arrow(table), {"max_tokens": 4}).to_arrow(),
+            "datasets": llm.generate_table(dataset, {"max_tokens": 4}).with_format("arrow")[:],
+        }
+    for kind, out in kinds.items():
+        for name in ("prompt", "text", "finish_reason", "usage", "error"):
+            assert out[name].to_pylist() == file[name].to_pylist(), (kind, name)
+    assert [kinds["arrow"].schema.field(own).type for own in OWN] == [file.schema.field(own).type for own in OWN]
+    assert [kinds["arrow"][own].to_pylist() for own in OWN] == [file[own].to_pylist() for own in OWN]

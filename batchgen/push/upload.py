@@ -23,6 +23,7 @@ from batchgen.jobs.manifest import DIGEST, Manifest, load_manifest
 from batchgen.push.card import SPLIT, dataset_card
 from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.output import job_path, output_format
+from batchgen.records.parquet_types import without_maps
 from batchgen.records.remote import is_url, open_remote
 
 MARK = ".batchgen.json"
@@ -161,7 +162,7 @@ def parquet_shards(output: Path, folder: Path, max_bytes: int = SHARD_BYTES) -> 
     A map becomes a list of its entries (`key`, `value`), because `datasets` reads no maps. One row group is in memory at a time.
     """
     file = pq.ParquetFile(output)
-    schema = pa.schema([field.with_type(_without_maps(field.type)) for field in file.schema_arrow])
+    schema = pa.schema([field.with_type(without_maps(field.type)) for field in file.schema_arrow])
     if schema == file.schema_arrow and output.stat().st_size <= max_bytes:
         return [output]
     shards: list[Path] = []
@@ -181,19 +182,3 @@ def parquet_shards(output: Path, folder: Path, max_bytes: int = SHARD_BYTES) -> 
     if writer is not None:
         writer.close()
     return shards
-
-
-def _without_maps(type: pa.DataType) -> pa.DataType:
-    """Returns a type in which every map is a list of structs."""
-    if pa.types.is_map(type):
-        entry = [pa.field("key", _without_maps(type.key_type)), pa.field("value", _without_maps(type.item_type))]
-        return pa.list_(pa.struct(entry))
-    if pa.types.is_struct(type):
-        return pa.struct([field.with_type(_without_maps(field.type)) for field in type])
-    if pa.types.is_list(type):
-        return pa.list_(type.value_field.with_type(_without_maps(type.value_type)))
-    if pa.types.is_large_list(type):
-        return pa.large_list(type.value_field.with_type(_without_maps(type.value_type)))
-    if pa.types.is_fixed_size_list(type):
-        return pa.list_(type.value_field.with_type(_without_maps(type.value_type)), type.list_size)
-    return type

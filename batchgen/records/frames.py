@@ -5,123 +5,165 @@ The caller's own columns are never converted: they stay as they are, with their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from batchgen.errors import RowError
 from batchgen.records.output import RowForm, carried_names, output_row
+from batchgen.records.parquet_types import without_maps
 from batchgen.records.rows import Row
 from batchgen.records.tables import batch_columns
 from batchgen.records.writers import OPTIONAL_RESULTS, result_array, result_types
 from batchgen.result import Result
 
 
-def rows_of_table(table: Any) -> list[Row]:
-    """Returns the rows of a table. A row whose text is not UTF-8 is malformed.
+class Frame(ABC):
+    """A table of a Python program."""
 
-    Raises `TypeError` if `table` is no Arrow table, pandas or polars DataFrame, or `datasets.Dataset`.
-    """
-    rows: list[Row] = []
-    for batch in _arrow_of(table).to_batches():
-        for columns in batch_columns(batch):
-            source = f"row {len(rows)} of the table"
-            if isinstance(columns, str):
-                rows.append(Row(len(rows), {}, RowError("invalid_row", f"{source}: {columns}"), source))
-            else:
-                rows.append(Row(len(rows), columns, None, source))
-    return rows
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def rows(self) -> list[Row]:
+        """Returns the rows of the table. A row whose text is not UTF-8 is malformed."""
+        rows: list[Row] = []
+        for batch in self._arrow().to_batches():
+            for columns in batch_columns(batch):
+                source = f"row {len(rows)} of the table"
+                if isinstance(columns, str):
+                    rows.append(Row(len(rows), {}, RowError("invalid_row", f"{source}: {columns}"), source))
+                else:
+                    rows.append(Row(len(rows), columns, None, source))
+        return rows
+
+    def with_results(self, rows: Sequence[Row], results: Sequence[Result], form: RowForm) -> Any:
+        """Returns a new table of the same kind: the caller's columns, then one column for each field of a result.
+
+        A column of the caller's that is called like a field of a result (`text`, say) gets the prefix `input_`.
+        """
+        renamed = {old: new for old, new in carried_names(self._columns(), form).items() if new != old}
+        out = [output_row(row, result, form) for row, result in zip(rows, results, strict=True)]
+        there = {name for row in out for name in row}
+        types = result_types(form).items()
+        fields = [pa.field(name, of) for name, of in types if name in there or name not in OPTIONAL_RESULTS]
+        return self._joined(renamed, pa.table([result_array(out, field) for field in fields], schema=pa.schema(fields)))
+
+    @abstractmethod
+    def _columns(self) -> list[str]:
+        """The names of the columns."""
+
+    @abstractmethod
+    def _arrow(self) -> pa.Table:
+        """The table as Arrow, for its values."""
+
+    @abstractmethod
+    def _joined(self, renamed: Mapping[str, str], added: pa.Table) -> Any:
+        """The table with other names for some columns, and with more columns."""
 
 
-def with_results(table: Any, rows: Sequence[Row], results: Sequence[Result], form: RowForm) -> Any:
-    """Returns a new table of the same kind: the caller's columns, then one column for each field of a result.
+class _Arrow(Frame):
+    def _columns(self) -> list[str]:
+        return list(self._table.schema.names)
 
-    A column of the caller's that is called like a field of a result (`text`, say) gets the prefix `input_`.
-    """
-    names = list(_kind(table).columns(table))
-    renamed = {old: new for old, new in carried_names(names, form).items() if new != old}
-    out = [output_row(row, result, form) for row, result in zip(rows, results, strict=True)]
-    there = {name for row in out for name in row}
-    fields = [
-        pa.field(name, of) for name, of in result_types(form).items() if name in there or name not in OPTIONAL_RESULTS
-    ]
-    added = pa.table([result_array(out, field) for field in fields], schema=pa.schema(fields))
-    return _kind(table).joined(table, renamed, added)
+    def _arrow(self) -> pa.Table:
+        return self._table
 
-
-class _Arrow:
-    @staticmethod
-    def columns(table: pa.Table) -> list[str]:
-        return list(table.schema.names)
-
-    @staticmethod
-    def joined(table: pa.Table, renamed: dict[str, str], added: pa.Table) -> pa.Table:
-        table = table.rename_columns([renamed.get(name, name) for name in table.schema.names])
+    def _joined(self, renamed: Mapping[str, str], added: pa.Table) -> Any:
+        table = self._table.rename_columns([renamed.get(name, name) for name in self._columns()])
         for field, column in zip(added.schema, added.columns, strict=True):
             table = table.append_column(field, column)
         return table
 
 
-class _Pandas:
-    @staticmethod
-    def columns(table: Any) -> list[str]:
-        return [str(name) for name in table.columns]
+class _Pandas(Frame):
+    """A column of Python objects reaches the rows as these objects: Arrow would guess a type for all of them, and may guess wrong."""
 
-    @staticmethod
-    def joined(table: Any, renamed: dict[str, str], added: pa.Table) -> Any:
+    def rows(self) -> list[Row]:
+        rows = super().rows()
+        for place, name in enumerate(self._columns()):
+            if self._is_object(place):
+                column = self._table.iloc[:, place]
+                for row, value, missing in zip(rows, column, column.isna(), strict=True):
+                    row.columns[name] = None if missing else _plain(value)
+        return rows
+
+    def _columns(self) -> list[str]:
+        return [str(name) for name in self._table.columns]
+
+    def _arrow(self) -> pa.Table:
+        names = self._columns()
+        typed = {
+            name: pa.Array.from_pandas(self._table.iloc[:, place])
+            for place, name in enumerate(names)
+            if not self._is_object(place)
+        }
+        return pa.table(typed or {"": pa.nulls(len(self._table))})  # without columns there would be no rows
+
+    def _is_object(self, place: int) -> bool:
+        return bool(self._table.dtypes.iloc[place].name == "object")
+
+    def _joined(self, renamed: Mapping[str, str], added: pa.Table) -> Any:
         import pandas as pd
 
-        return pd.concat([table.rename(columns=renamed), added.to_pandas().set_axis(table.index)], axis=1)
+        results = added.to_pandas().set_axis(self._table.index)
+        return pd.concat([self._table.rename(columns=renamed), results], axis=1)
 
 
-class _Polars:
-    @staticmethod
-    def columns(table: Any) -> list[str]:
-        return list(table.columns)
+def _plain(value: Any) -> Any:
+    """Returns a value with lists and numbers of Python in place of those of numpy, which pandas makes of nested columns."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return _plain(value.tolist()) if type(value).__module__ == "numpy" else value
 
-    @staticmethod
-    def joined(table: Any, renamed: dict[str, str], added: pa.Table) -> Any:
+
+class _Polars(Frame):
+    def _columns(self) -> list[str]:
+        return list(self._table.columns)
+
+    def _arrow(self) -> pa.Table:
+        return self._table.to_arrow()
+
+    def _joined(self, renamed: Mapping[str, str], added: pa.Table) -> Any:
         import polars as pl
 
-        return pl.concat([table.rename(renamed), pl.from_arrow(added)], how="horizontal")
+        return pl.concat([self._table.rename(renamed), pl.from_arrow(added)], how="horizontal")
 
 
-class _Dataset:
-    @staticmethod
-    def columns(table: Any) -> list[str]:
-        return list(table.column_names)
+class _Dataset(Frame):
+    """`datasets` has no maps, so `choice_probs` is a list of `key` and `value`."""
 
-    @staticmethod
-    def joined(table: Any, renamed: dict[str, str], added: pa.Table) -> Any:
+    def _columns(self) -> list[str]:
+        return list(self._table.column_names)
+
+    def _arrow(self) -> pa.Table:
+        return self._table.with_format("arrow")[:]
+
+    def _joined(self, renamed: Mapping[str, str], added: pa.Table) -> Any:
         import datasets
 
-        return datasets.concatenate_datasets([table.rename_columns(renamed), datasets.Dataset(added)], axis=1)
+        added = added.cast(pa.schema([field.with_type(without_maps(field.type)) for field in added.schema]))
+        return datasets.concatenate_datasets([self._table.rename_columns(renamed), datasets.Dataset(added)], axis=1)
 
 
-_KINDS = {
-    "pyarrow": ("Table", _Arrow),
-    "pandas": ("DataFrame", _Pandas),
-    "polars": ("DataFrame", _Polars),
-    "datasets": ("Dataset", _Dataset),
+_KINDS: dict[tuple[str, str], type[Frame]] = {
+    ("pyarrow", "Table"): _Arrow,
+    ("pandas", "DataFrame"): _Pandas,
+    ("polars", "DataFrame"): _Polars,
+    ("datasets", "Dataset"): _Dataset,
 }
 
 
-def _kind(table: Any) -> Any:
-    package = type(table).__module__.partition(".")[0]
-    name, kind = _KINDS.get(package, ("", None))
-    if kind is None or type(table).__name__ != name:
-        raise TypeError(
-            "table must be a pyarrow.Table, a DataFrame of pandas or polars, or a datasets.Dataset, "
-            f"not {type(table).__module__}.{type(table).__qualname__}"
-        )
-    return kind
-
-
-def _arrow_of(table: Any) -> pa.Table:
-    kind = _kind(table)
-    if kind is _Pandas:
-        return pa.Table.from_pandas(table, preserve_index=False)
-    if kind is _Dataset:
-        return table.with_format("arrow")[:]
-    return pa.table(table)
+def frame_of(table: Any) -> Frame:
+    """Returns a table as a `Frame`. Raises `TypeError` if it is no Arrow table, pandas or polars DataFrame, or `datasets.Dataset`."""
+    for of in type(table).__mro__:
+        kind = _KINDS.get((of.__module__.partition(".")[0], of.__name__))
+        if kind is not None:
+            return kind(table)
+    raise TypeError(
+        "table must be a pyarrow.Table, a DataFrame of pandas or polars, or a datasets.Dataset, "
+        f"not {type(table).__module__}.{type(table).__qualname__}"
+    )

@@ -112,3 +112,19 @@ def _name(value: Any) -> str:
     if isinstance(value, float):
         return "float"
     return "list" if isinstance(value, list) else "object"
+
+
+def without_maps(type: pa.DataType) -> pa.DataType:
+    """Returns a type in which every map is a list of structs (`key`, `value`), for programs that know no maps."""
+    if pa.types.is_map(type):
+        entry = [pa.field("key", without_maps(type.key_type)), pa.field("value", without_maps(type.item_type))]
+        return pa.list_(pa.struct(entry))
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(without_maps(field.type)) for field in type])
+    if pa.types.is_list(type):
+        return pa.list_(type.value_field.with_type(without_maps(type.value_type)))
+    if pa.types.is_large_list(type):
+        return pa.large_list(type.value_field.with_type(without_maps(type.value_type)))
+    if pa.types.is_fixed_size_list(type):
+        return pa.list_(type.value_field.with_type(without_maps(type.value_type)), type.list_size)
+    return type
