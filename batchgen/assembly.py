@@ -29,7 +29,7 @@ from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, sum_of_jobs, write_stats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class JobReport:
     """The report of a finished job."""
 
@@ -59,6 +59,19 @@ class JobReport:
         with suppress(BatchgenError):
             return self.page()._repr_html_()
         return None
+
+    def __repr__(self) -> str:
+        job = self.stats["job"]
+        seconds = job["seconds"].get("generate", 0.0)
+        speed = (
+            f" at {job['completion_tokens'] / seconds:,.0f} tokens/s" if seconds and job["completion_tokens"] else ""
+        )
+        shard = f", shard {self.shard}" if self.shard else ""
+        return (
+            f"<JobReport {self.output}{shard}: {job['rows']:,} rows, {job['rows_failed']:,} failed; "
+            f"{job['prompt_tokens']:,} prompt tokens, {job['prefill_tokens']:,} of them run; "
+            f"{job['completion_tokens']:,} completion tokens{speed}>"
+        )
 
 
 def write_output(source: Input, job: JobFolder, same: SameInput, outcomes: Outcomes, *, merging: bool = False) -> None:

@@ -38,6 +38,10 @@ class BatchgenError(Exception):
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns what a notebook shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UsageError(BatchgenError):
     """The command cannot run with an option, file, column or output as given. Nothing was changed."""

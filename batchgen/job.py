@@ -36,7 +36,7 @@ from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.jobs.windows import Planned, PlannedWindows, Planner, outlined
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
-from batchgen.progress import GENERATING, Progress, Silent, Tracker
+from batchgen.progress import GENERATING, Progress, Tracker, shown_progress
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.push import push_output
 from batchgen.recording import RunRecorder, tree_record
@@ -60,24 +60,31 @@ QUANTIZED_TEXTS = 4
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     """Runs a job, or one shard of it, to its end, or continues it where an earlier run stopped. Merges the shards and pushes the output if asked to.
 
-    Raises `BatchgenError`; the rows that were finished by then are kept.
+    Without a `progress`, a notebook shows a bar, and any other program nothing. Raises `BatchgenError`; the rows that were finished by then
+    are kept.
     """
+    with shown_progress(progress) as shown:
+        return _run_to_its_end(config, shown)
+
+
+def _run_to_its_end(config: JobConfig, progress: Progress) -> JobReport:
+    """Runs what `run_job` says."""
     report = replace(_run_job(config, progress), work_dir=config.work_dir)
     if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
         with suppress(OutputLocked):  # another shard that ended at the same moment merges
             report = merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
     if config.report is not None:
         report.page().save(config.report)
-        (progress or Silent()).note(f"the report is in {config.report}")
+        progress.note(f"the report is in {config.report}")
     if config.push is not None and not report.shard:
-        pushed = push_output(config, report.output, report.stats, (progress or Silent()).note)
+        pushed = push_output(config, report.output, report.stats, progress.note)
         report = replace(report, pushed=pushed)
     return report
 
 
-def _run_job(config: JobConfig, progress: Progress | None) -> JobReport:
+def _run_job(config: JobConfig, progress: Progress) -> JobReport:
     run = RunFigures()
-    tracker = Tracker(progress or Silent(), run)
+    tracker = Tracker(progress, run)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
             asked = _ask(config)
@@ -206,9 +213,7 @@ class _Setup:
         chosen = [self.rows[i * len(self.rows) // count] for i in range(count)]
         return [built.tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
 
-    def open_store(
-        self, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress | None
-    ) -> Job | ShardFolder:
+    def open_store(self, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress) -> Job | ShardFolder:
         """Opens the place of the results: the job's folder, standard output, or a shard. Raises `UsageError` for a job with other settings."""
         config = self.config
         if config.shard_of is None:
@@ -326,12 +331,12 @@ def _run_windows(
             signals.check()
 
 
-def _plan_shards(setup: _Setup, job: Job, asked: dict[str, Any], progress: Progress | None) -> None:
+def _plan_shards(setup: _Setup, job: Job, asked: dict[str, Any], progress: Progress) -> None:
     """Reads the input of a job that runs in shards: puts all requests in prefix order and cuts them into shards."""
     config = setup.config
     assert isinstance(job, JobFolder), "shards have a folder"
     run = RunFigures()
-    outcomes = Outcomes(run, Tracker(progress or Silent(), run), config.max_errors)
+    outcomes = Outcomes(run, Tracker(progress, run), config.max_errors)
     outcomes.tracker.phase("planning")
     with FirstReading(config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
         requests = reading.result()

@@ -14,6 +14,7 @@ from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.errors import RowError
 from batchgen.prefix import plan_prefixes
+from batchgen.progress import prompt_bar
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
@@ -22,6 +23,7 @@ from batchgen.request import Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.sampling_params import SamplingParams
+from batchgen.signals import noted_interrupt
 from batchgen.stats import EngineStats
 
 Message = Mapping[str, Any]
@@ -55,6 +57,9 @@ class LLM:
     `generate`, `score`, `embed` and `classify` run a list of prompts and return their results. `add` adds prompts to the loop, and `run` is the loop. Callbacks
     and other threads may call `add` and `cancel`; call everything else from one thread.
 
+    `progress` shows a bar while a list of prompts runs; None shows it in a notebook only. Ctrl-C (or the interrupt of a notebook's kernel)
+    ends the call at the next step with `KeyboardInterrupt`, and `interrupted` then has the results.
+
     With several devices (`device="cuda:0,1"`), each has the model in a process of its own. `on_token` is then called some hundredths of a
     second after a token was sampled.
     """
@@ -75,6 +80,7 @@ class LLM:
         pooling: str = "auto",
         normalize: bool | None = None,
         engine: EngineConfig | None = None,
+        progress: bool | None = None,
     ) -> None:
         if task not in TASKS:
             raise ValueError(f"task must be {', '.join(TASKS[:-1])} or {TASKS[-1]}, not {task!r}")
@@ -104,6 +110,20 @@ class LLM:
         self._arriving: deque[_Arrival] = deque()
         self._requests: dict[int, Request] = {}
         self._running = False
+        self._name = config.model
+        self._progress = progress
+        self._between_steps: Callable[[], None] | None = None
+        self.interrupted: list[Result] = []
+        """The results of the last call of `generate`, `generate_table` or `score`, if Ctrl-C has ended it. Prompts that were not done have the
+        `finish_reason` "cancelled" and the text they had. Empty after a call that ended by itself."""
+
+    def __repr__(self) -> str:
+        engine = self._engine
+        return (
+            f"LLM({self._name!r}, closed)"
+            if engine is None
+            else f"LLM({self._name!r}, {engine.dtype} on {engine.device})"
+        )
 
     @property
     def stats(self) -> EngineStats:
@@ -280,10 +300,29 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None,
         options: PromptConfig,
     ) -> list[Result]:
+        self.interrupted = []
         results: dict[int, Result] = {}
         numbers = self._add(rows, params, options, lambda result: results.__setitem__(result.row, result), None)
-        self.run()
-        return [replace(results[number], row=place) for place, number in enumerate(numbers)]
+        tokens_before = self.stats.completion_tokens
+        with noted_interrupt() as came, prompt_bar(len(rows), self._progress) as bar:
+
+            def between_steps() -> None:
+                bar.update(len(results), self.stats.completion_tokens - tokens_before)
+                if came():
+                    for request in list(self._requests.values()):
+                        self.engine.cancel(request)
+
+            self._between_steps = between_steps
+            try:
+                self.run()
+            finally:
+                self._between_steps = None
+        done = [replace(results[number], row=place) for place, number in enumerate(numbers)]
+        if came():
+            self.interrupted = done
+            whole = sum(result.reason != "cancelled" for result in done)
+            raise KeyboardInterrupt(f"{whole:,} of {len(done):,} prompts were done; LLM.interrupted has the results")
+        return done
 
     def _add(
         self,
@@ -331,6 +370,8 @@ class LLM:
                 leaves = leaves_of(arrival.requests)
                 plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
                 self.engine.add(leaves, plan, done, arrival.on_token)
+        if self._between_steps is not None:
+            self._between_steps()
 
 
 def _listed(prompts: Any) -> list[Any]:

@@ -1,9 +1,12 @@
-"""The progress of a job: notes, and snapshots of how far it is. The command shows them. A program may pass its own `Progress`."""
+"""The progress of a job: notes, and snapshots of how far it is. The command shows them, and a notebook does. A program may pass its own `Progress`."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,6 +16,8 @@ GENERATING = "generating"
 """The phase in which the model runs. Speed and remaining time refer to this phase."""
 TELL_SECONDS = 1.0
 """Seconds between two updates of the progress in the job's folder."""
+REFRESH_SECONDS = 0.2
+"""Seconds between two drawings of a notebook's bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,50 @@ class Snapshot:
             "eta_seconds": None if self.seconds_left is None else round(self.seconds_left, 1),
             "finish_reasons": dict(self.finish_reasons),
         }
+
+
+def share(done: int, total: int) -> int:
+    """Returns a percentage, which is 100 only if all are done."""
+    return 100 * done // total if total else 100
+
+
+def percent(now: Snapshot) -> int:
+    """Returns the percentage of this phase's work that is done, with the tokens of unfinished rows. It is 100 only if all rows are done."""
+    if now.rows_passed is not None or now.rows_total in (None, 0) or now.rows_done == now.rows_total:
+        return share(now.rows_done if now.rows_passed is None else now.rows_passed, now.rows_total or 0)
+    return min(99, int(100 * (now.share or 0.0)))
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration as text: 90 s, 10 min, 3 h 20 min, 2 d 4 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = round(minutes / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def speed(tokens_per_second: float, rows_per_second: float) -> str:
+    """Returns the speed as text: in tokens, or in rows if no tokens are generated (labels and scores)."""
+    if tokens_per_second:
+        return f"{tokens_per_second:,.0f} tokens/s"
+    return f"{rows_per_second:,.0f} rows/s" if rows_per_second >= 10 else f"{rows_per_second:.1f} rows/s"
+
+
+def facts(now: Snapshot) -> list[str]:
+    """Returns remaining time, failures and speed, the most useful first."""
+    if now.rows_passed is not None:
+        return [speed(0, now.rows_per_s)]
+    found = []
+    if now.seconds_left is not None:
+        found.append(f"{duration(now.seconds_left)} left")
+    if now.rows_failed:
+        found.append(f"{now.rows_failed:,} failed")
+    if now.completion_tokens_per_s or now.rows_per_s or now.phase == GENERATING:
+        found.append(speed(now.completion_tokens_per_s, now.rows_per_s))
+    return found
 
 
 class Progress(Protocol):
@@ -221,3 +270,116 @@ class Tracker:
         if self.tell is not None and (new_phase or self._clock() - self._told >= TELL_SECONDS):
             self._told = self._clock()
             self.tell(now if self.workers is None else replace(now, workers=self.workers()))
+
+
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel, whose output is shown on a page."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+
+
+@contextmanager
+def shown_progress(progress: Progress | None) -> Iterator[Progress]:
+    """Yields `progress`, or what shows a job's progress if there is none: a bar in a notebook, else nothing."""
+    if progress is not None or not in_notebook():
+        yield progress or Silent()
+        return
+    bar = JobBar()
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+@contextmanager
+def prompt_bar(prompts: int, wanted: bool | None) -> Iterator[PromptBar]:
+    """Yields the bar of a call: one that shows nothing if it is not wanted. None wants it in a notebook."""
+    bar = PromptBar(prompts, shown=in_notebook() if wanted is None else wanted)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+class _Bar:
+    """A bar of tqdm, between two texts. It is drawn a few times a second, and stays on the page at the end."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a text stands for the bar if ipywidgets is not installed
+            from tqdm.auto import tqdm
+
+        self._tqdm: Any = tqdm(total=1, bar_format=" ")
+        self._drawn_at = 0.0
+
+    def is_due(self) -> bool:
+        """Whether the bar was drawn long enough ago."""
+        return time.monotonic() - self._drawn_at >= REFRESH_SECONDS
+
+    def draw(self, before: str, share: float, after: str) -> None:
+        self._drawn_at = time.monotonic()
+        texts = (text.replace("{", "{{").replace("}", "}}") for text in (before, after))
+        self._tqdm.bar_format = "|{bar}| ".join(texts)
+        self._tqdm.n = share
+        self._tqdm.refresh()
+
+    def write(self, text: str) -> None:
+        """Writes a line beside the bar."""
+        self._tqdm.write(text)
+
+    def close(self) -> None:
+        self._tqdm.close()
+
+
+class JobBar:
+    """The progress of a job in a notebook (`Progress`)."""
+
+    def __init__(self) -> None:
+        self._bar = _Bar()
+        self._now = Snapshot()
+
+    def note(self, text: str) -> None:
+        self._bar.write(text)
+
+    def update(self, now: Snapshot) -> None:
+        new_phase = now.phase != self._now.phase
+        self._now = now
+        if new_phase or self._bar.is_due():
+            self._draw()
+
+    def close(self) -> None:
+        self._draw()
+        self._bar.close()
+
+    def _draw(self) -> None:
+        now = self._now
+        count = now.rows_done if now.rows_passed is None else now.rows_passed
+        of = "" if now.rows_total is None else f"/{now.rows_total:,}"
+        head = now.phase if now.rows_total is None else f"{now.phase}: {percent(now)}%"
+        self._bar.draw(head, now.share or 0.0, ", ".join([f"{count:,}{of} rows", *facts(now)]))
+
+
+class PromptBar:
+    """The progress of the prompts of one call."""
+
+    def __init__(self, prompts: int, *, shown: bool) -> None:
+        self._bar = _Bar() if shown else None
+        self._prompts = prompts
+        self._began = time.monotonic()
+        self._done = self._tokens = 0
+
+    def update(self, done: int, tokens: int) -> None:
+        """Sets the number of finished prompts, and of tokens generated since the beginning."""
+        self._done, self._tokens = done, tokens
+        if self._bar is not None and self._bar.is_due():
+            self._draw(self._bar)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._draw(self._bar)
+            self._bar.close()
+
+    def _draw(self, bar: _Bar) -> None:
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        after = f"{self._done:,}/{self._prompts:,} prompts, {speed(self._tokens / seconds, self._done / seconds)}"
+        bar.draw(f"{share(self._done, self._prompts)}%", self._done / max(1, self._prompts), after)

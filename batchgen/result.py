@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from batchgen.errors import RowError
 
@@ -25,6 +25,32 @@ class TokenLogprob:
     """The most likely tokens at this position, the most likely first. Their own `top` is empty."""
 
 
+_SHOWN_TEXT = 80
+_SHOWN_LABELS = 5
+
+
+def _short_repr(result: Any) -> str:
+    """Returns the fields that have another value than their default, in one line: long texts cut, lists by their lengths."""
+    values = [(f.name, f.default, getattr(result, f.name)) for f in fields(result)]
+    shown = [
+        f"{name}={_shown(value)}"
+        for name, default, value in values
+        if value is not default and (hasattr(value, "shape") or value != default)
+    ]
+    return f"{type(result).__name__}({', '.join(shown)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str) and len(value) > _SHOWN_TEXT:
+        return f"{value[:_SHOWN_TEXT]!r}… ({len(value):,} characters)"
+    if isinstance(value, tuple) or hasattr(value, "shape"):  # an embedding is an array
+        return f"<{len(value):,}>"
+    if isinstance(value, dict):
+        labels = [f"{name!r}: {probability:.3f}" for name, probability in list(value.items())[:_SHOWN_LABELS]]
+        return "{" + ", ".join([*labels, *(["…"] if len(value) > _SHOWN_LABELS else [])]) + "}"
+    return repr(value)
+
+
 _REASONS = ("timeout", "cancelled", "length", "repetition", "stop")
 
 
@@ -38,7 +64,7 @@ class ToolCall:
     """An object as JSON text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Completion:
     """One of the completions of a prompt."""
 
@@ -55,6 +81,9 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One per token id; None if they were not asked for."""
 
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -67,7 +96,7 @@ class Score:
     """Whether greedy decoding would have written just that."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Result:
     """The result of one row."""
 
@@ -103,6 +132,9 @@ class Result:
     """The only logit of a classification head"""
     error_type: str | None = None
     error_message: str | None = None
+
+    def __repr__(self) -> str:
+        return _short_repr(self)
 
     @property
     def reason(self) -> str:

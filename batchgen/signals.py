@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -83,3 +83,27 @@ class Signals:
         finally:
             self._at_once = False
         self.check()
+
+
+@contextmanager
+def noted_interrupt() -> Iterator[Callable[[], bool]]:
+    """A context in which the first Ctrl-C is only noted. Yields a function that tells whether it has come. The second one raises `KeyboardInterrupt`.
+
+    Changes nothing outside the main thread, and in a program that handles the signal itself.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: False
+        return
+    noted = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal noted
+        noted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

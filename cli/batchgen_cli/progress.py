@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
-from batchgen.progress import GENERATING, Snapshot
+from batchgen.progress import GENERATING, Snapshot, duration, facts, percent
 from batchgen_cli.stderr import Stderr, Stream, event, printable, put
 
 REFRESH_SECONDS = 0.2
@@ -22,36 +22,6 @@ SILENT_SECONDS = 2.0
 """A phase that counts nothing is shown with its time once it has taken this long."""
 TICK_SECONDS = 0.5
 _MIN_BAR = 8
-
-
-def share(done: int, total: int) -> int:
-    """Returns a percentage, which is 100 only if all are done."""
-    return 100 * done // total if total else 100
-
-
-def percent(now: Snapshot) -> int:
-    """Returns the percentage of this phase's work that is done, with the tokens of unfinished rows. It is 100 only if all rows are done."""
-    if now.rows_passed is not None or now.rows_total in (None, 0) or now.rows_done == now.rows_total:
-        return share(now.rows_done if now.rows_passed is None else now.rows_passed, now.rows_total or 0)
-    return min(99, int(100 * (now.share or 0.0)))
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration as text: 90 s, 10 min, 3 h 20 min, 2 d 4 h."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    hours = round(minutes / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def speed(tokens_per_second: float, rows_per_second: float) -> str:
-    """Returns the speed as text: in tokens, or in rows if no tokens are generated (labels and scores)."""
-    if tokens_per_second:
-        return f"{tokens_per_second:,.0f} tokens/s"
-    return f"{rows_per_second:,.0f} rows/s" if rows_per_second >= 10 else f"{rows_per_second:.1f} rows/s"
 
 
 class Notes:
@@ -79,20 +49,6 @@ class Notes:
         put(printable(line), self.stream)
 
     def close(self) -> None: ...
-
-    def facts(self) -> list[str]:
-        """Returns remaining time, failures and speed, the most useful first."""
-        now = self.now
-        if now.rows_passed is not None:
-            return [speed(0, now.rows_per_s)]
-        facts = []
-        if now.seconds_left is not None:
-            facts.append(f"{duration(now.seconds_left)} left")
-        if now.rows_failed:
-            facts.append(f"{now.rows_failed:,} failed")
-        if now.completion_tokens_per_s or now.rows_per_s or now.phase == GENERATING:
-            facts.append(speed(now.completion_tokens_per_s, now.rows_per_s))
-        return facts
 
 
 def _counts(now: Snapshot) -> bool:
@@ -144,7 +100,7 @@ class Lines(Notes):
         phase = "" if now.phase == GENERATING else f"{now.phase}, "
         count = now.rows_done if now.rows_passed is None else now.rows_passed
         of = "" if now.rows_total is None else f" of {now.rows_total:,} ({percent(now)}%)"
-        self.write(f"batchgen: {phase}{', '.join((f'{count:,} rows{of}', *self.facts()))}")
+        self.write(f"batchgen: {phase}{', '.join((f'{count:,} rows{of}', *facts(self.now)))}")
 
 
 class Events(Notes):
@@ -241,14 +197,14 @@ class Bar(Notes):
             waited = f" {duration(seconds)}" if seconds >= SILENT_SECONDS else ""
             return _literal(f"{name}…{waited}"[:width])
         if total is None:
-            return _literal(_fitting(f"{name}: {count:,} rows", self.facts(), width)[:width])
+            return _literal(_fitting(f"{name}: {count:,} rows", facts(self.now), width)[:width])
         head = f"{name}: {percent(now):3d}%"
         room = width - len(head)
-        facts = self.facts()
+        most = facts(self.now)
         tail = _fitting(
-            f" {count:,}/{total:,}", facts[:1], room
+            f" {count:,}/{total:,}", most[:1], room
         )  # remaining time is more important than the bar, the bar more than the rest
-        tail = _fitting(tail, facts[1:], room - _MIN_BAR)
+        tail = _fitting(tail, most[1:], room - _MIN_BAR)
         left = room - len(tail)
         bar = f"|{{bar:{left - 2}}}|" if left >= _MIN_BAR else ""
         return _literal(head) + bar + _literal(tail if left >= 0 else "")

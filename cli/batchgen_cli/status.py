@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from batchgen.progress import duration, share, speed
 from batchgen_cli.options import Command
-from batchgen_cli.progress import duration, share, speed
 from batchgen_cli.stderr import exit_code_of, printable
 
 SHOWN_WORKERS = 16

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.progress import Tracker
+from batchgen.progress import Tracker, duration, share, speed
 from batchgen.stats import RunFigures
 from batchgen_cli import stderr
 from batchgen_cli.progress import (
@@ -23,10 +23,7 @@ from batchgen_cli.progress import (
     Notes,
     Nothing,
     calm_libraries,
-    duration,
     progress_for,
-    share,
-    speed,
 )
 from batchgen_cli.stderr import Stderr
 

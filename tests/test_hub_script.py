@@ -1,0 +1,71 @@
+"""docs/hub_job.py: the script for `hf jobs uv run`."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from support.hub import TOKEN, FakeRepo, fake_hub
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "docs" / "hub_job.py"
+HEADER = r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$"
+"""The expression by which PEP 723 defines such a header."""
+
+
+def command_of(*arguments: str) -> list[str]:
+    return runpy.run_path(str(SCRIPT))["command_of"](list(arguments))
+
+
+def test_its_header_names_this_distribution_with_extras_and_versions_that_it_has() -> None:
+    (found,) = re.finditer(HEADER, SCRIPT.read_text(encoding="utf-8"))
+    lines = found["content"].splitlines(keepends=True)
+    header = tomllib.loads("".join(line.removeprefix("# ").removeprefix("#") for line in lines))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (needs,) = header["dependencies"]
+    name, extra = needs.removesuffix("]").split("[")
+    assert (found["type"], name, header["requires-python"]) == ("script", project["name"], project["requires-python"])
+    assert extra in project["optional-dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        (["me/a", "me/b", "--model", "m"], ["run", "hf://datasets/me/a", "-o", "b.parquet", "--push", "me/b", "--model", "m"]),
+        (["me/a@v1", "out.parquet", "--split", "test"], ["run", "hf://datasets/me/a@v1", "-o", "out.parquet", "--split", "test"]),
+        (["s3://b/a.jsonl", "o.jsonl.gz", "-n", "2"], ["run", "s3://b/a.jsonl", "-o", "o.jsonl.gz", "-n", "2"]),
+    ],
+)  # fmt: skip
+def test_its_arguments_become_those_of_run(given: list[str], command: list[str]) -> None:
+    assert command_of(*given) == command
+
+
+def test_options_before_the_two_names_are_refused(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command_of("--model", "m", "me/a", "me/b")
+    assert capsys.readouterr().err.endswith("error: INPUT and OUTPUT come before the options\n")
+
+
+def test_it_runs_with_paths_of_this_machine(tiny_model_dir, write_jsonl, tmp_path, command_environment) -> None:
+    rows = write_jsonl([{"prompt": "one"}, {"prompt": "two"}])
+    command = [sys.executable, SCRIPT, rows, tmp_path / "out.parquet", "--model", tiny_model_dir, "--max-tokens", "2"]
+    done = subprocess.run(command, env=command_environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert pq.read_table(tmp_path / "out.parquet")["prompt"].to_pylist() == ["one", "two"]
+
+
+def test_it_reads_a_dataset_and_pushes_another(tiny_model_dir, tmp_path, monkeypatch, cli) -> None:
+    monkeypatch.chdir(tmp_path)
+    with fake_hub(monkeypatch) as hub:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        hub.repos["me/prompts"] = FakeRepo({"test.jsonl": b'{"prompt": "one"}\n'}, private=True)
+        done = cli(*command_of("me/prompts", "me/answers", "--model", str(tiny_model_dir), "--max-tokens", "2"))
+        assert done.code == 0, done.err
+        assert "data/train-00000-of-00001.parquet" in hub.repos["me/answers"].files

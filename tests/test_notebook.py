@@ -1,0 +1,195 @@
+"""A model and a job in a notebook: bars, short results, an interrupt that keeps what is done. The last test runs a notebook in a kernel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchgen import LLM, JobConfig, Result, run_job
+from batchgen.errors import UsageError
+from batchgen.progress import GENERATING, JobBar, Snapshot
+from batchgen.result import Completion, Score, TokenLogprob
+
+PARAMS = {"max_tokens": 400, "ignore_eos": True}
+
+
+def interrupt_when(is_time: Any) -> threading.Thread:
+    """Sends this process the signal of Ctrl-C as soon as `is_time()`."""
+
+    def wait() -> None:
+        while not is_time():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_an_interrupt_keeps_the_results_that_are_done_and_the_texts_of_the_others(tiny_model_dir: Path) -> None:
+    llm = LLM(tiny_model_dir)
+    short = {"max_tokens": 2, "ignore_eos": True}
+    before = llm.generate("zero", short)
+    begun = llm.stats.steps
+    thread = interrupt_when(lambda: llm.stats.steps > begun + 5)
+    with pytest.raises(KeyboardInterrupt, match=r"^1 of 3 prompts were done; LLM\.interrupted has the results$"):
+        llm.generate(["zero", "one", "two"], [short, PARAMS, PARAMS])
+    thread.join()
+    assert [r.finish_reason for r in llm.interrupted] == ["length", "cancelled", "cancelled"]
+    assert llm.interrupted[0] == before[0]
+    assert all(0 < r.completion_tokens < 400 for r in llm.interrupted[1:])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate("zero", short) == before
+    assert llm.interrupted == []
+
+
+def test_a_bar_is_shown_where_it_is_wanted_and_nowhere_else(
+    tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    LLM(tiny_model_dir).generate(["a", "b"], {"max_tokens": 2})
+    assert "prompts" not in capfd.readouterr().err
+    LLM(tiny_model_dir, progress=True).generate(["a", "b"], {"max_tokens": 2})
+    assert "2/2 prompts, " in capfd.readouterr().err
+
+
+def test_the_bar_of_a_job_says_what_it_does_how_far_it_is_and_how_fast(capfd: pytest.CaptureFixture[str]) -> None:
+    bar = JobBar()
+    bar.note("a {note}")
+    bar.update(Snapshot(phase="loading model"))
+    bar.update(
+        Snapshot(
+            phase=GENERATING, rows_total=8, rows_done=2, rows_failed=1, completion_tokens_per_s=55.0, seconds_left=90
+        )
+    )
+    bar.update(Snapshot(phase=GENERATING, rows_total=8, rows_done=8, completion_tokens_per_s=60.0))
+    bar.close()
+    out, err = capfd.readouterr()
+    assert out == "a {note}\n"
+    shown = [" ".join(line.replace("#", "").split()) for line in err.split("\r")]
+    assert "generating: 25%| | 2/8 rows, 90 s left, 1 failed, 55 tokens/s" in [
+        line.replace("█", "").replace("▌", "") for line in shown
+    ]
+    assert "100%" in shown[-1]
+    assert "8/8 rows, 60 tokens/s" in shown[-1]
+
+
+def test_results_are_written_in_one_short_line() -> None:
+    result = Result(
+        row=3,
+        text="word " * 100,
+        finish_reason="stop",
+        prompt_tokens=7,
+        token_ids=tuple(range(200)),
+        choice_probs={str(i): 1 / 8 for i in range(8)},
+        score=Score(-1.5, 3, greedy=True),
+    )
+    assert repr(result) == (
+        f"Result(row=3, text={'word ' * 16!r}… (500 characters), finish_reason='stop', prompt_tokens=7, token_ids=<200>, "
+        "choice_probs={'0': 0.125, '1': 0.125, '2': 0.125, '3': 0.125, '4': 0.125, …}, "
+        "score=Score(logprob=-1.5, tokens=3, greedy=True))"
+    )
+    embedded = Result(row=0, text=None, finish_reason=None, embedding=np.zeros(8, np.float32))
+    assert repr(embedded) == "Result(row=0, text=None, finish_reason=None, embedding=<8>)"
+    logprobs = (TokenLogprob("a", 1, -0.5),)
+    assert repr(Completion(text=None, finish_reason="length", logprobs=logprobs)) == (
+        "Completion(text=None, finish_reason='length', logprobs=<1>)"
+    )
+
+
+def test_a_model_and_a_report_are_written_in_one_short_line(
+    tiny_model_dir: Path, tmp_path: Path, write_jsonl: Any
+) -> None:
+    with LLM(tiny_model_dir) as llm:
+        assert repr(llm) == f"LLM({str(tiny_model_dir)!r}, float32 on cpu)"
+    assert repr(llm) == f"LLM({str(tiny_model_dir)!r}, closed)"
+    rows = write_jsonl([{"prompt": "one"}, {"prompt": "two"}, {}])
+    report = run_job(
+        JobConfig(
+            inputs=rows,
+            model=tiny_model_dir,
+            output=tmp_path / "o.jsonl",
+            sampling={"max_tokens": 4, "ignore_eos": True},
+        )
+    )
+    start, _, end = repr(report).partition(" completion tokens at ")
+    assert start == f"<JobReport {tmp_path}/o.jsonl: 3 rows, 1 failed; 8 prompt tokens, 7 of them run; 8"
+    assert end.endswith(" tokens/s>")
+
+
+def test_an_error_is_one_line_in_a_notebook() -> None:
+    assert UsageError("no input", "name a file")._render_traceback_() == ["UsageError: no input; name a file"]
+
+
+SETUP = """
+import os, signal, threading, time
+from batchgen import LLM, JobConfig, run_job
+llm = LLM({model!r})
+"""
+INTERRUPTED = """
+def wait():
+    while llm.stats.steps < begun + 5:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+begun = llm.stats.steps
+threading.Thread(target=wait, daemon=True).start()
+llm.generate(["a", "b"], {"max_tokens": 400, "ignore_eos": True})
+"""
+JOB = """
+report = run_job(JobConfig(inputs={rows!r}, model={model!r}, output={output!r}, sampling={{"max_tokens": 4}}))
+report
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_bars_and_results_and_survives_an_interrupt(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    write_jsonl: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    command_environment: dict[str, str],
+) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name in ("PYTHONPATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, command_environment[name])
+    rows = str(write_jsonl([{"prompt": f"row {i}"} for i in range(3)]))
+    cells = [
+        SETUP.format(model=str(tiny_model_dir)),
+        'llm.generate(["one", "two"], {"max_tokens": 4})',
+        INTERRUPTED,
+        "[(r.finish_reason, 0 < len(r.token_ids) < 400) for r in llm.interrupted]",
+        JOB.format(rows=rows, model=str(tiny_model_dir), output=str(tmp_path / "out.jsonl")),
+        JOB.format(rows=rows, model=str(tiny_model_dir), output=str(tmp_path / "nowhere" / "out.jsonl")),
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
+    NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=300).execute()
+    _, generated, interrupted, kept, job, refused = [cell["outputs"] for cell in notebook["cells"]]
+    widgets = notebook["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    said = [str(state["state"].get("value")).replace("\u2007", " ") for state in widgets.values()]
+    assert [value for value in said if "2/2 prompts, " in value], said
+    assert [value for value in said if "3/3 rows" in value], said
+    assert result_of(generated).startswith("[Result(row=0, text=")
+    assert result_of(generated).count("\n") == 1
+    assert (error_of(interrupted)["ename"], result_of(kept)) == (
+        "KeyboardInterrupt", "[('cancelled', True), ('cancelled', True)]",
+    )  # fmt: skip
+    assert result_of(job).startswith(f"<JobReport {tmp_path}/out.jsonl: 3 rows, 0 failed; ")
+    assert error_of(refused)["traceback"] == [
+        f"UsageError: there is no folder {tmp_path}/nowhere to write to; create it with mkdir -p {tmp_path}/nowhere"
+    ]
+
+
+def result_of(outputs: list[Any]) -> str:
+    return next(output["data"]["text/plain"] for output in outputs if output["output_type"] == "execute_result")
+
+
+def error_of(outputs: list[Any]) -> Any:
+    return next(output for output in outputs if output["output_type"] == "error")
