@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -121,6 +122,12 @@ def test_a_model_and_a_report_are_written_in_one_short_line(
     start, _, end = repr(report).partition(" completion tokens at ")
     assert start == f"<JobReport {tmp_path}/o.jsonl: 3 rows, 1 failed; 8 prompt tokens, 7 of them run; 8"
     assert end.endswith(" tokens/s>")
+    page = report._repr_html_()
+    assert page is not None
+    assert page.startswith("<iframe srcdoc=")
+    (tmp_path / "o.jsonl").unlink()
+    shutil.rmtree(tmp_path / "o.jsonl.job")
+    assert report._repr_html_() is None
 
 
 def test_an_error_is_one_line_in_a_notebook() -> None:
@@ -182,6 +189,7 @@ def test_a_notebook_shows_bars_and_results_and_survives_an_interrupt(
         "KeyboardInterrupt", "[('cancelled', True), ('cancelled', True)]",
     )  # fmt: skip
     assert result_of(job).startswith(f"<JobReport {tmp_path}/out.jsonl: 3 rows, 0 failed; ")
+    assert page_of(job).startswith("<iframe srcdoc=")
     assert error_of(refused)["traceback"] == [
         f"UsageError: there is no folder {tmp_path}/nowhere to write to; create it with mkdir -p {tmp_path}/nowhere"
     ]
@@ -189,6 +197,10 @@ def test_a_notebook_shows_bars_and_results_and_survives_an_interrupt(
 
 def result_of(outputs: list[Any]) -> str:
     return next(output["data"]["text/plain"] for output in outputs if output["output_type"] == "execute_result")
+
+
+def page_of(outputs: list[Any]) -> str:
+    return next(output["data"]["text/html"] for output in outputs if output["output_type"] == "execute_result")
 
 
 def error_of(outputs: list[Any]) -> Any:
