@@ -12,12 +12,19 @@ const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").repl
 const cut = (text, length) => (text.length > length ? `${text.slice(0, length)}…` : text);
 const oneLine = (text) => text.replace(/\s+/g, " ").trim();
 
+/** Unpacks plotly and runs it. As a file of its own it is compiled in the background; as the text of a script element it would take seconds longer. */
 async function loadPlotly() {
   const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const code = new Blob([await new Response(stream).blob()], { type: "text/javascript" });
   const script = document.createElement("script");
-  script.textContent = await new Response(stream).text();
-  document.head.append(script);
+  script.src = URL.createObjectURL(code);
+  await new Promise((resolve, reject) => {
+    script.onload = resolve;
+    script.onerror = () => reject(new Error("plotly cannot be run"));
+    document.head.append(script);
+  });
+  URL.revokeObjectURL(script.src);
 }
 
 function draw(id, traces, layout) {
@@ -37,51 +44,82 @@ function draw(id, traces, layout) {
   Plotly.react(place, traces, whole, { displayModeBar: false, responsive: true });
 }
 
-// The prefix tree. A cell is a node: its id is its place in the lists of `data.tree`, "all" is the root, "m…" stands for what is not listed below a node.
+// The prefix tree. A cell is a node: its id is its place in the lists of `data.tree`, "all" is the root, "m…" stands for the nodes below a node that
+// are not listed, or too narrow to be seen. Zooming into a node draws the cells below it anew, and so finds more of them wide enough.
 
 const tree = data.tree && data.tree.parents.length ? data.tree : null;
 const children = new Map([["all", []]]);
-let cells = null;
+const MIN_WIDTH = 3; // pixels of a cell, and of a cell with a text
+const MIN_TEXT_WIDTH = 44;
 let chosen = "all";
 
-function makeCells() {
-  const count = tree.parents.length;
-  cells = { ids: ["all"], labels: [], parents: [""], values: [tree.rows], saved: [tree.saved_tokens], hover: [], more: [false] };
-  cells.labels.push(`all ${number(tree.rows)} prompts`);
-  cells.hover.push(`all ${number(tree.rows)} prompts<br>${number(tree.saved_tokens)} prompt tokens saved`);
-  const listed = { rows: new Map(), nodes: new Map(), saved: new Map() };
-  const add = (map, key, value) => map.set(key, (map.get(key) || 0) + value);
-  for (let i = 0; i < count; i++) {
-    const parent = tree.parents[i] < 0 ? "all" : `${tree.parents[i]}`;
+const parentOf = (id) => (tree.parents[id] < 0 ? "all" : `${tree.parents[id]}`);
+const rowsOf = (id) => (id === "all" ? tree.rows : tree.node_rows[id]);
+
+function pathTo(id) {
+  const path = [];
+  for (let at = id; at !== "all"; at = parentOf(at)) path.unshift(at);
+  return ["all", ...path];
+}
+
+function listChildren() {
+  tree.parents.forEach((_, i) => {
+    const parent = parentOf(i);
     children.has(parent) || children.set(parent, []);
     children.get(parent).push(`${i}`);
-    add(listed.rows, parent, tree.node_rows[i]);
-    add(listed.nodes, parent, 1 + tree.nodes_below[i]);
-    add(listed.saved, parent, tree.saved[i] + tree.saved_below[i]);
-    const text = oneLine(tree.texts[i]);
-    cells.ids.push(`${i}`);
+  });
+}
+
+/** What is below a node: nodes, rows in them, and tokens that they save. */
+const below = (id) =>
+  id === "all" ? [tree.node_count, tree.rows - tree.lone_rows, tree.saved_tokens] : [tree.nodes_below[id], tree.node_rows[id] - tree.ending_rows[id], tree.saved_below[id]];
+
+function makeCells() {
+  const cells = { ids: [], parents: [], values: [], saved: [], labels: [], hover: [] };
+  const width = document.getElementById("tree-chart").clientWidth - (narrow.matches ? 0 : 90);
+  const levels = narrow.matches ? 4 : 6;
+  const path = pathTo(chosen);
+  const pixels = (rows) => (rows / rowsOf(chosen)) * width;
+  const add = (id, parent, rows, saved, label, hover) => {
+    cells.ids.push(id);
     cells.parents.push(parent);
-    cells.values.push(tree.node_rows[i]);
-    cells.saved.push(tree.saved[i]);
-    cells.more.push(false);
-    cells.labels.push(`${number(tree.node_rows[i])} × ${number(tree.tokens[i])}`);
-    cells.hover.push(
-      `${counted(tree.node_rows[i], "row")} × ${counted(tree.tokens[i], "token")} of their own<br>` +
-        `${number(tree.saved[i])} prompt tokens saved<br>${escaped(cut(text, 90))}`);
-  }
-  const rest = (id, nodes, saved, most) => {
-    const more = nodes - (listed.nodes.get(id) || 0);
-    if (more <= 0) return;
-    cells.ids.push(`m${id}`);
-    cells.parents.push(id);
-    cells.values.push(Math.max(0, most - (listed.rows.get(id) || 0)));
-    cells.saved.push(saved - (listed.saved.get(id) || 0));
-    cells.more.push(true);
-    cells.labels.push(`${number(more)} more`);
-    cells.hover.push(`${counted(more, "node")} more, with few rows each<br>${number(saved - (listed.saved.get(id) || 0))} prompt tokens saved`);
+    cells.values.push(rows);
+    cells.saved.push(saved);
+    cells.labels.push(label);
+    cells.hover.push(hover);
   };
-  for (let i = 0; i < count; i++) rest(`${i}`, tree.nodes_below[i], tree.saved_below[i], tree.node_rows[i] - tree.ending_rows[i]);
-  rest("all", tree.node_count, tree.saved_tokens, tree.rows - tree.lone_rows);
+  const addNode = (id) => {
+    const text = oneLine(tree.texts[id]);
+    const size = `${number(tree.node_rows[id])} × ${number(tree.tokens[id])}`;
+    const room = Math.floor(pixels(tree.node_rows[id]) / 7.5) - 2;
+    let label = `${escaped(cut(text, room))}<br>${size}`;
+    if (path.includes(id) && id !== chosen) label = escaped(cut(text, 18));
+    else if (pixels(tree.node_rows[id]) < MIN_TEXT_WIDTH) label = "";
+    add(id, parentOf(id), tree.node_rows[id], tree.saved[id], label,
+      `${counted(tree.node_rows[id], "row")} × ${counted(tree.tokens[id], "token")} of their own<br>` +
+        `${counted(tree.saved[id], "prompt token")} saved<br>${escaped(cut(text, 90))}`);
+  };
+  const addBelow = (id, level) => {
+    if (level >= levels) return;
+    let [nodes, rows, saved] = below(id);
+    for (const child of children.get(id) || []) {
+      if (pixels(tree.node_rows[child]) < MIN_WIDTH) continue;
+      nodes -= 1 + tree.nodes_below[child];
+      rows -= tree.node_rows[child];
+      saved -= tree.saved[child] + tree.saved_below[child];
+      addNode(child);
+      addBelow(child, level + 1);
+    }
+    if (nodes > 0) {
+      add(`m${id}`, id, Math.max(0, rows), saved, pixels(rows) < 2 * MIN_TEXT_WIDTH ? "" : `${number(nodes)} more`,
+        `${counted(nodes, "node")} more, with few rows each<br>${counted(saved, "prompt token")} saved`);
+    }
+  };
+  const says = `all ${number(tree.rows)} prompts`;
+  add("all", "", tree.rows, 0, says, `${says}<br>${counted(tree.saved_tokens, "prompt token")} saved`);
+  path.slice(1).forEach(addNode);
+  addBelow(chosen, 1);
+  return cells;
 }
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
@@ -94,31 +132,20 @@ function inkOn(place, scale) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
 }
 
-/** The label of each cell, with as much of the node's text as has a place in it. */
-function labels() {
-  const width = document.getElementById("tree-chart").clientWidth - (narrow.matches ? 0 : 90);
-  const whole = chosen === "all" ? tree.rows : tree.node_rows[chosen];
-  return cells.ids.map((id, i) => {
-    const length = Math.floor((cells.values[i] / whole) * width / 7.5) - 2;
-    if (cells.values[i] > whole && id !== "all") return escaped(cut(oneLine(tree.texts[id]), 18)); // above the chosen node, in the path
-    return id === "all" || cells.more[i] || length < 6 ? cells.labels[i] : `${escaped(cut(oneLine(tree.texts[id]), length))}<br>${cells.labels[i]}`;
-  });
-}
-
 function drawTree() {
   if (!tree) return;
-  if (!cells) makeCells();
+  const cells = makeCells();
   const shade = (saved) => Math.log10(1 + Math.max(0, saved));
-  const shades = cells.saved.map(shade);
-  shades[0] = 0; // the root has no tokens
-  const most = Math.max(1, ...shades);
+  const most = Math.max(1, ...tree.saved.map(shade));
+  const shades = cells.saved.map((saved) => Math.min(most, shade(saved)));
   const scale = [[0, color("shade-0")], [0.5, color("shade-1")], [1, color("shade-2")]];
   const steps = [...Array(Math.floor(most) + 1).keys()].filter((n) => n > 0);
   draw("tree-chart", [{
-    type: "icicle", ids: cells.ids, labels: labels(), parents: cells.parents, values: cells.values, branchvalues: "total",
+    type: "icicle", ids: cells.ids, labels: cells.labels, parents: cells.parents, values: cells.values, branchvalues: "total",
     hovertext: cells.hover, hoverinfo: "text", sort: false, level: chosen, maxdepth: narrow.matches ? 4 : 6,
-    tiling: { orientation: "v", pad: 1 }, textposition: "middle left", textinfo: "label", textfont: { color: shades.map((shade) => inkOn(shade / most, scale)) },
-    pathbar: { visible: true, thickness: 24 }, root: { color: color("panel") },
+    tiling: { orientation: "v", pad: 1 }, textposition: "middle left", textinfo: "label",
+    textfont: { color: shades.map((shade) => inkOn(shade / most, scale)) },
+    pathbar: { visible: true, thickness: 24 },
     marker: {
       colors: shades, colorscale: scale, cmin: 0, cmax: most, line: { width: 0 },
       showscale: !narrow.matches,
@@ -133,7 +160,7 @@ function drawTree() {
 function choose(id, { focus = false } = {}) {
   if (id.startsWith("m")) return;
   chosen = id;
-  Plotly.restyle("tree-chart", { level: [id], labels: [labels()] }, [0]);
+  drawTree();
   showNode();
   if (focus) document.getElementById("node-text").focus({ preventScroll: true });
 }
@@ -153,10 +180,7 @@ const nameOf = (id) => (id === "all" ? "all prompts" : `“${cut(oneLine(tree.te
 
 function showNode() {
   const id = chosen;
-  const path = [];
-  for (let at = id; at !== "all"; at = tree.parents[at] < 0 ? "all" : `${tree.parents[at]}`) path.unshift(at);
-  path.unshift("all");
-  document.getElementById("node-path").replaceChildren(...path.map((at) => button(nameOf(at), at, at === id)));
+  document.getElementById("node-path").replaceChildren(...pathTo(id).map((at) => button(nameOf(at), at, at === id)));
   const text = document.getElementById("node-text");
   let says;
   if (id === "all") {
@@ -169,8 +193,8 @@ function showNode() {
     text.textContent = tree.texts[id];
   }
   document.getElementById("node-says").textContent = says;
-  const below = [...(children.get(id) || [])].sort((a, b) => tree.node_rows[b] - tree.node_rows[a]);
-  const shown = below.slice(0, 50).map((at) =>
+  const under = [...(children.get(id) || [])].sort((a, b) => tree.node_rows[b] - tree.node_rows[a]);
+  const shown = under.slice(0, 50).map((at) =>
     button(`${counted(tree.node_rows[at], "row")} × ${counted(tree.tokens[at], "token")}: ${nameOf(at)}`, at, false));
   document.getElementById("node-children").replaceChildren(...shown);
   document.getElementById("below-title").hidden = !shown.length;
@@ -182,7 +206,7 @@ function listenToTree() {
   const place = document.getElementById("tree-chart");
   place.on("plotly_icicleclick", (event) => {
     const id = event.points && event.points[0] && event.points[0].id;
-    if (id !== undefined) choose(id === chosen && id !== "all" ? (tree.parents[id] < 0 ? "all" : `${tree.parents[id]}`) : id);
+    if (id !== undefined) choose(id === chosen && id !== "all" ? parentOf(id) : id);
     return false; // the zoom is set above, for the mouse and the keyboard alike
   });
   document.getElementById("node").addEventListener("click", (event) => {
@@ -310,6 +334,7 @@ function drawAll() {
   drawMemory();
 }
 
+if (tree) listChildren();
 loadPlotly().then(() => {
   drawAll();
   listenToTree();

@@ -22,7 +22,7 @@ from batchgen.errors import OutputError, UsageError
 from batchgen.report.sections import body
 from batchgen.version import __version__
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+POLICY = "default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 """The content security policy: the browser refuses every request of the page."""
 _FRAME_HEIGHT = 900
 

@@ -36,7 +36,8 @@ WATCH = """<script>
 const refused = [];
 addEventListener("securitypolicyviolation", (event) => refused.push(event.blockedURI));
 setInterval(() => {
-  const resources = performance.getEntriesByType("resource").map((entry) => entry.name);
+  const entries = performance.getEntriesByType("resource").map((entry) => entry.name);
+  const resources = entries.filter((name) => !name.startsWith("blob:")); // a blob is in the page's own memory
   document.documentElement.dataset.asked = JSON.stringify({ resources, refused });
 }, 100);
 </script>

@@ -32,7 +32,7 @@ def test_the_policy_forbids_every_request():
     rules = dict(rule.strip().split(" ", 1) for rule in POLICY.split(";"))
     assert rules["default-src"] == "'none'"
     allowed = {source for name, value in rules.items() for source in value.split() if name != "default-src"}
-    assert allowed == {"'unsafe-inline'", "'none'", "data:"}
+    assert allowed == {"'unsafe-inline'", "'none'", "data:", "blob:"}  # all of them are in the page
 
 
 def test_the_data_of_the_page_is_the_data_it_was_made_of():
