@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers.modeling_outputs import CausalLMOutput
 
 from batchgen.errors import ModelError
 from batchgen.model.multimodal import is_multimodal, model_class
@@ -62,7 +62,7 @@ class Headed(torch.nn.Module):
     def set_attn_implementation(self, name: str) -> None:
         self.body.set_attn_implementation(name)
 
-    def forward(self, logits_to_keep: Any, **inputs: Any) -> SimpleNamespace:
+    def forward(self, logits_to_keep: Any, **inputs: Any) -> CausalLMOutput:
         """Returns `logits` [1, N, width]: the outputs after the tokens at these places."""
         hidden = self.body(**inputs).last_hidden_state[:, logits_to_keep]
-        return SimpleNamespace(logits=hidden if self.score is None else self.score(hidden))
+        return CausalLMOutput(logits=hidden if self.score is None else self.score(hidden))

@@ -184,6 +184,7 @@ CASES = {
     "several inputs": Case(inputs=("in.jsonl", "more.csv", "in.jsonl"), settings=TINY_SPOOL),
     "labels": Case(options=("--choices", "north,south,southern"), settings=TINY_SPOOL),
     "two devices": Case(options=("--device", "cpu:0,1"), settings=TINY_SPOOL),
+    "embeddings": Case(options=("--embed", "--pooling", "mean"), settings=TINY_SPOOL),
     "another folder": Case(options=("--work-dir", "work"), settings=TINY_SPOOL),
 }
 
@@ -208,7 +209,7 @@ def write_common_input(folder: Path, count: int = 26) -> None:
 
 
 class Nearly(float):
-    """A probability: what rows run together with this one changes its last digits."""
+    """A probability or a number of an embedding: what rows run together with this one changes its last digits."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and abs(self - other) < 1e-5
@@ -223,7 +224,7 @@ def read_output(path: Path) -> Any:
 
         return pq.read_table(path)
     content = path.read_bytes()
-    if b'"choice_probs"' in content:
+    if b'"choice_probs"' in content or b'"embedding"' in content:
         return [json.loads(line, parse_float=Nearly) for line in content.splitlines()]
     return content
 
