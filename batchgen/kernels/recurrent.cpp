@@ -1,7 +1,9 @@
-// Recurrent layers: the causal convolution of a step's spans, and one step of the gated delta rule or of Mamba2 for many sequences.
+// Recurrent layers: the causal convolution and the gated delta rule of a step's spans, and one step of Mamba2 for many sequences.
 // States are read from one slot and written to another, which may be the same; memory is passed over once.
 #include <algorithm>
 #include <cmath>
+#include <utility>
+#include <vector>
 
 #include "activation.h"
 #include "pool.h"
@@ -62,6 +64,136 @@ void convolve(const Convolution& c) {
     });
 }
 
+struct DeltaRule {  // `_DeltaRule` in recurrent.py is the same
+    int64_t spans, heads, groups, rows, columns, row_decays, normalize, q_token, k_token, v_token, threads;
+    const int64_t *starts, *lengths, *read, *write;  // by span: first token, tokens, slots
+    const float *decay, *strength;                   // [T][heads], or with row_decays decay is [T][heads][rows]; [T][heads]
+    const void *q, *k, *v;                           // tokens so many numbers apart: [groups][rows] twice, [heads][columns]
+    void* out;                                       // [T][heads][columns]
+    float* states;                                   // [slots][heads][rows][columns]
+    float scale;                                     // of queries
+};
+
+constexpr int BLOCK = 4;  // vectors of columns
+
+// What is read and written of a vector of columns; the last of a row may not be full.
+template <bool FULL, class T>
+INLINE floats load_column(const T* p, int64_t count) { return FULL ? load_floats(p) : load_some(p, count); }
+template <bool FULL, class T>
+INLINE void store_column(T* p, floats v, int64_t count) {
+    if (FULL)
+        store_floats(p, v);
+    else
+        store_some(p, v, count);
+}
+
+// The keys and queries of a token in float32, with what a state's rows decay by.
+struct Token {
+    float *k, *q;              // [rows]
+    float *decay, *ka, *qa;    // [rows] decays, and keys and queries times them
+    float both;                // q k
+};
+
+template <class T>
+void prepare(const DeltaRule& s, int64_t t, int64_t head, Token& to) {
+    const int64_t rows = s.rows, group = head / (s.heads / s.groups);
+    const T *q = (const T*)s.q + t * s.q_token + group * rows, *k = (const T*)s.k + t * s.k_token + group * rows;
+    const float* decay = s.decay + (t * s.heads + head) * (s.row_decays ? rows : 1);
+    floats qq{}, kk{}, qk{};
+    for (int64_t r = 0; r < rows; r += LANES) {
+        const floats x = load_at(q, r, rows), y = load_at(k, r, rows);
+        qq += x * x, kk += y * y, qk += x * y;
+        store_at(to.q, r, rows, x), store_at(to.k, r, rows, y);
+    }
+    const float q_by = s.normalize ? s.scale / std::sqrt(sum(qq) + 1e-6f) : s.scale;
+    const float k_by = s.normalize ? 1 / std::sqrt(sum(kk) + 1e-6f) : 1;
+    to.both = sum(qk) * q_by * k_by;
+    for (int64_t r = 0; r < rows; r += LANES) {
+        const floats x = load_at(to.q, r, rows) * q_by, y = load_at(to.k, r, rows) * k_by;
+        const floats a = s.row_decays ? load_at(decay, r, rows) : splat(decay[0]);
+        store_at(to.k, r, rows, y), store_at(to.decay, r, rows, a);
+        store_at(to.ka, r, rows, y * a), store_at(to.qa, r, rows, x * a);
+    }
+}
+
+// A state's rows are keys, its columns values. S <- a S + k d with d = b (v - k a S); out = q S = q a S + (q k) d.
+// A pass over the columns' states writes what one token makes of them, and sums what the next one reads.
+template <class T, int B, bool FULL>
+void delta_columns(const DeltaRule& s, int64_t span, int64_t head, int64_t first, int64_t count, float* local, Token now, Token next) {
+    const int64_t rows = s.rows, n = s.columns, length = s.lengths[span], start = s.starts[span], wide = B * LANES;
+    const float* before = s.states + (s.read[span] * s.heads + head) * rows * n + first;
+    float* after = s.states + (s.write[span] * s.heads + head) * rows * n + first;
+    floats known[B] = {}, seen[B] = {};
+    prepare<T>(s, start, head, now);
+    for (int64_t r = 0; r < rows; r++)
+        for (int j = 0; j < B; j++) {
+            const floats x = load_column<FULL>(before + r * n + j * LANES, count);
+            known[j] += x * now.ka[r], seen[j] += x * now.qa[r];
+        }
+    for (int64_t i = 0; i < length; i++) {
+        const int64_t t = start + i;
+        const bool last = i + 1 == length;
+        const T* v = (const T*)s.v + t * s.v_token + head * n + first;
+        T* out = (T*)s.out + (t * s.heads + head) * n + first;
+        const float b = s.strength[t * s.heads + head];
+        floats d[B];
+        for (int j = 0; j < B; j++) {
+            d[j] = (load_column<FULL>(v + j * LANES, count) - known[j]) * b;
+            store_column<FULL>(out + j * LANES, seen[j] + d[j] * now.both, count);
+            known[j] = seen[j] = floats{};
+        }
+        const float* from = i ? local : before;
+        float* to = last ? after : local;
+        const int64_t apart = i ? wide : n, onto = last ? n : wide;
+        if (last) {
+            for (int64_t r = 0; r < rows; r++)
+                for (int j = 0; j < B; j++) {
+                    const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * now.decay[r] + d[j] * now.k[r];
+                    store_column<FULL>(to + r * onto + j * LANES, x, count);
+                }
+            return;
+        }
+        prepare<T>(s, t + 1, head, next);
+        for (int64_t r = 0; r < rows; r++)
+            for (int j = 0; j < B; j++) {
+                const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * now.decay[r] + d[j] * now.k[r];
+                store_column<FULL>(to + r * onto + j * LANES, x, count);
+                known[j] += x * next.ka[r], seen[j] += x * next.qa[r];
+            }
+        std::swap(now, next);
+    }
+}
+
+template <class T>
+void delta_rule(const DeltaRule& s) {
+    constexpr int64_t WIDE = BLOCK * LANES;
+    const int64_t blocks = (s.columns + WIDE - 1) / WIDE, tasks = s.spans * s.heads * blocks;
+    int64_t tokens = 0;
+    for (int64_t span = 0; span < s.spans; span++) tokens += s.lengths[span];
+    const int64_t threads = tokens * s.heads * s.rows * s.columns > 16384 ? s.threads : 1;
+    in_parallel(tasks, threads, [&](Tasks& queue) {
+        std::vector<float> scratch(s.rows * (WIDE + 10));
+        float* at = scratch.data() + s.rows * WIDE;
+        const auto token = [&] {
+            Token made{at, at + s.rows, at + 2 * s.rows, at + 3 * s.rows, at + 4 * s.rows, 0};
+            at += 5 * s.rows;
+            return made;
+        };
+        const Token now = token(), next = token();
+        for (int64_t task; (task = queue.take()) >= 0;) {
+            const int64_t span = task / (s.heads * blocks), head = task / blocks % s.heads;
+            int64_t i = task % blocks * WIDE;
+            const int64_t end = std::min(i + WIDE, s.columns);
+            if (end - i == WIDE) {
+                delta_columns<T, BLOCK, true>(s, span, head, i, LANES, scratch.data(), now, next);
+                continue;
+            }
+            for (; i + LANES <= end; i += LANES) delta_columns<T, 1, true>(s, span, head, i, LANES, scratch.data(), now, next);
+            if (i < end) delta_columns<T, 1, false>(s, span, head, i, end - i, scratch.data(), now, next);
+        }
+    });
+}
+
 struct Step {  // `_Step` in recurrent.py is the same
     int64_t sequences, heads, groups, rows, columns, threads;  // a state is [rows][columns]
     const int64_t *read, *write;                               // by sequence: slots
@@ -69,48 +201,6 @@ struct Step {  // `_Step` in recurrent.py is the same
     const float *q, *k, *v;
     float *states, *out;  // [slots][heads][rows][columns]
 };
-
-constexpr int BLOCK = 4;  // vectors of columns
-
-// A state's rows are keys, its columns values: q, k [sequences][heads][rows], v, out [sequences][heads][columns].
-// S <- a S + k d with d = b (v - a k S); out = q S = a q S + (q k) d.
-void delta_head(const Step& s, int64_t sequence, int64_t head) {
-    const int64_t at = sequence * s.heads + head, rows = s.rows, n = s.columns;
-    const float *q = s.q + at * rows, *k = s.k + at * rows, *v = s.v + at * n;
-    const float* before = s.states + (s.read[sequence] * s.heads + head) * rows * n;
-    float *after = s.states + (s.write[sequence] * s.heads + head) * rows * n, *out = s.out + at * n;
-    const float a = s.decay[at], b = s.strength[at];
-    float both = 0;
-    for (int64_t r = 0; r < rows; r++) both += q[r] * k[r];
-    int64_t i = 0;
-    for (; i + BLOCK * LANES <= n; i += BLOCK * LANES) {  // of all rows they stay in the first cache from one pass to the next
-        floats known[BLOCK] = {}, seen[BLOCK] = {};
-        for (int64_t r = 0; r < rows; r++)
-            for (int j = 0; j < BLOCK; j++) {
-                const floats x = load_floats(before + r * n + i + j * LANES);
-                known[j] += x * k[r], seen[j] += x * q[r];
-            }
-        for (int j = 0; j < BLOCK; j++) {
-            known[j] = (load_floats(v + i + j * LANES) - known[j] * a) * b;
-            store_floats(out + i + j * LANES, seen[j] * a + known[j] * both);
-        }
-        for (int64_t r = 0; r < rows; r++)
-            for (int j = 0; j < BLOCK; j++) {
-                const int64_t at_row = r * n + i + j * LANES;
-                store_floats(after + at_row, load_floats(before + at_row) * a + known[j] * k[r]);
-            }
-    }
-    for (; i < n; i += LANES) {
-        floats known{}, seen{};
-        for (int64_t r = 0; r < rows; r++) {
-            const floats x = load_at(before + r * n, i, n);
-            known += x * k[r], seen += x * q[r];
-        }
-        const floats d = (load_at(v, i, n) - known * a) * b;
-        store_at(out, i, n, seen * a + d * both);
-        for (int64_t r = 0; r < rows; r++) store_at(after + r * n, i, n, load_at(before + r * n, i, n) * a + d * k[r]);
-    }
-}
 
 // A state's rows are a head's inputs, its columns the state's size: v, out [sequences][heads][rows], k, q (B and C)
 // [sequences][groups][columns]. S <- a S + b v k; out = S q.
@@ -144,5 +234,6 @@ void run(const Step& s) {
 
 EXPORT void batchgen_convolve_float32(const Convolution* c) { convolve<float>(*c); }
 EXPORT void batchgen_convolve_bfloat16(const Convolution* c) { convolve<bf16>(*c); }
-EXPORT void batchgen_delta_rule_float32(const Step* s) { run<delta_head>(*s); }
+EXPORT void batchgen_delta_rule_float32(const DeltaRule* s) { delta_rule<float>(*s); }
+EXPORT void batchgen_delta_rule_bfloat16(const DeltaRule* s) { delta_rule<bf16>(*s); }
 EXPORT void batchgen_mamba2_float32(const Step* s) { run<mamba2_head>(*s); }

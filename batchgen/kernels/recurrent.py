@@ -23,6 +23,18 @@ class _Convolution(ctypes.Structure):
     )
 
 
+class _DeltaRule(ctypes.Structure):
+    """`DeltaRule` in recurrent.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("spans", "heads", "groups", "rows", "columns", "row_decays", "normalize")),
+        *((name, ctypes.c_int64) for name in ("q_token", "k_token", "v_token", "threads")),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write", "decay", "strength")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "states")),
+        ("scale", ctypes.c_float),
+    )
+
+
 class _Step(ctypes.Structure):
     """`Step` in recurrent.cpp is the same."""
 
@@ -71,13 +83,35 @@ def convolve(
     return out
 
 
+def can_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernel has the gated delta rule of these tensors."""
+    return q.dtype in DTYPES and all(x.dtype == q.dtype and x.device.type == "cpu" for x in (q, k, v))
+
+
 def delta_rule(
-    q_NHK: torch.Tensor, k_NHK: torch.Tensor, v_NHV: torch.Tensor, decay_NH: torch.Tensor, beta_NH: torch.Tensor,
-    states: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+    q_TGK: torch.Tensor, k_TGK: torch.Tensor, v_THV: torch.Tensor, decay: torch.Tensor, beta_TH: torch.Tensor, scale: float,
+    normalize: bool, states: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """One token of each of N sequences by the gated delta rule, [N, H, V] float32; `states` [slots, H, K, V] change in place."""
-    rows, columns = states.shape[2:]
-    return _step("delta_rule", v_NHV, q_NHK, k_NHK, decay_NH, beta_NH, states, read, write, 1, rows, columns)
+    """The gated delta rule [T, H, V] of the spans at `starts` with `lengths`, token after token; `states` [slots, H, K, V] change in place.
+
+    `decay` is float32 [T, H], or [T, H, K] where each row of a state has its own. Groups of heads share queries and keys, which are
+    brought to length one with `normalize`; queries are scaled.
+    """
+    q_TGK, k_TGK, v_THV = (_by_token(x) for x in (q_TGK, k_TGK, v_THV))
+    decay, beta_TH = decay.float().contiguous(), beta_TH.float().contiguous()
+    out = torch.empty(v_THV.shape, dtype=v_THV.dtype)
+    what = _DeltaRule(
+        len(starts), v_THV.shape[1], q_TGK.shape[1], *states.shape[2:], decay.dim() == 3, normalize,
+        q_TGK.stride(0), k_TGK.stride(0), v_THV.stride(0), torch.get_num_threads(),
+        *(x.data_ptr() for x in (starts, lengths, read, write, decay, beta_TH, q_TGK, k_TGK, v_THV, out, states)), scale,
+    )  # fmt: skip
+    kernel("delta_rule", v_THV.dtype)(ctypes.byref(what))
+    return out
+
+
+def _by_token(x: torch.Tensor) -> torch.Tensor:
+    """The tensor [T, H, D], a copy where the numbers of a token do not lie side by side."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def mamba2(

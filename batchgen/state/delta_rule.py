@@ -21,8 +21,11 @@ def step(
     beta_NH: torch.Tensor,
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs one token of each of N sequences. Returns the outputs [N, H, V] and the new states [N, H, K, V]."""
-    states = states * g_NH.exp()[..., None, None]
+    """Runs one token of each of N sequences. Returns the outputs [N, H, V] and the new states [N, H, K, V].
+
+    With g [N, H, K] each row of a state decays by itself (Kimi Delta Attention, arXiv:2510.26692).
+    """
+    states = states * (g_NH.exp()[..., None, None] if g_NH.dim() == 2 else g_NH.exp().unsqueeze(-1))
     known = (states * k_NHK.unsqueeze(-1)).sum(-2)
     delta = (v_NHV - known) * beta_NH.unsqueeze(-1)
     states = states + k_NHK.unsqueeze(-1) * delta.unsqueeze(-2)
@@ -63,6 +66,29 @@ def run_chunks(
         out[here] = q[here] @ state + inside[here] @ new
         state.mul_(ends[here]).add_(k[here].transpose(-1, -2) @ new)
     return out.transpose(1, 2)
+
+
+def run_tokens(
+    chunks: Chunks,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+) -> torch.Tensor:
+    """Does what `run_chunks` does token after token, all spans side by side, for g [T, H, K]."""
+    q, k, v, g, beta = (chunks.take(x) for x in (q, k, v, g, beta))  # [C, c, H, ...]
+    # What is padding neither decays a state nor writes to it.
+    g = g.masked_fill(chunks.padded[..., None, None], 0)
+    beta = beta.masked_fill(chunks.padded[..., None], 0)
+    out = torch.empty_like(v)
+    for first, count in chunks.rounds:
+        here = slice(first, first + count)
+        for i in range(chunks.size):
+            parts = (x[here, i] for x in (q, k, v, g, beta))
+            out[here, i], states[:count] = step(*parts, states[:count])
+    return out
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:

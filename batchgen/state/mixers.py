@@ -17,7 +17,6 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.state.cache import StateShape
-from batchgen.state.delta_rule import normalized
 
 
 class Recurrence(Protocol):
@@ -32,8 +31,8 @@ class Recurrence(Protocol):
         activation: str | None,
     ) -> torch.Tensor: ...
     def delta_rule(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor: ...
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, normalize: bool
+    ) -> torch.Tensor: ...  # fmt: skip
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
         a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
@@ -118,14 +117,10 @@ def _delta_rule(layers: RecurrentLayers, layer: int) -> Callable[..., tuple[torc
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """[1, T, H, V]"""
-        q, k, v, decay, strength = (x[0].float() for x in (query, key, value, g, beta))
-        if use_qk_l2norm_in_kernel:
-            q, k = normalized(q), normalized(k)
-        q = q * q.shape[-1] ** -0.5
-        group = v.shape[1] // k.shape[1]
-        if group > 1:
-            q, k = (x.repeat_interleave(group, 1) for x in (q, k))
-        return layers.step.delta_rule(layer, q, k, v, decay, strength).unsqueeze(0).to(query.dtype), None
+        out = layers.step.delta_rule(
+            layer, query[0], key[0], value[0], g[0].float(), beta[0], use_qk_l2norm_in_kernel
+        )
+        return out.unsqueeze(0).to(query.dtype), None
 
     return chunk_gated_delta_rule
 
@@ -162,6 +157,7 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
 _SEAMS: dict[str, tuple[str, Callable[[RecurrentLayers, int], Callable[..., Any]]]] = {
     "causal_conv1d_fn": ("convolution", _convolution),
     "torch_chunk_gated_delta_rule": ("gated delta rule", _delta_rule),
+    "chunk_kimi_delta_attention": ("gated delta rule", _delta_rule),
     "mamba2_chunk_scan": ("Mamba2", _mamba2),
 }
 """By the name of the function in transformers: the kind of mixer, and what makes our function for a layer."""
@@ -187,8 +183,8 @@ class StateProbe:
         return x_TC
 
     def delta_rule(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, normalize: bool
+    ) -> torch.Tensor:  # fmt: skip
         self._note(layer, (v.shape[1], k.shape[2], v.shape[2]))
         return v
 

@@ -74,26 +74,38 @@ class StateStep:
         return out.to(x_TC.dtype)
 
     def delta_rule(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the outputs [T, H, V] of the gated delta rule for q, k [T, H, K], v [T, H, V], g and beta [T, H], all float32."""
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, normalize: bool
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the outputs [T, H, V] of the gated delta rule for q, k [T, G, K], v [T, H, V], g (float32) and beta [T, H].
+
+        Groups of heads share queries and keys, which are brought to length one with `normalize`. With g [T, H, K] each row of a state
+        has a decay of its own.
+        """
         at, states = self._layout(v.device), self._cache.recurrent[layer]
-        if self._kernels and at.single is not None and not at.chunks:
-            return recurrent.delta_rule(q, k, v, g.exp(), beta, states, at.single_read, at.single_write)
+        scale = q.shape[-1] ** -0.5
+        if self._kernels and recurrent.can_delta_rule(q, k, v):
+            return recurrent.delta_rule(
+                q, k, v, g.exp(), beta, scale, normalize, states, at.starts, at.lengths, at.read, at.write
+            )
+        made = v.dtype
+        q, k, v, beta = (x.float() for x in (q, k, v, beta))
+        if normalize:
+            q, k = delta_rule.normalized(q), delta_rule.normalized(k)
+        q = q * scale
+        if v.shape[1] > k.shape[1]:
+            q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
         out = torch.empty_like(v)
         if at.single is not None:
             q1, k1, v1, g1, beta1 = (x.index_select(0, at.single) for x in (q, k, v, g, beta))
-            if self._kernels:
-                y = recurrent.delta_rule(q1, k1, v1, g1.exp(), beta1, states, at.single_read, at.single_write)
-            else:
-                y, after = delta_rule.step(q1, k1, v1, g1, beta1, states.index_select(0, at.single_read))
-                states.index_copy_(0, at.single_write, after)
+            y, after = delta_rule.step(q1, k1, v1, g1, beta1, states.index_select(0, at.single_read))
+            states.index_copy_(0, at.single_write, after)
             out.index_copy_(0, at.single, y)
         for chunks in at.chunks:
             ends = states.index_select(0, at.read.index_select(0, chunks.spans))
-            chunks.put(out, delta_rule.run_chunks(chunks, q, k, v, g, beta, ends))
+            run = delta_rule.run_chunks if g.dim() == 2 else delta_rule.run_tokens
+            chunks.put(out, run(chunks, q, k, v, g, beta, ends))
             states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
-        return out
+        return out.to(made)
 
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
