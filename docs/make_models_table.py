@@ -19,7 +19,7 @@ Of the {decoders} decoder-only text architectures of transformers {newest} that 
 Most checkpoints of this year are multimodal classes. Of the {wrappers} of transformers {newest} that have a language model with a configuration of its own (`text_config`), {wrapped} are verified for text, and {others} more that are built otherwise: against
 the `generate` of the whole wrapper, with the vision and audio settings that transformers has by default (`tests/parity/test_wrappers.py`). Only the language model is loaded. The others are in the table of refusals. [will-my-model-run.md](will-my-model-run.md) has the families by their names.
 
-Models with recurrent layers (gated delta rule, Mamba2, short convolutions) share prefixes as all others do: [recurrent.md](recurrent.md).
+Models with recurrent layers (gated delta rule, Mamba, lightning attention, RG-LRU, short convolutions) share prefixes as all others do: [recurrent.md](recurrent.md).
 
 Positions: plain, partial, linear, proportional, Llama 3 and YaRN rotary embeddings and absolute positions are exact. LongRoPE and dynamic NTK change for a whole batch with its longest sequence, in transformers too; below a certain length they do not, so the
 context ends there: at `original_max_position_embeddings` for LongRoPE, at `max_position_embeddings` for dynamic NTK. Other kinds are refused.

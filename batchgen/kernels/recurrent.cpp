@@ -1,4 +1,4 @@
-// Recurrent layers: the causal convolution and the gated delta rule of a step's spans, and one step of Mamba2 for many sequences.
+// Recurrent layers: the causal convolution, the gated delta rule and Mamba's scan of a step's spans, and one step of Mamba2.
 // States are read from one slot and written to another, which may be the same; memory is passed over once.
 #include <algorithm>
 #include <cmath>
@@ -230,8 +230,52 @@ void run(const Step& s) {
     for_each(tasks, threads, [&](int64_t task) { head_of(s, task / s.heads, task % s.heads); });
 }
 
+struct Scan {  // `_Scan` in recurrent.py is the same
+    int64_t spans, channels, size, threads;          // a state is [size][channels]
+    const int64_t *starts, *lengths, *read, *write;  // by span: first token, tokens, slots
+    const float *x, *dt;                             // [T][channels] both
+    const float *a;                                  // [size][channels], or null: dt is the decay, and size is 1
+    const float *b, *c;                              // [T][size], where there is `a`
+    float *out, *states;                             // [T][channels]; [slots][size][channels]
+};
+
+// Mamba: S <- e^(dt a) S + dt b x; out = c S. Without a: S <- dt S + x; out = S. Channels do not depend on one another: those of a vector
+// run through all of a span's tokens.
+void scan_channels(const Scan& s, int64_t span, int64_t i, floats* state) {
+    const int64_t n = s.channels, start = s.starts[span];
+    const float* before = s.states + s.read[span] * s.size * n;
+    float* after = s.states + s.write[span] * s.size * n;
+    for (int64_t j = 0; j < s.size; j++) state[j] = load_at(before + j * n, i, n);
+    for (int64_t t = start; t < start + s.lengths[span]; t++) {
+        const floats x = load_at(s.x + t * n, i, n), dt = load_at(s.dt + t * n, i, n);
+        floats y{};
+        if (s.a) {
+            const floats input = x * dt;
+            for (int64_t j = 0; j < s.size; j++) {
+                state[j] = exp(dt * load_at(s.a + j * n, i, n)) * state[j] + input * s.b[t * s.size + j];
+                y += state[j] * s.c[t * s.size + j];
+            }
+        } else {
+            y = state[0] = state[0] * dt + x;
+        }
+        store_at(s.out + t * n, i, n, y);
+    }
+    for (int64_t j = 0; j < s.size; j++) store_at(after + j * n, i, n, state[j]);
+}
+
+void scan(const Scan& s) {
+    const int64_t vectors = (s.channels + LANES - 1) / LANES, tasks = s.spans * vectors;
+    in_parallel(tasks, tasks > 8 ? s.threads : 1, [&](Tasks& queue) {
+        std::vector<float> scratch((s.size + 1) * LANES);
+        const uintptr_t at = ((uintptr_t)scratch.data() + sizeof(floats) - 1) / sizeof(floats) * sizeof(floats);
+        for (int64_t task; (task = queue.take()) >= 0;)
+            scan_channels(s, task / vectors, task % vectors * LANES, (floats*)at);
+    });
+}
+
 }  // namespace
 
+EXPORT void batchgen_scan_float32(const Scan* s) { scan(*s); }
 EXPORT void batchgen_convolve_float32(const Convolution* c) { convolve<float>(*c); }
 EXPORT void batchgen_convolve_bfloat16(const Convolution* c) { convolve<bf16>(*c); }
 EXPORT void batchgen_delta_rule_float32(const DeltaRule* s) { delta_rule<float>(*s); }

@@ -27,11 +27,24 @@ class _DeltaRule(ctypes.Structure):
     """`DeltaRule` in recurrent.cpp is the same."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("spans", "heads", "groups", "rows", "columns", "row_decays", "normalize")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("spans", "heads", "groups", "rows", "columns", "row_decays", "normalize")
+        ),
         *((name, ctypes.c_int64) for name in ("q_token", "k_token", "v_token", "threads")),
         *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write", "decay", "strength")),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "states")),
         ("scale", ctypes.c_float),
+    )
+
+
+class _Scan(ctypes.Structure):
+    """`Scan` in recurrent.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("spans", "channels", "size", "threads")),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write")),
+        *((name, ctypes.c_void_p) for name in ("x", "dt", "a", "b", "c", "out", "states")),
     )
 
 
@@ -112,6 +125,38 @@ def delta_rule(
 def _by_token(x: torch.Tensor) -> torch.Tensor:
     """The tensor [T, H, D], a copy where the numbers of a token do not lie side by side."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def mamba(
+    x_TD: torch.Tensor, dt_TD: torch.Tensor, a_DN: torch.Tensor, b_TN: torch.Tensor, c_TN: torch.Tensor, states: torch.Tensor,
+    starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Mamba's scan [T, D] of the spans at `starts` with `lengths`, all float32; `states` [slots, N, D] change in place."""
+    return _scan(x_TD, dt_TD, (a_DN.t(), b_TN, c_TN), states, starts, lengths, read, write)
+
+
+def linear_scan(
+    x_TD: torch.Tensor, decay_TD: torch.Tensor, states: torch.Tensor,
+    starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """States [T, D] after each token of the spans, which decay and take up x, all float32; `states` [slots, D] change in place."""
+    return _scan(x_TD, decay_TD, (None, None, None), states.unsqueeze(1), starts, lengths, read, write)
+
+
+def _scan(
+    x: torch.Tensor, dt: torch.Tensor, parts: tuple[torch.Tensor | None, ...], states: torch.Tensor,
+    starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    x, dt = x.contiguous(), dt.contiguous()
+    parts = tuple(None if part is None else part.contiguous() for part in parts)
+    out = torch.empty_like(x)
+    what = _Scan(
+        len(starts), x.shape[1], states.shape[1], torch.get_num_threads(),
+        *(of.data_ptr() for of in (starts, lengths, read, write, x, dt)),
+        *(None if part is None else part.data_ptr() for part in parts), out.data_ptr(), states.data_ptr(),
+    )  # fmt: skip
+    kernel("scan", torch.float32)(ctypes.byref(what))
+    return out
 
 
 def mamba2(

@@ -18,10 +18,12 @@ from batchgen.errors import ModelError
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 from batchgen.kernels.transfer import put
-from batchgen.model.architectures import INDEXED
+from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.device_check import Verdict
+from batchgen.prompts.tokenizer import text_config
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
+from batchgen.state.sizes import recurrent_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,14 @@ def prepare(
     recurrent = install(module)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
+    config = text_config(module.config)
+    wanted = recurrent_layers(config) if config.model_type in RECURRENT else 0
+    if wanted and len(states.layers) != wanted:
+        raise ModelError(
+            f"of {wanted} recurrent layers of {type(module).__name__} only {len(states.layers)} run as they should: this version of "
+            "transformers has other code for them",
+            f"install transformers {VERIFIED_ON[-1]}",
+        )
     if not probe.layers and not states.layers:
         raise ModelError(f"{type(module).__name__} never calls attention")
     windows = [window for window in probe.windows if window is not None]

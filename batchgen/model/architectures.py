@@ -14,8 +14,9 @@ VERIFIED_ON = ("5.17", "5.23")
 """The versions of transformers that `VERIFIED` was shown for, the newest last."""
 
 RECURRENT = frozenset({
-    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "mamba2", "nemotron_h", "olmo_hybrid",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3",
+    "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
+    "zamba2",
 })  # fmt: skip
 """Of those in `VERIFIED` the ones with recurrent layers."""
 
@@ -59,7 +60,6 @@ INNER = frozenset({
 })  # fmt: skip
 """`model_type`s of language models that are only found inside of a wrapper."""
 
-_RECURRENT = "they have recurrent layers of a kind that is not implemented"
 _CONVOLUTION = "they have convolutions of a kind that is not implemented"
 _INDEXER = "an indexer of theirs chooses which keys a query sees"
 _DRAFTS = "they draft for another model, whose keys and values they read"
@@ -69,7 +69,6 @@ _BOTH = "they have an encoder and a decoder"
 _PREFIX = "the tokens of their prompts see those after them"
 _BIAS = "they add a bias of their own to the scores of attention"
 REFUSED = {
-    "bailing_hybrid": _RECURRENT,
     "bert": _ENCODER,
     "bert-generation": _ENCODER,
     "blip": _IMAGE,
@@ -83,7 +82,6 @@ REFUSED = {
     "dots3_note_text": _INDEXER,
     "electra": _ENCODER,
     "ernie": _ENCODER,
-    "falcon_mamba": _RECURRENT,
     "florence2": _BOTH,
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
@@ -94,12 +92,8 @@ REFUSED = {
     "inkling_mm_model": _BIAS,
     "instructblip": _IMAGE,
     "instructblipvideo": _IMAGE,
-    "jamba": _RECURRENT,
-    "kimi_linear": _RECURRENT,
     "kosmos-2": _IMAGE,
     "kosmos-2.5": "they count positions from the tokens of a batch",
-    "mamba": _RECURRENT,
-    "minimax": _RECURRENT,
     "minimax_m3_vl": _INDEXER,
     "minimax_m3_vl_text": _INDEXER,
     "mistral_large4": _INDEXER,
@@ -108,18 +102,17 @@ REFUSED = {
     "pp_formulanet": _BOTH,
     "qwen4_exp": _INDEXER,
     "qwen4_exp_text": _INDEXER,
-    "recurrent_gemma": _RECURRENT,
     "roberta": _ENCODER,
     "roberta-prelayernorm": _ENCODER,
     "roc_bert": _ENCODER,
-    "rwkv": _RECURRENT,
+    "rwkv": "their recurrence (RWKV) is not implemented",
     "unlimited_ocr": "layers of theirs see the first tokens and a window",
     "voxtral_realtime": _IMAGE,
     "xlm-roberta": _ENCODER,
     "xlm-roberta-xl": _ENCODER,
-    "xlstm": _RECURRENT,
+    "xlstm": "their recurrence (mLSTM) is not implemented",
     "xmod": _ENCODER,
-    "zamba": _RECURRENT,
+    "zamba": "each head of theirs runs Mamba's recurrence with weights of its own, which is not implemented",
     "zaya": _CONVOLUTION,
 }
 """`model_type`s that cannot be exact, and why."""

@@ -17,7 +17,7 @@ class StateShape:
     """The shape of the state that one recurrent layer keeps of a sequence."""
 
     taps: int
-    """Number of earlier inputs that the convolution of the next token needs."""
+    """Number of earlier inputs that the convolution of the next token needs; 0 for a layer without one."""
     channels: int
     """Width of an input."""
     recurrent: tuple[int, ...] = ()
@@ -37,7 +37,8 @@ class StateCache:
         self.recurrent: dict[int, torch.Tensor] = {}
         """By layer: float32 [num_slots + 1, *shape]."""
         for i, shape in layers.items():
-            self.convolution[i] = zeros((num_slots + 1, shape.taps, shape.channels), dtype, shape.device)
+            if shape.taps:
+                self.convolution[i] = zeros((num_slots + 1, shape.taps, shape.channels), dtype, shape.device)
             if shape.recurrent:
                 self.recurrent[i] = zeros((num_slots + 1, *shape.recurrent), torch.float32, shape.device)
 

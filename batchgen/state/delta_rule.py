@@ -86,8 +86,8 @@ def run_tokens(
     for first, count in chunks.rounds:
         here = slice(first, first + count)
         for i in range(chunks.size):
-            parts = (x[here, i] for x in (q, k, v, g, beta))
-            out[here, i], states[:count] = step(*parts, states[:count])
+            qi, ki, vi, gi, beta_i = (x[here, i] for x in (q, k, v, g, beta))
+            out[here, i], states[:count] = step(qi, ki, vi, gi, beta_i, states[:count])
     return out
 
 

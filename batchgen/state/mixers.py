@@ -37,6 +37,10 @@ class Recurrence(Protocol):
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
         a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
     ) -> torch.Tensor: ...  # fmt: skip
+    def mamba(
+        self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor: ...
+    def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor: ...
 
 
 class RecurrentLayers:
@@ -70,9 +74,14 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
     A recurrent layer is recognized by the functions that its forward calls. Raises `ModelError` for a layer without a layer index.
     """
     layers = RecurrentLayers()
+    _number_blocks(model)
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         names = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+        whole = _WHOLE.get(type(module).__name__)
+        if whole is not None:
+            layers.kinds.add(whole(layers, module))
+            continue
         if not names & set(_SEAMS):
             continue
         index = getattr(module, "layer_idx", None)
@@ -117,9 +126,7 @@ def _delta_rule(layers: RecurrentLayers, layer: int) -> Callable[..., tuple[torc
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """[1, T, H, V]"""
-        out = layers.step.delta_rule(
-            layer, query[0], key[0], value[0], g[0].float(), beta[0], use_qk_l2norm_in_kernel
-        )
+        out = layers.step.delta_rule(layer, query[0], key[0], value[0], g[0].float(), beta[0], use_qk_l2norm_in_kernel)
         return out.unsqueeze(0).to(query.dtype), None
 
     return chunk_gated_delta_rule
@@ -154,11 +161,98 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
     return mamba2_chunk_scan
 
 
+def _mamba(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
+    def mamba_selective_scan(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[1, D, T]"""
+        x, step, b, c = (of[0].t().float() for of in (hidden_states, dt, B, C))
+        if delta_bias is not None:
+            step = step + delta_bias.float()
+        if delta_softplus:
+            step = torch.nn.functional.softplus(step)
+        out = layers.step.mamba(layer, x, step, A.float(), b, c)
+        if D is not None:
+            out = out + D.float() * x
+        if z is not None:
+            out = out * torch.nn.functional.silu(z[0].t())
+        return out.t().unsqueeze(0)
+
+    return mamba_selective_scan
+
+
+def _rg_lru(layers: RecurrentLayers, block: Any) -> str:
+    """RecurrentGemma keeps states in its modules and has no seam: its convolution and its scan are exchanged."""
+    layer, convolution = block.layer_idx, block.conv_1d
+
+    def convolve(x: torch.Tensor) -> torch.Tensor:
+        """[1, C, T]"""
+        weight = convolution.weight.squeeze(1)
+        return layers.step.convolve(layer, x[0].t(), weight, convolution.bias, None).t().unsqueeze(0)
+
+    def scan(
+        hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, reset: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """[1, T, D]"""
+        decay = (recurrent_gate * ~reset)[0].float()
+        out = layers.step.linear_scan(layer, hidden_states[0].float(), decay)
+        return out.unsqueeze(0).to(hidden_states.dtype), None
+
+    convolution.forward = convolve
+    block.rg_lru._rnn_scan = scan
+    return "RG-LRU"
+
+
+def _lightning(layers: RecurrentLayers, module: Any) -> str:
+    """The linear attention of MiniMax (lightning attention, arXiv:2401.04658) is Mamba2's recurrence with steps of one and a decay a head."""
+
+    def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """[1, T, hidden size]"""
+        qkv = module.act_fn(module.qkv_proj(hidden_states))[0]
+        qkv = qkv.view(len(qkv), module.num_attention_heads, 3 * module.head_dim)
+        q, k, v = (x.float() for x in qkv.split(module.head_dim, dim=2))
+        decay = -module.slope_rate.flatten().float()
+        steps = torch.ones(v.shape[:2], device=v.device)
+        out = layers.step.mamba2(module.layer_idx, v, steps, (0.0, math.inf), decay, k, q)
+        out = module.norm(out.flatten(1).to(hidden_states.dtype)).unsqueeze(0)
+        return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
+
+    # accelerate keeps a module's own forward under this name and calls it from its hooks.
+    setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", forward)
+    return "lightning attention"
+
+
+def _number_blocks(model: torch.nn.Module) -> None:
+    """Gives RecurrentGemma's recurrent blocks the index of their layer, which transformers does not tell them."""
+    for blocks in model.modules():
+        if isinstance(blocks, torch.nn.ModuleList):
+            for i, block in enumerate(blocks):
+                inner: Any = getattr(block, "temporal_block", None)
+                if type(inner).__name__ in _WHOLE:
+                    inner.layer_idx = i
+
+
+_WHOLE: dict[str, Callable[[RecurrentLayers, Any], str]] = {
+    "RecurrentGemmaRecurrentBlock": _rg_lru,
+    "MiniMaxLightningAttention": _lightning,
+}
+"""By the name of a layer's class that calls no function along the sequence by name: what changes such a layer, and returns its kind."""
+
 _SEAMS: dict[str, tuple[str, Callable[[RecurrentLayers, int], Callable[..., Any]]]] = {
     "causal_conv1d_fn": ("convolution", _convolution),
     "torch_chunk_gated_delta_rule": ("gated delta rule", _delta_rule),
-    "chunk_kimi_delta_attention": ("gated delta rule", _delta_rule),
+    "chunk_kimi_delta_attention": ("Kimi delta attention", _delta_rule),
     "mamba2_chunk_scan": ("Mamba2", _mamba2),
+    "mamba_selective_scan": ("Mamba", _mamba),
 }
 """By the name of the function in transformers: the kind of mixer, and what makes our function for a layer."""
 
@@ -185,18 +279,28 @@ class StateProbe:
     def delta_rule(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, normalize: bool
     ) -> torch.Tensor:  # fmt: skip
-        self._note(layer, (v.shape[1], k.shape[2], v.shape[2]))
+        self._note(layer, (v.shape[1], k.shape[2], v.shape[2]), v.device)
         return v
 
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
         a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        self._note(layer, (x.shape[1], x.shape[2], b.shape[2]))
+        self._note(layer, (x.shape[1], x.shape[2], b.shape[2]), x.device)
         return x
 
-    def _note(self, layer: int, recurrent: tuple[int, ...]) -> None:
-        known = self.layers.get(layer)
-        if known is None or known.recurrent:
-            raise ModelError(f"layer {layer} has another order of convolution and recurrence than is supported")
+    def mamba(
+        self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:
+        self._note(layer, (b.shape[1], x.shape[1]), x.device)
+        return x
+
+    def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+        self._note(layer, (x.shape[1],), x.device)
+        return x
+
+    def _note(self, layer: int, recurrent: tuple[int, ...], device: torch.device) -> None:
+        known = self.layers.get(layer, StateShape(0, 0, (), device))  # lightning attention has no convolution
+        if known.recurrent:
+            raise ModelError(f"the model has two recurrences in layer {layer}, which is not supported")
         self.layers[layer] = StateShape(known.taps, known.channels, recurrent, known.device)

@@ -9,10 +9,15 @@ ATTENDS = frozenset({"full_attention", "sliding_attention", "attention", "hybrid
 RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 """Types of layers that have a state."""
 
+MAMBA = frozenset({"falcon_mamba", "jamba", "mamba"})
+"""Families with layers of Mamba's first version."""
+WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2"})
+"""Families all of whose layers have a state and nothing else."""
+
 
 def attention_layers(config: Any) -> int:
     """Returns the number of layers with keys and values in a language model's configuration; 0 if it does not say how many layers there are."""
-    if config.model_type == "mamba2":
+    if config.model_type in WITHOUT_ATTENTION:
         return 0
     kinds = getattr(config, "layer_types", None)
     if kinds is None or config.model_type == "falcon_h1":  # its layers have both side by side
@@ -20,17 +25,20 @@ def attention_layers(config: Any) -> int:
     return sum(kind in ATTENDS for kind in kinds)
 
 
+def recurrent_layers(config: Any) -> int:
+    """Returns the number of layers with a state. `config` is of a verified family with recurrent layers (`model/architectures.py`)."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or config.model_type in WITHOUT_ATTENTION | {"falcon_h1"}:
+        return int(config.num_hidden_layers)
+    return sum(kind in RECURS for kind in kinds)
+
+
 def state_bytes(config: Any, dtype_bytes: int) -> int:
     """Returns the bytes of one sequence's state in all recurrent layers. A number of the convolutions' inputs has `dtype_bytes`.
 
-    `config` is of a verified family with recurrent layers (`model/architectures.py`).
+    `config` is as for `recurrent_layers`.
     """
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None or config.model_type in ("mamba2", "falcon_h1"):
-        layers = config.num_hidden_layers
-    else:
-        layers = sum(kind in RECURS for kind in kinds)
-    return int(layers * _layer_bytes(config, dtype_bytes))
+    return recurrent_layers(config) * _layer_bytes(config, dtype_bytes)
 
 
 def _layer_bytes(config: Any, dtype_bytes: int) -> int:
@@ -41,6 +49,19 @@ def _layer_bytes(config: Any, dtype_bytes: int) -> int:
         heads = config.linear_num_value_heads
         channels = 2 * config.linear_num_key_heads * key + heads * value
         return int((config.linear_conv_kernel_dim - 1) * channels * dtype_bytes + 4 * heads * key * value)
+    if hasattr(config, "linear_num_heads"):  # Kimi delta attention
+        heads, size = config.linear_num_heads, config.linear_head_dim
+        return int((config.linear_conv_kernel_dim - 1) * 3 * heads * size * dtype_bytes + 4 * heads * size * size)
+    if hasattr(config, "lru_width"):  # RG-LRU
+        return int(config.lru_width * ((config.conv1d_width - 1) * dtype_bytes + 4))
+    if config.model_type == "minimax":  # lightning attention
+        size = config.head_dim or config.hidden_size // config.num_attention_heads
+        return int(4 * config.num_attention_heads * size * size)
+    if config.model_type in MAMBA:
+        jamba = config.model_type == "jamba"
+        channels = config.mamba_expand * config.hidden_size if jamba else config.intermediate_size
+        taps = _first(config, "mamba_d_conv", "conv_kernel") - 1
+        return int(channels * (taps * dtype_bytes + 4 * _first(config, "mamba_d_state", "state_size")))
     heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
     size = _first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     state = _first(config, "mamba_d_state", "ssm_state_size", "state_size")

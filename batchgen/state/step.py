@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchgen.kernels import recurrent
-from batchgen.state import delta_rule, mamba2
+from batchgen.state import delta_rule, mamba, mamba2
 from batchgen.state.cache import StateCache
 from batchgen.state.chunks import Chunks, chunks_of
 from batchgen.state.convolution import convolve
@@ -133,6 +133,42 @@ class StateStep:
         for chunks in at.chunks:
             ends = states.index_select(0, at.read.index_select(0, chunks.spans))
             chunks.put(out, mamba2.run_chunks(chunks, x, dt, a_H, b, c, ends))
+            states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
+        return out
+
+    def mamba(
+        self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the outputs [T, D] of Mamba's recurrence without D x, for x and dt [T, D], b and c [T, N], all float32."""
+        at, states = self._layout(x.device), self._cache.recurrent[layer]
+        if self._kernels:
+            return recurrent.mamba(x, dt, a_DN, b, c, states, at.starts, at.lengths, at.read, at.write)
+        out = torch.empty_like(x)
+        if at.single is not None:
+            x1, dt1, b1, c1 = (of.index_select(0, at.single) for of in (x, dt, b, c))
+            y, after = mamba.step(x1, dt1, a_DN, b1, c1, states.index_select(0, at.single_read))
+            states.index_copy_(0, at.single_write, after)
+            out.index_copy_(0, at.single, y)
+        for chunks in at.chunks:
+            ends = states.index_select(0, at.read.index_select(0, chunks.spans))
+            chunks.put(out, mamba.run_tokens(chunks, x, dt, a_DN, b, c, ends))
+            states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
+        return out
+
+    def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+        """Returns the states [T, D] after each token, which decay and take up x: x and decay [T, D] are float32."""
+        at, states = self._layout(x.device), self._cache.recurrent[layer]
+        if self._kernels:
+            return recurrent.linear_scan(x, decay, states, at.starts, at.lengths, at.read, at.write)
+        out = torch.empty_like(x)
+        if at.single is not None:
+            x1, decay1 = (of.index_select(0, at.single) for of in (x, decay))
+            y, after = mamba.linear_step(x1, decay1, states.index_select(0, at.single_read))
+            states.index_copy_(0, at.single_write, after)
+            out.index_copy_(0, at.single, y)
+        for chunks in at.chunks:
+            ends = states.index_select(0, at.read.index_select(0, chunks.spans))
+            chunks.put(out, mamba.run_linear(chunks, x, decay, ends))
             states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
         return out
 

@@ -25,10 +25,8 @@ def test_an_unknown_architecture_is_neither_verified_nor_refused():
 
 def test_the_refusal_names_the_type_and_the_reason():
     with pytest.raises(ModelError) as e:
-        check_architecture(SimpleNamespace(model_type="mamba"))
-    assert e.value.message == (
-        "models of type 'mamba' are not supported: they have recurrent layers of a kind that is not implemented"
-    )
+        check_architecture(SimpleNamespace(model_type="rwkv"))
+    assert e.value.message == "models of type 'rwkv' are not supported: their recurrence (RWKV) is not implemented"
 
 
 def test_a_model_around_a_refused_text_model_is_refused():

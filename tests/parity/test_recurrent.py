@@ -24,7 +24,7 @@ from support.models import (
 from support.params import FULL, slow_but, some_of
 
 # A family of each mixer with attention, and one without.
-MIXERS = ["qwen3_5_text", "falcon_h1", "lfm2", "mamba2"]
+MIXERS = ["qwen3_5_text", "falcon_h1", "lfm2", "mamba2", "jamba", "recurrent_gemma", "minimax", "kimi_linear"]
 
 
 def numbers(rng: random.Random, count: int) -> list[int]:

@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import softplus
 from transformers.models.bamba import modeling_bamba
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.mamba import modeling_mamba
 from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.recurrent_gemma import modeling_recurrent_gemma
 
 from batchgen.errors import ModelError
 from batchgen.state.cache import StateCache, StateShape, bytes_per_slot
@@ -117,7 +120,11 @@ def test_the_delta_rule_is_that_of_transformers(kernels: bool, lengths: list[int
     gs = [-softplus(4 * normal(10 * i + 4, n, HEADS)) for i, n in enumerate(lengths)]
     betas = [2 * normal(10 * i + 5, n, HEADS).sigmoid() for i, n in enumerate(lengths)]  # up to 2: negative eigenvalues
     got = in_steps(
-        kernels, lengths, seed, shape, lambda s, pack: s.delta_rule(LAYER, *(pack(x) for x in (qs, ks, vs, gs, betas)), False)
+        kernels,
+        lengths,
+        seed,
+        shape,
+        lambda s, pack: s.delta_rule(LAYER, *(pack(x) for x in (qs, ks, vs, gs, betas)), False),
     )
     for i, y in enumerate(got):
         args = (qs[i][None], ks[i][None], vs[i][None], gs[i][None], betas[i][None])
@@ -126,6 +133,58 @@ def test_the_delta_rule_is_that_of_transformers(kernels: bool, lengths: list[int
             modeling_qwen3_next.torch_recurrent_gated_delta_rule,
         ):
             agree(y, own(*args)[0][0])
+
+
+@each_way
+@settings(max_examples=4, deadline=None)
+@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_kimi_delta_attention_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+    shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
+    qs, ks = ([normal(10 * i + at, n, HEADS, DEPTH) for i, n in enumerate(lengths)] for at in (1, 2))
+    vs = [normal(10 * i + 3, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
+    gs = [-softplus(2 * normal(10 * i + 4, n, HEADS, DEPTH)) for i, n in enumerate(lengths)]
+    betas = [normal(10 * i + 5, n, HEADS).sigmoid() for i, n in enumerate(lengths)]
+    got = in_steps(
+        kernels,
+        lengths,
+        seed,
+        shape,
+        lambda s, pack: s.delta_rule(LAYER, *(pack(x) for x in (qs, ks, vs, gs, betas)), True),
+    )
+    for i, y in enumerate(got):
+        args = (x[i][None] for x in (qs, ks, vs, gs, betas))
+        own = modeling_kimi_linear.recurrent_kimi_delta_attention(*args, None, False, use_qk_l2norm_in_kernel=True)
+        agree(y, own[0][0])
+
+
+@each_way
+@settings(max_examples=4, deadline=None)
+@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_the_scan_of_mamba_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+    shape = StateShape(1, 1, (DEPTH, CHANNELS))
+    a = -torch.rand(CHANNELS, DEPTH, generator=torch.Generator().manual_seed(7)) * 4
+    xs = [normal(10 * i + 1, n, CHANNELS) for i, n in enumerate(lengths)]
+    dts = [softplus(normal(10 * i + 2, n, CHANNELS)) for i, n in enumerate(lengths)]
+    bs, cs = ([normal(10 * i + at, n, DEPTH) for i, n in enumerate(lengths)] for at in (3, 4))
+    got = in_steps(kernels, lengths, seed, shape, lambda s, p: s.mamba(LAYER, p(xs), p(dts), a, p(bs), p(cs)))
+    for i, y in enumerate(got):
+        args = (xs[i].t()[None], dts[i].t()[None], a, bs[i].t()[None], cs[i].t()[None])
+        agree(y, inspect.unwrap(modeling_mamba.mamba_selective_scan)(*args)[0].t())
+
+
+@each_way
+@settings(max_examples=4, deadline=None)
+@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_the_scan_of_an_rg_lru_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+    xs = [normal(10 * i + 1, n, CHANNELS) for i, n in enumerate(lengths)]
+    decays = [normal(10 * i + 2, n, CHANNELS).sigmoid() for i, n in enumerate(lengths)]
+    got = in_steps(
+        kernels, lengths, seed, StateShape(1, 1, (CHANNELS,)), lambda s, p: s.linear_scan(LAYER, p(xs), p(decays))
+    )
+    scan = modeling_recurrent_gemma.RecurrentGemmaRglru._rnn_scan
+    for i, y in enumerate(got):
+        never = torch.zeros(1, lengths[i], 1, dtype=torch.bool)
+        agree(y, scan(None, xs[i][None], decays[i][None], never, None)[0][0])
 
 
 @each_way

@@ -14,6 +14,7 @@ from batchgen.state.mixers import StateProbe
 from support.models import packed_model
 from support.shapes import SHAPES
 
+MIXERS = ("gated delta rule", "Kimi delta attention", "Mamba2", "Mamba", "RG-LRU", "lightning attention")
 ROPES = {
     "dynamic": "dynamic NTK", "linear": "linear rope", "llama3": "Llama 3 rope", "longrope": "LongRoPE",
     "proportional": "proportional rope", "yarn": "YaRN",
@@ -56,8 +57,7 @@ def features_of(shape: str) -> set[str]:
         "MLA": hasattr(config, "kv_lora_rank"),
         "K and V of different widths": any(k != v for k, v in asked.widths),
         "shared KV": bool(getattr(config, "num_kv_shared_layers", 0)),
-        "gated delta rule": recurrent is not None and "gated delta rule" in recurrent.kinds,
-        "Mamba2": recurrent is not None and "Mamba2" in recurrent.kinds,
+        **{kind: recurrent is not None and kind in recurrent.kinds for kind in MIXERS},
         "short convolution": recurrent is not None and recurrent.kinds == {"convolution"},
         "an indexer": hasattr(config, "index_topk"),
         "attention twice in a layer": getattr(config, "model_type", None) == "diffllama",

@@ -141,6 +141,9 @@ class Expected:
 def expect(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> Expected:
     """transformers' greedy `generate` on one prompt, the mask given so that no token passes for padding."""
     ids = torch.tensor([prompt])
+    for module in model.modules():
+        if hasattr(module, "conv1d_state"):  # where RecurrentGemma leaves the end of the prompt before
+            module.conv1d_state = None
     model.generation_config.eos_token_id = list(eos) or None
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0,

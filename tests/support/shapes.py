@@ -58,6 +58,11 @@ MAMBA2 = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_chunk_size": 16,
 }  # fmt: skip
+MAMBA = {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 6}
+KDA = {
+    "num_hidden_layers": 4, "layer_types": LINEAR, "mlp_layer_types": ["dense", *["sparse"] * 3], "linear_head_dim": 16,
+    "linear_num_heads": 4, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
 GEMMA4 = WINDOW | {"num_hidden_layers": 6, "layer_types": LAYERS * 3, "global_head_dim": 32}
 
@@ -73,6 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "axk1": MLA | ROUTED | GROUPS | MIXED,
     "axk2": MLA | ROUTED | GROUPS | MIXED | INDEXER,
+    "bailing_hybrid": MLA | ROUTED | GROUPS | KDA | {"q_lora_rank": None, "head_dim": 16, "num_local_experts": 4},
     "bamba": MAMBA2 | FOUR | {"attn_layer_indices": [1, 3]},
     "beam": EXPERTS | WINDOW | MIXED | GROUPS,
     "biogpt": {},
@@ -112,6 +118,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mamba_d_ssm": 128, "ssm_in_multiplier": 1.5, "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9], "key_multiplier": 1.3,
     },
     "falcon_h1/norm": MAMBA2 | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
+    "falcon_mamba": MAMBA,
     "flex_olmo": EXPERTS,
     "flint": EXPERTS | WINDOW | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     "gemma": {},
@@ -172,7 +179,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "internlm3": {"qkv_bias": True, "bias": True},
     "iquestcoder": {},
     "jais2": {},
+    "jamba": EXPERTS | FOUR | {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8,
+        "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 6,
+    },
     "jetmoe": EXPERTS | {"kv_channels": 16, "num_key_value_heads": 2},
+    "kimi_linear": MLA | ROUTED | GROUPS | KDA | {"q_lora_rank": None, "num_local_experts": 4},
     "kolibri1": EXPERTS | WINDOW | {"shared_expert_intermediate_size": 32},
     "laguna": EXPERTS | WINDOW | MIXED | {
         "shared_expert_intermediate_size": 32, "num_attention_heads_per_layer": [4, 8],
@@ -199,12 +211,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "moe_topk": 2, "n_routed_experts": 4,
         "zero_expert_num": 2, "expert_ffn_hidden_size": 32,
     },
+    "mamba": MAMBA,
     "mamba2": {
         "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "conv_kernel": 4, "chunk_size": 16,
     },
     "mellum": EXPERTS | WINDOW | MIXED | TWO_ROPES,
     "mimo_v2_flash": ROUTED | WINDOW | MIXED | GROUPS | {"v_head_dim": 12},
     "minicpm3": MLA,
+    "minimax": EXPERTS | FOUR | {
+        "layer_types": LINEAR, "block_size": 16, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.8,
+    },
     "minimax_m2": EXPERTS | {"rotary_dim": 8},
     "ministral": WINDOW,
     "ministral3": {
@@ -248,6 +264,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_moe": EXPERTS | {"mlp_only_layers": [0]},
     "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    "recurrent_gemma": {
+        "num_hidden_layers": 6, "lru_width": 64, "attention_window_size": 24, "conv1d_width": 4, "logits_soft_cap": 30.0,
+    },
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "solar_open": ROUTED | GROUPS,
