@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Whatever has been imported stays: the garbage collector need not look at it again and again."""
     gc.freeze()
+    gc.set_threshold(5_000, 20, 20)
     gc.enable()
 
 

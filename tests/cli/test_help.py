@@ -16,6 +16,7 @@ from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
 from batchgen.sampling_params import SamplingParams
 from batchgen_cli.app import app
 from batchgen_cli.options import job_config
+from support.params import slow_but
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 RUN = {p.name: p for p in COMMANDS["run"].params}
@@ -37,7 +38,9 @@ CONTRACT = """
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", slow_but([["run", "--help"]], [["--help"], ["--version"], ["run", "--help"], ["plan", "--help"]])
+)
 def test_help_and_version_import_nothing_that_is_slow(
     arguments: list[str], command_environment: dict[str, str]
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_strangers_object_is_left_alone_unless_told(store, run, write_input):
     assert lines(fs, url) == ["A"]
 
 
+@pytest.mark.parametrize("store", slow_but(["memory"], ["memory", "s3"]), indirect=True)
 @pytest.mark.parametrize("again", slow_but([True], [False, True]))
 @pytest.mark.parametrize(
     "step", ["save, before", "save, after", "upload, before", "upload, after", "last save, before", "last save, after"]
