@@ -136,7 +136,7 @@ def merge_job(
             finally:
                 lease.release()
         if manifest is None or manifest.state != "finished":
-            raise UsageError(f"{output} has not run in shards", "run the same command again to go on")
+            raise UsageError(f"{output} has not run in shards", "run the same command again to continue")
         return replace(_already_written(output, folder, stats), work_dir=work_dir)
 
 

@@ -586,7 +586,7 @@ class JobConfig:
         parse_shard(self.shard)
         if self.overwrite:
             raise UsageError(
-                "--overwrite would take away what the other shards do", "delete the output and its .job folder instead"
+                "--overwrite would delete the work of the other shards", "delete the output and its .job folder instead"
             )
         if self.order == "done" or self.window not in (None, "all"):
             raise UsageError("--shard cuts the prefix order of the whole input", "leave out --window and --order done")
@@ -630,7 +630,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     m = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
     if m and 1 <= int(m[1]) <= int(m[2]):
         return int(m[1]), int(m[2])
-    raise UsageError(f"--shard {text!r} is no part of a job", "use 1/4, 2/4, 3/4 and 4/4 for four")
+    raise UsageError(f"--shard {text!r} is not a part of a job", "use 1/4, 2/4, 3/4 and 4/4 for four")
 
 
 def parse_max_errors(text: str) -> int | float:

@@ -169,7 +169,7 @@ def _check_gguf(config: ModelConfig, file: Path) -> None:
         start = f.read(512)
     _check_content(file, start)
     if not start.startswith(b"GGUF"):
-        raise ModelError(f"{file} is no GGUF file", "download it again")
+        raise ModelError(f"{file} is not a GGUF file", "download it again")
     if len(start) < _GGUF_HEADER:
         raise ModelError(f"{file} is cut inside its header", _AGAIN)
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name):
@@ -447,7 +447,7 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
             ) from None
         if 8 <= size < length + 8 < 1 << 30:
             raise ModelError(f"{path} is cut inside its header", _AGAIN) from None
-        raise ModelError(f"{path} is damaged, or no safetensors file", "download it again") from None
+        raise ModelError(f"{path} is damaged, or not a safetensors file", "download it again") from None
     if 8 + length + end > size:
         raise ModelError(f"{path} is cut: it has {size:,} of {8 + length + end:,} bytes", _AGAIN)
     return dict(tensors)

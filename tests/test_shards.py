@@ -381,10 +381,10 @@ def test_the_first_reading_tells_how_far_it_is_and_the_status_names_every_shard(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"shard": "0/4"}, "--shard '0/4' is no part of a job"),
-        ({"shard": "5/4"}, "--shard '5/4' is no part of a job"),
-        ({"shard": "one"}, "--shard 'one' is no part of a job"),
-        ({"shard": "1/4", "overwrite": True}, "--overwrite would take away what the other shards do"),
+        ({"shard": "0/4"}, "--shard '0/4' is not a part of a job"),
+        ({"shard": "5/4"}, "--shard '5/4' is not a part of a job"),
+        ({"shard": "one"}, "--shard 'one' is not a part of a job"),
+        ({"shard": "1/4", "overwrite": True}, "--overwrite would delete the work of the other shards"),
         ({"shard": "1/4", "order": "done"}, "--shard cuts the prefix order of the whole input"),
         ({"shard": "1/4", "window": 100}, "--shard cuts the prefix order of the whole input"),
         ({"merge": True}, "--merge is for a run with --shard"),

@@ -1,4 +1,4 @@
-"""Who of several devices runs what: a window cut into pieces, dealt out in shares, taken over where one has none left. Integers and lists only.
+"""Decides which of several devices runs what: cuts a window into pieces, deals them out in shares, and lets a device that is done take over pieces of another. Integers and lists only.
 
 Each device has a run of pieces that follow one another in depth-first order, so that a prefix is run on one device, but for those at the
 ends of shares. It takes from the front; what others take over comes from the back, the furthest from what its prefixes are resident for.

@@ -1,4 +1,4 @@
-"""How many threads of the CPU an engine has. No torch."""
+"""How many CPU threads an engine uses. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the job's process and its workers talk: messages, what a transport is, and the one whose workers are processes of this machine.
+"""How the job's process talks to its workers: the messages, the protocol of a transport, and the transport to processes on this machine.
 
 The other transport is `ray_cluster.RayCluster`.
 """

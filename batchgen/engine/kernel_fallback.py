@@ -30,7 +30,7 @@ class KernelFallback:
             kept = f", as {verdict.file} says" if verdict.file is not None else " with --attention torch"
             raise DevicesLost(
                 f"{device}: {failed}; the device runs nothing more in this process",
-                f"run the same command again: it goes on in plain torch{kept}",
+                f"run the same command again: it continues in plain torch{kept}",
             ) from e
         if not failed.rows:
             self._switch_off(failed)

@@ -332,7 +332,7 @@ def model_steps(
         def wait() -> Sequence[int]:
             (heard,) = readback.lists()
             if tokens != [heard[sample.slot] for sample in batch.samples]:
-                raise Differs("tokens come back from the device as others")
+                raise Differs("the device returns other tokens than it has sampled")
             return tokens
 
         return wait
@@ -468,7 +468,7 @@ def sampler_trial(vocabulary: int, device: torch.device) -> None:
         differing += int(other.sum())
         greedy = [row for row in rows if not _PARAMS[row % len(_PARAMS)]["temperature"]]
         if differing > MOVED or bool(other[greedy].any()) or not torch.equal(got.valid.cpu(), want.valid):
-            raise Differs(f"{differing} of {len(rows) * (position + 1)} tokens are sampled otherwise than on the CPU")
+            raise Differs(f"{differing} of {len(rows) * (position + 1)} sampled tokens differ from those on the CPU")
         assert got.measured is not None and want.measured is not None
         same = ~other[list(want.wanted)]
         _compare_numbers("the log-probabilities of sampled tokens", got.measured.cpu()[same], want.measured[same])
@@ -483,7 +483,7 @@ def _compare_numbers(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
     """Raises `Differs` for numbers that are further apart than float32 rounds log-probabilities: token ids must be equal."""
     apart = (got.double() - want.double()).abs()
     if not bool((apart < 1e-3).all()):
-        raise Differs(f"{what} are others than on the CPU, by up to {float(apart.max()):.3g}")
+        raise Differs(f"{what} differ from those on the CPU by up to {float(apart.max()):.3g}")
 
 
 if __name__ == "__main__":

@@ -350,7 +350,7 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
             "give a causal language model (…ForCausalLM)",
         )
     if missing:
-        count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, {missing[0]} the first"
+        count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, first {missing[0]}"
         raise ModelError(f"{where} lack {count}", hint)
 
 
@@ -426,7 +426,7 @@ def check_device_map(places: dict[str, int | str | torch.device]) -> None:
     ]
     if away:
         raise ModelError(
-            f"--device-map auto: the devices have no room for {len(away)} of {len(places)} parts of the model, {away[0]} the first",
+            f"--device-map auto: the devices have no room for {len(away)} of {len(places)} parts of the model, first {away[0]}",
             "use more devices, a smaller --dtype or a quantized checkpoint",
         )
 

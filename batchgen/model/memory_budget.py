@@ -209,7 +209,9 @@ def _measured(model: LoadedModel, limits: Limits, block_size: int) -> tuple[Limi
                 on: room_for_blocks(left[on], steps[on], sampling if on == model.device else 0) for on in left
             }
         if limits.max_batch_tokens == 1:
-            raise OutOfMemory(f"{model.device} has not the memory for a forward of one token", "use a smaller --dtype")
+            raise OutOfMemory(
+                f"{model.device} does not have enough memory for a forward of one token", "use a smaller --dtype"
+            )
         limits = halved(limits)
 
 

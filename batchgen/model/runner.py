@@ -98,12 +98,12 @@ class Runner:
             # Out of the handler, so that the failed forward's tensors are free.
             if self.states is not None:
                 raise OutOfMemory(
-                    f"{self.model.device} has not the memory for a step of {size} tokens of a model with recurrent layers",
+                    f"{self.model.device} does not have enough memory for a step of {size} tokens of a model with recurrent layers",
                     "lower --max-batch-tokens or --kv-memory",
                 )
             if size == 1:
                 raise OutOfMemory(
-                    f"{self.model.device} has not the memory for a forward of one token",
+                    f"{self.model.device} does not have enough memory for a forward of one token",
                     "lower --kv-memory or --batch-size",
                 )
             self.max_forward_tokens = -(-size // 2)

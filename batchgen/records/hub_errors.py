@@ -1,4 +1,4 @@
-"""Turns what huggingface_hub raises into errors of one line that say how to go on."""
+"""Turns what huggingface_hub raises into errors of one line that say what to do."""
 
 from __future__ import annotations
 

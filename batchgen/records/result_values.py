@@ -1,4 +1,4 @@
-"""The nested parts of a result (completions, log-probabilities, a score) as plain values, and back. Output rows and the journal hold them.
+"""The nested parts of a result (completions, log-probabilities, a score) as plain values, and back. Output rows and the database of results hold them.
 
 The functions that convert back raise `ValueError`, `TypeError` or `KeyError` for incomplete values, such as JSON's null for an infinity.
 """

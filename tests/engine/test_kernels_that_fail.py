@@ -224,7 +224,7 @@ def test_where_the_device_is_lost_the_job_ends_with_what_to_do_and_the_next_star
         run(engine, mixed())
     assert str(end.value) == (
         "cpu: a step ended with ValueError: out of resource: shared memory; the device runs nothing more in this process; "
-        f"run the same command again: it goes on in plain torch, as {kept.file} says"
+        f"run the same command again: it continues in plain torch, as {kept.file} says"
     )
     assert json.loads(kept.file.read_text())["off"].keys() == {"triton"}
 

@@ -162,7 +162,9 @@ def test_a_device_without_the_memory_for_one_token_ends_the_job():
 
     engine = tiny.engine_of(model)
     model.module.forward = never
-    with pytest.raises(OutOfMemory, match="cpu has not the memory for a forward of one token; lower --kv-memory"):
+    with pytest.raises(
+        OutOfMemory, match="cpu does not have enough memory for a forward of one token; lower --kv-memory"
+    ):
         tiny.run(engine, tiny.requests_of([GROUP, [1]], [3, 3]))
 
 

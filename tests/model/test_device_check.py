@@ -211,7 +211,7 @@ def test_tokens_that_come_back_late_or_as_others_cost_the_step_ahead(model, monk
 
     monkeypatch.setattr(device_trials, "Readback", Late)
     monkeypatch.setattr(device_trials, "_steps", counted)
-    assert tried(model)[1] == {"step-ahead": "tokens come back from the device as others"}
+    assert tried(model)[1] == {"step-ahead": "the device returns other tokens than it has sampled"}
 
 
 @pytest.mark.parametrize("wrong", slow_but(["measured"], ["tokens", "valid", "measured"]))

@@ -117,7 +117,7 @@ def test_a_map_that_leaves_parts_off_the_devices_is_refused(away):
     with pytest.raises(ModelError) as e:
         check_device_map({"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": away, "lm_head": away})
     assert str(e.value) == (
-        "--device-map auto: the devices have no room for 2 of 4 parts of the model, model.layers.1 the first; "
+        "--device-map auto: the devices have no room for 2 of 4 parts of the model, first model.layers.1; "
         "use more devices, a smaller --dtype or a quantized checkpoint"
     )
 

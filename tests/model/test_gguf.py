@@ -114,7 +114,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
             f"{part} is one part of a GGUF file; put the parts together with `llama-gguf-split --merge` of llama.cpp",
         ),
         (web, f"{web} is a web page, not the file itself; download it with `hf download`"),
-        (other, f"{other} is no GGUF file; download it again"),
+        (other, f"{other} is not a GGUF file; download it again"),
     ):
         with pytest.raises(ModelError) as e:
             load_tokenizer(ModelConfig(model=path))

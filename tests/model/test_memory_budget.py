@@ -181,7 +181,7 @@ def test_a_step_without_memory_is_halved_however_small_it_is(cuda):
     cuda.most = 0
     with pytest.raises(OutOfMemory) as e:
         size_engine(cuda.model, EngineConfig(), 10**6)
-    assert str(e.value) == "cuda:0 has not the memory for a forward of one token; use a smaller --dtype"
+    assert str(e.value) == "cuda:0 does not have enough memory for a forward of one token; use a smaller --dtype"
 
 
 def test_a_small_step_may_take_more_than_its_share(cuda):

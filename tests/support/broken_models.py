@@ -239,7 +239,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "weights are noise": (
         text("model.safetensors", bytes(range(256)) * 40),
-        "M/model.safetensors is damaged, or no safetensors file; download it again",
+        "M/model.safetensors is damaged, or not a safetensors file; download it again",
     ),
     "weights are a pickle": (
         text("model.safetensors", b"PK\x03\x04" + bytes(2000)),
@@ -291,7 +291,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "tensors are missing": (
         tensors(lambda w: [w.pop(f"model.layers.0.mlp.{name}_proj.weight") for name in ("up", "down")]),
-        "the weights in 'M' lack 2 tensors, model.layers.0.mlp.down_proj.weight the first; copy config.json and the weights from one model",
+        "the weights in 'M' lack 2 tensors, first model.layers.0.mlp.down_proj.weight; copy config.json and the weights from one model",
     ),
     # tokenizers
     "no tokenizer": (
