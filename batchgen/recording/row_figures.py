@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ class RowFigures:
         self._other_labels = 0
         self._scores: Counter[float] = Counter()
         self._greedy = 0
+        self._rewards: Counter[float] = Counter()
 
     def add(self, result: Result, row: Callable[[], Mapping[str, Any]]) -> None:
         """Counts a result. `row` returns its row of the output; it is called only for a row that becomes a sample."""
@@ -44,16 +46,20 @@ class RowFigures:
             kind = f"error: {result.error_type}"
         else:
             self._prompts[result.prompt_tokens] += 1
-            if result.choice_probs is None and result.score is None:
+            if result.finish_reason is not None and result.choice_probs is None:
                 self._completions[result.completion_tokens] += 1
         samples = self._samples.setdefault(kind, [])
         if len(samples) < SAMPLES:
             samples.append(shortened(row()))
         if result.choice_probs is not None:
-            self._add_label(str(result.text), result.choice_probs)
+            known = {name: value for name, value in result.choice_probs.items() if math.isfinite(value)}
+            self._add_label(str(result.text), known)
         if result.score is not None:
-            self._scores[round(result.score.logprob / max(1, result.score.tokens), 2)] += 1
+            if math.isfinite(result.score.logprob):
+                self._scores[round(result.score.logprob / max(1, result.score.tokens), 2)] += 1
             self._greedy += result.score.greedy
+        if result.reward is not None and math.isfinite(result.reward):
+            self._rewards[round(result.reward, 2)] += 1
 
     def _add_label(self, chosen: str, probs: Mapping[str, float]) -> None:
         if chosen not in self._labels and len(self._labels) >= MAX_LABELS:
@@ -78,6 +84,7 @@ class RowFigures:
             "other_labels": self._other_labels,
             "scores": histogram(self._scores, smallest_width=0.01),
             "scores_greedy": self._greedy,
+            "rewards": histogram(self._rewards, smallest_width=0.01),
         }
 
 
@@ -123,7 +130,7 @@ def histogram(counts: Mapping[int, int] | Mapping[float, int], smallest_width: f
     if high - end <= (end - low) / 4:  # no long tail
         end = high
     width = _nice_width((end - low) / BINS, smallest_width)
-    start = low // width * width
+    start = math.floor(low / width + 1e-9) * width
     last = int((end - start) / width + 1e-9)
     bins = [[round(start + i * width, 6), round(start + (i + 1) * width, 6), 0] for i in range(last + 1)]
     rest = 0
@@ -182,7 +189,9 @@ def shortened(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         items = [shortened(item, depth + 1) for item in value[:_SAMPLE_ITEMS]]
         return items + ([f"… {len(value) - len(items):,} more"] if len(value) > len(items) else [])
-    return _short_text(str(value))
+    return (
+        shortened(value.tolist(), depth) if hasattr(value, "tolist") else _short_text(str(value))
+    )  # an embedding is an array
 
 
 def _short_text(text: str) -> str:

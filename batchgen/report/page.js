@@ -330,6 +330,7 @@ function drawAll() {
     bars("ends-chart", ends, "", (name) => (name.startsWith("error") ? "bad" : name === "stop" || name === "scored" ? "s1" : "s2"));
   }
   if (rows.labels && rows.labels.length) drawLabels();
+  bins("rewards-chart", rows.rewards, "s3", "reward");
   bins("scores-chart", rows.scores, "s3", "mean log-probability of a token");
   drawMemory();
 }

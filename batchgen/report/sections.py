@@ -248,14 +248,17 @@ def _labels(data: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _scores(data: Mapping[str, Any]) -> tuple[str, str, str]:
     rows = data.get("rows") or {}
-    found = rows.get("scores")
-    if not found:
-        return "scores", "Scores", ""
-    says = (
-        f"Mean log-probability of a token in {found['count']:,} scored completions: half of them are at least {found['p50']:,}; "
-        f"greedy decoding would have written {rows['scores_greedy']:,} of them."
-    )
-    return "scores", "Scores", _chart("scores-chart", says, _bins("Mean log-probability of a token", found))
+    charts = ""
+    if found := rows.get("scores"):
+        says = (
+            f"Mean log-probability of a token in {found['count']:,} scored completions: half of them are at most {found['p50']:,}; "
+            f"greedy decoding would have written {rows['scores_greedy']:,} of them."
+        )
+        charts += _chart("scores-chart", says, _bins("Mean log-probability of a token", found))
+    if found := rows.get("rewards"):
+        says = f"Rewards of {found['count']:,} rows: from {found['min']:,} to {found['max']:,}, half of them at most {found['p50']:,}."
+        charts += _chart("rewards-chart", says, _bins("Rewards", found))
+    return "scores", "Scores and rewards", charts
 
 
 def _memory(data: Mapping[str, Any]) -> tuple[str, str, str]:

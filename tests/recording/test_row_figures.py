@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from batchgen.errors import RowError
@@ -72,6 +73,27 @@ def test_scores_are_means_of_a_token():
     assert found["reasons"] == {"scored": 3}
     assert (found["scores"]["min"], found["scores"]["max"], found["scores_greedy"]) == (-1.5, -0.5, 2)
     assert (found["scores"]["bins"][0], found["scores"]["bins"][-1]) == ([-1.5, -1.45, 1], [-0.5, -0.45, 1])
+
+
+def test_infinite_scores_and_rewards_are_in_no_histogram():
+    results = [
+        Result(row=i, text=None, finish_reason=None, score=Score(x, 1, False)) for i, x in enumerate((-math.inf, -2.0))
+    ]
+    results += [Result(row=i, text=None, finish_reason=None, reward=x) for i, x in enumerate((math.nan, 0.25, 0.25))]
+    found = figures_of(results)
+    assert (found["scores"]["count"], found["scores"]["min"]) == (1, -2.0)
+    assert found["rewards"]["bins"] == [[0.25, 0.26, 2]]
+    assert (found["rows"], found["completion_tokens"]) == (5, None)
+
+
+def test_embedded_rows_have_a_sample_of_a_few_numbers():
+    embedding = np.arange(20, dtype=np.float32)
+    figures = RowFigures()
+    result = Result(row=0, text=None, finish_reason=None, prompt_tokens=3, embedding=embedding)
+    figures.add(result, lambda: {"embedding": embedding})
+    found = figures.as_dict()
+    assert found["samples"]["embedded"] == [{"embedding": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, "… 12 more"]}]
+    assert (found["prompt_tokens"]["count"], found["completion_tokens"]) == (1, None)
 
 
 def test_a_histogram_holds_every_value_once():
