@@ -143,3 +143,38 @@ def test_a_multimodal_checkpoint_embeds_text_with_its_language_model(name, head,
     model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32", embed=True), tokenizer)
     for result, vector in zip(run(engine_of(model, head), requests_of(PROMPTS)), want, strict=True):
         np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
+def test_embeddings_do_not_change_when_memory_is_short(head):
+    want = [embedding(reference("llama", AutoModel), head, prompt) for prompt in PROMPTS]
+    token = engine_of(packed("llama", head), head).sizes.bytes_per_token
+    for blocks in (4, 5, 9):
+        engine = engine_of(packed("llama", head), head, kv_memory=f"{blocks * 32 * token}B")
+        engine.loop.ahead = blocks % 2
+        for result, vector in zip(run(engine, requests_of(PROMPTS)), want, strict=True):
+            np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
+def test_a_later_window_goes_on_from_the_prefixes_of_an_earlier_one(head):
+    root = numbers(64)
+    windows = [[root + numbers(n) for n in (5, 9, 30)] for _ in range(3)]
+    engine = engine_of(packed("llama", head), head)
+    for window in windows:
+        for result, prompt in zip(run(engine, requests_of(window)), window, strict=True):
+            vector = embedding(reference("llama", AutoModel), head, prompt)
+            np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
+    assert engine.stats.prefill_tokens == 64 + 3 * (5 + 9 + 30)
+    assert all(node.source is None for node in engine.block_manager.cached)
+
+
+def test_a_window_that_branches_inside_of_an_earlier_node_sums_its_prefix_anew():
+    root, other = numbers(64), numbers(20)
+    engine = engine_of(packed("llama", MEAN), MEAN)
+    run(engine, requests_of([root + numbers(3), root + numbers(4)]))
+    window = [root[:40] + other + numbers(n) for n in (2, 6)]
+    for result, prompt in zip(run(engine, requests_of(window)), window, strict=True):
+        vector = embedding(reference("llama", AutoModel), MEAN, prompt)
+        np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
+    assert engine.stats.prefill_tokens == (64 + 3 + 4) + (40 + 20 + 2 + 6)
