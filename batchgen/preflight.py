@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.job_folder import check_place
 from batchgen.jobs.lock import check_free
+from batchgen.jobs.place import check_place
 from batchgen.jobs.shards import check_shard_free
 from batchgen.jobs.target import open_target
 from batchgen.model_files import check_weight_files, has_chat_template

@@ -36,7 +36,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from batchgen.errors import OutputError, UsageError
+from batchgen.errors import UsageError
 from batchgen.jobs import results as results_files
 from batchgen.jobs.base import RETRIES, Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
@@ -44,6 +44,7 @@ from batchgen.jobs.finished import KEPT_FILE, complete_figures, finished_manifes
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.manifest import Manifest, as_stored, differences, file_digest, load_manifest
+from batchgen.jobs.place import REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_place, check_space, min_bytes
 from batchgen.jobs.results import Results, read_facts
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
 from batchgen.jobs.shards import (
@@ -64,36 +65,12 @@ from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord, RowFigures, job_record
 from batchgen.records.inputs import Input
 from batchgen.records.output import INPUT_FILE, RowForm, job_path, jobs_folder, output_format, output_row
-from batchgen.records.remote import is_url
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.request import Request
 from batchgen.result import Completion, Result
-from batchgen.stats import size_text
 
-SORTED_FOLDER = "sorted"
-PUSH_FOLDER = "push"
-"""Files on their way to the Hub (`push.upload`)."""
-_REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
-"""Files that every run makes new and none leaves behind."""
-_WORK_FILES = (*results_files.FILES, SORTED_FOLDER, SHARDS_FOLDER, *_REMADE_FILES)
-"""Files of a job that is not finished."""
-_OURS = {
-    *_WORK_FILES,
-    "manifest.json",
-    "manifest.json.new",
-    "stats.json",
-    "stats.json.new",
-    "keys",
-    "lock",
-    CLAIMS,
-    KEPT_FILE,
-    PUSH_FOLDER,
-    *job_record.FILES,
-}
 _START_AGAIN = "use --overwrite to start again, or another -o"
-_TIGHT = 3
-"""A note is shown if the disk has less free space than this many times the output's smallest size: results and sorted requests need space too."""
 _FEW = 10
 """An output of fewer finished rows than this may lose all of them at once without `--prune`."""
 
@@ -122,7 +99,7 @@ def find_finished(
         request=_request_of(input, limit, order),
         retry=sorted(retry),
         prune=prune,
-        leftovers=_WORK_FILES,
+        leftovers=WORK_FILES,
     )
     return None if found is None else (found[1], bool(found[0].settings["chat"]))
 
@@ -324,7 +301,7 @@ class JobFolder:
     def _start_again(self) -> None:
         """Drops all results. The output that exists stays until the new one replaces it."""
         self.previous = None
-        self._remove((*_WORK_FILES, KEPT_FILE, "keys", "stats.json", *job_record.FILES))
+        self._remove((*WORK_FILES, KEPT_FILE, "keys", "stats.json", *job_record.FILES))
         sync_folder(self._folder)
         there = [self._target.identity()] if self._target.exists() else []
         self._manifest = replace(self._manifest, outputs=there)
@@ -334,7 +311,7 @@ class JobFolder:
         tight = check_space(self._folder, min_bytes(self._input, self.output, self._form))
         if tight is not None:
             self.notes.append(tight)
-        self._remove(_REMADE_FILES)
+        self._remove(REMADE_FILES)
         kept, file = self._folder / KEPT_FILE, self._folder / results_files.FILE
         if kept.exists() and not file.exists():
             kept.replace(file)
@@ -409,7 +386,7 @@ class JobFolder:
             with writing(self._folder):
                 with opened:
                     self._results.flush()
-                self._remove(_REMADE_FILES)
+                self._remove(REMADE_FILES)
 
     # -- results
 
@@ -556,7 +533,7 @@ class JobFolder:
                 left = results.shrink(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
             if left:
                 file.replace(self._folder / KEPT_FILE)
-        self._remove(_WORK_FILES)
+        self._remove(WORK_FILES)
         sync_folder(self._folder)
 
     def _remove(self, names: Sequence[str]) -> None:
@@ -650,55 +627,3 @@ class JobFolder:
 
     def _asked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         return as_stored({**asked, "settings": self._manifest.settings})
-
-
-# -- whether an output and its folder may be written
-
-
-def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> None:
-    """Raises `UsageError` if the output or its folder is not batchgen's, or if the folder that would hold it does not exist."""
-    if is_url(output):
-        output_format(output)
-        target.check()
-    else:  # what is there says more than a suffix
-        target.check()
-        output_format(output)
-    if not folder.parent.is_dir() and folder.parent != jobs_folder():
-        raise UsageError(f"there is no folder {folder.parent} to write to", f"create it with mkdir -p {folder.parent}")
-    if (folder / "manifest.json").exists():
-        return
-    if folder.exists():
-        others = {p.name for p in folder.iterdir()} - _OURS if folder.is_dir() else {folder.name}
-        if others:
-            raise UsageError(f"{folder} exists and is not a job's folder", "move it, or use another -o")
-    if not overwrite and target.exists():
-        lacks = "a job folder without manifest.json" if folder.exists() else "no job folder"
-        raise UsageError(
-            f"{output} exists and has {lacks}, so batchgen does not know whether it may replace it",
-            "use --overwrite to replace it, or another -o",
-        )
-
-
-def min_bytes(input: Input, output: str, form: RowForm) -> int:
-    """Returns the smallest possible size of an output in bytes: JSON lines that carry all columns of plain JSON lines; 0 in all other cases."""
-    if form.keep is not None or form.openai is not None or output_format(output) != ("jsonl", None):
-        return 0
-    if any((file.format, file.compression) != ("jsonl", None) for file in input.files):
-        return 0
-    return sum(int(f.get("size") or 0) for f in input.fingerprint())
-
-
-def check_space(folder: Path, needed: int) -> str | None:
-    """Returns a note if the disk of `folder` may fill up, else None. Raises `OutputError` if the output cannot fit."""
-    free = shutil.disk_usage(folder).free
-    if free >= _TIGHT * needed:
-        return None
-    facts = f"the disk of {folder} has {size_text(free)} of free space"
-    if free < needed:
-        raise OutputError(
-            f"{facts}, and the output alone needs {size_text(needed)}",
-            "free some space, carry fewer columns with --keep, or write elsewhere with -o and --work-dir",
-        )
-    return (
-        f"{facts}, and the output alone needs {size_text(needed)}: the disk may fill up (finished rows would be kept)"
-    )

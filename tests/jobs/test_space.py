@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError
-from batchgen.jobs.job_folder import check_space, min_bytes
+from batchgen.jobs.place import check_space, min_bytes
 from batchgen.records import RowForm, open_input
 
 Usage = namedtuple("Usage", "total used free")

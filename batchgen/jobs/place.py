@@ -1,0 +1,89 @@
+"""The place of a job on the disk: the files of its folder, whether the folder and the output are batchgen's, and whether there is room."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from batchgen.errors import OutputError, UsageError
+from batchgen.jobs import results as results_files
+from batchgen.jobs.finished import KEPT_FILE
+from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER
+from batchgen.jobs.target import Target
+from batchgen.recording import job_record
+from batchgen.records.inputs import Input
+from batchgen.records.output import RowForm, jobs_folder, output_format
+from batchgen.records.remote import is_url
+from batchgen.stats import size_text
+
+SORTED_FOLDER = "sorted"
+PUSH_FOLDER = "push"
+"""Files on their way to the Hub (`push.upload`)."""
+REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
+"""Files that every run makes new and none leaves behind."""
+WORK_FILES = (*results_files.FILES, SORTED_FOLDER, SHARDS_FOLDER, *REMADE_FILES)
+"""Files of a job that is not finished."""
+_OURS = {
+    *WORK_FILES,
+    "manifest.json",
+    "manifest.json.new",
+    "stats.json",
+    "stats.json.new",
+    "keys",
+    "lock",
+    CLAIMS,
+    KEPT_FILE,
+    PUSH_FOLDER,
+    *job_record.FILES,
+}
+_TIGHT = 3
+"""A note is shown if the disk has less free space than this many times the output's smallest size: results and sorted requests need space too."""
+
+
+def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> None:
+    """Raises `UsageError` if the output or its folder is not batchgen's, or if the folder that would hold it does not exist."""
+    if is_url(output):
+        output_format(output)
+        target.check()
+    else:  # what is there says more than a suffix
+        target.check()
+        output_format(output)
+    if not folder.parent.is_dir() and folder.parent != jobs_folder():
+        raise UsageError(f"there is no folder {folder.parent} to write to", f"create it with mkdir -p {folder.parent}")
+    if (folder / "manifest.json").exists():
+        return
+    if folder.exists():
+        others = {p.name for p in folder.iterdir()} - _OURS if folder.is_dir() else {folder.name}
+        if others:
+            raise UsageError(f"{folder} exists and is not a job's folder", "move it, or use another -o")
+    if not overwrite and target.exists():
+        lacks = "a job folder without manifest.json" if folder.exists() else "no job folder"
+        raise UsageError(
+            f"{output} exists and has {lacks}, so batchgen does not know whether it may replace it",
+            "use --overwrite to replace it, or another -o",
+        )
+
+
+def min_bytes(input: Input, output: str, form: RowForm) -> int:
+    """Returns the smallest possible size of an output in bytes: JSON lines that carry all columns of plain JSON lines; 0 in all other cases."""
+    if form.keep is not None or form.openai is not None or output_format(output) != ("jsonl", None):
+        return 0
+    if any((file.format, file.compression) != ("jsonl", None) for file in input.files):
+        return 0
+    return sum(int(f.get("size") or 0) for f in input.fingerprint())
+
+
+def check_space(folder: Path, needed: int) -> str | None:
+    """Returns a note if the disk of `folder` may fill up, else None. Raises `OutputError` if the output cannot fit."""
+    free = shutil.disk_usage(folder).free
+    if free >= _TIGHT * needed:
+        return None
+    facts = f"the disk of {folder} has {size_text(free)} of free space"
+    if free < needed:
+        raise OutputError(
+            f"{facts}, and the output alone needs {size_text(needed)}",
+            "free some space, carry fewer columns with --keep, or write elsewhere with -o and --work-dir",
+        )
+    return (
+        f"{facts}, and the output alone needs {size_text(needed)}: the disk may fill up (finished rows would be kept)"
+    )
