@@ -23,7 +23,7 @@ PAGES = [
     if re.search(r"^```(python|console)?( |$)", page.read_text("utf-8"), re.MULTILINE)
 ]
 OTHER_MODELS = re.compile(r"Qwen/Qwen3-0\.6B|\./model\b|(?<=--model )MODEL\b|/models/m\b")
-NOT_RUN = re.compile(r"s3://|hf://|/data/|INPUT\.\.\.|^batchgen (status|merge)|--shard|--ray|cuda")
+NOT_RUN = re.compile(r"s3://|hf://|--push|/my-dataset|/data/|INPUT\.\.\.|^batchgen (status|merge)|--shard|--ray|cuda")
 """Other places, a job that runs meanwhile, other machines."""
 
 
