@@ -61,7 +61,7 @@ class ModelConfig:
     )
     quantize: str = option(
         "none",
-        "Put the linear layers' weights and inputs in 8 bits as the model is loaded (CPU). The summary says what that changes.",
+        "Compute linear layers in 8 bits (CPU). Their weights are rounded when the model is loaded; the summary says what that changes.",
         group="Model",
         values=["none", "int8"],
     )
@@ -105,7 +105,7 @@ class ModelConfig:
     )
     ray_working_dir: PathText | None = option(
         None,
-        "A folder that is copied to every machine of the cluster, for a model in it that they do not have.",
+        "Folder that is copied to every machine of the cluster, for a model that the machines do not have.",
         group="Machines",
         metavar="DIR",
         shown="none",
@@ -143,8 +143,8 @@ class ModelConfig:
     )
     attention: str = option(
         "auto",
-        "Attention by batchgen's own kernels where the device has some that agreed with plain torch there (auto), by those for CUDA "
-        "whatever they do (triton), or by plain torch.",
+        "Attention by batchgen's kernels if they agree with plain torch on this device (auto), by those for CUDA without a check "
+        "(triton), or by plain torch.",
         group="Engine",
         values=["auto", "triton", "torch"],
     )
