@@ -193,8 +193,8 @@ class _Worker:
         return "silent" if time.monotonic() - self.heard_at > SILENT_SECONDS else "running"
 
     def progress(self) -> dict[str, Any]:
-        """How far it is, in the form that docs/status.md describes. Speeds are averages since it was ready."""
-        seconds = self.heard_at - self.ready_at if self.batch_size else 0.0
+        """How far it is, in the form that docs/status.md describes. Speeds are averages since it was ready; a lost worker has none."""
+        seconds = self.heard_at - self.ready_at if self.batch_size and not self.lost else 0.0
         tokens = self.stats.completion_tokens
         state = self.state
         return {

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from batchgen import job_status
 from support.harness import TINY_SPOOL, Case, Job, Running, Runs, stored_keys, write_common_input
 
 TWO = ("--device", "cpu:0,1")
@@ -69,11 +70,16 @@ def test_two_processes_write_what_one_writes(runs: Runs, tmp_path: Path, kind: s
     assert (stats["device"], stats["rows_ok"] + stats["rows_failed"]) == ("cpu:0,1", 26)
     assert stats["prefill_tokens"] >= stats["prefill_tokens_min"] > 0
     assert 0 < stats["seconds"]["forward"] <= stats["seconds"]["generate"]
+    workers = stats["workers"]
+    assert [worker["device"] for worker in workers] == ["cpu:0", "cpu:1"]
+    assert sum(worker["rows"] for worker in workers) == 24  # two of the input's rows fail before they reach a model
+    assert sum(worker["prefill_tokens"] for worker in workers) == stats["prefill_tokens"]
 
 
 @pytest.mark.slow
 def test_when_a_devices_process_is_killed_the_other_does_its_rows(long_job: Job) -> None:
     running, workers = in_the_middle(long_job, quiet=False)
+    until(lambda: (job_status(str(long_job.output))["workers"] or [{}])[-1].get("state") == "running", running)
     os.kill(workers[0], signal.SIGKILL)
     ended = running.wait()
     assert ended.code == long_job.case.code, ended.err
