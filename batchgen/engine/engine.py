@@ -25,7 +25,7 @@ from batchgen.engine.results import OnResult, OnToken, ResultAssembler
 from batchgen.errors import BatchgenError, is_out_of_memory
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
-from batchgen.model.runner import Runner
+from batchgen.model.runner import Runner, StatesLost
 from batchgen.parsers.heads import Head
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
@@ -249,7 +249,10 @@ class Engine:
                     else:
                         self._settle()  # a callback may add something
                 except KernelsFailed as e:
-                    self._start_again(e)
+                    self._without_kernels(e)
+                except StatesLost:
+                    self._shrink()
+                    self._start_again()
             with suppress(KernelsFailed):  # the rows of a failed step are not done; the next run runs them again
                 self._settle()
         finally:
@@ -343,18 +346,23 @@ class Engine:
         self.loop.in_flight.clear()
         self.results.clear()
 
-    def _start_again(self, failed: KernelsFailed) -> None:
-        """Continues in plain torch. Unfinished rows start again from the tokens that the host has; no KV is kept.
+    def _without_kernels(self, failed: KernelsFailed) -> None:
+        """Continues in plain torch, without any KV that was computed so far.
 
         Raises `DevicesLost` if the device runs nothing more in this process.
         """
         self._fallback.pause(failed)
+        self._start_again(keep_nodes=False)
+
+    def _start_again(self, *, keep_nodes: bool = True) -> None:
+        """Starts the unfinished rows again from the tokens that the host has. Complete nodes keep their KV and states, or lose them."""
         self.results.end_cancelled()
         again = self.results.requests()
         under_way = self.under_way()
         self._drop()
-        self.block_manager.discard()
-        self.runner.cache.clear()
+        if not keep_nodes:
+            self.block_manager.discard()
+            self.runner.cache.clear()
         new = {request: replace(request, begun=under_way.get(request.row, request.begun)) for request, *_ in again}
         self._replaced = {old: new.get(last, last) for old, last in self._replaced.items()} | new
         for calls, rows in groupby(again, lambda row: row[1:]):

@@ -146,20 +146,24 @@ void delta_columns(const DeltaRule& s, int64_t span, int64_t head, int64_t first
         float* to = last ? after : local;
         const int64_t apart = i ? wide : n, onto = last ? n : wide;
         if (last) {
-            for (int64_t r = 0; r < rows; r++)
+            for (int64_t r = 0; r < rows; r++) {
+                const floats decay = splat(now.decay[r]), k = splat(now.k[r]);
                 for (int j = 0; j < B; j++) {
-                    const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * now.decay[r] + d[j] * now.k[r];
+                    const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * decay + d[j] * k;
                     store_column<FULL>(to + r * onto + j * LANES, x, count);
                 }
+            }
             return;
         }
         prepare<T>(s, t + 1, head, next);
-        for (int64_t r = 0; r < rows; r++)
+        for (int64_t r = 0; r < rows; r++) {  // numbers of a row are read before a store that may be to anywhere
+            const floats decay = splat(now.decay[r]), k = splat(now.k[r]), ka = splat(next.ka[r]), qa = splat(next.qa[r]);
             for (int j = 0; j < B; j++) {
-                const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * now.decay[r] + d[j] * now.k[r];
+                const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * decay + d[j] * k;
                 store_column<FULL>(to + r * onto + j * LANES, x, count);
-                known[j] += x * next.ka[r], seen[j] += x * next.qa[r];
+                known[j] += x * ka, seen[j] += x * qa;
             }
+        }
         std::swap(now, next);
     }
 }
@@ -172,8 +176,9 @@ void delta_rule(const DeltaRule& s) {
     for (int64_t span = 0; span < s.spans; span++) tokens += s.lengths[span];
     const int64_t threads = tokens * s.heads * s.rows * s.columns > 16384 ? s.threads : 1;
     in_parallel(tasks, threads, [&](Tasks& queue) {
-        std::vector<float> scratch(s.rows * (WIDE + 10));
-        float* at = scratch.data() + s.rows * WIDE;
+        std::vector<float> scratch(s.rows * (WIDE + 10) + LANES);
+        float* const local = (float*)(((uintptr_t)scratch.data() + sizeof(floats) - 1) / sizeof(floats) * sizeof(floats));
+        float* at = local + s.rows * WIDE;
         const auto token = [&] {
             Token made{at, at + s.rows, at + 2 * s.rows, at + 3 * s.rows, at + 4 * s.rows, 0};
             at += 5 * s.rows;
@@ -185,11 +190,11 @@ void delta_rule(const DeltaRule& s) {
             int64_t i = task % blocks * WIDE;
             const int64_t end = std::min(i + WIDE, s.columns);
             if (end - i == WIDE) {
-                delta_columns<T, BLOCK, true>(s, span, head, i, LANES, scratch.data(), now, next);
+                delta_columns<T, BLOCK, true>(s, span, head, i, LANES, local, now, next);
                 continue;
             }
-            for (; i + LANES <= end; i += LANES) delta_columns<T, 1, true>(s, span, head, i, LANES, scratch.data(), now, next);
-            if (i < end) delta_columns<T, 1, false>(s, span, head, i, end - i, scratch.data(), now, next);
+            for (; i + LANES <= end; i += LANES) delta_columns<T, 1, true>(s, span, head, i, LANES, local, now, next);
+            if (i < end) delta_columns<T, 1, false>(s, span, head, i, end - i, local, now, next);
         }
     });
 }

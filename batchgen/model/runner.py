@@ -23,6 +23,10 @@ from batchgen.state.cache import StateCache
 from batchgen.state.step import StateSpan, StateStep
 
 
+class StatesLost(Exception):
+    """The device ran out of memory in a step of a model with recurrent layers, which may have changed the states of the step's sequences."""
+
+
 class Runner:
     """Runs the model on the spans of a step."""
 
@@ -66,8 +70,8 @@ class Runner:
 
         `last` [slots] int64, on the device, holds the newest token of each slot, for sequences whose pending tokens the host does not know.
         If the device runs out of memory, the batch runs in halves: its spans do not depend on one another, and what the failed forward
-        has written is written again. Raises `OutOfMemory` if not even one token goes through, and at once for a model with recurrent
-        layers, because a failed forward may have changed their states.
+        has written is written again. Raises `OutOfMemory` if not even one token goes through. With recurrent layers it raises
+        `StatesLost` instead of running halves; from then on steps must not be larger than `max_forward_tokens`.
         """
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
             self._move(batch.moves)
@@ -96,11 +100,6 @@ class Runner:
                 if not is_out_of_memory(e):
                     raise
             # Out of the handler, so that the failed forward's tensors are free.
-            if self.states is not None:
-                raise OutOfMemory(
-                    f"{self.model.device} does not have enough memory for a step of {size} tokens of a model with recurrent layers",
-                    "lower --max-batch-tokens or --kv-memory",
-                )
             if size == 1:
                 raise OutOfMemory(
                     f"{self.model.device} does not have enough memory for a forward of one token",
@@ -109,6 +108,8 @@ class Runner:
             self.max_forward_tokens = -(-size // 2)
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
+            if self.states is not None:
+                raise StatesLost
         # The next half may put its logits where these are.
         return [logits.clone() for half in packed.halves() for logits in self._run(half, last)]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from batchgen.model.architectures import RECURRENT
 from batchgen.prefix import plan_prefixes
@@ -162,6 +164,33 @@ def test_every_family_is_exact_on_a_tree_five_deep_however_it_is_run(name: str) 
         results = run(engine, make_requests(PROMPTS, LENGTHS))
         assert [list(r.token_ids) for r in results] == expected, how
         assert engine.stats.prefill_tokens == TRIE, how
+
+
+@pytest.mark.parametrize("name", slow_but({"qwen3_5_text"}, ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"]))
+def test_steps_that_run_out_of_memory_and_leave_states_behind_are_made_smaller(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [generate(reference_model(name), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    model = packed_model(name)
+    forward, sizes = model.module.forward, []
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)  # so that all states are changed
+        size = kwargs["input_ids"].shape[1]
+        sizes.append(size)
+        if size > 100 or (len(sizes) == 9 and size > 1):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return output
+
+    monkeypatch.setattr(model.module, "forward", limited)
+    engine = engine_for(model, batch_size=9)
+    results = run(engine, make_requests(PROMPTS, LENGTHS))
+    assert [list(r.token_ids) for r in results] == expected
+    assert max(sizes) > 100
+    assert max(sizes[9:]) <= engine.scheduler.limits.max_batch_tokens <= 50
+    assert engine.runner.max_forward_tokens == engine.scheduler.limits.max_batch_tokens
+    engine.block_manager.evict_all()
+    assert engine.block_manager.slots.num_used == engine.block_manager.pool.num_used == 0
 
 
 def test_a_result_that_is_not_a_number_stays_in_its_own_row() -> None:
