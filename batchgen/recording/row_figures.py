@@ -179,8 +179,10 @@ def shortened(value: Any, depth: int = 0) -> Any:
     """Returns a row of the output with long texts and lists cut, so that a person can look at it."""
     if isinstance(value, str):
         return _short_text(value)
-    if isinstance(value, bool | int | float) or value is None:
-        return value if not isinstance(value, float) or value - value == 0 else str(value)
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    if isinstance(value, bool | int) or value is None:
+        return value
     if depth >= 3:
         return _short_text(json.dumps(value, default=str, ensure_ascii=False))
     if isinstance(value, Mapping):

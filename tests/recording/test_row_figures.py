@@ -119,8 +119,8 @@ def test_a_histogram_has_few_bins(width):
 def test_a_sample_is_cut_to_what_a_person_reads():
     long = "a" * 500 + "end"
     assert shortened(long) == "a" * 80 + " … 183 characters … " + "a" * 237 + "end"
-    assert shortened({"ids": list(range(20)), "x": None, "f": math.nan}) == {
-        "ids": [0, 1, 2, 3, 4, 5, 6, 7, "… 12 more"], "x": None, "f": "nan",
+    assert shortened({"ids": list(range(20)), "x": None, "f": math.nan, "p": 0.123456789}) == {
+        "ids": [0, 1, 2, 3, 4, 5, 6, 7, "… 12 more"], "x": None, "f": "nan", "p": 0.123457,
     }  # fmt: skip
     assert shortened({"a": {"b": {"c": {"d": [1]}}}}) == {"a": {"b": {"c": '{"d": [1]}'}}}
     row = {f"column {i}": long for i in range(1000)}
