@@ -32,7 +32,7 @@ import numpy as np
 from batchgen.jobs.disk import network_file_system
 from batchgen.records.result_values import (
     calls_of,
-    choices_of,
+    completion_values,
     completions_of,
     logprobs_of,
     plain_calls,
@@ -583,7 +583,9 @@ def _part_entry(key: bytes, number: int, start: int, completion: Completion) -> 
     """The entry of a completion's tokens from number `start` on."""
     logprobs = None if completion.logprobs is None else completion.logprobs[start:]
     part = replace(completion, token_ids=completion.token_ids[start:], logprobs=logprobs)
-    value = _json(choices_of(Result(row=-1, text="", finish_reason=None, completions=(part,)), token_ids=True)[0])
+    value = _json(
+        completion_values(Result(row=-1, text="", finish_reason=None, completions=(part,)), token_ids=True)[0]
+    )
     return key, number, start, len(part.token_ids), value, _part_checksum(key, number, start, value)
 
 
@@ -605,7 +607,7 @@ def encode(result: Result) -> bytes:
     """Returns a result as JSON, without its row number and without fields that have their defaults."""
     values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
     if result.completions:
-        values["completions"] = choices_of(result, token_ids=True)
+        values["completions"] = completion_values(result, token_ids=True)
     if result.tool_calls:
         values["tool_calls"] = plain_calls(result.tool_calls)
     if result.score is not None:

@@ -63,12 +63,12 @@ class PrefixCosts:
         self.count += len(ends)
 
     def shares(self, count: int, chunk_size: int) -> list[Share]:
-        """All requests in `count` shares (see `cut`)."""
+        """All requests in `count` shares (see `shard_bounds`)."""
         if not self.count:
             return [Share(0, 0, 0.0, 0) for _ in range(count)]
         ends = np.memmap(self._paths[0], dtype="<f8", mode="r")
         shared = np.memmap(self._paths[1], dtype="<i4", mode="r")
-        cuts = [0, *cut(ends, shared, count, chunk_size), self.count]
+        cuts = [0, *shard_bounds(ends, shared, count, chunk_size), self.count]
         found = []
         for first, last in pairwise(cuts):
             again = int(shared[first]) if 0 < first < last else 0
@@ -77,7 +77,7 @@ class PrefixCosts:
         return found
 
 
-def cut(ends: NDArray[np.float64], shared: NDArray[np.int32], shares: int, chunk_size: int) -> list[int]:
+def shard_bounds(ends: NDArray[np.float64], shared: NDArray[np.int32], shares: int, chunk_size: int) -> list[int]:
     """The `shares` - 1 places before which the prefix order is cut.
 
     `ends` [requests] is the cost of all requests up to each, itself included; `shared` [requests] the tokens that each shares with the one

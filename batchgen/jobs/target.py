@@ -19,11 +19,11 @@ from batchgen.records.remote import (
     address,
     info_of,
     is_url,
+    object_version,
     open_remote,
     plain_name,
     reaching,
     remote,
-    version_of,
 )
 
 _STAGED = ("s3", "s3a")
@@ -134,7 +134,7 @@ class RemoteTarget:
         info = self._info()
         if info is None:
             raise OutputError(f"{self.name} was removed while batchgen looked at it", _AGAIN)
-        return {"size": info["size"], "version": version_of(info), DIGEST: digest}
+        return {"size": info["size"], "version": object_version(info), DIGEST: digest}
 
     def known_as(self, identities: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return known_as(self.identity(), identities, self._digest)

@@ -124,7 +124,7 @@ def _bytes_on_disk(config: ModelConfig, hf_config: Any, dtype: torch.dtype | Non
     if files is None:
         return None
     unpacked = packed_bits(hf_config) if is_dequantized(hf_config) else 0
-    return weight_bytes(files, dtype, left_out(hf_config), unpacked=unpacked)
+    return loaded_bytes(files, dtype, left_out(hf_config), unpacked=unpacked)
 
 
 def _bytes_on_the_hub(config: ModelConfig) -> int | None:
@@ -152,7 +152,7 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     return None if None in paths else [path for path in paths if path is not None]
 
 
-def weight_bytes(
+def loaded_bytes(
     files: Sequence[Path],
     dtype: torch.dtype | None,
     without: frozenset[str] = frozenset(),

@@ -186,7 +186,7 @@ def _around(backend: Any, encode: Encode) -> tuple[TokenArray, TokenArray] | Non
 
 def _tree(texts: Sequence[str], cuts: Cuts) -> list[_Node | None]:
     """Returns the deepest node above each text; None for a text that shares nothing."""
-    agreed = common_length(min(texts), max(texts))
+    agreed = common_characters(min(texts), max(texts))
     order = sorted(range(len(texts)), key=lambda i: texts[i][agreed:])
     above: list[_Node | None] = [None] * len(texts)
     stack: list[_Node] = []  # the open nodes, each deeper than the one below it
@@ -194,7 +194,7 @@ def _tree(texts: Sequence[str], cuts: Cuts) -> list[_Node | None]:
     for place, i in enumerate(order):
         text = texts[i]
         if place + 1 < len(order):
-            length = common_length(text, texts[order[place + 1]], max(length, agreed))
+            length = common_characters(text, texts[order[place + 1]], max(length, agreed))
         else:
             length = 0
         end = length if length >= _MIN_PIECE else 0
@@ -230,7 +230,7 @@ def _cut(node: _Node | None, cuts: Cuts, known: dict[_Node, _Node | None]) -> _N
     return above
 
 
-def common_length(a: str, b: str, guess: int = 0) -> int:
+def common_characters(a: str, b: str, guess: int = 0) -> int:
     """Number of characters that both texts begin with; fast if it is slightly more than `guess`."""
     high = min(len(a), len(b))
     low = guess if guess <= high and a[:guess] == b[:guess] else 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.errors import UsageError
-from batchgen.records.remote import is_url, open_remote, reaching, remote, version_of
+from batchgen.records.remote import is_url, object_version, open_remote, reaching, remote
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
 FORMATS = ("jsonl", "parquet", "csv", "tsv")
@@ -92,7 +92,7 @@ class InputFile:
             fs, path = remote(self.name)
             with reaching(self.name):
                 info = fs.info(path)
-            version = version_of(info)
+            version = object_version(info)
             if version is None:
                 return None
             name = _AT_COMMIT.sub(r"\1/", self.name)  # a commit that leaves the file alone does not change it

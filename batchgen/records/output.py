@@ -17,7 +17,7 @@ from batchgen.records.openai_batch import OpenAIForm, batch_record
 from batchgen.records.parquet_types import id_text
 from batchgen.records.remote import address, is_url, plain_name
 from batchgen.records.result_values import (
-    choices_of,
+    completion_values,
     ids_known,
     plain_calls,
     plain_embedding,
@@ -143,7 +143,7 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     if result.tool_calls:
         out["tool_calls"] = plain_calls(result.tool_calls)
     if result.completions:
-        out["choices"] = choices_of(result, token_ids=form.token_ids)
+        out["choices"] = completion_values(result, token_ids=form.token_ids)
     if result.choice_probs is not None:
         out["choice_probs"] = dict(result.choice_probs)
     if result.score is not None:

@@ -81,7 +81,7 @@ def reason(error: BaseException) -> str:
     return said.splitlines()[0]
 
 
-def version_of(info: Mapping[str, Any]) -> str | None:
+def object_version(info: Mapping[str, Any]) -> str | None:
     """Returns a field of the store's info that changes with the file's content; None if there is none."""
     for name in _VERSIONS:
         if info.get(name):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 
 
-def choices_of(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
+def completion_values(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
     """Returns all completions of a result, in order. `token_ids` are null if they are not known."""
     known = ids_known(result)
     choices = []
@@ -33,7 +33,7 @@ def choices_of(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
 
 
 def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ...]:
-    """Returns the completions that `choices_of` was given. Token ids come from `token_ids` or from the log-probabilities, if there are any."""
+    """Returns the completions that `completion_values` was given. Token ids come from `token_ids` or from the log-probabilities, if there are any."""
     completions = []
     for choice in choices:
         entries, ids = choice["logprobs"], choice.get("token_ids")

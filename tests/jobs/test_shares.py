@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.jobs.shares import PrefixCosts, Share, cut
+from batchgen.jobs.shares import PrefixCosts, Share, shard_bounds
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ def request(row: int, tokens: list[int], max_tokens: int = 1) -> Request:
 
 
 def cuts(costs: list[float], shared: list[int], shares: int, chunk_size: int = 1) -> list[int]:
-    return cut(np.cumsum(np.array(costs)), np.array(shared, dtype=np.int32), shares, chunk_size)
+    return shard_bounds(np.cumsum(np.array(costs)), np.array(shared, dtype=np.int32), shares, chunk_size)
 
 
 def test_equal_requests_that_share_nothing_are_cut_into_equal_shares() -> None:

@@ -245,7 +245,7 @@ def test_a_store_without_whole_uploads_gets_the_file_under_another_name_first(me
 
 
 def test_a_store_that_tells_no_version_has_its_object_read_to_know_it(memory, monkeypatch, run, write_input):
-    monkeypatch.setattr(target, "version_of", lambda info: None)
+    monkeypatch.setattr(target, "object_version", lambda info: None)
     write_input(["a"])
     run("memory://bucket/o.jsonl")
     assert run("memory://bucket/o.jsonl")[0].finished == {"rows": 1}

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.model.loader import load_model, weight_bytes
+from batchgen.model.loader import load_model, loaded_bytes
 from batchgen.model.quantized import check_quantization, packed_bits, plain_layers, with_dequantization
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
@@ -123,7 +123,7 @@ def test_a_forward_that_rounds_activations_is_taken_off_where_transformers_leave
 
 def test_the_room_they_need_is_that_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, original = checkpoint
-    needed = weight_bytes(
+    needed = loaded_bytes(
         [folder / "model.safetensors"], torch.bfloat16, unpacked=packed_bits(AutoConfig.from_pretrained(folder))
     )
     real = sum(2 * p.numel() for p in original.parameters())

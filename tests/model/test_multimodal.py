@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalGeneration, LlamaConfig
 
 from batchgen.errors import ModelError
-from batchgen.model.loader import weight_bytes
+from batchgen.model.loader import loaded_bytes
 from batchgen.model.multimodal import Absent, left_out, model_class
 from support.params import FULL
 
@@ -81,7 +81,7 @@ def test_the_room_that_a_gpu_needs_is_that_of_the_text_part(checkpoint: Path) ->
     without = left_out(config)
     assert without == {"vision_tower", "multi_modal_projector"}
     files = [checkpoint / "model.safetensors"]
-    whole, needed = weight_bytes(files, torch.float32), weight_bytes(files, torch.float32, without)
+    whole, needed = loaded_bytes(files, torch.float32), loaded_bytes(files, torch.float32, without)
     assert whole - needed >= sizes(checkpoint)["vision"]
     assert needed <= sizes(checkpoint)["text"]
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model import loader
-from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of, weight_bytes, weight_files
+from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of, loaded_bytes, weight_files
 
 GIB = 2**30
 BF16, F32 = torch.bfloat16, torch.float32
@@ -23,9 +23,9 @@ def test_bytes_are_those_of_the_tensors_as_they_will_be_loaded(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     files = weight_files(config_of(tmp_path))
     assert files == [tmp_path / "model.safetensors"]
-    assert weight_bytes(files, None) == 60 + 14 + 4
-    assert weight_bytes(files, BF16) == 30 + 14 + 4
-    assert weight_bytes(files, F32) == 60 + 28 + 4
+    assert loaded_bytes(files, None) == 60 + 14 + 4
+    assert loaded_bytes(files, BF16) == 30 + 14 + 4
+    assert loaded_bytes(files, F32) == 60 + 28 + 4
 
 
 def test_files_are_those_that_the_index_names(tmp_path):
@@ -35,7 +35,7 @@ def test_files_are_those_that_the_index_names(tmp_path):
     index.write_text('{"weight_map": {"x": "two.safetensors", "y": "one.safetensors", "z": "two.safetensors"}}')
     files = weight_files(config_of(tmp_path))
     assert files == [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
-    assert weight_bytes(files, None) == 16
+    assert loaded_bytes(files, None) == 16
     (tmp_path / "two.safetensors").unlink()
     assert weight_files(config_of(tmp_path)) is None
 
@@ -49,7 +49,7 @@ def test_a_tiny_model_is_as_large_as_its_parameters(tiny_model_dir):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    assert weight_bytes(weight_files(config_of(tiny_model_dir)), F32) == sum(p.numel() * 4 for p in model.parameters())
+    assert loaded_bytes(weight_files(config_of(tiny_model_dir)), F32) == sum(p.numel() * 4 for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_would(needed, dtype, free
 
 def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_model_dir, tmp_path, monkeypatch):
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    free = weight_bytes(weight_files(config_of(folder)), F32)
+    free = loaded_bytes(weight_files(config_of(folder)), F32)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     cuda = torch.device("cuda")

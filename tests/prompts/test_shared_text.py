@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.prompts import shared_text
 from batchgen.prompts.encoding import Encoder
-from batchgen.prompts.shared_text import common_length
+from batchgen.prompts.shared_text import common_characters
 
 ROOT = "A task: say whether the film is good.\n" * 10
 GROUPS = [ROOT + f"Examples of kind {kind}: " + "it was fine, it was not. " * 12 for kind in "abc"]
@@ -132,4 +132,4 @@ def test_what_is_kept_is_bounded(tools, monkeypatch):
 def test_the_common_length_of_two_texts(begin, a, b, guess):
     one, other = begin + a, begin + b
     expected = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
-    assert common_length(one, other, guess) == expected
+    assert common_characters(one, other, guess) == expected

@@ -138,7 +138,7 @@ def test_of_a_store_without_versions_no_fingerprint_is_known(monkeypatch):
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "store", {})
     fsspec.filesystem("memory").pipe("/bucket/x.jsonl", JSONL)
     assert opened("memory://bucket/x.jsonl").fingerprint() != []
-    monkeypatch.setattr("batchgen.records.files.version_of", lambda info: None)
+    monkeypatch.setattr("batchgen.records.files.object_version", lambda info: None)
     assert opened("memory://bucket/x.jsonl").fingerprint() == []
 
 
