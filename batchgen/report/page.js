@@ -262,14 +262,9 @@ function drawSpeed() {
 
 const UNITS = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
 
-function drawMemory() {
-  if (data.kind === "plan") {
-    const [unit, name] = UNITS.find(([size]) => Math.max(0, ...data.memory.map((bar) => bar[1])) >= size) || [1, "B"];
-    return bars("memory-chart", data.memory.map(([what, bytes]) => [what, bytes / unit]), name);
-  }
-  if (!runs.length) return;
-  over("memory-chart", "memory_bytes", "memory of the processes", "s1");
-  over("kv-chart", "kv_bytes", "keys and values in use", "s2");
+function drawPlannedMemory() {
+  const [unit, name] = UNITS.find(([size]) => Math.max(0, ...data.memory.map((bar) => bar[1])) >= size) || [1, "B"];
+  bars("memory-chart", data.memory.map(([what, bytes]) => [what, bytes / unit]), name);
 }
 
 function over(id, what, title, hue) {
@@ -286,8 +281,6 @@ function over(id, what, title, hue) {
 
 function bars(id, pairs, unit, hues) {
   const shown = [...pairs].reverse();
-  const place = document.getElementById(id);
-  if (place) place.style.height = `${shown.length * 2.4 + 3}rem`;
   draw(id, [{
     type: "bar", orientation: "h", y: shown.map(([name]) => escaped(cut(name, narrow.matches ? 22 : 40))), x: shown.map((pair) => pair[1]),
     text: shown.map((pair) => `${Number(pair[1].toPrecision(pair[1] >= 1000 ? 12 : 3)).toLocaleString("en")}${unit ? ` ${unit}` : ""}`),
@@ -304,9 +297,10 @@ function bins(id, found, hue, unit) {
   }], { xaxis: { title: { text: unit }, tickformat: ",~r" }, yaxis: { title: { text: "rows" }, tickformat: ",~s" }, showlegend: false });
 }
 
+const shownLabels = () => data.rows.labels.filter((label) => label.rows > 0 || label.mean_probability > 0).slice(0, 30);
+
 function drawLabels() {
-  const labels = data.rows.labels.filter((label) => label.rows > 0 || label.mean_probability > 0).slice(0, 30).reverse();
-  document.getElementById("labels-chart").style.height = `${labels.length * 2.6 + 6}rem`;
+  const labels = shownLabels().reverse();
   const names = labels.map((label) => escaped(cut(label.label, narrow.matches ? 16 : 32)));
   draw("labels-chart", [
     { type: "bar", orientation: "h", name: "rows", y: names, x: labels.map((label) => label.rows), marker: { color: color("s1") }, hovertemplate: "%{x:,} rows<extra></extra>" },
@@ -318,31 +312,59 @@ function drawLabels() {
   });
 }
 
-function drawAll() {
+/** What draws each chart, by the id of its place. */
+const drawers = new Map([["tree-chart", drawTree], ["speed-chart", drawSpeed]]);
+
+function listDrawers() {
   const rows = data.rows || {};
-  drawTree();
-  drawSpeed();
-  if (data.time && data.time.length) bars("time-chart", data.time, "s");
-  bins("prompt_tokens-chart", rows.prompt_tokens, "s2", "tokens of a prompt");
-  bins("completion_tokens-chart", rows.completion_tokens, "s1", "tokens of a completion");
+  const list = (id, count, drawer) => {
+    const place = document.getElementById(id);
+    if (place && count) place.style.height = `${count * (id === "labels-chart" ? 2.6 : 2.4) + (id === "labels-chart" ? 6 : 3)}rem`;
+    drawers.set(id, drawer);
+  };
+  list("time-chart", (data.time || []).length, () => bars("time-chart", data.time, "s"));
+  list("prompt_tokens-chart", 0, () => bins("prompt_tokens-chart", rows.prompt_tokens, "s2", "tokens of a prompt"));
+  list("completion_tokens-chart", 0, () => bins("completion_tokens-chart", rows.completion_tokens, "s1", "tokens of a completion"));
+  list("rewards-chart", 0, () => bins("rewards-chart", rows.rewards, "s3", "reward"));
+  list("scores-chart", 0, () => bins("scores-chart", rows.scores, "s3", "mean log-probability of a token"));
   if (rows.reasons) {
     const ends = [...Object.entries(rows.reasons).filter(([name]) => name !== "error"), ...Object.entries(rows.errors).map(([name, n]) => [`error: ${name}`, n])];
-    bars("ends-chart", ends, "", (name) => (name.startsWith("error") ? "bad" : name === "stop" || name === "scored" ? "s1" : "s2"));
+    list("ends-chart", ends.length, () => bars("ends-chart", ends, "", (name) => (name.startsWith("error") ? "bad" : name === "stop" || name === "scored" ? "s1" : "s2")));
   }
-  if (rows.labels && rows.labels.length) drawLabels();
-  bins("rewards-chart", rows.rewards, "s3", "reward");
-  bins("scores-chart", rows.scores, "s3", "mean log-probability of a token");
-  drawMemory();
+  if (rows.labels && rows.labels.length) list("labels-chart", shownLabels().length, drawLabels);
+  if (data.kind === "plan") list("memory-chart", data.memory.length, drawPlannedMemory);
+  else list("memory-chart", 0, () => over("memory-chart", "memory_bytes", "memory of the processes", "s1"));
+  list("kv-chart", 0, () => over("kv-chart", "kv_bytes", "keys and values in use", "s2"));
+}
+
+/** Draws each chart when the reader comes near it, so that the page opens at once. */
+function drawWhenSeen() {
+  const seen = new Set();
+  const drawOne = (id) => {
+    if (seen.has(id)) return;
+    seen.add(id);
+    drawers.get(id)();
+    if (id === "tree-chart") listenToTree();
+  };
+  const watcher = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      watcher.unobserve(entry.target);
+      drawOne(entry.target.id);
+    }
+    document.documentElement.dataset.charts = "drawn";
+  }, { rootMargin: "300px" });
+  const places = [...document.querySelectorAll(".chart")].filter((place) => drawers.has(place.id));
+  places.forEach((place) => watcher.observe(place));
+  const again = () => seen.forEach((id) => drawers.get(id)());
+  dark.addEventListener("change", again);
+  narrow.addEventListener("change", again);
+  addEventListener("beforeprint", () => places.forEach((place) => drawOne(place.id)));
 }
 
 if (tree) listChildren();
-loadPlotly().then(() => {
-  drawAll();
-  listenToTree();
-  dark.addEventListener("change", drawAll);
-  narrow.addEventListener("change", drawAll);
-  document.documentElement.dataset.charts = "drawn";
-}).catch((error) => {
+listDrawers();
+loadPlotly().then(drawWhenSeen).catch((error) => {
   const note = document.getElementById("charts-note");
   note.className = "note";
   note.textContent = `The charts cannot be drawn in this browser (${error.message}). The tables below each of them say the same.`;

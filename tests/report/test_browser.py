@@ -50,7 +50,7 @@ def browsed(html: str, folder: Path) -> str:
     file.write_text(html, "utf-8")
     done = subprocess.run(
         [
-            str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
+            str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,8000", f"--user-data-dir={folder / 'profile'}",
             "--disable-background-networking", "--disable-component-update",
             "--virtual-time-budget=15000", "--dump-dom", file.as_uri(),
         ],
