@@ -41,7 +41,7 @@ def peak():
 config = ModelConfig(model=sys.argv[1], device="cpu", dtype="float32", compile="off")
 hf_config = AutoConfig.from_pretrained(sys.argv[1])
 before = peak()
-model = load_model(config, SimpleNamespace(hf_config=hf_config))
+model = load_model(config, SimpleNamespace(hf_config=hf_config, head=None))
 for p in model.module.parameters():
     p.sum()
 print(json.dumps([peak() - before, sum(p.numel() * 4 for p in model.module.parameters())]))
