@@ -584,6 +584,8 @@ class JobConfig:
         if self.shard is None:
             return
         parse_shard(self.shard)
+        if self.push is not None and not self.merge:
+            raise UsageError("--push with --shard is for the run that merges", "give every shard --merge, too")
         if self.overwrite:
             raise UsageError(
                 "--overwrite would delete the work of the other shards", "delete the output and its .job folder instead"

@@ -105,6 +105,7 @@ def test_a_push_that_fails_keeps_the_output_and_the_same_command_makes_up_for_it
         ([], READ_ONLY, "the token can only read, and --push writes to dataset me/answers; use a token that may write"),
         (["-o", "x.jsonl"], TOKEN, "--push needs a Parquet file on this machine, and the output is x.jsonl; name a .parquet file with -o"),
         (["--push", "answers"], TOKEN, "--push 'answers' is not the name of a dataset on the hub; use OWNER/NAME"),
+        (["--shard", "1/2"], TOKEN, "--push with --shard is for the run that merges; give every shard --merge, too"),
         (["--push", "you/theirs"], TOKEN, "dataset you/theirs has files that batchgen did not push (README.md, rows.csv); use another name with --push, or --overwrite to replace its data and its card"),
     ],
 )  # fmt: skip
@@ -190,9 +191,13 @@ STATS = {
 }  # fmt: skip
 
 
-def test_the_card_states_model_settings_counts_and_figures():
+def test_the_card_states_model_settings_counts_and_figures_and_of_inputs_no_folder_and_no_signature():
     config = JobConfig(
-        inputs=["hf://datasets/user/rows", "/home/me/secret/more.jsonl"],
+        inputs=[
+            "hf://datasets/user/rows",
+            "/home/me/secret/more.jsonl",
+            "https://host/folder/signed.jsonl?X-Amz-Signature=secret/of/mine",
+        ],
         model="org/model",
         split="test",
         sampling={"temperature": 0.7, "stop": ["a|b\nc"]},
@@ -208,7 +213,7 @@ def test_the_card_states_model_settings_counts_and_figures():
 CARD = """
 # out
 
-12,000 rows that `org/model at abc` generated from `hf://datasets/user/rows`, `more.jsonl`, split `test`, with batchgen 9.9.
+12,000 rows that `org/model at abc` generated from `hf://datasets/user/rows`, `more.jsonl`, `signed.jsonl`, split `test`, with batchgen 9.9.
 
 ```python
 from datasets import load_dataset

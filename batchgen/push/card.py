@@ -152,6 +152,8 @@ def _value(value: Any) -> str:
 
 
 def _last_name(name: str) -> str:
-    """Returns a name of the Hub or a model as it is; of a path or another address, only its last part."""
+    """Returns a name of the Hub or a model as it is; of a path or another address, only its last part, without what signs an address."""
+    if "://" in name:
+        name = name.partition("?")[0]
     local = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
     return PurePath(name.rstrip("/")).name if local and not name.startswith("hf://") else name

@@ -233,9 +233,7 @@ def _labels(data: Mapping[str, Any]) -> tuple[str, str, str]:
         )
         for label in labels
     ]
-    says = (
-        f"{len(labels):,} labels; the most frequent is “{escape(labels[0]['label'])}” with {labels[0]['rows']:,} rows."
-    )
+    says = f"{len(labels):,} labels; the most frequent is “{labels[0]['label']}” with {labels[0]['rows']:,} rows."
     if found["other_labels"]:
         says += f" {found['other_labels']:,} rows have other labels."
     head = ("label", "rows", "mean probability", "where it was chosen")
@@ -332,11 +330,11 @@ _SECTIONS = (_tree, _speed, _time, _lengths, _ends, _labels, _scores, _memory, _
 
 
 def _chart(name: str, says: str, table: str = "", *, tall: bool = False) -> str:
-    """The place of a chart with the sentence that says what it shows, and its table."""
+    """The place of a chart with the sentence that says what it shows (plain text), and its table (HTML)."""
     size = " tall" if tall else ""
     return (
         f'<figure><div id="{name}" class="chart{size}" role="img" aria-label="{escape(says)}"></div>'
-        f"<figcaption>{says}</figcaption>{_behind(table)}</figure>\n"
+        f"<figcaption>{escape(says)}</figcaption>{_behind(table)}</figure>\n"
     )
 
 

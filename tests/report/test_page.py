@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, UsageError
+from batchgen.recording.row_figures import RowFigures
 from batchgen.recording.tree import tree_record
 from batchgen.report.page import POLICY, ReportPage, check_report_file, page
 from batchgen.report.plan_data import plan_data
+from batchgen.result import Result
 from support.reports import job_page_data, parsed
 
 
@@ -50,6 +52,22 @@ def test_text_of_rows_is_text_in_the_page():
     assert found.tags.count("script") == 3
     assert "img" not in found.tags
     assert evil in found.cells  # the excerpt in the table of nodes
+
+
+def test_reasons_errors_and_labels_are_text_in_the_page_and_in_the_words_of_their_charts():
+    evil = "<img src=x onerror=alert(1)>&amp;"
+    data = job_page_data()
+    figures = RowFigures()
+    classified = Result(row=0, text=evil, finish_reason=evil, prompt_tokens=1, choice_probs={evil: 1.0})
+    failed = Result(row=1, text=None, finish_reason="error", error_type=evil, error_message=evil)
+    for result in (classified, failed):
+        figures.add(result, lambda: {evil: evil})
+    found = parsed(page(data | {"rows": figures.as_dict()}))
+    assert "img" not in found.tags
+    assert found.labels["ends-chart"].endswith(f"1 error: {evil}.")
+    assert found.labels["labels-chart"] == f"1 labels; the most frequent is “{evil}” with 1 rows."
+    assert found.labels["ends-chart"] in found.text
+    assert found.labels["labels-chart"] in found.text
 
 
 def test_headings_and_tables_say_what_the_charts_show():
