@@ -132,8 +132,9 @@ class FusedNorm(torch.nn.Module):
         self.rounds_first = rounds_first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self.dtype:
-            raise ValueError(f"expected {self.dtype}, not {x.dtype}")
+        """In the dtype of `x`: Mamba keeps its residual in float32 beside bfloat16 weights."""
+        if x.dtype not in (self.dtype, torch.float32):
+            raise ValueError(f"expected {self.dtype} or float32, not {x.dtype}")
         return rms_norm(x, self.factor, self.eps, self.rounds_first)
 
 

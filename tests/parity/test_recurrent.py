@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -10,18 +11,22 @@ import pytest
 import torch
 
 from batchgen.model.architectures import RECURRENT
+from batchgen.model.loader import prepare_model
 from batchgen.prefix import plan_prefixes
 from batchgen.request import leaves_of
 from batchgen.scheduling.waiting import POLICIES
 from support.models import (
     VOCAB,
     engine_for,
+    expect,
     generate,
+    kernels,
     make_requests,
     memory_for,
     packed_model,
     reference_model,
     run,
+    watched,
 )
 from support.params import FULL, slow_but, some_of
 
@@ -191,6 +196,22 @@ def test_steps_that_run_out_of_memory_and_leave_states_behind_are_made_smaller(
     assert engine.runner.max_forward_tokens == engine.scheduler.limits.max_batch_tokens
     engine.block_manager.evict_all()
     assert engine.block_manager.slots.num_used == engine.block_manager.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    "name", slow_but({"mamba", "qwen3_5_text"}, ["mamba", "mamba2", "jamba", "qwen3_5_text", "minimax"])
+)
+def test_in_bfloat16_logits_are_those_of_float32_but_for_its_rounding(name: str) -> None:
+    """Mamba keeps its residual in float32 beside bfloat16 weights."""
+    prompts = [numbers(random.Random(6), n) for n in (3, 20, 70)]
+    exact = [expect(reference_model(name), p, 1) for p in prompts]
+    model = prepare_model(copy.deepcopy(reference_model(name)).bfloat16(), kernels=kernels())
+    with watched(model) as seen:
+        results = run(engine_for(model), make_requests(prompts, [1] * 3))
+    assert [r.error_message for r in results] == [None] * 3
+    last = {(len(e.prompt) - 1, e.prompt[-1]): e.logits[0] for e in exact}
+    for place, logits in zip(seen.places, seen.logits, strict=True):
+        assert float((last[place] - logits.float()).norm() / last[place].norm()) < 0.1
 
 
 def test_a_result_that_is_not_a_number_stays_in_its_own_row() -> None:
