@@ -52,6 +52,8 @@ def _import_everything(model: str) -> None:
     import_transformers(ModelConfig(model=model))
     import pyarrow.parquet
     import transformers
+    import transformers.models.llama.modeling_llama
+    import transformers.processing_utils
 
     import batchgen.devices.engine
     import batchgen.devices.transport
