@@ -112,7 +112,7 @@ REFUSED = {
     "xlm-roberta-xl": _ENCODER,
     "xlstm": "their recurrence (mLSTM) is not implemented",
     "xmod": _ENCODER,
-    "zamba": "each head of theirs runs Mamba's recurrence with weights of its own, which is not implemented",
+    "zamba": "each head of their Mamba has weights of its own, which is not implemented",
     "zaya": _CONVOLUTION,
 }
 """`model_type`s that cannot be exact, and why."""
