@@ -69,9 +69,12 @@ def import_transformers(config: ModelConfig) -> None:
         _import_alone(_LIGHT)
         finder.torch_is_there = True
         finder.hidden = ["torch_distributed", "scipy"]
-        if config.device_map is None and not torch.cuda.is_available():
+        settings = _settings_of(config)
+        # transformers loads GGUF files and some quantized checkpoints with accelerate only.
+        quantized = settings is None or b"quantization_config" in settings
+        if config.device_map is None and not quantized and not torch.cuda.is_available():
             finder.hidden.append("accelerate")
-        if not _may_need_torchao(config):
+        if settings is not None and b"torchao" not in settings:
             finder.hidden.append("torchao")
     import transformers  # noqa: F401
 
@@ -95,12 +98,12 @@ def _needs_metas() -> bool:
     return "torch._decomp" in sys.modules or accelerators > 0 or sys.platform != "linux"
 
 
-def _may_need_torchao(config: ModelConfig) -> bool:
-    """Whether a model is quantized with torchao, or may be."""
+def _settings_of(config: ModelConfig) -> bytes | None:
+    """Returns config.json of a model; None for a GGUF file and a model of the hub, which may need any package."""
     try:
-        return b"torchao" in Path(config.model, "config.json").expanduser().read_bytes()
-    except OSError:  # a model of the hub
-        return True
+        return Path(config.model, "config.json").expanduser().read_bytes()
+    except OSError:
+        return None
 
 
 class _PutOff(ModuleType):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 ATTENDS = frozenset({"full_attention", "sliding_attention", "attention", "hybrid"})
 """Types of layers that have keys and values."""
-RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
+RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "recurrent"})
 """Types of layers that have a state."""
 
 MAMBA = frozenset({"falcon_mamba", "jamba", "mamba"})
@@ -19,15 +20,21 @@ def attention_layers(config: Any) -> int:
     """Returns the number of layers with keys and values in a language model's configuration; 0 if it does not say how many layers there are."""
     if config.model_type in WITHOUT_ATTENTION:
         return 0
-    kinds = getattr(config, "layer_types", None)
+    kinds = _kinds(config)
     if kinds is None or config.model_type == "falcon_h1":  # its layers have both side by side
         return int(getattr(config, "num_hidden_layers", 0))
     return sum(kind in ATTENDS for kind in kinds)
 
 
+def _kinds(config: Any) -> Sequence[str] | None:
+    """The type of each layer; None if the configuration does not say. Older versions of transformers have another name for it in some families."""
+    kinds: Sequence[str] | None = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return kinds
+
+
 def recurrent_layers(config: Any) -> int:
     """Returns the number of layers with a state. `config` is of a verified family with recurrent layers (`model/architectures.py`)."""
-    kinds = getattr(config, "layer_types", None)
+    kinds = _kinds(config)
     if kinds is None or config.model_type in WITHOUT_ATTENTION | {"falcon_h1"}:
         return int(config.num_hidden_layers)
     return sum(kind in RECURS for kind in kinds)

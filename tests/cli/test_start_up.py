@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
+from support.gguf import save_tiny_llama_with_merges, write_gguf
 from support.models import reference_model
+from support.quantized import make
 from support.shapes import SHAPES
 
 RUN = """
@@ -50,6 +53,30 @@ def test_a_run_imports_neither_compiler_nor_process_groups_and_the_next_not_even
     assert not foreign
     nothing_to_do = start()
     assert not {"torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "rich"} & nothing_to_do
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the libraries', of each other
+@pytest.mark.parametrize("kind", ["GGUF", "fp8", "awq"])
+def test_the_command_loads_models_that_transformers_loads_with_accelerate_only(
+    kind: str, command_environment: dict[str, str], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    if kind == "GGUF":
+        pytest.importorskip("gguf")
+        model = tmp_path / "model.gguf"
+        write_gguf(save_tiny_llama_with_merges(tmp_path / "original"), model, "Q8_0")
+    else:
+        make(kind, model)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny_model_dir / name, model)
+    row = {"url": "/v1/completions", "body": {"prompt": [5, 6, 7]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"custom_id": "a", "method": "POST", **row}))
+    words = ["run", "rows.jsonl", "-m", str(model), "-o", "o.jsonl", "--max-tokens", "2", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *words], env=command_environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 USE = """

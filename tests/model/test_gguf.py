@@ -16,8 +16,7 @@ from batchgen.jobs.identity import model_identity
 from batchgen.model.loader import load_model
 from batchgen.model_files import gguf_file
 from batchgen.prompts import load_tokenizer
-from support.gguf import write_gguf
-from support.tiny_model import save_tiny_llama
+from support.gguf import save_tiny_llama_with_merges, write_gguf
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries', of each other
@@ -26,14 +25,8 @@ PROMPTS = ["the same beginning, and the end", "the same beginning", "else"]
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny chat model, its tokenizer with two merges: transformers reads no vocabulary without any."""
-    folder = tmp_path_factory.mktemp("original")
-    save_tiny_llama(folder, chat=True)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 254}
-    tokenizer["model"] |= {"vocab": vocabulary | {"th": 254, "in": 255}, "merges": [["t", "h"], ["i", "n"]]}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
+    """The tiny chat model."""
+    return save_tiny_llama_with_merges(tmp_path_factory.mktemp("original"))
 
 
 @pytest.fixture(scope="module", params=["Q8_0", pytest.param("Q4_0", marks=pytest.mark.slow), "F16"])

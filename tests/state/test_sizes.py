@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from batchgen.attention.kv_cache import bytes_per_token
 from batchgen.dry_run import kv_bytes_per_token, state_bytes_per_sequence
 from batchgen.model.architectures import RECURRENT
 from batchgen.state.cache import bytes_per_slot
+from batchgen.state.sizes import attention_layers, recurrent_layers
 from support.models import packed_model
 from support.shapes import SHAPES
 
@@ -26,3 +29,9 @@ def test_the_plan_of_a_models_memory_is_exact(name: str) -> None:
 def test_a_model_without_recurrent_layers_has_no_states() -> None:
     assert state_bytes_per_sequence(packed_model("llama").module.config, "float32") == 0
     assert state_bytes_per_sequence(packed_model("granitemoehybrid").module.config, "float32") == 0
+
+
+def test_layers_are_counted_under_the_names_of_older_transformers_too() -> None:
+    kinds = ["recurrent", "recurrent", "attention"]
+    config = SimpleNamespace(model_type="recurrent_gemma", num_hidden_layers=3, layers_block_type=kinds)
+    assert (recurrent_layers(config), attention_layers(config)) == (2, 1)

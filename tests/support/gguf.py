@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from support.tiny_model import save_tiny_llama
+
 TENSORS = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -21,6 +23,16 @@ TENSORS = {
     "post_attention_layernorm": "ffn_norm",
 }
 OTHERS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def save_tiny_llama_with_merges(folder: Path) -> Path:
+    """Writes the tiny chat model, its tokenizer with two merges: transformers reads no vocabulary of GGUF without any. Returns the folder."""
+    save_tiny_llama(folder, chat=True)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 254}
+    tokenizer["model"] |= {"vocab": vocabulary | {"th": 254, "in": 255}, "merges": [["t", "h"], ["i", "n"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
 
 
 def write_gguf(folder: Path, to: Path, kind: str) -> dict[str, torch.Tensor]:
