@@ -51,14 +51,16 @@ class RunRecorder:
         self._next = 0.0
         self._next_save = self._began + 1.0
         self._points: list[tuple[float, ...]] = []
+        self._last_is_early = False
         self._started = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         self._kept_tree: PrefixOutline | None = None
 
     def see(self, engine: Counting, rows_done: int, *, always: bool = False) -> None:
-        """Must be called between steps. `always`: this moment is kept in any case."""
+        """Must be called between steps. `always`: this moment is kept, at least until the next one."""
         now = self._clock()
-        if always or now - self._began >= self._next:
-            self._look(engine, rows_done)
+        due = now - self._began >= self._next
+        if always or due:
+            self._look(engine, rows_done, early=not due)
         if now >= self._next_save:
             self._save()
             self._next_save = now + SAVE_SECONDS
@@ -68,8 +70,12 @@ class RunRecorder:
         if self._points:
             self._save()
 
-    def _look(self, engine: Counting, rows_done: int) -> None:
+    def _look(self, engine: Counting, rows_done: int, *, early: bool) -> None:
+        """Adds a point. An early one gives its place to the next: otherwise the ends of many windows would crowd out the start of the run."""
         seconds, stats = self._clock() - self._began, engine.stats
+        if self._last_is_early:
+            self._points.pop()
+        self._last_is_early = early
         self._points.append(
             (
                 round(seconds, 3),
@@ -81,6 +87,8 @@ class RunRecorder:
                 stats.kv_bytes,
             )
         )
+        if early:
+            return
         if len(self._points) >= self._max_points:
             del self._points[1:-1:2]
             self._interval *= 2
