@@ -56,10 +56,10 @@ class RowFigures:
             self._add_label(str(result.text), known)
         if result.score is not None:
             if math.isfinite(result.score.logprob):
-                self._scores[round(result.score.logprob / max(1, result.score.tokens), 2)] += 1
+                self._scores[_rounded(result.score.logprob / max(1, result.score.tokens))] += 1
             self._greedy += result.score.greedy
         if result.reward is not None and math.isfinite(result.reward):
-            self._rewards[round(result.reward, 2)] += 1
+            self._rewards[_rounded(result.reward)] += 1
 
     def _add_label(self, chosen: str, probs: Mapping[str, float]) -> None:
         if chosen not in self._labels and len(self._labels) >= MAX_LABELS:
@@ -153,6 +153,11 @@ def histogram(counts: Mapping[int, int] | Mapping[float, int], smallest_width: f
         "p99": _percentile(values, total, 0.99),
         "bins": bins,
     }
+
+
+def _rounded(value: float) -> float:
+    """A value to two decimals and four digits, so that a histogram has a bounded number of different values however many rows there are."""
+    return float(f"{round(value, 2):.4g}")
 
 
 def _percentile(values: Sequence[tuple[float, int]], total: int, part: float) -> float:

@@ -86,6 +86,16 @@ def test_infinite_scores_and_rewards_are_in_no_histogram():
     assert (found["rows"], found["completion_tokens"]) == (5, None)
 
 
+def test_memory_does_not_grow_with_rows_of_ever_different_rewards():
+    figures = RowFigures()
+    for i in range(60_000):
+        figures.add(Result(row=i, text=None, finish_reason=None, reward=100_000 + i * 0.37), dict)
+    assert len(figures._rewards) == 223  # 100,000 to 122,200 in steps of 100
+    found = figures.as_dict()["rewards"]
+    assert (found["count"], found["min"], found["max"]) == (60_000, 100_000, 122_200)
+    assert found["mean"] == pytest.approx(100_000 + 59_999 * 0.37 / 2, rel=1e-4)
+
+
 def test_embedded_rows_have_a_sample_of_a_few_numbers():
     embedding = np.arange(20, dtype=np.float32)
     figures = RowFigures()
