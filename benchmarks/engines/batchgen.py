@@ -83,7 +83,7 @@ def main() -> None:
         load_s=load,
         completion_tokens=stats["completion_tokens"],
         rows=len(rows),
-        packages=("batchgen", "torch", "transformers", "tokenizers"),
+        packages=("torch", "transformers", "tokenizers"),
         generate_s=stats["seconds"]["generate"],
         **{name: stats[name] for name in FIGURES},
     )
