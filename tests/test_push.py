@@ -106,7 +106,7 @@ def test_a_push_that_fails_keeps_the_output_and_the_same_command_makes_up_for_it
         (["-o", "x.jsonl"], TOKEN, "--push needs a Parquet file on this machine, and the output is x.jsonl; name a .parquet file with -o"),
         (["--push", "answers"], TOKEN, "--push 'answers' is not the name of a dataset on the hub; use OWNER/NAME"),
         (["--shard", "1/2"], TOKEN, "--push with --shard is for the run that merges; give every shard --merge, too"),
-        (["--push", "you/theirs"], TOKEN, "dataset you/theirs has files that batchgen did not push (README.md, rows.csv); use another name with --push, or --overwrite to replace its data and its card"),
+        (["--push", "you/theirs"], TOKEN, "dataset you/theirs has files that batchgen did not push (README.md, rows.csv); use another name with --push, or delete them there; --overwrite replaces them, but also starts the job again"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_pushed_is_refused_before_anything_runs(hub, run, monkeypatch, options, token, message):
@@ -125,6 +125,18 @@ def test_overwrite_replaces_the_data_of_a_strangers_dataset_and_leaves_its_other
     assert run("--overwrite").code == 0
     repo = hub.repos["me/answers"]
     assert set(repo.files) == {SHARD, "README.md", "notes.txt", ".batchgen.json"}
+
+
+def test_after_a_push_with_overwrite_that_fails_the_command_without_it_pushes_and_generates_nothing(hub, run):
+    hub.failing = "/commit/"
+    failed = run("--overwrite")
+    assert failed.code == 1
+    assert failed.err.endswith("; the same command without --overwrite then pushes it, and generates nothing\n")
+    hub.failing = ""
+    again = run()
+    assert again.code == 0
+    assert "is complete (3 rows): nothing to do" in again.err
+    assert table_of(hub.repos["me/answers"]).num_rows == 3
 
 
 def test_of_a_job_in_shards_the_run_that_merges_pushes(hub, run):

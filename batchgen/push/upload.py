@@ -62,7 +62,7 @@ def check_push(config: JobConfig, output: str) -> None:
     if strange and MARK not in strange and not config.overwrite:
         raise UsageError(
             f"dataset {repo} has files that batchgen did not push ({', '.join(sorted(strange)[:3])})",
-            "use another name with --push, or --overwrite to replace its data and its card",
+            "use another name with --push, or delete them there; --overwrite replaces them, but also starts the job again",
         )
 
 
@@ -80,9 +80,10 @@ def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: 
             return _push(config, repo, Path(output), manifest, stats, tell, folder / PUSH_FOLDER)
     except (BatchgenError, OSError) as e:
         message, hint = (e.message, e.hint) if isinstance(e, BatchgenError) else (str(e), "free some space")
+        command = "the same command without --overwrite" if config.overwrite else "the same command"
         raise OutputError(
             f"{output} is complete, but it could not be pushed: {message}",
-            f"{hint}; the same command then pushes it, and generates nothing",
+            f"{hint}; {command} then pushes it, and generates nothing",
         ) from e
     finally:
         shutil.rmtree(folder / PUSH_FOLDER, ignore_errors=True)
