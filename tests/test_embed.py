@@ -153,6 +153,20 @@ def test_a_model_without_such_files_gives_the_last_token_normalised_unless_told(
     assert results[0].embedding.dtype == np.float32
 
 
+@pytest.mark.parametrize("options", [(), ("--system", "Be brief."), ("--no-chat",), ("--prompt-name", "query")])
+def test_a_text_in_a_request_for_embeddings_is_the_same_prompt_as_a_text_in_a_row(
+    cli, write_jsonl, read_jsonl, tmp_path, options
+):
+    folder = save_embedder(tmp_path / "m", chat=True)
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"modality_config": {"text": {}, "message": {}}}))
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "Hello"}}
+    path = write_jsonl([{"prompt": "Hello"}, request])
+    assert cli("run", path, "-m", folder, "--embed", "-o", tmp_path / "o.jsonl", *options).code == 0
+    row, batch = read_jsonl(tmp_path / "o.jsonl")
+    assert batch["usage"] == row["usage"]
+    assert batch["embedding"] == row["embedding"]
+
+
 def test_conversations_go_through_the_chat_template_as_they_are_and_texts_do_not(tmp_path):
     folder = save_embedder(tmp_path / "m", chat=True)
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]

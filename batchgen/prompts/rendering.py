@@ -213,11 +213,13 @@ class Renderer:
                 variables["tools"] = tools
                 self._note_unused("tools")
             return self._chat_text(conversation(body.prompt, body.where, body.where), body.where, variables, how)
-        if self._prompts.system is not None:
+        if self._prompts.system is not None and body.url != EMBEDDINGS:
             self.note("--system is not used for rows of /v1/completions, whose prompts are raw")
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]  # a list that holds one prompt
+        if isinstance(prompt, str) and body.url == EMBEDDINGS:
+            return self._prompt_text(how.cut(prompt), how.variables)
         if isinstance(prompt, str):
             return Text(self._prefix + how.cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
