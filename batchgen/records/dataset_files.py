@@ -245,8 +245,8 @@ def _of_copy(files: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _declared(readme: str, name: str) -> dict[str, dict[str, Any]]:
-    """Returns the configurations in the header of a README.md."""
-    if not _YAML_HEADER.match(readme):
+    """Returns the configurations in the header of a README.md. Raises `UsageError` if it has some and cannot be read."""
+    if not _YAML_HEADER.match(readme) or "configs" not in readme:  # three dashes may also be a line of text
         return {}
     from huggingface_hub import DatasetCard
 

@@ -155,7 +155,7 @@ def test_files_of_another_suffix_are_read_as_the_format_that_is_named(tmp_path):
     [
         ("---\nconfigs: [\n---\n", "the header of {}/README.md cannot be read: "),
         ("---\nconfigs:\n- data_files: x\n---\n", "the header of {}/README.md cannot be read: 'config_name'; correct that file"),
-        ("---\n- one\n---\n", "the header of {}/README.md cannot be read: repo card metadata block should be a dict; correct that file"),
+        ("---\n- configs\n---\n", "the header of {}/README.md cannot be read: repo card metadata block should be a dict; correct that file"),
     ],
 )  # fmt: skip
 def test_a_header_that_cannot_be_read_is_one_line(tmp_path, text, message):
@@ -166,8 +166,12 @@ def test_a_header_that_cannot_be_read_is_one_line(tmp_path, text, message):
     assert str(caught.value).startswith(message.format(tmp_path))
 
 
-def test_a_readme_without_a_header_changes_nothing(tmp_path, caplog):
+@pytest.mark.parametrize(
+    "text",
+    ["# Rows\n\n--- and more\n", "---\n\nText between two lines\n\n---\nMore\n", "---\ntitle: [Rows\n---\n# Rows\n"],
+)
+def test_a_readme_that_declares_no_configurations_changes_nothing(tmp_path, caplog, text):
     make(tmp_path, ["rows.jsonl"])
-    (tmp_path / "README.md").write_text("# Rows\n\n--- and more\n")
+    (tmp_path / "README.md").write_text(text)
     assert [f.name for f in opened(tmp_path).files] == [f"{tmp_path}/rows.jsonl"]
     assert not caplog.records
