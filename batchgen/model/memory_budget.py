@@ -26,7 +26,7 @@ def step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torc
     """Most bytes that a step within the limits holds at once on each of the model's CUDA devices, beside the pool; None where it does not fit."""
     try:
         return _step_bytes(model, limits, block_size)
-    except RuntimeError as e:
+    except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
     return None

@@ -23,7 +23,7 @@ from batchgen.state.cache import StateCache
 from batchgen.state.step import StateSpan, StateStep
 
 
-class StatesLost(Exception):
+class StatesLost(MemoryError):
     """The device ran out of memory in a step of a model with recurrent layers, which may have changed the states of the step's sequences."""
 
 

@@ -8,9 +8,11 @@ from batchgen.config import EngineConfig
 from batchgen.errors import OutOfMemory, UsageError
 from batchgen.model import memory_budget
 from batchgen.model.adapter import LoadedModel
-from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, halved, room_for_blocks, size_engine
+from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, halved, room_for_blocks, size_engine, step_bytes
+from batchgen.model.runner import Runner
 from batchgen.scheduling.batch import Limits
 from batchgen.state.cache import StateShape
+from support.models import packed_model
 
 # 4 KiB of KV a token, 128 KiB a block of 32.
 LAYERS = {i: LayerShape(4, 64, 64) for i in range(2)}
@@ -136,6 +138,21 @@ def test_half_a_step_has_half_of_everything_that_was_more():
     assert halved(Limits(256, 8192, 8192, 100, 7)) == Limits(256, 4096, 4096, 100, 7)
     assert halved(Limits(256, 400, 100, 100)) == Limits(200, 200, 100, 100)
     assert halved(Limits(1, 1, 1)) == Limits(1, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_a_largest_step_that_runs_out_of_memory_does_not_fit(name, monkeypatch):
+    def forward(self, packed, last):
+        if len(packed.tokens) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return []
+
+    monkeypatch.setattr(Runner, "_forward", forward)
+    for figure in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, figure, lambda device: 5)
+    model = packed_model(name, compiled=False)
+    assert step_bytes(model, Limits(4, 16, 16), 32) is None
+    assert step_bytes(model, Limits(4, 8, 8), 32) == {model.device: 0}
 
 
 @pytest.fixture
