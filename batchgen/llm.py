@@ -307,10 +307,12 @@ class LLM:
         with noted_interrupt() as came, prompt_bar(len(rows), self._progress) as bar:
 
             def between_steps() -> None:
-                bar.update(len(results), self.stats.completion_tokens - tokens_before)
-                if came():
-                    for request in list(self._requests.values()):
-                        self.engine.cancel(request)
+                if not came():
+                    bar.update(len(results), self.stats.completion_tokens - tokens_before)
+                    return
+                # The bar stays where it is: cancelled prompts are not done.
+                for request in list(self._requests.values()):
+                    self.engine.cancel(request)
 
             self._between_steps = between_steps
             try:

@@ -34,8 +34,10 @@ def interrupt_when(is_time: Any) -> threading.Thread:
     return thread
 
 
-def test_an_interrupt_keeps_the_results_that_are_done_and_the_texts_of_the_others(tiny_model_dir: Path) -> None:
-    llm = LLM(tiny_model_dir)
+def test_an_interrupt_keeps_the_results_that_are_done_and_the_texts_of_the_others(
+    tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    llm = LLM(tiny_model_dir, progress=True)
     short = {"max_tokens": 2, "ignore_eos": True}
     before = llm.generate("zero", short)
     begun = llm.stats.steps
@@ -43,6 +45,9 @@ def test_an_interrupt_keeps_the_results_that_are_done_and_the_texts_of_the_other
     with pytest.raises(KeyboardInterrupt, match=r"^1 of 3 prompts were done; LLM\.interrupted has the results$"):
         llm.generate(["zero", "one", "two"], [short, PARAMS, PARAMS])
     thread.join()
+    shown = capfd.readouterr().err
+    assert "1/3 prompts" in shown.splitlines()[-1]
+    assert "3/3 prompts" not in shown
     assert [r.finish_reason for r in llm.interrupted] == ["length", "cancelled", "cancelled"]
     assert llm.interrupted[0] == before[0]
     assert all(0 < r.completion_tokens < 400 for r in llm.interrupted[1:])
