@@ -99,9 +99,15 @@ def _needs_metas() -> bool:
 
 
 def _settings_of(config: ModelConfig) -> bytes | None:
-    """Returns config.json of a model; None for a GGUF file and a model of the hub, which may need any package."""
+    """Returns config.json of a model; None for a GGUF file and a model that has to be downloaded, which may need any package."""
+    path: Any = Path(config.model, "config.json").expanduser()
+    if not Path(config.model).expanduser().exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        with suppress(ValueError):  # no name of a model
+            path = try_to_load_from_cache(config.model, "config.json", revision=config.revision)
     try:
-        return Path(config.model, "config.json").expanduser().read_bytes()
+        return Path(path).read_bytes() if isinstance(path, str | Path) else None
     except OSError:
         return None
 

@@ -79,6 +79,37 @@ def test_the_command_loads_models_that_transformers_loads_with_accelerate_only(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"model_type": "llama"}, {"quantization_config": {"quant_method": "fp8"}}, None])
+def test_accelerate_is_left_out_for_a_cached_model_of_the_hub_that_does_not_need_it(
+    settings: dict[str, object] | None, command_environment: dict[str, str], tmp_path: Path
+) -> None:
+    model = tmp_path / "hub" / "models--org--name"
+    if settings is not None:
+        (model / "snapshots" / "abc").mkdir(parents=True)
+        (model / "snapshots" / "abc" / "config.json").write_text(json.dumps(settings))
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text("abc")
+    code = (
+        "import sys\n"
+        "from batchgen.config import ModelConfig\n"
+        "from batchgen.lean_imports import *\n"
+        "allow_lean_imports()\n"
+        "import_transformers(ModelConfig(model='org/name'))\n"
+        "import transformers, torch\n"
+        "assert transformers.utils.is_accelerate_available() == (sys.argv[1] == 'True' or torch.cuda.is_available())"
+    )
+    pytest.importorskip("accelerate")
+    needed = settings is None or "quantization_config" in settings
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(needed)],
+        env={**command_environment, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 USE = """
 import inspect, sys
 from batchgen.config import ModelConfig
