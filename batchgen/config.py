@@ -5,6 +5,7 @@ Every class raises `UsageError`, which names the option, for an invalid value, a
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -374,7 +375,12 @@ class EngineConfig:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block: the smallest multiple of the chunk size that is at least `BLOCK_TOKENS`."""
+        """Tokens per block: a multiple of the chunk size, and of `BLOCK_TOKENS` if the chunk size is a multiple of 8.
+
+        Matrix units add 32 keys at a time, and results must not depend on the chunk size.
+        """
+        if self.chunk_size % 8 == 0:
+            return math.lcm(self.chunk_size, BLOCK_TOKENS)
         return -(-BLOCK_TOKENS // self.chunk_size) * self.chunk_size
 
 
