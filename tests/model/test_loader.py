@@ -122,8 +122,8 @@ def test_loading_prints_nothing(tiny_model_dir, capfd):
 
 
 def test_an_architecture_that_cannot_be_exact_is_refused_by_name_with_the_reason(folder):
-    change_config(folder, model_type="mamba", architectures=["MambaForCausalLM"])
-    assert str(refused(folder)) == f"models of type 'mamba' are not supported: {REFUSED['mamba']}"
+    change_config(folder, model_type="rwkv", architectures=["RwkvForCausalLM"])
+    assert str(refused(folder)) == f"models of type 'rwkv' are not supported: {REFUSED['rwkv']}"
 
 
 def test_what_is_verified_is_not_checked_again(tiny_model_dir, monkeypatch):
