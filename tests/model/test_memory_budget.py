@@ -38,6 +38,11 @@ def test_a_block_is_the_smallest_multiple_of_the_chunk_with_32_tokens(chunk, blo
     assert EngineConfig(chunk_size=chunk).block_size == block
 
 
+@pytest.mark.parametrize(("chunk", "block"), [(8, 32), (24, 96), (48, 96), (96, 96)])
+def test_a_block_of_chunks_of_8_tokens_is_a_multiple_of_32_which_matrix_units_add_at_a_time(chunk, block):
+    assert EngineConfig(chunk_size=chunk).block_size == block
+
+
 @pytest.mark.parametrize(("memory", "blocks"), [("128KiB", 1), ("1MiB", 8), ("1MB", 7), ("1GiB", 8192)])
 def test_a_size_is_taken_to_the_letter_in_whole_blocks(memory, blocks):
     got = sizes(kv_memory=memory)
