@@ -28,8 +28,8 @@ from batchgen.options import (
 )
 from batchgen.sampling_params import SamplingParams
 
-RETRIES = ("errors", "timeout", "length", "repetition")
-"""The names that `--retry` takes."""
+RETRY_REASONS = {"errors": "error", "timeout": "timeout", "length": "length", "repetition": "repetition"}
+"""The names that `--retry` takes, and the reason (`Result.reason`) of the results that each one means."""
 POLICIES = ("prefix", "prefill-first", "fifo")
 
 
@@ -476,7 +476,7 @@ class JobConfig:
         group="Job",
         metavar="errors,timeout,length,repetition",
         parse=comma_list,
-        rules=[(lambda v: set(v) <= set(RETRIES), "of errors, timeout, length and repetition")],
+        rules=[(lambda v: set(v) <= set(RETRY_REASONS), "of errors, timeout, length and repetition")],
         shown="none",
     )
     prune: bool = option(

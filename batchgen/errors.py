@@ -137,6 +137,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields the error, the one that led to it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 @contextmanager
 def memory_errors() -> Iterator[None]:
     """Turns the errors that Python and torch raise when memory runs out into `OutOfMemory`."""

@@ -320,8 +320,8 @@ def _run_windows(
 ) -> None:
     """Plans and generates all windows. `fresh`: none of the requests has a result yet."""
     job, outcomes, signals = generation.job, generation.outcomes, generation.signals
-    in_order = config.prompts.priority_column is None
-    with PlannedWindows(requests, planner, job, outcomes, fresh=fresh, in_order=in_order) as windows:
+    consecutive = config.prompts.priority_column is None
+    with PlannedWindows(requests, planner, job, outcomes, fresh=fresh, consecutive=consecutive) as windows:
         while True:
             with signals.interruptible():
                 window = windows.next()

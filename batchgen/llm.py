@@ -20,19 +20,16 @@ from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
 from batchgen.records.frames import frame_of
 from batchgen.request import Request, leaves_of
-from batchgen.result import Result
+from batchgen.result import OnResult, OnToken, Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.sampling_params import SamplingParams
 from batchgen.signals import noted_interrupt
 from batchgen.stats import EngineStats
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message] | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]
 """A text; a list of messages (`role`, `content`); a list of token ids, used as they are; or a row as in a file, with `prompt` or `messages`."""
 TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
-OnResult = Callable[[Result], None]
-OnToken = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

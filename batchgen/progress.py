@@ -92,7 +92,7 @@ def percent(now: Snapshot) -> int:
     return min(99, int(100 * (now.share or 0.0)))
 
 
-def duration(seconds: float) -> str:
+def rounded_duration(seconds: float) -> str:
     """Returns a duration as text: 90 s, 10 min, 3 h 20 min, 2 d 4 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
@@ -116,7 +116,7 @@ def facts(now: Snapshot) -> list[str]:
         return [speed(0, now.rows_per_s)]
     found = []
     if now.seconds_left is not None:
-        found.append(f"{duration(now.seconds_left)} left")
+        found.append(f"{rounded_duration(now.seconds_left)} left")
     if now.rows_failed:
         found.append(f"{now.rows_failed:,} failed")
     if now.completion_tokens_per_s or now.rows_per_s or now.phase == GENERATING:

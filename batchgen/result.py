@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,11 @@ from batchgen.errors import RowError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+OnResult = Callable[["Result"], None]
+"""Is called with each result."""
+OnToken = Callable[[int, int, int], None]
+"""Is called with each sampled token: the row, the number of the completion, the token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,6 @@ def command_of(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from batchgen_cli.app import main
+    from batchgen_cli.app import run_command
 
-    main(command_of(sys.argv[1:]))
+    run_command(command_of(sys.argv[1:]))

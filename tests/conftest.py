@@ -93,14 +93,14 @@ class Outcome:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """Runs the command `batchgen` in this process: its exit code and both streams."""
-    from batchgen_cli.app import main
+    from batchgen_cli.app import run_command
 
     def run(*arguments: str | Path, stdin: str | None = None) -> Outcome:
         if stdin is not None:
             monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            main([str(a) for a in arguments])
+            run_command([str(a) for a in arguments])
         out, err = capsys.readouterr()
         assert isinstance(end.value.code, int)
         return Outcome(end.value.code, out, err)

@@ -14,6 +14,8 @@ FUNCTION_LINES = 60
 FOLDER_FILES = 20
 ONE_KERNEL = {"attend_kernel"}
 """A kernel for a GPU is compiled as one function."""
+ENTRY_POINTS = {"main"}
+"""What a process begins with: the command, a worker, the trials of a device."""
 
 
 @cache
@@ -37,11 +39,13 @@ def test_functions_fit_on_a_screen() -> None:
     assert long == set()
 
 
-def test_a_public_class_has_a_name_of_its_own() -> None:
+def test_a_class_and_a_public_function_have_a_name_of_their_own() -> None:
     homes = defaultdict(list)
     for path, tree in modules().items():
         for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef) or (
+                isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in ENTRY_POINTS
+            ):
                 homes[node.name].append(str(path))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 

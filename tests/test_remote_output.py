@@ -23,8 +23,8 @@ async def put(self, *args, **options):
         await real(self, *args, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 S3FileSystem._put_file = put
-from batchgen_cli.app import main
-main(sys.argv[1:])
+from batchgen_cli.app import run_command
+run_command(sys.argv[1:])
 """
 
 

@@ -35,15 +35,11 @@ from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import Leaf, Request, TokenArray
-from batchgen.result import Completion, Result
+from batchgen.result import Completion, OnResult, OnToken
 from batchgen.stats import EngineStats, side_by_side
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
-
-
-OnResult = Callable[[Result], None]
-OnToken = Callable[[int, int, int], None]
 
 
 class AnyEngine(Protocol):
@@ -133,12 +129,12 @@ MAX_FAILURES = 3
 """A worker that is lost is not started again once it was lost so often without having finished a row in between."""
 
 
-class _Gone:
+class _LinkClosed:
     """Comes after the last message of a worker."""
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _WorkerHandle:
     """A process or an actor, as seen from here."""
 
     setup: WorkerSetup
@@ -231,7 +227,7 @@ class _Row:
     request: Request
     on_result: OnResult
     on_token: OnToken | None
-    worker: _Worker | None = None
+    worker: _WorkerHandle | None = None
     """None: it waits here."""
     cancelled: bool = False
 
@@ -254,8 +250,8 @@ class Workers:
         self._arrival = config.policy == "fifo"
         self._inbox: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._transport = transport
-        self._workers: list[_Worker] = []
-        self._alive: dict[int, _Worker] = {}
+        self._workers: list[_WorkerHandle] = []
+        self._alive: dict[int, _WorkerHandle] = {}
         self._shares = Shares()
         self._rows: dict[int, _Row] = {}
         self._to_cancel: deque[int] = deque()
@@ -375,7 +371,7 @@ class Workers:
                 pieces = self._shares.take(worker.place, room)
                 self._give(worker, [request for piece in pieces for request in piece.requests])
 
-    def _give(self, worker: _Worker, requests: list[Request]) -> None:
+    def _give(self, worker: _WorkerHandle, requests: list[Request]) -> None:
         if not requests:
             return
         watched = False
@@ -426,7 +422,7 @@ class Workers:
             if place in self._alive:  # else there is nothing more that it could say
                 self._hear(self._alive[place], message)
 
-    def _hear(self, worker: _Worker, message: Ready | Report | WorkerFailed | _Gone) -> None:
+    def _hear(self, worker: _WorkerHandle, message: Ready | Report | WorkerFailed | _LinkClosed) -> None:
         worker.heard_at = time.monotonic()
         if isinstance(message, Ready):
             worker.ready_at = worker.idle_since = worker.heard_at
@@ -469,18 +465,18 @@ class Workers:
     # -- workers come and go
 
     def _start(self, setup: WorkerSetup, failures: int = 0) -> None:
-        worker = _Worker(setup, setup.model.device, failures=failures)
+        worker = _WorkerHandle(setup, setup.model.device, failures=failures)
         inbox = self._inbox  # the threads of the link must not keep this object
 
         def receive(message: Any) -> None:
             inbox.put((setup.place, message))
 
-        worker.link = self._transport.start(setup, receive, partial(receive, _Gone()))
+        worker.link = self._transport.start(setup, receive, partial(receive, _LinkClosed()))
         self._links.append(worker.link)
         self._workers.append(worker)
         self._alive[setup.place] = worker
 
-    def _ended(self, worker: _Worker, error: BatchgenError) -> None:
+    def _ended(self, worker: _WorkerHandle, error: BatchgenError) -> None:
         """A worker is lost. Its rows are begun again elsewhere, after all others: should it be one of them that ends processes, the others
         are done by then."""
         del self._alive[worker.place]

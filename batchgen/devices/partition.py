@@ -100,7 +100,7 @@ def deal(pieces: Sequence[Piece], devices: int) -> list[list[Piece]]:
     return [list(pieces[bounds[i] : bounds[i + 1]]) for i in range(devices)]
 
 
-def in_order(requests: Iterable[Request], pieces: int) -> list[Piece]:
+def consecutive_pieces(requests: Iterable[Request], pieces: int) -> list[Piece]:
     """The requests in about so many pieces of equal cost, in this order, whatever they share."""
     requests = list(requests)
     costs = [float(r.cost) for r in requests]
@@ -132,7 +132,7 @@ class Shares:
             places = range(len(leaves)) if arrival else plan.order.tolist()
             rows = dict.fromkeys(leaves[i].request for i in places)
             count = max(1, len(self._shares)) * PIECES
-            self._give(self._common, in_order(sorted(rows, key=lambda r: r.priority), count))
+            self._give(self._common, consecutive_pieces(sorted(rows, key=lambda r: r.priority), count))
             return
         shares = deal(cut(leaves, plan, len(self._shares)), len(self._shares))
         # The group that a window ends with is often the one that the next begins with: the same device goes on with it.
@@ -174,7 +174,7 @@ class Shares:
         """A device is gone: its share, and the requests that it had begun, are for the others, after what these have."""
         share = self._shares.pop(device)
         self._common += share
-        self._give(self._common, in_order(requests, max(1, len(self._shares)) * PIECES))
+        self._give(self._common, consecutive_pieces(requests, max(1, len(self._shares)) * PIECES))
 
     def clear(self) -> None:
         self._common.clear()

@@ -96,13 +96,13 @@ def serve(connect: Connect, load: Callable[[WorkerSetup], Engine], gone: Callabl
     try:
         with memory_errors():
             worker.run(load)
-    except _Gone:
+    except _OtherEndGone:
         pass  # there is nobody to tell
     except Exception as e:  # noqa: BLE001 - whatever it is, the job's process has to know
         worker.fail(e)
 
 
-class _Gone(Exception):
+class _OtherEndGone(Exception):
     """The other end has gone."""
 
 
@@ -147,7 +147,7 @@ class _Worker:
 
     def _end(self) -> None:
         self._gone()
-        self._inbox.put(_Gone())
+        self._inbox.put(_OtherEndGone())
 
     # -- in the main thread
 

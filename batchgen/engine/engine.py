@@ -21,7 +21,7 @@ from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.kernel_fallback import KernelFallback
-from batchgen.engine.results import OnResult, OnToken, ResultAssembler
+from batchgen.engine.results import ResultAssembler
 from batchgen.errors import BatchgenError, is_out_of_memory
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
@@ -31,7 +31,7 @@ from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
-from batchgen.result import Completion, Result
+from batchgen.result import Completion, OnResult, OnToken, Result
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.stopping import Detokenizer, Stopper

@@ -15,15 +15,13 @@ import numpy as np
 from batchgen.errors import RowError
 from batchgen.parsers.heads import Head
 from batchgen.request import Request
-from batchgen.result import Completion, Result, Score, TokenLogprob
+from batchgen.result import Completion, OnResult, OnToken, Result, Score, TokenLogprob
 from batchgen.sampling.philox import uniforms
 from batchgen.scheduling.batch import SequenceUpdate
 from batchgen.scheduling.scheduler import Scheduler
 from batchgen.scheduling.sequence import GenerationSequence, TokenScore
 from batchgen.scheduling.waiting import Window
 
-OnResult = Callable[[Result], None]
-OnToken = Callable[[int, int, int], None]
 """Called with row, number of the completion and token, for each token that reaches the host."""
 
 

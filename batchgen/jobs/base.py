@@ -10,9 +10,6 @@ from batchgen.progress import Snapshot
 from batchgen.records import Row
 from batchgen.result import Completion, Result
 
-RETRIES = {"errors": "error", "timeout": "timeout", "length": "length", "repetition": "repetition"}
-"""The names that `--retry` takes, and the reason (`Result.reason`) of the results that each one means."""
-
 
 class Store(Protocol):
     """Where the results of a job, or of one of its shards, go. A context manager; leaving it keeps everything that was appended."""

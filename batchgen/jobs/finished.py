@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchgen.jobs.base import RETRIES
+from batchgen.config import RETRY_REASONS
 from batchgen.jobs.manifest import Manifest, as_stored, file_digest, load_manifest
 from batchgen.jobs.shards import read_stats
 from batchgen.jobs.target import open_target
@@ -56,7 +56,7 @@ def complete_figures(
         return None
     if file_digest(folder / "stats.json") != manifest.stats:
         return None
-    if any(stats["job"]["finish_reasons"].get(RETRIES[name]) for name in retry):
+    if any(stats["job"]["finish_reasons"].get(RETRY_REASONS[name]) for name in retry):
         return None
     return stats
 

@@ -36,9 +36,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from batchgen.config import RETRY_REASONS
 from batchgen.errors import UsageError
 from batchgen.jobs import results as results_files
-from batchgen.jobs.base import RETRIES, Job
+from batchgen.jobs.base import Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.finished import KEPT_FILE, complete_figures, finished_manifest, keys_are_whole
 from batchgen.jobs.lease import Lease
@@ -347,7 +348,7 @@ class JobFolder:
                 self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == self._retry
         if self._retry and not interrupted:  # an interrupted run has dropped them already
-            results.forget([RETRIES[name] for name in self._retry])
+            results.forget([RETRY_REASONS[name] for name in self._retry])
         self.results_at_hand = results.count
 
     def _open_files(self, opened: ExitStack) -> None:

@@ -28,15 +28,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from batchgen.config import RETRY_REASONS
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs.base import RETRIES, Job
+from batchgen.jobs.base import Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import differences
 from batchgen.jobs.results import FILE, Results
 from batchgen.jobs.shares import PrefixCosts, Share
-from batchgen.jobs.sorted_requests import in_order, read_requests, write_requests
+from batchgen.jobs.sorted_requests import in_prefix_order, read_requests, write_requests
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord
 from batchgen.records.inputs import Input
@@ -110,7 +111,7 @@ def write_plan(
     costs = PrefixCosts(place)
     pieces = []
     for number, window in enumerate(windows):
-        ordered = in_order(window)
+        ordered = in_prefix_order(window)
         costs.add(ordered)
         name = f"{number:06d}"
         write_requests(place / "requests" / name, ordered)
@@ -377,7 +378,7 @@ class ShardFolder:
         """Returns whether this shard, which is done, has no row to `retry`. If so, sets `finished`."""
         if self.previous is None:
             return False
-        if any(self.previous["job"]["finish_reasons"].get(RETRIES[name]) for name in retry):
+        if any(self.previous["job"]["finish_reasons"].get(RETRY_REASONS[name]) for name in retry):
             return False
         self.finished = self.previous
         return True
@@ -398,7 +399,7 @@ class ShardFolder:
                     f"{self._results.damaged} results in {self._place} are damaged: their rows are generated again"
                 )
             if retry and (lease.before == "done" or self._results.fact("retry") != sorted(retry)):
-                self._results.forget([RETRIES[name] for name in retry])
+                self._results.forget([RETRY_REASONS[name] for name in retry])
             self._results.set_fact("retry", sorted(retry))
             self.results_at_hand = self._results.count
 

@@ -107,7 +107,7 @@ class SortedRequests:
             self._waiting = []
         while len(self._runs) > self._limits.max_runs:
             first, self._runs = self._runs[: self._limits.max_runs], self._runs[self._limits.max_runs :]
-            self._write_file(r for batch in self._merged(first) for r in _in_order(batch))
+            self._write_file(r for batch in self._merged(first) for r in _by_key(batch))
             for name in first:
                 (self._folder / name).unlink()
                 del self.digests[name]
@@ -120,7 +120,7 @@ class SortedRequests:
             size = sum(len(r.tokens) for r in batch.requests)
             full = len(window) + len(batch.requests) > self._limits.window_rows
             if window and (full or tokens + size > self._limits.max_tokens):
-                ordered = _in_order(batch)
+                ordered = _by_key(batch)
                 end = _best_end(ordered)
                 yield window + ordered[:end]
                 window = ordered[end:]
@@ -165,7 +165,7 @@ def read_requests(path: Path) -> list[Request]:
         return [request for batch in stream for request in _from_arrow(batch)]
 
 
-def in_order(requests: Sequence[Request]) -> list[Request]:
+def in_prefix_order(requests: Sequence[Request]) -> list[Request]:
     """The requests by priority and then in depth-first order."""
     return [request for _, request in sorted(((sort_key(r), r) for r in requests), key=itemgetter(0))]
 
@@ -228,7 +228,7 @@ def _sorted(requests: Sequence[Request]) -> list[Request]:
     return sorted(ordered, key=lambda r: r.priority)
 
 
-def _in_order(batch: _Batch) -> list[Request]:
+def _by_key(batch: _Batch) -> list[Request]:
     return [request for _, request in sorted(zip(batch.keys, batch.requests, strict=True), key=itemgetter(0))]
 
 

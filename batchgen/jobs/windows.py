@@ -11,7 +11,7 @@ from typing import Self
 
 from batchgen.jobs.base import Store
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.sorted_requests import in_order
+from batchgen.jobs.sorted_requests import in_prefix_order
 from batchgen.prefix import Outline, PrefixNode, PrefixOutline, PrefixPlan, carried_tokens, plan_prefixes
 from batchgen.prefix.order import depth_first_order
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
@@ -71,7 +71,7 @@ class Planner:
 def outlined(windows: Iterable[list[Request]], outline: Outline) -> Iterator[list[Request]]:
     """Yields the same windows, each the next part of the prefix order, and adds their prompts to `outline`."""
     for window in windows:
-        ordered = in_order(window)
+        ordered = in_prefix_order(window)
         for request in ordered:
             outline.add(request.tokens)
         yield ordered
@@ -88,11 +88,11 @@ class PlannedWindows:
         outcomes: Outcomes,
         *,
         fresh: bool,
-        in_order: bool,
+        consecutive: bool,
     ) -> None:
-        """`fresh`: requests that already have results were filtered out in this run. `in_order`: windows follow each other in prefix order."""
+        """`fresh`: requests that already have results were filtered out in this run. `consecutive`: windows follow each other in prefix order."""
         self._windows, self._planner, self._job, self._outcomes = windows, planner, job, outcomes
-        self._fresh, self._in_order = fresh, in_order
+        self._fresh, self._consecutive = fresh, consecutive
         self._first = True
         self._pool = ThreadPoolExecutor(1, "batchgen-planning")
         self._ahead: Future[Planned | None] | None = None
@@ -132,7 +132,7 @@ class PlannedWindows:
         with self._outcomes.run.timed("plan"):
             for requests in self._windows:
                 lacking = requests if self._fresh else self._without_results(requests)
-                follow_on, self._first = self._in_order and not self._first, False
+                follow_on, self._first = self._consecutive and not self._first, False
                 if lacking:
                     return self._planner.plan(lacking, follow_on=follow_on)
         return None

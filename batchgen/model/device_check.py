@@ -138,8 +138,8 @@ class Done:
     """All trials are over."""
 
 
-Process = subprocess.Popen[bytes]
-Start = Callable[["Connection[Any, Any]", IO[bytes]], Process]
+TrialProcess = subprocess.Popen[bytes]
+StartTrials = Callable[["Connection[Any, Any]", IO[bytes]], TrialProcess]
 
 
 def parts_on(device: torch.device) -> tuple[Part, ...]:
@@ -148,7 +148,7 @@ def parts_on(device: torch.device) -> tuple[Part, ...]:
 
 
 def check_device(
-    config: ModelConfig, device: torch.device, hf_config: Any, block_size: int, start: Start | None = None
+    config: ModelConfig, device: torch.device, hf_config: Any, block_size: int, start: StartTrials | None = None
 ) -> Verdict:
     """Tries the parts on this device, or reads what an earlier start has found. `start` starts the process of trials.
 
@@ -235,7 +235,7 @@ def _locked(verdict: Verdict) -> Iterator[None]:
         yield
 
 
-def _tried(setup: Setup, start: Start) -> tuple[dict[Part, str], bool]:
+def _tried(setup: Setup, start: StartTrials) -> tuple[dict[Part, str], bool]:
     """The parts that are not to be used, and whether that is to be kept. What could not be tried is not used, but tried again the next time.
 
     A process that was lost in a trial is followed by one for the trials after it.
@@ -259,7 +259,7 @@ def _tried(setup: Setup, start: Start) -> tuple[dict[Part, str], bool]:
         setup = replace(setup, parts=parts, passed=(*setup.passed, *passed))
 
 
-def _one_process(setup: Setup, start: Start) -> tuple[dict[Part, str], Part | None, str]:
+def _one_process(setup: Setup, start: StartTrials) -> tuple[dict[Part, str], Part | None, str]:
     """The parts that failed in a process of trials; the one that it ended in, if that was before its time; and why nothing is known of that one."""
     off: dict[Part, str] = {}
     trying: Part | None = None
@@ -297,7 +297,7 @@ def _one_process(setup: Setup, start: Start) -> tuple[dict[Part, str], Part | No
                 process.wait(END_SECONDS)
 
 
-def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
+def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> TrialProcess:
     """A new interpreter that runs `device_trials.main` with this end of a connection; what it prints goes to the file `said`."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100 - "" is the present folder
     return subprocess.Popen(
@@ -310,7 +310,7 @@ def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
     )
 
 
-def _how(process: Process, said: IO[bytes]) -> tuple[int | None, str]:
+def _how(process: TrialProcess, said: IO[bytes]) -> tuple[int | None, str]:
     """How a process has ended that says nothing more: its exit code, and in words with the last line that it printed."""
     try:
         code = process.wait(END_SECONDS)

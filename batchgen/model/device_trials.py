@@ -42,6 +42,7 @@ from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch, StepOutput
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
+from batchgen.scheduling.rehearsal import FixedLength
 from batchgen.scheduling.scheduler import Scheduler
 from batchgen.state.cache import StateCache
 
@@ -81,7 +82,7 @@ def main() -> None:
     try:
         model = load_model(setup.model, load_tokenizer(setup.model))
     except Exception as e:  # noqa: BLE001 - the job's own load tells of it
-        connection.send(Unknown(reason(e)))
+        connection.send(Unknown(_error_text(e)))
         os._exit(1)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # Triton launches its kernels on the current one
@@ -110,10 +111,10 @@ def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Unkn
                 _synchronize(model.device)
         except Exception as e:  # noqa: BLE001 - whatever a compiler, a driver or a library may raise
             if is_out_of_memory(e):
-                tell(Unknown(reason(e)))
+                tell(Unknown(_error_text(e)))
                 return
             off.add(part)
-            tell(Failed(part, reason(e)))
+            tell(Failed(part, _error_text(e)))
             try:
                 _synchronize(model.device)
             except RuntimeError:  # an error of CUDA stays for as long as the process
@@ -121,7 +122,7 @@ def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Unkn
     tell(Done())
 
 
-def reason(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """An error in a few words."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, Differs) else f"{type(error).__name__}: {text}"
@@ -226,24 +227,6 @@ def _stacked(logits: dict[tuple[int, int], torch.Tensor], order: dict[tuple[int,
 # -- steps of a small tree
 
 
-class _Length:
-    """Ends a completion at its length (`sequence.Stops`)."""
-
-    text = ""
-    reasoning = None
-    reasoning_tokens = 0
-
-    def __init__(self, request: Request) -> None:
-        self._left = request.max_tokens
-
-    def append(self, token: int) -> str | None:
-        self._left -= 1
-        return None if self._left else "length"
-
-    def tool_calls(self, id_start: str) -> tuple[()]:
-        return ()
-
-
 def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int, seed: int) -> list[Request]:
     """Rows in two groups below one beginning, and one row that shares nothing; no row is the beginning of another."""
     _, (common, group, own), rows, length = tree
@@ -273,7 +256,7 @@ def _scheduled(
     blocks = 2 * sum(-(-(len(r.tokens) + r.max_tokens) // block_size) for r in requests)
     limits = Limits(len(requests), max(tokens, len(requests)), tokens)
     manager = BlockManager(BlockPool(blocks), block_size, window, 0, BlockPool(slots) if slots else None)
-    scheduler = Scheduler(manager, limits, _Length)
+    scheduler = Scheduler(manager, limits, FixedLength)
     leaves = leaves_of(requests)
     plan = plan_prefixes([leaf.tokens for leaf in leaves], block_size, share=share)
     scheduler.load([leaves[i] for i in plan.order], plan)

@@ -61,7 +61,7 @@ def shrink(config: Any) -> Any:
     heads = next((v for n, v in _numbers(small) if _is(r"(num|decoder)_attention_heads|n_heads?|num_heads", n)), HEADS)
     width = next((v for n, v in _numbers(small) if _is(r"hidden_size|d_model|n_embd|dim", n)), WIDTH)
     # These change with the longest sequence of a batch: contexts are capped to where they do not.
-    capped = bool({"dynamic", "longrope"} & set(_rope_types(vars(small))))
+    capped = bool({"dynamic", "longrope"} & set(_rotary_kinds(vars(small))))
     _shrink(small, _Rules(_divisor(small, width // heads), heads, width, capped))
     return small
 
@@ -260,13 +260,13 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
-def _rope_types(settings: Mapping[str, Any]) -> Iterator[Any]:
+def _rotary_kinds(settings: Mapping[str, Any]) -> Iterator[Any]:
     """The kinds of rotary embeddings, wherever they are named."""
     for value in settings.values():
         if isinstance(value, Mapping) or hasattr(value, "model_type"):
             nested = value if isinstance(value, Mapping) else vars(value)
             yield nested.get("rope_type", nested.get("type"))
-            yield from _rope_types(nested)
+            yield from _rotary_kinds(nested)
 
 
 def _divisor(config: Any, size: int) -> int:

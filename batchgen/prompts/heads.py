@@ -47,7 +47,7 @@ def max_prompt_tokens(config: ModelConfig, tokenizer: Any) -> int | None:
     """Returns the length to which sentence-transformers cuts texts for the model; None if it does not, or without `--embed`."""
     if not config.embed or find_file(config, MODULES) is None:
         return None
-    length = _read(config, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
+    length = _json_object(config, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
     return length if isinstance(length, int) and length > 0 else None
 
 
@@ -57,12 +57,12 @@ def _embedding(config: ModelConfig) -> Head:
     own = [] if file is None else read_json_list(file)
     if own:
         pooling, normalize = _pooling_of(config, own), any(_kind(module) == "Normalize" for module in own)
-    transformer = _read(config, "sentence_bert_config.json")
+    transformer = _json_object(config, "sentence_bert_config.json")
     if transformer.get("do_lower_case") is True:
         raise _unsupported(config, "its sentence_bert_config.json asks for lower-case text")
     if transformer.get("processing_kwargs"):
         raise _unsupported(config, "its sentence_bert_config.json has processing_kwargs")
-    texts = _read(config, "config_sentence_transformers.json")
+    texts = _json_object(config, "config_sentence_transformers.json")
     prompts = texts.get("prompts")
     found = {k: v for k, v in prompts.items() if isinstance(v, str)} if isinstance(prompts, Mapping) else {}
     name = texts.get("default_prompt_name")
@@ -91,7 +91,7 @@ def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> st
     pooling = next((m for m, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), None)
     if pooling is None:
         raise _unsupported(config, "its modules.json names no pooling")
-    settings = _read(config, f"{pooling.get('path')}/config.json")
+    settings = _json_object(config, f"{pooling.get('path')}/config.json")
     modes = settings.get("pooling_mode") or [mode for key, mode in _OLD_POOLINGS.items() if settings.get(key) is True]
     modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
     if config.pooling != "auto":
@@ -143,7 +143,7 @@ def _classification(config: ModelConfig, hf_config: Any) -> Head:
     )
 
 
-def _read(config: ModelConfig, name: str) -> Mapping[str, Any]:
+def _json_object(config: ModelConfig, name: str) -> Mapping[str, Any]:
     """Returns the object in a file of the model; {} if there is none."""
     path = find_file(config, name)
     return {} if path is None else read_json(path)

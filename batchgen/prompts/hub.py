@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, causes_of
 from batchgen.model_files import LOCAL, read_json
 
 
@@ -50,7 +49,7 @@ def _folder_failure(config: ModelConfig, what: str, error: BaseException) -> Mod
 def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None:
     from huggingface_hub import errors as hub
 
-    causes = list(_causes(error))
+    causes = list(causes_of(error))
 
     def caused_by(*types: type[BaseException]) -> bool:
         return any(isinstance(cause, types) for cause in causes)
@@ -82,9 +81,3 @@ def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None
             f"check the connection and HF_HUB_OFFLINE, or {LOCAL}",
         )
     return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

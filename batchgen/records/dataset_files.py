@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from batchgen.errors import UsageError
-from batchgen.records.files import split_name
+from batchgen.records.files import in_job_folder, split_name
 from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.remote import open_remote
 
@@ -212,7 +212,7 @@ def find_dataset(name: str, choice: DatasetChoice) -> Dataset | None:
     if not (choice or configs or any(_SHARDED.fullmatch(f"data/{p.name}") for p in folder.glob("data/*-of-*"))):
         return None
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    return Dataset(name, f"{name.rstrip('/')}/", [f for f in files if not _in_job_folder(folder, f)], configs)
+    return Dataset(name, f"{name.rstrip('/')}/", [f for f in files if not in_job_folder(f, folder)], configs)
 
 
 def _of_hub(name: str, repo: str, revision: str | None) -> Dataset:
@@ -296,8 +296,3 @@ def _hidden(parts: Sequence[str]) -> int:
 
 def _special(parts: Sequence[str]) -> int:
     return sum(part.startswith("__") for part in parts[:-1])
-
-
-def _in_job_folder(folder: Path, name: str) -> bool:
-    parents = [folder / parent for parent in Path(name).parents if parent.suffix == ".job"]
-    return any((parent / "manifest.json").exists() for parent in parents)

@@ -30,6 +30,11 @@ _AT_COMMIT = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)@[0-9a-f]{40}/")
 _PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
 
 
+def in_job_folder(name: str, folder: Path = Path()) -> bool:
+    """Whether a file, named from `folder`, is in the folder of a job."""
+    return any(p.suffix == ".job" and (folder / p / "manifest.json").exists() for p in Path(name).parents)
+
+
 def split_name(name: str) -> tuple[str, str | None, str | None]:
     """Returns stem, format and compression by the suffixes of a file's name: (`a`, `csv`, `gzip`) for `a.csv.gz`."""
     if is_url(name):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from batchgen.errors import BatchgenError, UsageError
-from batchgen.records.remote import reason
+from batchgen.errors import BatchgenError, UsageError, causes_of
+from batchgen.records.remote import first_line
 
 _TOKEN = "set HF_TOKEN or run `hf auth login`"
 
@@ -26,7 +26,7 @@ def reaching_hub(repo: str, *, revision: str | None = None, error: type[Batchgen
 def _explained(repo: str, revision: str | None, error: BaseException) -> tuple[str, str]:
     from huggingface_hub import errors as hub
 
-    causes = list(_causes(error))
+    causes = list(causes_of(error))
 
     def caused_by(*types: type[BaseException]) -> bool:
         return any(isinstance(cause, types) for cause in causes)
@@ -46,10 +46,4 @@ def _explained(repo: str, revision: str | None, error: BaseException) -> tuple[s
         return f"the token gives no access to dataset {repo}", "use a token that has the permission"
     if caused_by(hub.OfflineModeIsEnabled):
         return f"dataset {repo} is on the hub, and HF_HUB_OFFLINE is set", "unset it, or name a local copy"
-    return f"dataset {repo}: the hub failed: {reason(error)}", "check the connection and run the same command again"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    return f"dataset {repo}: the hub failed: {first_line(error)}", "check the connection and run the same command again"

@@ -16,10 +16,10 @@ import pyarrow as pa
 from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError
 from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_dataset
-from batchgen.records.files import BROKEN, FORMATS, InputFile, split_name
+from batchgen.records.files import BROKEN, FORMATS, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
-from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, reason, remote
+from batchgen.records.remote import StoreError, address, first_line, info_of, is_url, plain_name, reaching, remote
 from batchgen.records.rows import Row, windows
 from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
 
@@ -248,7 +248,7 @@ def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
         where = "at its start" if not place else f"after {place if place.startswith('row') else 'line ' + place}"
         repair = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
         raise InputCorrupt(
-            f"{file.shown} breaks off {where}: {reason(e)}",
+            f"{file.shown} breaks off {where}: {first_line(e)}",
             f"what was read before that is kept: {repair} and run the same command again",
         ) from e
 
@@ -279,7 +279,7 @@ def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
     if path.exists():
         return False, [name]
     if glob.has_magic(name):
-        found = sorted(f for f in glob.glob(name, recursive=True) if Path(f).is_file() and not _in_job_folder(f))  # noqa: PTH207 (a pattern may be absolute)
+        found = sorted(f for f in glob.glob(name, recursive=True) if Path(f).is_file() and not in_job_folder(f))  # noqa: PTH207 (a pattern may be absolute)
         if found:
             return True, found
         raise UsageError(f"no file matches {name}", "check the pattern and the folder it starts from")
@@ -337,10 +337,6 @@ def _is_ours(name: str, output: str | None) -> bool:
     if output is not None and same_file(name, output):
         return True
     return (job_path(name, None) / "manifest.json").exists() if is_url(name) else Path(f"{name}.job").is_dir()
-
-
-def _in_job_folder(name: str) -> bool:
-    return any(p.suffix == ".job" and (p / "manifest.json").exists() for p in Path(name).parents)
 
 
 def same_file(a: str, b: str) -> bool:

@@ -87,7 +87,7 @@ def _job_tiles(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         speed = (job["rows"], "rows/s")
     if seconds["generate"]:
         tiles.append((speed[1], f"{speed[0] / seconds['generate']:,.0f}"))
-    tiles.append(("time", duration(seconds["total"])))
+    tiles.append(("time", exact_duration(seconds["total"])))
     tiles.append(("memory at most", size_text(job["memory_bytes_peak"])))
     return tiles
 
@@ -155,7 +155,9 @@ def _speed(data: Mapping[str, Any]) -> tuple[str, str, str]:
     ]
     fastest = {name: max(max(run[rate]) for run in runs) for name, rate in zip(_RATE_NAMES, _RATES, strict=True)}
     listed = ", ".join(f"{value:,.0f} {name}" for name, value in fastest.items() if value)
-    says = f"Tokens per second over {duration(sum(run['seconds'][-1] for run in runs))}; at most {listed or 'none'}."
+    says = (
+        f"Tokens per second over {exact_duration(sum(run['seconds'][-1] for run in runs))}; at most {listed or 'none'}."
+    )
     head = ("run", "seconds", *_RATE_NAMES)
     return "speed", "Tokens per second", _chart("speed-chart", says, _table("Tokens per second", head, rows))
 
@@ -171,7 +173,7 @@ def _time(data: Mapping[str, Any]) -> tuple[str, str, str]:
     total = data["stats"]["job"]["seconds"]["total"]
     largest = max(bars, key=lambda bar: bar[1])
     says = (
-        f"All runs took {duration(total)}; the longest part was “{largest[0]}” with {duration(largest[1])}. "
+        f"All runs took {exact_duration(total)}; the longest part was “{largest[0]}” with {exact_duration(largest[1])}. "
         "Reading and planning go on beside the other parts."
     )
     rows = [(name, f"{seconds:,.2f}") for name, seconds in bars]
@@ -379,7 +381,7 @@ def _spread(count: int, wanted: int) -> list[int]:
     return sorted({count - 1 - i * count // wanted for i in range(wanted)} & set(range(count)))
 
 
-def duration(seconds: float) -> str:
+def exact_duration(seconds: float) -> str:
     """Returns a time as text: 3.2 s, 4 min 10 s, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"

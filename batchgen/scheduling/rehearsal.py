@@ -23,7 +23,7 @@ class Rehearsal:
         """`num_slots` is at least two."""
         self._slots = BlockPool(num_slots)
         self._blocks = BlockManager(BlockPool(num_blocks), block_size, slots=self._slots)
-        self._scheduler = Scheduler(self._blocks, limits, _Length, policy)
+        self._scheduler = Scheduler(self._blocks, limits, FixedLength, policy)
         self._spans = 0
         """Nodes of all windows so far."""
         self._steps = 0
@@ -55,8 +55,8 @@ class Rehearsal:
         scheduler.take_freed()
 
 
-class _Length:
-    """Ends a completion at its length."""
+class FixedLength:
+    """Ends a completion at its length (`sequence.Stops`)."""
 
     text = reasoning = None
     reasoning_tokens = 0

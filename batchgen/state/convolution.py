@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 # T packed tokens, N spans, C channels, K taps of the filter: the token's own and those of K-1 tokens before it.
 
 
-def convolve(
+def convolve_spans(
     x_TC: torch.Tensor,
     weight_CK: torch.Tensor,
     bias_C: torch.Tensor | None,

@@ -13,7 +13,7 @@ from batchgen.state.chunks import Chunks, decays
 # N spans, C chunks of c tokens, H value heads, K key size, V value size.
 
 
-def step(
+def delta_rule_token(
     q_NHK: torch.Tensor,
     k_NHK: torch.Tensor,
     v_NHV: torch.Tensor,
@@ -32,7 +32,7 @@ def step(
     return (states * q_NHK.unsqueeze(-1)).sum(-2), states
 
 
-def run_chunks(
+def delta_rule_chunks(
     chunks: Chunks,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -68,7 +68,7 @@ def run_chunks(
     return out.transpose(1, 2)
 
 
-def run_tokens(
+def delta_rule_tokens(
     chunks: Chunks,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -77,7 +77,7 @@ def run_tokens(
     beta: torch.Tensor,
     states: torch.Tensor,
 ) -> torch.Tensor:
-    """Does what `run_chunks` does token after token, all spans side by side, for g [T, H, K]."""
+    """Does what `delta_rule_chunks` does token after token, all spans side by side, for g [T, H, K]."""
     q, k, v, g, beta = (chunks.take(x) for x in (q, k, v, g, beta))  # [C, c, H, ...]
     # What is padding neither decays a state nor writes to it.
     g = g.masked_fill(chunks.padded[..., None, None], 0)
@@ -87,7 +87,7 @@ def run_tokens(
         here = slice(first, first + count)
         for i in range(chunks.size):
             qi, ki, vi, gi, beta_i = (x[here, i] for x in (q, k, v, g, beta))
-            out[here, i], states[:count] = step(qi, ki, vi, gi, beta_i, states[:count])
+            out[here, i], states[:count] = delta_rule_token(qi, ki, vi, gi, beta_i, states[:count])
     return out
 
 

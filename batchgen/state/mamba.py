@@ -14,7 +14,7 @@ from batchgen.state.chunks import Chunks
 # S sequences, C chunks of c tokens, D channels, N numbers of a channel's state.
 
 
-def step(
+def mamba_token(
     x_SD: torch.Tensor, dt_SD: torch.Tensor, a_DN: torch.Tensor, b_SN: torch.Tensor, c_SN: torch.Tensor, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Runs one token of each of S sequences of Mamba. Returns the outputs [S, D] without D x, and the new states [S, N, D].
@@ -32,7 +32,7 @@ def linear_step(x_SD: torch.Tensor, decay_SD: torch.Tensor, states: torch.Tensor
     return states, states
 
 
-def run_tokens(
+def mamba_tokens(
     chunks: Chunks, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
     """Runs all tokens of S spans of Mamba. Returns the outputs [C, c, D] without D x, and updates `states` [S, N, D], in the order of the
@@ -46,7 +46,9 @@ def run_tokens(
     for first, count in chunks.rounds:
         here = slice(first, first + count)
         for i in range(chunks.size):
-            out[here, i], states[:count] = step(x[here, i], dt[here, i], a_DN, b[here, i], c[here, i], states[:count])
+            out[here, i], states[:count] = mamba_token(
+                x[here, i], dt[here, i], a_DN, b[here, i], c[here, i], states[:count]
+            )
     return out
 
 

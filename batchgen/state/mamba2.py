@@ -13,7 +13,7 @@ from batchgen.state.chunks import Chunks, decays
 # S sequences, C chunks of c tokens, H heads, P head size, G groups, N state size.
 
 
-def step(
+def mamba2_token(
     x_SHP: torch.Tensor, dt_SH: torch.Tensor, a_H: torch.Tensor, b_SGN: torch.Tensor, c_SGN: torch.Tensor, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Runs one token of each of S sequences. Returns the outputs [S, H, P] without D x, and the new states [S, H, P, N]."""
@@ -23,7 +23,7 @@ def step(
     return (states @ c.unsqueeze(-1)).squeeze(-1), states
 
 
-def run_chunks(
+def mamba2_chunks(
     chunks: Chunks, x: torch.Tensor, dt: torch.Tensor, a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
     """Runs all tokens of S spans. Returns the outputs [C, c, H, P] without D x, and updates `states` [S, H, P, N], in the order of the

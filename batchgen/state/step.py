@@ -15,7 +15,7 @@ from batchgen.kernels import recurrent
 from batchgen.state import delta_rule, mamba, mamba2
 from batchgen.state.cache import StateCache
 from batchgen.state.chunks import Chunks, chunks_of
-from batchgen.state.convolution import convolve
+from batchgen.state.convolution import convolve_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class StateStep:
             return recurrent.convolve(
                 x_TC, weight_KC, bias_C, activation, states, at.starts, at.lengths, at.read, at.write
             )
-        out, after = convolve(
+        out, after = convolve_spans(
             x_TC, weight_CK, bias_C, activation, states.index_select(0, at.read), at.starts, at.lengths, at.owners
         )
         states.index_copy_(0, at.write, after.to(states.dtype))
@@ -97,12 +97,12 @@ class StateStep:
         out = torch.empty_like(v)
         if at.single is not None:
             q1, k1, v1, g1, beta1 = (x.index_select(0, at.single) for x in (q, k, v, g, beta))
-            y, after = delta_rule.step(q1, k1, v1, g1, beta1, states.index_select(0, at.single_read))
+            y, after = delta_rule.delta_rule_token(q1, k1, v1, g1, beta1, states.index_select(0, at.single_read))
             states.index_copy_(0, at.single_write, after)
             out.index_copy_(0, at.single, y)
         for chunks in at.chunks:
             ends = states.index_select(0, at.read.index_select(0, chunks.spans))
-            run = delta_rule.run_chunks if g.dim() == 2 else delta_rule.run_tokens
+            run = delta_rule.delta_rule_chunks if g.dim() == 2 else delta_rule.delta_rule_tokens
             chunks.put(out, run(chunks, q, k, v, g, beta, ends))
             states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
         return out.to(made)
@@ -127,12 +127,12 @@ class StateStep:
                 decay = (dt1 * a_H).exp()
                 y = recurrent.mamba2(x1, dt1, decay, b1, c1, states, at.single_read, at.single_write)
             else:
-                y, after = mamba2.step(x1, dt1, a_H, b1, c1, states.index_select(0, at.single_read))
+                y, after = mamba2.mamba2_token(x1, dt1, a_H, b1, c1, states.index_select(0, at.single_read))
                 states.index_copy_(0, at.single_write, after)
             out.index_copy_(0, at.single, y)
         for chunks in at.chunks:
             ends = states.index_select(0, at.read.index_select(0, chunks.spans))
-            chunks.put(out, mamba2.run_chunks(chunks, x, dt, a_H, b, c, ends))
+            chunks.put(out, mamba2.mamba2_chunks(chunks, x, dt, a_H, b, c, ends))
             states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
         return out
 
@@ -146,12 +146,12 @@ class StateStep:
         out = torch.empty_like(x)
         if at.single is not None:
             x1, dt1, b1, c1 = (of.index_select(0, at.single) for of in (x, dt, b, c))
-            y, after = mamba.step(x1, dt1, a_DN, b1, c1, states.index_select(0, at.single_read))
+            y, after = mamba.mamba_token(x1, dt1, a_DN, b1, c1, states.index_select(0, at.single_read))
             states.index_copy_(0, at.single_write, after)
             out.index_copy_(0, at.single, y)
         for chunks in at.chunks:
             ends = states.index_select(0, at.read.index_select(0, chunks.spans))
-            chunks.put(out, mamba.run_tokens(chunks, x, dt, a_DN, b, c, ends))
+            chunks.put(out, mamba.mamba_tokens(chunks, x, dt, a_DN, b, c, ends))
             states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
         return out
 

@@ -19,10 +19,10 @@ def main() -> None:
 
     with few_collections():
         from batchgen.lean_imports import allow_lean_imports
-        from batchgen_cli.app import main as run
+        from batchgen_cli.app import run_command
 
         allow_lean_imports()
-        run()
+        run_command()
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

@@ -57,7 +57,7 @@ def _options(
 ) -> None: ...
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def run_command(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits with its code. A wrong command line is reported in one line."""
     _wait_asleep()
     arguments = _with_ray_address(sys.argv[1:] if arguments is None else list(arguments))

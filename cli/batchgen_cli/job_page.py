@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from batchgen_cli.options import Command
-from batchgen_cli.stderr import exit_code_of, printable, put
+from batchgen_cli.stderr import exit_code_of, printable, write_line
 
 
 @dataclass(kw_only=True)
@@ -52,6 +52,6 @@ def _report(output: str, file: str | None, work_dir: str | None) -> int:
     report = report_job(output, work_dir)
     report.save(file)
     if report.missing:
-        put(printable(f"batchgen: missing in the report: {report.missing}"))
-    put(printable(f"batchgen: the report is in {file}"))
+        write_line(printable(f"batchgen: missing in the report: {report.missing}"))
+    write_line(printable(f"batchgen: the report is in {file}"))
     return 0

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
-from batchgen.progress import GENERATING, Snapshot, duration, facts, percent
-from batchgen_cli.stderr import Stderr, Stream, event, printable, put
+from batchgen.progress import GENERATING, REFRESH_SECONDS, Snapshot, facts, percent, rounded_duration
+from batchgen_cli.stderr import Stderr, Stream, event, printable, write_line
 
-REFRESH_SECONDS = 0.2
 LINE_SECONDS = 10.0
 SILENT_SECONDS = 2.0
 """A phase that counts nothing is shown with its time once it has taken this long."""
@@ -46,7 +45,7 @@ class Notes:
         """Called in a thread of its own twice a second, also while nothing changes."""
 
     def write(self, line: str) -> None:
-        put(printable(line), self.stream)
+        write_line(printable(line), self.stream)
 
     def close(self) -> None: ...
 
@@ -92,7 +91,7 @@ class Lines(Notes):
                 self.write(f"batchgen: {now.phase}")
             elif self._told and time - self._last >= self._every:
                 self._last = time
-                self.write(f"batchgen: {now.phase}, {duration(time - self._phase_began)} so far")
+                self.write(f"batchgen: {now.phase}, {rounded_duration(time - self._phase_began)} so far")
 
     def _show_rows(self) -> None:
         now = self.now
@@ -120,23 +119,23 @@ class Events(Notes):
 
     def note(self, text: str) -> None:
         if self._notes:
-            put(event("note", text=text), self.stream)
+            write_line(event("note", text=text), self.stream)
 
     def show(self, *, new_phase: bool) -> None:
         if self._every is None:
             return
         if new_phase:
-            put(event("phase", phase=self.now.phase), self.stream)
+            write_line(event("phase", phase=self.now.phase), self.stream)
         elif self.clock() - self._last >= self._every:
             self._last = self.clock()
-            put(event("progress", **self.now.figures()), self.stream)
+            write_line(event("progress", **self.now.figures()), self.stream)
 
     def tick(self) -> None:
         if self.now.phase:
             self.show(new_phase=False)
 
     def write(self, line: str) -> None:
-        put(event("log", text=line), self.stream)
+        write_line(event("log", text=line), self.stream)
 
 
 class Bar(Notes):
@@ -194,7 +193,7 @@ class Bar(Notes):
         nothing_yet = now.rows_passed is None and count in (0, total)
         if nothing_yet and now.phase != GENERATING:
             seconds = self.clock() - self._phase_began
-            waited = f" {duration(seconds)}" if seconds >= SILENT_SECONDS else ""
+            waited = f" {rounded_duration(seconds)}" if seconds >= SILENT_SECONDS else ""
             return _literal(f"{name}…{waited}"[:width])
         if total is None:
             return _literal(_fitting(f"{name}: {count:,} rows", facts(self.now), width)[:width])

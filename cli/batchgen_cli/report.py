@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from batchgen.stats import size_text as size
-from batchgen_cli.stderr import Stderr, event, printable, put
+from batchgen_cli.stderr import Stderr, event, printable, write_line
 
 if TYPE_CHECKING:
     from batchgen.assembly import JobReport
@@ -19,18 +19,18 @@ LOG_WIDTH = 140
 
 def show_report(report: JobReport, *, as_json: bool = False) -> None:
     if as_json:
-        put(event("summary", **_plain(report)))
+        write_line(event("summary", **_plain(report)))
         return
     if report.already_finished:
         job = report.stats["job"]
         also = f", {job['rows_failed']:,} of them failed" if job["rows_failed"] else ""
-        put(printable(f"batchgen: {_place(report)} is complete ({job['rows']:,} rows{also}): nothing to do"))
+        write_line(printable(f"batchgen: {_place(report)} is complete ({job['rows']:,} rows{also}): nothing to do"))
         return
     _show_table(summary(report))
     if report.failures:
-        put("the first rows that failed:")
+        write_line("the first rows that failed:")
         for line in report.failures:
-            put(f"  {printable(line)}")
+            write_line(f"  {printable(line)}")
 
 
 def _show_table(lines: list[tuple[str, str]]) -> None:
@@ -51,7 +51,7 @@ def _show_table(lines: list[tuple[str, str]]) -> None:
     console = Console(file=drawn, force_terminal=stream.isatty(), highlight=False, width=width)
     console.print(table)
     for line in drawn.getvalue().splitlines():
-        put(re.sub(r"\s+(\x1b\[0m)?$", r"\1", line), stream)
+        write_line(re.sub(r"\s+(\x1b\[0m)?$", r"\1", line), stream)
 
 
 def _plain(report: JobReport) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchgen.progress import duration, share, speed
+from batchgen.progress import rounded_duration, share, speed
 from batchgen_cli.options import Command
 from batchgen_cli.stderr import exit_code_of, printable
 
@@ -70,15 +70,15 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
             ("tokens", f"{prompts}{f', {at}' if found['rows_per_s'] or found['completion_tokens_per_s'] else ''}")
         )
     if found["seconds"] is not None:
-        lines.append(("time", duration(found["seconds"]) + _over_runs(found)))
+        lines.append(("time", rounded_duration(found["seconds"]) + _over_runs(found)))
     if found["eta_seconds"] is not None:
-        lines.append(("left", f"about {duration(found['eta_seconds'])}"))
+        lines.append(("left", f"about {rounded_duration(found['eta_seconds'])}"))
     for shard in found["shards"] or ():
         lines.append((shard["shard"], _shard(shard)))
     lines += _workers(found["workers"] or ())
     if found["updated"]:
         age = (now - dt.datetime.fromisoformat(found["updated"])).total_seconds()
-        lines.append(("updated", f"{duration(max(0.0, age))} ago"))
+        lines.append(("updated", f"{rounded_duration(max(0.0, age))} ago"))
     return lines
 
 
@@ -95,7 +95,7 @@ def _shard(shard: dict[str, Any]) -> str:
     parts = [shard["state"]]
     if shard["state"] == "silent":
         silent = shard["seconds_silent"]
-        parts[0] += f" for {duration(silent)}" if silent is not None else ""
+        parts[0] += f" for {rounded_duration(silent)}" if silent is not None else ""
     if shard["state"] not in ("done", "not begun"):
         parts[0] += f" (process {shard['pid']} on {shard['host']})"
     parts.append(f"{done:,} of {total:,} rows ({share(done, total)}%)")
@@ -124,7 +124,7 @@ def _worker(worker: dict[str, Any]) -> str:
     """A worker on one line."""
     state = worker["state"]
     if state == "silent":
-        state += f" for {duration(worker['seconds_silent'])}"
+        state += f" for {rounded_duration(worker['seconds_silent'])}"
     parts = [worker["device"], state]
     if worker["rows_done"] or state not in ("loading", "lost"):
         parts.append(f"{worker['rows_done']:,} rows")

@@ -28,7 +28,7 @@ def event(kind: str, **fields: Any) -> str:
     return json.dumps({"time": time, "event": kind, **fields}).replace("\x7f", "\\u007f")
 
 
-def put(line: str, stream: Stream | None = None) -> None:
+def write_line(line: str, stream: Stream | None = None) -> None:
     """Writes one line."""
     stream = stream or Stderr()
     stream.write(line + "\n")
@@ -114,12 +114,12 @@ def say(message: str, code: int, *, as_json: bool, trace: bool = False) -> None:
     """Writes the line of a failure, and with `trace` the traceback."""
     if as_json:
         more = {"traceback": traceback.format_exc()} if trace else {}
-        put(event("error", message=message, exit_code=code, **more))
+        write_line(event("error", message=message, exit_code=code, **more))
         return
     if trace:
         for line in traceback.format_exc().splitlines():
-            put(printable(line))
-    put(f"batchgen: error: {printable(message)}")
+            write_line(printable(line))
+    write_line(f"batchgen: error: {printable(message)}")
 
 
 def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: bool = False) -> int:

@@ -47,8 +47,8 @@ def test_help_and_version_import_nothing_that_is_slow(
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print(sorted({'torch', 'transformers', 'tokenizers', 'pyarrow', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr))\n"
-        "from batchgen_cli.app import main\n"
-        f"main({arguments})\n"
+        "from batchgen_cli.app import run_command\n"
+        f"run_command({arguments})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=command_environment, capture_output=True, text=True, timeout=60

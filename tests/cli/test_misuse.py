@@ -53,8 +53,8 @@ def test_misuse_imports_nothing_that_is_slow(
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules))))\n"
-        "from batchgen_cli.app import main\n"
-        "main(sys.argv[1:])\n"
+        "from batchgen_cli.app import run_command\n"
+        "run_command(sys.argv[1:])\n"
     )
     words = ["run", "rows.jsonl", "-m", str(tiny_model_dir), *arguments]
     done = subprocess.run(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.progress import Tracker, duration, share, speed
+from batchgen.progress import Tracker, rounded_duration, share, speed
 from batchgen.stats import RunFigures
 from batchgen_cli import stderr
 from batchgen_cli.progress import (
@@ -232,7 +232,7 @@ def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock: Clock)
     ],
 )
 def test_times_are_as_people_read_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert rounded_duration(seconds) == text
 
 
 def test_a_share_is_whole_only_when_all_is_done() -> None:
@@ -401,7 +401,7 @@ def test_a_standard_error_that_is_closed_or_full_ends_nothing(
             shown.phase("generating")
             if sys.stderr is not None:
                 print("x", file=sys.stderr)
-    stderr.put("x")
+    stderr.write_line("x")
     stderr.drop_unwritten()
 
 

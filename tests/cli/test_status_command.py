@@ -158,8 +158,8 @@ def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, command_envir
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print(sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr))\n"
-        "from batchgen_cli.app import main\n"
-        "main(['status', 'o.jsonl'])\n"
+        "from batchgen_cli.app import run_command\n"
+        "run_command(['status', 'o.jsonl'])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.devices.partition import DECODE_COST, PIECES, Piece, Shares, cut, deal, in_order
+from batchgen.devices.partition import DECODE_COST, PIECES, Piece, Shares, consecutive_pieces, cut, deal
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.fakes import grouped, planned, request
@@ -152,10 +152,10 @@ def test_a_deep_tree_is_cut() -> None:
 
 
 def test_pieces_in_an_order_of_their_own_are_equal_in_cost() -> None:
-    pieces = in_order([request(i, [1] * 8, 3) for i in (5, 3, 8, 1, 2, 0, 7, 4)], 4)
+    pieces = consecutive_pieces([request(i, [1] * 8, 3) for i in (5, 3, 8, 1, 2, 0, 7, 4)], 4)
     assert [[r.row for r in p.requests] for p in pieces] == [[5, 3], [8, 1], [2, 0], [7, 4]]
     assert {p.cost for p in pieces} == {2 * (8 + 3 * DECODE_COST)}
-    assert in_order([], 4) == []
+    assert consecutive_pieces([], 4) == []
 
 
 # -- taking

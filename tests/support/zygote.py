@@ -94,7 +94,7 @@ def _child(order: dict[str, Any]) -> None:
             setattr(target, name, value)
         if order["file_size"] is not None:  # Python ignores SIGXFSZ, so a write that passes it fails with EFBIG
             resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
-        from batchgen_cli.app import main as batchgen
+        from batchgen_cli.app import run_command as batchgen
 
         Watch(Path(order["folder"]), Plan(**order["plan"]), Path(order["log"])).install()
         try:
