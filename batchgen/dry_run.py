@@ -15,7 +15,7 @@ from batchgen.config import JobConfig, ModelConfig, parse_memory
 from batchgen.errors import UsageError, memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.shares import PrefixCosts, Share
-from batchgen.jobs.sorted_requests import SortedRequests, in_prefix_order
+from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.windows import KeptPrefixes
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture
@@ -189,7 +189,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
             for requests in waiting.windows():
                 plan.add_window(requests, follow_on=True)
                 if shards is not None:
-                    costs.add(in_prefix_order(requests))
+                    costs.add(in_window_order(requests))
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
         for note in (*source.notes, *prompts.notes):
             tracker.note(note)

@@ -37,7 +37,7 @@ from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import differences
 from batchgen.jobs.results import FILE, Results
 from batchgen.jobs.shares import PrefixCosts, Share
-from batchgen.jobs.sorted_requests import in_prefix_order, read_requests, write_requests
+from batchgen.jobs.sorted_requests import in_window_order, read_requests, write_requests
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord
 from batchgen.records.inputs import Input
@@ -111,7 +111,7 @@ def write_plan(
     costs = PrefixCosts(place)
     pieces = []
     for number, window in enumerate(windows):
-        ordered = in_prefix_order(window)
+        ordered = in_window_order(window)
         costs.add(ordered)
         name = f"{number:06d}"
         write_requests(place / "requests" / name, ordered)

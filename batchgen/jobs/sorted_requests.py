@@ -165,7 +165,7 @@ def read_requests(path: Path) -> list[Request]:
         return [request for batch in stream for request in _from_arrow(batch)]
 
 
-def in_prefix_order(requests: Sequence[Request]) -> list[Request]:
+def in_window_order(requests: Sequence[Request]) -> list[Request]:
     """The requests by priority and then in depth-first order."""
     return [request for _, request in sorted(((sort_key(r), r) for r in requests), key=itemgetter(0))]
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from batchgen.jobs.base import Store
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.sorted_requests import in_prefix_order
+from batchgen.jobs.sorted_requests import in_window_order
 from batchgen.prefix import Outline, PrefixNode, PrefixOutline, PrefixPlan, carried_tokens, plan_prefixes
 from batchgen.prefix.order import depth_first_order
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
@@ -71,7 +71,7 @@ class Planner:
 def outlined(windows: Iterable[list[Request]], outline: Outline) -> Iterator[list[Request]]:
     """Yields the same windows, each the next part of the prefix order, and adds their prompts to `outline`."""
     for window in windows:
-        ordered = in_prefix_order(window)
+        ordered = in_window_order(window)
         for request in ordered:
             outline.add(request.tokens)
         yield ordered

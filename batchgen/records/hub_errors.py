@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from batchgen.errors import BatchgenError, UsageError, causes_of
-from batchgen.records.remote import first_line
+from batchgen.records.remote import short_reason
 
 _TOKEN = "set HF_TOKEN or run `hf auth login`"
 
@@ -46,4 +46,7 @@ def _explained(repo: str, revision: str | None, error: BaseException) -> tuple[s
         return f"the token gives no access to dataset {repo}", "use a token that has the permission"
     if caused_by(hub.OfflineModeIsEnabled):
         return f"dataset {repo} is on the hub, and HF_HUB_OFFLINE is set", "unset it, or name a local copy"
-    return f"dataset {repo}: the hub failed: {first_line(error)}", "check the connection and run the same command again"
+    return (
+        f"dataset {repo}: the hub failed: {short_reason(error)}",
+        "check the connection and run the same command again",
+    )

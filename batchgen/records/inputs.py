@@ -19,7 +19,7 @@ from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_datase
 from batchgen.records.files import BROKEN, FORMATS, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
-from batchgen.records.remote import StoreError, address, first_line, info_of, is_url, plain_name, reaching, remote
+from batchgen.records.remote import StoreError, address, short_reason, info_of, is_url, plain_name, reaching, remote
 from batchgen.records.rows import Row, windows
 from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
 
@@ -248,7 +248,7 @@ def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
         where = "at its start" if not place else f"after {place if place.startswith('row') else 'line ' + place}"
         repair = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
         raise InputCorrupt(
-            f"{file.shown} breaks off {where}: {first_line(e)}",
+            f"{file.shown} breaks off {where}: {short_reason(e)}",
             f"what was read before that is kept: {repair} and run the same command again",
         ) from e
 

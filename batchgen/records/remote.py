@@ -72,10 +72,10 @@ def reaching(
     except BatchgenError:
         raise
     except Exception as e:
-        raise error(f"{url} cannot be {verb}: {first_line(e)}", hint) from e
+        raise error(f"{url} cannot be {verb}: {short_reason(e)}", hint) from e
 
 
-def first_line(error: BaseException) -> str:
+def short_reason(error: BaseException) -> str:
     """Returns the first line of an error's message."""
     said = (error.strerror if isinstance(error, OSError) else None) or str(error).strip() or type(error).__name__
     return said.splitlines()[0]
@@ -148,4 +148,4 @@ def _as_os_error() -> Iterator[None]:
     except BatchgenError:  # a signal arrived while the store was busy
         raise
     except Exception as e:
-        raise StoreError(first_line(e)) from e
+        raise StoreError(short_reason(e)) from e
