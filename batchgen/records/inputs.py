@@ -19,7 +19,7 @@ from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_datase
 from batchgen.records.files import BROKEN, FORMATS, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
-from batchgen.records.remote import StoreError, address, short_reason, info_of, is_url, plain_name, reaching, remote
+from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, remote, short_reason
 from batchgen.records.rows import Row, windows
 from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
 
