@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError, memory_errors
+from batchgen.jobs.disk import write_stats
 from batchgen.jobs.job_folder import JobFolder, open_job
 from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_silent
 from batchgen.jobs.manifest import Manifest, load_manifest
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.requests import RowStream, SameInput
 from batchgen.jobs.shards import CLAIMS, ShardPlan, load_plan, running_shards, shard_figures, unfinished_shards
+from batchgen.jobs.status import no_job
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.records import Input, RowForm, job_path
 from batchgen.records.files import InputFile
@@ -26,7 +28,7 @@ from batchgen.records.inputs import READ_ROWS
 from batchgen.records.openai_batch import OpenAIForm
 from batchgen.report import ReportPage, report_job
 from batchgen.signals import Signals
-from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, sum_of_jobs, write_stats
+from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, sum_of_jobs
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -124,7 +126,7 @@ def merge_job(
     with Signals(grace=0) as signals, memory_errors(), signals.interruptible():
         manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
         if manifest is None:
-            raise UsageError(f"there is no job of {output}", "name the output of a run, and the --work-dir it had")
+            raise no_job(output, folder)
         if plan is not None:
             lease = Lease(folder / CLAIMS, f"the merge of {output}", tracker.note)
             try:

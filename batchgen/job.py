@@ -25,6 +25,7 @@ from batchgen.errors import (
     memory_errors,
 )
 from batchgen.jobs.base import Job, Store
+from batchgen.jobs.disk import write_stats
 from batchgen.jobs.identity import command_digest, dtype_name, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder, find_finished, open_job
 from batchgen.jobs.lease import Lease
@@ -47,7 +48,7 @@ from batchgen.request import Request, TokenArray
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.signals import Signals
-from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, versions, write_stats
+from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, versions
 
 KEEP_SECONDS = 0.25
 """Shortest time between two writes of what unfinished rows have."""
@@ -405,6 +406,7 @@ def _run_as_rows_come(setup: _Setup, job: Job, planner: Planner, generation: _Ge
         del read, results, window
         with signals.interruptible():
             rows = reader.take(stream, size)
+    reader.note_same_ids()
     if stream.broken is not None:
         raise stream.broken
     job.check_dropped(prune=setup.config.prune)

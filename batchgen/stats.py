@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import resource
 import sys
@@ -16,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import OutputError, UsageError
+from batchgen.errors import UsageError
 from batchgen.result import Result
 from batchgen.version import __version__
 
@@ -324,11 +323,3 @@ def check_stats_file(path: str | None) -> None:
     """Raises `UsageError` if the figures cannot be written to `path`. Called before any work is done."""
     if path is not None and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
         raise UsageError(f"--stats {path} cannot be written", "name a file in a folder that exists")
-
-
-def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:
-    if path is not None:
-        try:
-            Path(path).write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
-        except OSError as e:
-            raise OutputError(f"--stats {path} cannot be written: {e.strerror}") from e

@@ -306,6 +306,48 @@ def test_a_row_with_parameters_of_a_completion_fails_alone(last):
     assert good.error_type is None
 
 
+def test_the_models_own_text_cannot_be_put_before_token_ids(tmp_path, write_jsonl, read_jsonl, cli):
+    folder = save_embedder(tmp_path / "m", prompt_name="query")
+    rows = write_jsonl([{"prompt": [5, 6, 7]}, {"prompt": "abc"}])
+    refused = cli("run", rows, "-m", folder, "--embed", "--prompt-name", "query", "-o", tmp_path / "a.jsonl")
+    assert refused.code == 3
+    error = read_jsonl(tmp_path / "a.jsonl")[0]["error"]
+    assert error["message"] == "column 'prompt' is a list of token ids, which cannot be combined with --prompt-name"
+    said = cli("run", rows, "-m", folder, "--embed", "-o", tmp_path / "b.jsonl")
+    assert said.code == 0
+    assert (
+        said.err.count("prompts that are token ids are sent without the text that the model has before every prompt")
+        == 1
+    )
+
+
+@pytest.mark.parametrize("missing", ["modules.json", "1_Pooling/config.json"])
+def test_a_cached_model_whose_pooling_was_never_fetched_is_refused_offline(
+    missing, tmp_path, write_jsonl, cli, monkeypatch
+):
+    from huggingface_hub import constants
+
+    repo = tmp_path / "hub" / "models--org--name"
+    folder = save_embedder(repo / "snapshots" / "abc", pooling={"pooling_mode_mean_tokens": True})
+    (folder / missing).unlink()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    words = ("run", write_jsonl([{"prompt": "a"}]), "-m", "org/name", "--embed", "-o", tmp_path / "o.jsonl")
+    refused = cli(*words)
+    assert refused.code == 1
+    assert refused.err == (
+        f"batchgen: error: --embed: {missing} of the model 'org/name', which says how it pools, is not in the local cache, "
+        f"and the hub cannot be reached; fetch it with `hf download org/name {missing}`, or name the pooling with --pooling\n"
+    )
+    assert cli(*words, "--pooling", "mean", "--overwrite").code == 0
+    (repo / ".no_exist" / "abc" / missing).parent.mkdir(parents=True)
+    (repo / ".no_exist" / "abc" / missing).touch()
+    if missing == "modules.json":  # the hub was asked, and has none
+        assert cli(*words, "--overwrite").code == 0
+
+
 @pytest.mark.parametrize("task", ["embed", "classify"])
 def test_the_plan_is_that_of_the_run(cli, last, write_jsonl, tmp_path, task):
     model = last if task == "embed" else save_classifier(tmp_path / "classifier")

@@ -357,3 +357,19 @@ def test_a_note_is_told_once(tiny_model_dir: Path, write_jsonl: Write) -> None:
 def test_the_report_is_what_is_in_the_job_folder(tiny_model_dir: Path, write_jsonl: Write) -> None:
     report: JobReport = run_job(config_of(tiny_model_dir, write_jsonl(prompts(2))))
     assert json.loads(Path(f"{report.output}.job", "stats.json").read_text()) == report.stats
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_rows_with_the_id_of_an_earlier_row_are_counted_in_one_note_and_all_run(
+    window: int | None, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    ids = ["a", "b", "a", 7, "7", None, None, "a"]
+    source = write_jsonl([{"id": own, "prompt": f"{i}"} for i, own in enumerate(ids)])
+    said = Recorder()
+    report = run_job(config_of(tiny_model_dir, source, window=window), said)
+    assert [note for note in said.notes if "the id of" in note] == [
+        f"3 rows have the id of an earlier row (the first: 'a', {source}:3): every row runs, but the id does not tell them apart"
+    ]
+    rows = read_jsonl(Path(report.output))
+    assert [row["id"] for row in rows] == ["a", "b", "a", 7, "7", 5, 6, "a"]
+    assert all(row["error"] is None for row in rows)

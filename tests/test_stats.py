@@ -1,12 +1,14 @@
 """Figures: exact values of a small run, and sums over a job's runs."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from batchgen.errors import OutputError, RowError, UsageError
+from batchgen.jobs.disk import write_stats
 from batchgen.result import Result
 from batchgen.stats import (
     EngineStats,
@@ -16,7 +18,6 @@ from batchgen.stats import (
     figures,
     memory_bytes_peak,
     version_of,
-    write_stats,
 )
 
 NAMES = [
@@ -61,6 +62,17 @@ def engine_of(completion_tokens: int = 50) -> EngineStats:
 
 def test_figures_have_the_documented_names_in_the_documented_order() -> None:
     assert list(figures(run_of(10), engine_of(), SETTING)) == NAMES
+
+
+def test_the_page_of_results_has_every_figure_in_the_order_of_the_file() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "results.md").read_text("utf-8")
+    table = page.partition("## Figures")[2]
+    first, meanings = zip(*(line.split(" | ", 1) for line in table.splitlines() if line.startswith("| `")), strict=True)
+    assert [name for cell in first for name in re.findall(r"`(\w+)`", cell)] == [*NAMES, "workers", "shards"]
+    stats = figures(run_of(10), engine_of(), SETTING)
+    for name in ("seconds", "job"):
+        said = next(text for cell, text in zip(first, meanings, strict=True) if cell == f"| `{name}`")
+        assert stats[name].keys() <= set(re.findall(r"`(\w+)`", said)) | {"total"}, name
 
 
 def test_figures_of_a_run_are_exact() -> None:

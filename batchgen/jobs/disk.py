@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,35 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
     new.replace(path)
     sync_folder(path.parent)
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Replaces a file by one with this text in UTF-8 (what UTF-8 cannot hold becomes `?`). A link stays a link. Raises `OSError`.
+
+    A pipe or a device such as `/dev/stdout`, and a file in a folder that cannot be written to, are written to as they are.
+    """
+    data, place = text.encode("utf-8", "replace"), Path(path).resolve()
+    if place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK)):
+        place.write_bytes(data)
+        return
+    new = place.with_name(f".{place.name}.{os.getpid()}.new")
+    try:
+        with new.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(place)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:
+    """Writes the figures of a run to the file of `--stats`, if there is one. Raises `OutputError`."""
+    if path is not None:
+        try:
+            write_whole(path, json.dumps(stats, indent=2) + "\n")
+        except OSError as e:
+            raise OutputError(f"--stats {path} cannot be written: {e.strerror}") from e
 
 
 def json_digest(value: Any) -> str:

@@ -147,8 +147,7 @@ def open_job(
     target, folder = open_target(output), job_path(output, work_dir)
     check_place(output, target, folder, overwrite)
     with writing(folder):
-        folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
-        sync_folder(folder.parent)
+        _make_folder(folder, min_bytes(input, output, form))
         lock = Lock(folder / "lock", output, leased=lease is not None)
     try:
         request = _request_of(input, limit, order) | asdict(form) | {"retry": sorted(retry)}
@@ -170,6 +169,15 @@ def open_job(
         lock.release()
         raise
     return job
+
+
+def _make_folder(folder: Path, needed: int) -> None:
+    """Makes a job's folder unless there is one. Raises `OutputError`, and makes none, if the output of `needed` bytes cannot fit on the disk."""
+    if not folder.exists():
+        if folder.parent.exists():
+            check_space(folder, needed)
+        folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
+        sync_folder(folder.parent)
 
 
 @contextmanager

@@ -74,8 +74,8 @@ def min_bytes(input: Input, output: str, form: RowForm) -> int:
 
 
 def check_space(folder: Path, needed: int) -> str | None:
-    """Returns a note if the disk of `folder` may fill up, else None. Raises `OutputError` if the output cannot fit."""
-    free = shutil.disk_usage(folder).free
+    """Returns a note if the disk of `folder`, which may still have to be made, may fill up, else None. Raises `OutputError` if the output cannot fit."""
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
     if free >= _TIGHT * needed:
         return None
     facts = f"the disk of {folder} has {size_text(free)} of free space"

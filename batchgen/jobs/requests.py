@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +19,15 @@ from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.prompts import PromptBuilder
 from batchgen.records import Input, Row
 from batchgen.records.inputs import READ_ROWS
+from batchgen.records.output import own_id
+from batchgen.records.parquet_types import id_text
 from batchgen.records.rows import MAX_WINDOW_BYTES
 from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.stats import versions
 
 _STOP_SECONDS = 5.0
+_SHOWN_ID = 60  # characters of an id in a message
 
 
 class RowStream:
@@ -88,6 +92,9 @@ class RequestReader:
         self._job, self._outcomes = job, outcomes
         self._met = 0
         """Results of earlier runs that rows have asked for."""
+        self._same_ids = 0
+        """Rows whose id an earlier row has."""
+        self._first_same = ""
         self._told = 0
 
     def take(self, stream: RowStream, size: int) -> list[Row]:
@@ -108,6 +115,7 @@ class RequestReader:
         for note in self._prompts.notes[self._told :]:
             self._outcomes.tracker.note(note)
         self._told = len(self._prompts.notes)
+        self._count_ids(rows)
         found = [b for b in built if isinstance(b, Request)]
         occurrences = self._job.occurrences([request.key for request in found])
         requests = {r.row: r.repeated(n) for r, n in zip(found, occurrences, strict=True)}
@@ -132,6 +140,27 @@ class RequestReader:
                 read.keys[row.number] = request.key
                 read.requests.append(request)
         return read
+
+    def note_same_ids(self) -> None:
+        """Notes how many rows had the id of an earlier row. Called after the last row."""
+        if self._same_ids:
+            one = self._same_ids == 1
+            self._outcomes.tracker.note(
+                f"{self._same_ids:,} row{' has' if one else 's have'} the id of an earlier row (the first: {self._first_same}): "
+                "every row runs, but the id does not tell them apart"
+            )
+
+    def _count_ids(self, rows: Sequence[Row]) -> None:
+        openai = self._config.output_format == "openai"
+        ids = [(row, own_id(row, self._config.id_column, openai=openai)) for row in rows]
+        own = [(row, id_text(value)) for row, value in ids if value is not None]
+        digests = [
+            hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16, person=b"id").digest() for _, text in own
+        ]
+        for (row, text), seen in zip(own, self._job.occurrences(digests), strict=True):
+            if seen:
+                self._same_ids += 1
+                self._first_same = self._first_same or f"{text[:_SHOWN_ID]!r}, {row.source}"
 
     def _is_wanted(self, number: int, kept: int = 0) -> bool:
         return self._config.limit is None or number < max(self._config.limit, kept)
@@ -259,6 +288,7 @@ class FirstReading:
         count = self._read_rows(waiting)
         if self._stopped:
             return waiting
+        self._reader.note_same_ids()
         waiting.close()
         tracker = self._outcomes.tracker
         tracker.total = self._job.row_count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from batchgen.jobs.manifest import load_manifest
 from batchgen.jobs.results import read_facts
 from batchgen.jobs.shards import ShardPlan, load_plan, read_stats, shard_folder
 from batchgen.records.output import job_path
+from batchgen.records.remote import is_url
 
 SCHEMA = "batchgen.status/1"
 
@@ -39,7 +41,7 @@ def job_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
     try:
         return _read(output, folder)
     except NotADirectoryError:
-        raise _no_job(output, folder) from None
+        raise no_job(output, folder) from None
     except OSError as e:
         raise UsageError(f"{folder} cannot be read: {e.strerror}", "check its permissions") from e
 
@@ -47,7 +49,7 @@ def job_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
 def _read(output: str, folder: Path) -> dict[str, Any]:
     holder, manifest = holder_of(folder / "lock"), load_manifest(folder / "manifest.json")
     if manifest is None and not holder:
-        raise _no_job(output, folder)
+        raise no_job(output, folder)
     process = holder | {"alive": lives(holder)} if holder else None
     sums = _sums(folder)
     if process is not None and process["alive"] is not False:
@@ -121,11 +123,26 @@ def _of_shards(plan: ShardPlan, shards: Sequence[Mapping[str, Any]]) -> dict[str
     }
 
 
-def _no_job(output: str, folder: Path) -> UsageError:
+def no_job(output: str, folder: Path) -> UsageError:
+    """Returns the error for an output that has no job in `folder`. It names the output that may be meant."""
+    if folder.exists():
+        why = f"{folder} is not a job's folder"
+    elif is_url(output) or Path(output).exists():
+        why = f"{folder} does not exist"
+    else:
+        why = f"neither {output} nor {folder} exists"
+    meant = "" if is_url(output) else _meant(Path(output), folder)
     return UsageError(
-        f"there is no job of {output}: {folder} is not a job's folder",
-        "name the output of a run, with the --work-dir of that run",
+        f"there is no job of {output}: {why}", meant or "name the output of a run, with the --work-dir of that run"
     )
+
+
+def _meant(output: Path, folder: Path) -> str:
+    """A question that names the output of a job in the same place, if the name is like it or is that of its folder; else empty."""
+    jobs = [m.parent.name.removesuffix(".job") for m in folder.parent.glob("*.job/manifest.json")]
+    own = output.name.removesuffix(".job")
+    near = [own] if own in jobs else difflib.get_close_matches(output.name, jobs, 1)
+    return f"did you mean {output.with_name(near[0])}?" if near else ""
 
 
 def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:

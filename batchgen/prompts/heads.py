@@ -54,6 +54,8 @@ def max_prompt_tokens(config: ModelConfig, tokenizer: Any) -> int | None:
 def _embedding(config: ModelConfig) -> Head:
     pooling, normalize = "last", True
     file = find_file(config, MODULES)
+    if file is None:
+        _check_absent(config, MODULES)
     own = [] if file is None else read_json_list(file)
     if own:
         pooling, normalize = _pooling_of(config, own), any(_kind(module) == "Normalize" for module in own)
@@ -91,7 +93,10 @@ def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> st
     pooling = next((m for m, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), None)
     if pooling is None:
         raise _unsupported(config, "its modules.json names no pooling")
-    settings = _json_object(config, f"{pooling.get('path')}/config.json")
+    place = f"{pooling.get('path')}/config.json"
+    settings = _json_object(config, place)
+    if not settings:
+        _check_absent(config, place)
     modes = settings.get("pooling_mode") or [mode for key, mode in _OLD_POOLINGS.items() if settings.get(key) is True]
     modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
     if config.pooling != "auto":
@@ -101,6 +106,19 @@ def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> st
     if modes[0] == "mean" and settings.get("include_prompt") is False:
         raise _unsupported(config, "its pooling leaves out the tokens of the prompt")
     return _POOLINGS[modes[0]]
+
+
+def _check_absent(config: ModelConfig, name: str) -> None:
+    """Raises `ModelError` if the hub may have a file that says how the model pools, and it was neither fetched nor can be now."""
+    if config.pooling != "auto" or Path(config.model).expanduser().exists():
+        return
+    from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
+
+    if try_to_load_from_cache(config.model, name, revision=config.revision) is not _CACHED_NO_EXIST:
+        raise ModelError(
+            f"--embed: {name} of the model {config.model!r}, which says how it pools, is not in the local cache, and the hub cannot be reached",
+            f"fetch it with `hf download {config.model} {name}`, or name the pooling with --pooling",
+        )
 
 
 def _kind(module: Mapping[str, Any]) -> str:

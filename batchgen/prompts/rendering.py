@@ -108,7 +108,8 @@ class Renderer:
         own = _prompt_of(self._head, prompts.prompt_name) if prompts.prefix is None else ""
         as_system = self.chat and self._head is not None and self._head.chat
         self._prefix = prompts.prefix or ("" if as_system else own)
-        self._system = own if as_system and own and prompts.system is None else prompts.system
+        self._own_system = as_system and bool(own) and prompts.system is None
+        self._system = own if self._own_system else prompts.system
         off = self._chat.thinking_off() if self._chat is not None else {}
         self._thinking_off = {n: v for n, v in off.items() if n not in prompts.chat_template_kwargs}
         """Variables of the chat template for labels and texts to score: no thoughts come before them."""
@@ -292,8 +293,11 @@ class Renderer:
 
     def _token_ids(self, ids: list[Any], where: str) -> TokenArray:
         """Checks a prompt of token ids, which is sent without special tokens."""
-        if self._prompts.prefix:
-            raise RowError("invalid_row", f"{where} is a list of token ids, which cannot be combined with --prefix")
+        for option, given in (("--prefix", self._prompts.prefix), ("--prompt-name", self._prompts.prompt_name)):
+            if given:
+                raise RowError("invalid_row", f"{where} is a list of token ids, which cannot be combined with {option}")
+        if self._prefix or self._own_system:
+            self.note("prompts that are token ids are sent without the text that the model has before every prompt")
         return self._known(ids, where)
 
     def _known(self, ids: list[Any], where: str) -> TokenArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
 READ_ROWS = 2_000
 """Number of rows read at a time if the input is read twice."""
+_MODEL_REPO = re.compile(r"hf://((?!(?:datasets|spaces|buckets|models)/)[^/]+/[^/@]+)")
 CHECKED_ROWS = 1_000
 """If none of these first rows has a column that the command names, the command is refused."""
 
@@ -305,7 +307,10 @@ def _find_remote(url: str, format: str | None) -> tuple[bool, list[str]]:
             inside = fs.glob(path, detail=True) if glob.has_magic(path) else {}
             found = [f for f, i in inside.items() if i["type"] != "directory"]
     if not found:
-        raise UsageError(f"no such file: {url}", "check the address and your access to it")
+        hint = "check the address and your access to it"
+        if model := _MODEL_REPO.match(url):
+            hint = f"a dataset is hf://datasets/{model[1]}; without datasets/ it is a model's repository"
+        raise UsageError(f"no such file: {url}", hint)
     scheme, chained, container = url.partition("::")
     if chained:  # zip://*.jsonl::s3://bucket/a.zip
         return True, [f"{scheme.partition('://')[0]}://{f}::{container}" for f in sorted(found)]

@@ -124,7 +124,8 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     true; `tool_calls`, `choices`, `choice_probs`, `score`, `prompt_logprobs`, `embedding` and `reward` only if the result has them or the command asks for them.
     """
     if form.openai is not None:
-        custom_id = id_text(_first(row, (form.id_column, "custom_id", "id")))
+        own = own_id(row, form.id_column, openai=True)
+        custom_id = id_text(row.number if own is None else own)
         return batch_record(row, result, form.openai, custom_id=custom_id, token_ids=form.token_ids)
     out: dict[str, Any] = {"id": row_id(row, form.id_column)}
     if form.input_file:
@@ -164,15 +165,16 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
 
 
 def row_id(row: Row, id_column: str | None) -> Any:
-    """Returns the value of the id column, else of `id` or `custom_id`, else the row's number. Null counts as missing."""
-    return _first(row, (id_column, "id", "custom_id"))
+    """Returns the id that the row has (`own_id`), else the row's number."""
+    value = own_id(row, id_column)
+    return row.number if value is None else value
 
 
-def _first(row: Row, names: Sequence[str | None]) -> Any:
-    for name in names:
-        if name is not None and (value := row.columns.get(name)) is not None:
-            return value
-    return row.number
+def own_id(row: Row, id_column: str | None, *, openai: bool = False) -> Any:
+    """Returns the value of the id column, else of `id` or `custom_id` (in OpenAI's form `custom_id` or `id`). Null counts as missing; None if all are."""
+    names = (id_column, "custom_id", "id") if openai else (id_column, "id", "custom_id")
+    values = (row.columns.get(name) for name in names if name is not None)
+    return next((value for value in values if value is not None), None)
 
 
 def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dict[str, str]:

@@ -11,7 +11,7 @@ from batchgen.errors import BatchgenError, UsageError
 from batchgen.jobs.results import read_results
 from batchgen.jobs.reuse_output import result_of_row
 from batchgen.jobs.shards import read_stats, stores, take_runs
-from batchgen.jobs.status import job_status
+from batchgen.jobs.status import job_status, no_job
 from batchgen.jobs.target import open_target
 from batchgen.recording import JobRecord, RowFigures
 from batchgen.records.files import InputFile, split_name
@@ -80,10 +80,7 @@ def job_data(output: str, work_dir: str | None = None) -> dict[str, Any]:
 def _of_output_alone(output: str, folder: Path) -> dict[str, Any]:
     """The data of an output without its job's folder: what its rows tell."""
     if not open_target(output).exists():
-        raise UsageError(
-            f"there is no job of {output}: {folder} is not a job's folder",
-            "name the output of a run, with the --work-dir of that run",
-        )
+        raise no_job(output, folder)
     rows = _rows_of_output(output)
     if not rows["rows"]:
         raise UsageError(f"{output} has no rows of batchgen's, and no job's folder", "name the output of a run")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputError, UsageError
+from batchgen.jobs.disk import write_whole
 from batchgen.report.sections import body
 from batchgen.version import __version__
 
@@ -50,7 +51,7 @@ class ReportPage:
         """Writes the page to a file. Raises `UsageError` for a name that does not end in .html, `OutputError` if it cannot be written."""
         check_report_file(str(file))
         try:
-            Path(file).write_text(self.html, encoding="utf-8", errors="replace")
+            write_whole(file, self.html)
         except OSError as e:
             raise OutputError(f"the report {file} cannot be written: {e.strerror}", "name another file") from e
 

@@ -146,7 +146,7 @@ def test_where_there_is_no_job_the_exit_code_is_2(cli: Cli, tmp_path: Path) -> N
     place = f"{tmp_path}/o\\x1b.jsonl"
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == (
-        f"batchgen: error: there is no job of {place}: {place}.job is not a job's folder; "
+        f"batchgen: error: there is no job of {place}: neither {place} nor {place}.job exists; "
         "name the output of a run, with the --work-dir of that run\n"
     )
 

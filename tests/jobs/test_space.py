@@ -44,6 +44,7 @@ def test_a_job_that_cannot_fit_is_not_begun(free, open_, write_input) -> None:
         "the disk of o.jsonl.job has 10 B of free space, and the output alone needs 32 B; "
         "free some space, carry fewer columns with --keep, or write elsewhere with -o and --work-dir"
     )
+    assert not Path("o.jsonl.job").exists(), "no empty folder is left behind"
     free(1 << 40)
     job, _ = open_()
     job.close()

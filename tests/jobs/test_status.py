@@ -280,18 +280,28 @@ def test_a_resumed_run_goes_on_counting_results_where_the_last_one_was(folder):
     assert (found["rows_done"], found["results"]) == (3, 35)
 
 
-@pytest.mark.parametrize("make", ["nothing", "folder", "file"])
+@pytest.mark.parametrize("make", ["nothing", "folder", "file", "output"])
 def test_where_there_is_no_job_one_line_says_so(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if make == "folder":
         Path("o.jsonl.job").mkdir()
     elif make == "file":
         Path("o.jsonl.job").touch()
+    elif make == "output":
+        Path("o.jsonl").touch()
     with pytest.raises(UsageError) as caught:
         job_status("o.jsonl")
+    other = "o.jsonl.job is not a job's folder"
+    why = {"nothing": "neither o.jsonl nor o.jsonl.job exists", "output": "o.jsonl.job does not exist"}
     assert str(caught.value) == (
-        "there is no job of o.jsonl: o.jsonl.job is not a job's folder; name the output of a run, with the --work-dir of that run"
+        f"there is no job of o.jsonl: {why.get(make, other)}; name the output of a run, with the --work-dir of that run"
     )
+
+
+@pytest.mark.parametrize("wrong", ["o.jsonl.job", "out.jsonl"])
+def test_a_name_that_is_nearly_that_of_a_job_is_answered_with_the_jobs_name(wrong, folder):
+    with pytest.raises(UsageError, match=r"did you mean o\.jsonl\?$"):
+        job_status(wrong)
 
 
 def test_a_job_under_another_folder_is_found_there(folder):

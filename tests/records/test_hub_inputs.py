@@ -69,6 +69,15 @@ def test_what_the_hub_does_not_have_is_refused_in_one_line(hub, url):
     assert str(caught.value) == f"no such file: {url}; check the address and your access to it"
 
 
+@pytest.mark.parametrize("url", ["hf://user/rows", "hf://user/rows@main", "hf://user/rows/data/a.jsonl"])
+def test_a_dataset_without_datasets_in_its_name_is_told_how_to_write_it(hub, url):
+    with pytest.raises(UsageError) as caught:
+        opened(url)
+    assert str(caught.value) == (
+        f"no such file: {url}; a dataset is hf://datasets/user/rows; without datasets/ it is a model's repository"
+    )
+
+
 def test_an_output_needs_its_repository_to_be_there(hub):
     target = open_target("hf://datasets/user/rows/out/o.jsonl")
     target.check()

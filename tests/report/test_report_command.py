@@ -200,7 +200,7 @@ def test_without_a_job_the_message_says_what_to_name(cli: Cli, source: Path, tmp
     outcome = cli("report", tmp_path / "no.jsonl")
     assert outcome.code == 2
     assert outcome.err == (
-        f"batchgen: error: there is no job of {tmp_path / 'no.jsonl'}: {tmp_path / 'no.jsonl.job'} is not a job's folder; "
+        f"batchgen: error: there is no job of {tmp_path / 'no.jsonl'}: neither {tmp_path / 'no.jsonl'} nor {tmp_path / 'no.jsonl.job'} exists; "
         "name the output of a run, with the --work-dir of that run\n"
     )
     outcome = cli("report", source)
