@@ -114,7 +114,7 @@ class RunFigures:
     @property
     def all_reasons(self) -> Counter[str]:
         """Number of rows by the reason why they ended, in this run or an earlier one."""
-        return self.finish_reasons + self.resumed_reasons
+        return self.finish_reasons + self.resumed_reasons if self.resumed_reasons else self.finish_reasons
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.plan import AttentionPlan, CausalPart, PagedPart, SharedPart
 
-SCORES = 1 << 21
+MAX_SCORES = 1 << 21
 """Maximum number of scores of one matrix product. More would not fit the cache."""
 DENSE = 0.6
 """If at least this share of a stretch of the pool is read, reading it in place is faster than gathering its blocks."""
@@ -24,11 +24,15 @@ DENSE = 0.6
 class Cascade:
     """The attention plan of one step, as tensors."""
 
-    def __init__(self, plan: AttentionPlan, device: torch.device) -> None:
+    def __init__(
+        self, plan: AttentionPlan, device: torch.device, max_scores: int = MAX_SCORES, dense: float = DENSE
+    ) -> None:
+        """`max_scores` and `dense` are what the constants of these names say."""
         self.plan = plan
+        self._max_scores = max_scores
         self.positions = torch.from_numpy(plan.positions).to(device)
         self.causal = [_Causal(part, device) for part in plan.causal]
-        self.paged = _Paged(plan.paged, plan.block_size, plan.num_tokens, device) if plan.paged else None
+        self.paged = _Paged(plan.paged, plan.block_size, plan.num_tokens, device, dense) if plan.paged else None
 
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
@@ -68,11 +72,11 @@ class Cascade:
         K, _, G, D = q_KTGD.shape
         size = self.plan.block_size
         first, last = part.block * size, (part.block + part.num_blocks) * size
-        q_chunk = max(1, min(part.q_end - part.q_start, SCORES // (K * G * min(last - first, 1024))))
+        q_chunk = max(1, min(part.q_end - part.q_start, self._max_scores // (K * G * min(last - first, 1024))))
         for q_start in range(part.q_start, part.q_end, q_chunk):
             q_end = min(q_start + q_chunk, part.q_end)
             count = q_end - q_start
-            k_chunk = max(size, SCORES // (K * G * count))
+            k_chunk = max(size, self._max_scores // (K * G * count))
             for k_start in range(first, last, k_chunk):
                 k_end = min(k_start + k_chunk, last)
                 k_nKSD = broadcast(keys[:, k_start:k_end], count)
@@ -192,12 +196,12 @@ class _Paged:
     `Q` queries, `R` block reads, `C` keys a block.
     """
 
-    def __init__(self, part: PagedPart, block_size: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, part: PagedPart, block_size: int, num_tokens: int, device: torch.device, dense: float) -> None:
         owners, blocks, lengths, positions = part.owners, part.blocks, part.lengths, part.positions
         lowest, highest = int(blocks.min()), int(blocks.max()) + 1
         unique = len(set(blocks.tolist())) == len(blocks)
         self.stretch: tuple[int, int] | None = None
-        if unique and len(blocks) >= DENSE * (highest - lowest):
+        if unique and len(blocks) >= dense * (highest - lowest):
             # The stretch of the pool is read in place. Its blocks that nobody reads belong to an extra query.
             self.stretch = (lowest, highest)
             place = blocks - lowest

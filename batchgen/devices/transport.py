@@ -92,6 +92,8 @@ class WorkerSetup:
     """Time between two reports while it runs."""
     under_way_share: float = UNDER_WAY_SHARE
     """Largest part of its time in which it tells what is under way."""
+    under_way_seconds: tuple[float, float] = (0.25, 1.0)
+    """Shortest time between two reports that have the completions under way, and the longest, whatever they cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +189,10 @@ def start_process(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
     )
 
 
-def how_it_ended(process: Process, said: IO[bytes]) -> str:
-    """The signal or exit code of a process that has closed its connection without a word, and the last line that it printed."""
+def how_it_ended(process: Process, said: IO[bytes], seconds: float = END_SECONDS) -> str:
+    """The signal or exit code of a process that has closed its connection without a word, and the last line that it printed. Waits for `seconds`."""
     try:
-        code = process.wait(END_SECONDS)
+        code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         return "it hangs"
     how = f"exit code {code}"

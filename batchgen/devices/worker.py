@@ -44,10 +44,6 @@ def take_device(device: str) -> None:
         torch.cuda.set_device(own)
 
 
-UNDER_WAY_SECONDS = 0.25
-"""Shortest time between two reports that have the completions under way."""
-MAX_UNDER_WAY_SECONDS = 1.0
-"""Longest time between two of them, whatever they cost."""
 PARENT_SECONDS = 5.0
 LAST_WORDS_SECONDS = 5.0
 
@@ -221,7 +217,8 @@ class _Worker:
         self._reported = time.monotonic()
         if under_way is not None:
             wait = (self._reported - began) / self._setup.under_way_share
-            self._tell_under_way_at = began + min(MAX_UNDER_WAY_SECONDS, max(UNDER_WAY_SECONDS, wait))
+            shortest, longest = self._setup.under_way_seconds
+            self._tell_under_way_at = began + min(longest, max(shortest, wait))
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ class JobFolder:
             if self.finished is None:
                 self._start(flush_every)
             else:
-                self._clean_up()
+                self._clean_up(self._shrunk())
 
     def _check_nothing_lost(self, overwrite: bool) -> None:
         """Raises `UsageError` if there are results whose settings are not known."""
@@ -476,8 +476,9 @@ class JobFolder:
         with writing(self._folder):
             self._manifest = old
             self._manifest.save(self._folder / "manifest.json")
+            left = self._shrink(self._results)
             self._close_files()
-            self._clean_up()
+            self._clean_up(left)
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         ordered = self._order.sort(rows)
@@ -527,21 +528,29 @@ class JobFolder:
         with writing(self._folder):
             if self._prune:
                 self._results.forget_unasked()
+            left = self._shrink(self._results)
             self._close_files()
-            self._clean_up()
+            self._clean_up(left)
         self.finished = stats
         self._lock.release()
 
     # -- the folder
 
-    def _clean_up(self) -> None:
-        """Removes from the database what the finished output holds. If results remain, they stay as `kept.sqlite`."""
-        file = self._folder / results_files.FILE
-        if file.exists():
-            with closing(Results(self._folder, 0.0)) as results:
-                left = results.shrink(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
-            if left:
-                file.replace(self._folder / KEPT_FILE)
+    def _shrink(self, results: Results) -> bool:
+        """Removes from the database what the finished output holds. Returns whether results remain."""
+        return results.shrink(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
+
+    def _shrunk(self) -> bool:
+        """Opens the database that an earlier run left with its finished output, if there is one, for `_shrink`."""
+        if not (self._folder / results_files.FILE).exists():
+            return False
+        with closing(Results(self._folder, 0.0)) as results:
+            return self._shrink(results)
+
+    def _clean_up(self, left: bool) -> None:
+        """Removes the files of the work. If results are left in the database, they stay as `kept.sqlite`."""
+        if left:
+            (self._folder / results_files.FILE).replace(self._folder / KEPT_FILE)
         self._remove(WORK_FILES)
         sync_folder(self._folder)
 

@@ -148,9 +148,15 @@ def parts_on(device: torch.device) -> tuple[Part, ...]:
 
 
 def check_device(
-    config: ModelConfig, device: torch.device, hf_config: Any, block_size: int, start: StartTrials | None = None
+    config: ModelConfig,
+    device: torch.device,
+    hf_config: Any,
+    block_size: int,
+    start: StartTrials | None = None,
+    trial_seconds: float = TRIAL_SECONDS,
 ) -> Verdict:
     """Tries the parts on this device, or reads what an earlier start has found. `start` starts the process of trials.
+    A trial that takes longer than `trial_seconds` has failed.
 
     Nothing is tried on a CPU, for a model on several devices, or where `--attention triton` asks for the kernels whatever they do.
     """
@@ -169,7 +175,7 @@ def check_device(
             return kept
         _logger.info("trying batchgen's kernels on %s, once for this model and these versions ...", name)
         began = time.monotonic()
-        off, complete = _tried(Setup(config, block_size, parts), start or start_trials)
+        off, complete = _tried(Setup(config, block_size, parts), start or start_trials, trial_seconds)
         _logger.info("tried in %.0f s, loading the model included", time.monotonic() - began)
         verdict = replace(verdict, off=off, file=verdict.file if complete else None)
         verdict.keep()
@@ -235,14 +241,14 @@ def _locked(verdict: Verdict) -> Iterator[None]:
         yield
 
 
-def _tried(setup: Setup, start: StartTrials) -> tuple[dict[Part, str], bool]:
+def _tried(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], bool]:
     """The parts that are not to be used, and whether that is to be kept. What could not be tried is not used, but tried again the next time.
 
     A process that was lost in a trial is followed by one for the trials after it.
     """
     off: dict[Part, str] = {}
     while True:
-        failed, at, unknown = _one_process(setup, start)
+        failed, at, unknown = _one_process(setup, start, seconds)
         off |= failed
         if unknown:
             rest = setup.parts if at is None else setup.parts[setup.parts.index(at) :]
@@ -259,7 +265,7 @@ def _tried(setup: Setup, start: StartTrials) -> tuple[dict[Part, str], bool]:
         setup = replace(setup, parts=parts, passed=(*setup.passed, *passed))
 
 
-def _one_process(setup: Setup, start: StartTrials) -> tuple[dict[Part, str], Part | None, str]:
+def _one_process(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], Part | None, str]:
     """The parts that failed in a process of trials; the one that it ended in, if that was before its time; and why nothing is known of that one."""
     off: dict[Part, str] = {}
     trying: Part | None = None
@@ -270,9 +276,9 @@ def _one_process(setup: Setup, start: StartTrials) -> tuple[dict[Part, str], Par
         try:
             ours.send(setup)
             while True:
-                if not ours.poll(None if trying is None else TRIAL_SECONDS):
+                if not ours.poll(None if trying is None else seconds):
                     assert trying is not None
-                    return {**off, trying: f"its trial did not return within {TRIAL_SECONDS:g} s"}, trying, ""
+                    return {**off, trying: f"its trial did not return within {seconds:g} s"}, trying, ""
                 message = ours.recv()
                 if isinstance(message, Trying):
                     trying = message.part

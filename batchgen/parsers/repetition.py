@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class Repetition:
         return bool((self._matches >= self._enough).any())
 
 
+@cache
 def _matches_needed(times: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """By length of a pattern less one: the tokens that equal those of the pattern before, once it stands there often enough."""
     needed: np.ndarray[tuple[int], np.dtype[np.int64]] = np.maximum(_PATTERNS * (times - 1), SHORTEST - _PATTERNS)
@@ -43,10 +45,13 @@ def _matches_needed(times: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def repeats(tokens: Sequence[int], times: int) -> bool:
     """Whether a completion ends in one pattern `times` times over."""
+    if len(tokens) < SHORTEST:
+        return False
     whole = np.asarray(tokens[-LONGEST * times :], dtype=np.int64)
-    for pattern, needed in zip(_PATTERNS.tolist(), _matches_needed(times).tolist(), strict=True):
-        if pattern + needed > len(whole):
-            continue
-        if np.array_equal(whole[len(whole) - needed :], whole[len(whole) - needed - pattern : len(whole) - pattern]):
+    enough = _matches_needed(times)
+    before = whole[-1 - LONGEST : -1][::-1]
+    for pattern in (np.flatnonzero(before == whole[-1]) + 1).tolist():  # the last token comes before the pattern, too
+        start = len(whole) - int(enough[pattern - 1])
+        if start >= pattern and np.array_equal(whole[start:], whole[start - pattern : len(whole) - pattern]):
             return True
     return False

@@ -30,6 +30,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
     calls = 0
     """Calls of the current render."""
+    max_calls = MAX_CALLS
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
@@ -56,8 +57,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if self.calls > MAX_CALLS:
-            raise OverflowError(f"it makes more than {MAX_CALLS} calls")
+        if self.calls > self.max_calls:
+            raise OverflowError(f"it makes more than {self.max_calls} calls")
         return super().call(context, obj, *args, **kwargs)
 
 
@@ -75,9 +76,10 @@ def _written(value: Any) -> Any:
 class RowTemplate:
     """A Jinja template over a row's columns; `row` is all of them, for names such as `row["my column"]`."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, max_calls: int = MAX_CALLS) -> None:
         """Raises `UsageError` if the source is not valid Jinja."""
         self._sandbox = environment = _Sandbox(undefined=StrictUndefined, finalize=_written, autoescape=False)
+        environment.max_calls = max_calls
         try:
             parsed = environment.parse(source)
             self._template = environment.from_string(source)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.attention import plan as plan_module
-from batchgen.attention import torch_backend as cascade_module
 from batchgen.attention.base import LayerOptions, StepAttention
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import AttentionPlan, SharedPart, plan_attention
@@ -31,7 +30,20 @@ def pool_of(plan, spans, slots, K, D, V, block_size, dtype, generator):
 
 
 def compare(
-    step, plan, block_size, blocks, *, K=2, G=2, D=8, V=8, dtype=torch.float32, tolerance=1e-5, seed=0, **options
+    step,
+    plan,
+    block_size,
+    blocks,
+    *,
+    K=2,
+    G=2,
+    D=8,
+    V=8,
+    dtype=torch.float32,
+    tolerance=1e-5,
+    seed=0,
+    limits=None,
+    **options,
 ):
     generator = torch.Generator().manual_seed(seed)
     keys, values = pool_of(plan, step.spans, blocks * block_size, K, D, V, block_size, dtype, generator)
@@ -39,7 +51,7 @@ def compare(
     if options.pop("sinks", False):
         options["sinks"] = torch.randn(K * G, generator=generator)
     layer = LayerOptions(**({"scale": 0.3} | options))
-    got = Cascade(plan, CPU).attend(q, keys, values, layer)
+    got = Cascade(plan, CPU, **(limits or {})).attend(q, keys, values, layer)
     want = Reference(step.spans, block_size).attend(q, keys, values, layer)
     assert got.shape == want.shape == (plan.num_tokens, K, G, V)
     assert got.dtype == dtype
@@ -111,17 +123,16 @@ def test_the_cascade_is_the_reference_on_random_trees(data):
 
 
 @pytest.mark.parametrize("shared_reads", [1, 10**9])
-def test_long_slices_are_cut_into_blocks(monkeypatch, shared_reads):
-    monkeypatch.setattr(cascade_module, "SCORES", 64)
+def test_long_slices_are_cut_into_blocks(shared_reads):
+    limits = {"max_scores": 64}
     options = {"shared_reads": shared_reads, "longest": 40, "tokens": 90, "causal_chunk": 5, "causal_scores": 100}
-    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400), **options)
-    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, window=7), **options)
+    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, limits=limits), **options)
+    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, window=7, limits=limits), **options)
 
 
 @pytest.mark.parametrize("dense", [0.0, 2.0], ids=["in place", "gathered"])
-def test_blocks_read_in_place_and_gathered_give_the_same(monkeypatch, dense):
-    monkeypatch.setattr(cascade_module, "DENSE", dense)
-    random_steps(sim, 6, lambda s, p: compare(s, p, 4, 400, window=9), shared_reads=1)
+def test_blocks_read_in_place_and_gathered_give_the_same(dense):
+    random_steps(sim, 6, lambda s, p: compare(s, p, 4, 400, window=9, limits={"dense": dense}), shared_reads=1)
 
 
 def test_memory_that_is_scattered_is_read_right():

@@ -132,9 +132,8 @@ def test_a_window_may_be_added_while_another_runs(fleet: Fleet) -> None:
     assert sorted(results) == [*range(30), *range(100, 130), *range(200, 230)]
 
 
-def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.devices.worker.MAX_UNDER_WAY_SECONDS", 0.0)  # with every report
-    workers = fleet.workers()
+def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet: Fleet) -> None:
+    workers = fleet.workers(under_way_seconds=(0.0, 0.0))  # with every report
     seen: dict[int, int] = {}
 
     def stop() -> None:
@@ -152,9 +151,7 @@ def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet: Fleet, mo
 def test_what_is_under_way_is_told_several_times_a_second(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     monkeypatch.setattr(FakeEngine, "under_way", lambda self: told.append(self.stats.steps) or {})
-    monkeypatch.setattr("batchgen.devices.worker.UNDER_WAY_SECONDS", 0.01)
-    monkeypatch.setattr("batchgen.devices.worker.MAX_UNDER_WAY_SECONDS", 0.02)
-    run(fleet.workers("cpu:0"), [request(0, [0], max_tokens=300)])
+    run(fleet.workers("cpu:0", under_way_seconds=(0.01, 0.02)), [request(0, [0], max_tokens=300)])
     assert len([steps for steps in told if 0 < steps < 300]) >= 5
 
 

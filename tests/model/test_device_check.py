@@ -320,10 +320,10 @@ def hf_config(**settings):
     return SimpleNamespace(model_type="llama", dtype="bfloat16", to_dict=lambda: settings)
 
 
-def check(monkeypatch, *scripts, config=CONFIG, settings=None, **options):
+def check(monkeypatch, *scripts, config=CONFIG, settings=None, seconds=300.0, **options):
     start = Scripted(*scripts)
     check_as_on_a_gpu(monkeypatch, start, **options)
-    verdict = check_device(config, CPU, hf_config(**settings or {"head_dim": 64}), 32)
+    verdict = check_device(config, CPU, hf_config(**settings or {"head_dim": 64}), 32, trial_seconds=seconds)
     assert not start.scripts, "a process was not started"
     return verdict
 
@@ -337,16 +337,14 @@ TRITON_FAILED = (
 
 
 def test_a_trial_that_never_returns_ends_with_its_process_and_the_others_follow(monkeypatch, cache):
-    monkeypatch.setattr(device_check, "TRIAL_SECONDS", 0.05)
     hung = ([Trying("sampler"), Trying("triton")], None, b"")
-    verdict = check(monkeypatch, hung, ([Trying("step-ahead"), Done()], 0, b""))
+    verdict = check(monkeypatch, hung, ([Trying("step-ahead"), Done()], 0, b""), seconds=0.05)
     assert verdict.off == {"triton": "its trial did not return within 0.05 s"}
     assert json.loads(next(cache.glob("*.json")).read_text())["off"] == verdict.off
 
 
 def test_the_last_part_may_hang_too(monkeypatch):
-    monkeypatch.setattr(device_check, "TRIAL_SECONDS", 0.05)
-    verdict = check(monkeypatch, ([*map(Trying, PARTS)], None, b""))
+    verdict = check(monkeypatch, ([*map(Trying, PARTS)], None, b""), seconds=0.05)
     assert list(verdict.off) == ["step-ahead"]
     assert verdict.file is not None
 
@@ -474,9 +472,8 @@ def test_a_process_that_hangs_is_killed(monkeypatch, command_environment):
         )
         return processes[-1]
 
-    monkeypatch.setattr(device_check, "TRIAL_SECONDS", 0.2)
     check_as_on_a_gpu(monkeypatch, start)
-    verdict = check_device(CONFIG, CPU, hf_config(head_dim=64), 32)
+    verdict = check_device(CONFIG, CPU, hf_config(head_dim=64), 32, trial_seconds=0.2)
     assert verdict.off == {"step-ahead": "its trial did not return within 0.2 s"}
     assert [process.returncode for process in processes] == [-signal.SIGKILL]
 

@@ -68,12 +68,11 @@ def test_what_templates_usually_do_is_not_refused(tools):
     assert tools.text_of(draft) == said
 
 
-def test_the_limits_are_of_each_render_alone(monkeypatch):
-    monkeypatch.setattr("batchgen.prompts.template.MAX_CALLS", 3)
-    template = RowTemplate("{{ a.strip() }}{{ a.strip() }}")
+def test_the_limits_are_of_each_render_alone():
+    template = RowTemplate("{{ a.strip() }}{{ a.strip() }}", max_calls=3)
     assert [template.render({"a": " x "}) for _ in range(5)] == ["xx"] * 5
     with pytest.raises(RowError, match="it makes more than 3 calls"):
-        RowTemplate("{% for i in a %}{{ i.strip() }}{% endfor %}").render({"a": ["x"] * 4})
+        RowTemplate("{% for i in a %}{{ i.strip() }}{% endfor %}", max_calls=3).render({"a": ["x"] * 4})
 
 
 def test_memory_and_recursion_that_run_out_fail_the_row(tools, monkeypatch):

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -119,6 +119,17 @@ class ThreadProcess:
         return self._code
 
 
+class PacedProcesses(Processes):
+    """Processes that tell what is under way as often as they are told to."""
+
+    under_way_seconds: tuple[float, float] | None = None
+
+    def setups(self, model: ModelConfig, engine: EngineConfig) -> list[WorkerSetup]:
+        setups = super().setups(model, engine)
+        pace = self.under_way_seconds
+        return setups if pace is None else [replace(setup, under_way_seconds=pace) for setup in setups]
+
+
 @dataclass
 class Fleet:
     """Starts workers with fake engines, and keeps them at hand by their devices."""
@@ -138,9 +149,13 @@ class Fleet:
         self.processes.append(ThreadProcess(connection, said, self.load))
         return self.processes[-1]
 
-    def workers(self, device: str = "cpu:0,1", **engine: Any) -> Workers:
+    def workers(
+        self, device: str = "cpu:0,1", *, under_way_seconds: tuple[float, float] | None = None, **engine: Any
+    ) -> Workers:
         model = ModelConfig(model="m", device=device)
-        return Workers(model, EngineConfig(**engine), Processes(model.devices, device, self.start))
+        processes = PacedProcesses(model.devices, device, self.start)
+        processes.under_way_seconds = under_way_seconds
+        return Workers(model, EngineConfig(**engine), processes)
 
 
 def request(row: int, tokens: list[int], max_tokens: int = 3, **fields: Any) -> Request:
