@@ -2,6 +2,7 @@
 ## make test    the test suite (make test-slow, make test-nightly: all of it, with more cases)
 ## make docs    the documentation as a site, in build/site
 ## make reference  docs/reference/commands.md and the man page, made again from the options
+## make plotly  the charts' library in batchgen/report/plotly, built again (needs node)
 ## make lint    ruff, mypy, import-linter
 ## make clean   away with .venv and everything made here
 PYTHON ?= python3
@@ -22,7 +23,7 @@ for line in itertools.islice(open(sys.argv[1], encoding="utf-8"), 6):
 endef
 export SHOW_ROWS
 
-.PHONY: help install dev demo test test-slow test-nightly docs reference lint format dist clean
+.PHONY: help install dev demo test test-slow test-nightly docs reference plotly lint format dist clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -68,6 +69,10 @@ test-nightly: $(VENV)/.installed-slow
 reference: $(VENV)/.installed
 	$(BIN)/python -m batchgen_cli.reference markdown > docs/reference/commands.md
 	$(BIN)/python -m batchgen_cli.reference man > cli/man/batchgen.1
+
+plotly:
+	npm install --prefix build/plotly --ignore-scripts --no-audit --no-fund plotly.js@4.1.1 esbuild@0.25.0
+	NODE_MODULES=build/plotly/node_modules node batchgen/report/plotly/build.mjs
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

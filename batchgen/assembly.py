@@ -53,7 +53,7 @@ class JobReport:
     """The folder that holds the job's folder; None if that is beside the output."""
 
     def page(self) -> ReportPage:
-        """Returns the job as a page for a browser. Raises `UsageError` if plotly is not installed, or rows went to standard output."""
+        """Returns the job as a page for a browser. Raises `UsageError` if rows went to standard output."""
         return report_job(self.output, self.work_dir)
 
     def _repr_html_(self) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from batchgen.attention.sizes import kv_numbers
 from batchgen.collector import few_collections
 from batchgen.config import JobConfig, ModelConfig, parse_memory
-from batchgen.errors import UsageError, memory_errors
+from batchgen.errors import memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
@@ -111,14 +110,12 @@ class PlanReport:
     """The prefix tree in outline (`recording.tree_record`); None without sharing."""
 
     def page(self) -> ReportPage:
-        """Returns the plan as a page for a browser. Raises `UsageError` if plotly is not installed."""
+        """Returns the plan as a page for a browser."""
         return report_plan(self.title, self.as_dict(), self.prefix_tree)
 
-    def _repr_html_(self) -> str | None:
-        """What a notebook displays: the page, if plotly is installed."""
-        with suppress(UsageError):
-            return self.page()._repr_html_()
-        return None
+    def _repr_html_(self) -> str:
+        """What a notebook displays: the page."""
+        return self.page()._repr_html_()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan for `--json` (schema `batchgen.plan/1`)."""

@@ -31,7 +31,7 @@ def report_job(output: str, work_dir: str | None = None) -> ReportPage:
     """Returns the report of the job of an output, whether it is finished or not, or of an output whose job's folder is gone.
 
     Reads the job's folder; reads the output itself only if the folder is gone. Changes nothing, takes no lock, loads no model.
-    Raises `UsageError` if there is neither a job nor an output, or plotly is not installed.
+    Raises `UsageError` if there is neither a job nor an output.
     """
     return ReportPage(job_data(str(output), work_dir))
 

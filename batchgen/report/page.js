@@ -6,7 +6,8 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 40rem)");
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const number = (value) => value.toLocaleString("en");
+const inEnglish = new Intl.NumberFormat("en"); // toLocaleString would make one for each number
+const number = (value) => inEnglish.format(value);
 const counted = (count, one) => `${number(count)} ${count === 1 ? one : `${one}s`}`;
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const cut = (text, length) => (text.length > length ? `${text.slice(0, length)}…` : text);

@@ -1,9 +1,12 @@
 """The page of a report: it shows what the data says, loads nothing, and is safe whatever the rows say."""
 
+import base64
+import gzip
 import json
+import os
 import re
-import sys
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -152,21 +155,12 @@ def test_a_page_is_written_only_to_a_file_of_such_a_name(tmp_path: Path, monkeyp
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError, match="cannot be written: No space left on device"):
         report.save(tmp_path / "r.html")
 
 
-def test_without_plotly_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setattr("batchgen.report.page.find_spec", lambda name: None)
-    with pytest.raises(
-        UsageError, match=r"a report needs the package plotly; install it with pip install 'batchgen-llm\[report\]'"
-    ):
-        ReportPage(job_page_data())
-
-
-def test_a_page_of_the_largest_tree_is_below_five_megabytes():
+def test_a_page_of_the_largest_tree_is_below_two_megabytes():
     import numpy as np
 
     from batchgen.prefix import Outline
@@ -175,4 +169,14 @@ def test_a_page_of_the_largest_tree_is_below_five_megabytes():
     for i in range(4000):
         outline.add(np.array([*[i // 2] * 3000, i % 2], dtype=np.int32))
     data = job_page_data() | {"tree": tree_record(outline.tree(), lambda ids: "日" * (5 * len(ids)))}
-    assert len(page(data).encode()) < 5_000_000
+    assert len(page(data).encode()) < 2_000_000
+
+
+def test_the_page_has_plotly_whole_and_the_licences_of_its_parts_are_shipped():
+    shipped = files("batchgen.report") / "plotly"
+    packed = re.search(r'id="plotly">([^<]*)<', page(job_page_data()))
+    assert packed is not None
+    program = gzip.decompress(base64.b64decode(packed[1])).decode()
+    assert program == (shipped / "plotly.min.js").read_text("utf-8")
+    assert program.startswith("/* plotly.js ")
+    assert "Copyright" in (shipped / "LICENSES.txt").read_text("utf-8")
