@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 DEMO := build/demo
 # Test processes: one for each core that this process may use, and no more than eight (each imports torch).
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))')
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Bytecode is written even where PYTHONDONTWRITEBYTECODE is set: tests start many processes that import the package.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 define SHOW_ROWS

@@ -107,6 +107,7 @@ def test_a_conversation_is_judged_as_the_chat_template_writes_it(reward_model):
     assert raw.reward == pytest.approx(logits_of(reward_model, ["Hello"])[0, 0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_several_devices_shards_and_bfloat16(cli, classifier, write_jsonl, read_jsonl, tmp_path):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "o.jsonl"
 

@@ -53,6 +53,7 @@ def test_options_before_the_two_names_are_refused(capsys) -> None:
     assert capsys.readouterr().err.endswith("error: INPUT and OUTPUT come before the options\n")
 
 
+@pytest.mark.slow
 def test_it_runs_with_paths_of_this_machine(tiny_model_dir, write_jsonl, tmp_path, command_environment) -> None:
     rows = write_jsonl([{"prompt": "one"}, {"prompt": "two"}])
     command = [sys.executable, SCRIPT, rows, tmp_path / "out.parquet", "--model", tiny_model_dir, "--max-tokens", "2"]

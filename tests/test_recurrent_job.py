@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.dry_run import plan_job
 from support.models import build, generate
+from support.params import slow_but
 from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -89,7 +90,9 @@ TREES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    "tree", slow_but(("nested, few at once", "several completions of a prompt", "little memory"), TREES)
+)
 def test_the_memory_of_states_is_that_which_the_plan_says(
     tree: str, folder: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:

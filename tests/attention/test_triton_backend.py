@@ -349,6 +349,7 @@ def logits_of(model, spans, attention, positions):
     ).logits[0]  # fmt: skip
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.usefixtures("fine")
 def test_a_model_gives_the_same_logits_as_with_the_cascade(device):

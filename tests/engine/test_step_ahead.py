@@ -96,7 +96,7 @@ def rounded(result):
     return (result.text, result.token_ids, result.finish_reason, result.error_type, completions, probs)
 
 
-@pytest.mark.parametrize("seed", slow_but((0, 1, 4, 5), range(16)))
+@pytest.mark.parametrize("seed", slow_but((0, 5), range(16)))
 def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeypatch, seed):
     rng = random.Random(seed)
     requests = some_requests(rng)

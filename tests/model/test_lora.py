@@ -17,6 +17,7 @@ from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.model.loader import load_model
 from support.models import build, engine_for, expect, make_requests, run, tiny_tokenizer
+from support.params import slow_but
 from support.wrappers import text_model
 
 peft = pytest.importorskip("peft")
@@ -58,7 +59,7 @@ def tokens(model: Any) -> list[list[int]]:
     return [list(r.token_ids) for r in run(engine_for(model), make_requests(PROMPTS, LENGTHS))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(("plain", "DoRA"), KINDS))
 def test_output_is_that_of_peft(kind: str, tmp_path: Path) -> None:
     plain = [expect(build("llama"), p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     adapted = write(build("llama"), tmp_path, **KINDS[kind])

@@ -36,7 +36,7 @@ def refused(config):
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     slow_but(
-        [("llama", {"rope_parameters": LLAMA3}), ("gemma2", {}), ("gpt2", {}), ("mixtral", {})],
+        [("llama", {"rope_parameters": LLAMA3}), ("gemma2", {})],
         [
             ("llama", {"rope_parameters": LLAMA3}),
             ("qwen2", {"use_sliding_window": True, "max_window_layers": 20}),
@@ -193,8 +193,8 @@ def test_a_subclass_that_is_as_before_passes(tampered):
     [
         ("self_attn", Forgetful, OTHER_LOGITS),
         ("self_attn", Private, "Odd never calls attention"),
-        ("self_attn", Windowed, OTHER_LOGITS),
-        ("mlp", Shifted, OTHER_LOGITS),
+        pytest.param("self_attn", Windowed, OTHER_LOGITS, marks=pytest.mark.slow),
+        pytest.param("mlp", Shifted, OTHER_LOGITS, marks=pytest.mark.slow),
         ("mlp", Mean, OTHER_LOGITS),
         ("", Deaf, "a small one of the kind hardly depends on what it has read, so that it cannot be checked"),
     ],

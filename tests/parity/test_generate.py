@@ -41,7 +41,7 @@ def lengths_of(count: int) -> list[int]:
     return [rng.randint(1, 12) for _ in range(count)]
 
 
-QUICK = {"llama", "deepseek_v3"}  # test_every_architecture.py has all of CORE
+QUICK = {"llama"}  # test_every_architecture.py has all of CORE
 PROMPTS = nested_prompts()
 LENGTHS = lengths_of(len(PROMPTS))
 

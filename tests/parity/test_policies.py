@@ -37,7 +37,7 @@ def expected():
 @pytest.mark.parametrize(
     "options",
     slow_but(
-        [{}, {"ahead": True, "max_batch_tokens": 16, "batch_size": 9}],
+        [{"ahead": True, "max_batch_tokens": 16, "batch_size": 9}],
         [
             {},
             {"batch_size": 4},
