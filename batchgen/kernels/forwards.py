@@ -15,6 +15,8 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.activations import ACT2FN
 
 
 def is_written_as(function: Any, known: Callable[..., Any]) -> bool:
@@ -91,6 +93,49 @@ class Gemma4Norm:
         if self.with_scale:
             normed_output = normed_output * self.weight.float()
         return normed_output.type_as(hidden_states)
+
+
+class Qwen3NextGatedNorm:
+    """Qwen3-Next, Qwen 3.5, OLMo-hybrid: the gate comes after the norm."""
+
+    def forward(self, hidden_states, gate):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = self.weight * hidden_states.to(input_dtype)
+        hidden_states = hidden_states * ACT2FN[self.activation](gate.to(torch.float32))
+        return hidden_states.to(input_dtype)
+
+
+class KimiGatedNorm:
+    """Kimi Linear, Bailing: the same, all in float32."""
+
+    def forward(self, hidden_states, gate=None):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = self.weight.to(torch.float32) * hidden_states
+        hidden_states = hidden_states * ACT2FN[self.activation](gate.to(torch.float32))
+        return hidden_states.to(input_dtype)
+
+
+class Mamba2GatedNorm:
+    """Mamba2, Bamba, Granite 4 H, Nemotron-H, Zamba2: the gate comes before the norm, of which each group has its own."""
+
+    def forward(self, hidden_states, gate=None):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        if gate is not None:
+            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
+        *prefix_dims, last_dim = hidden_states.shape
+        group_count = last_dim // self.group_size
+        hidden_states_group = hidden_states.view(*prefix_dims, group_count, self.group_size)
+        variance = hidden_states_group.pow(2).mean(-1, keepdim=True)
+        hidden_states_group = hidden_states_group * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = hidden_states_group.view(*prefix_dims, group_count * self.group_size)
+        return self.weight * hidden_states.to(input_dtype)
 
 
 def rotate_half(x):

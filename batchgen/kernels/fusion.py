@@ -1,4 +1,4 @@
-"""Puts the kernels for the CPU in the place of a loaded model's norms, rotary embeddings, gated MLPs and linear layers.
+"""Puts the kernels for the CPU in the place of a loaded model's norms, gated norms, rotary embeddings, gated MLPs and linear layers.
 
 A part is replaced only where it is known to compute the same (`forwards`) and gives the same on random numbers; all others stay.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.activations import GELUTanh, SiLUActivation
 
-from batchgen.kernels import forwards
+from batchgen.kernels import forwards, recurrent
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.forwards import is_written_as
 from batchgen.kernels.ops import Activation, PackedLinear, SharedLinear, fits, is_fast, rms_norm, rotate
@@ -68,11 +68,12 @@ class ExactPacking:
 
 
 def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
-    """Replaces rotary embeddings and norms; returns how many of each kind."""
+    """Replaces rotary embeddings, norms and gated norms; returns how many of each kind."""
     count: Counter[str] = Counter()
     if _can_fuse(model):
         _fuse_rotary(model, count)
         _replace(model, "norms", _norm, count)
+        _replace(model, "gated norms", _gated_norm, count)
     return count
 
 
@@ -175,6 +176,52 @@ def _norm(part: Any) -> torch.nn.Module | None:
             fused = FusedNorm(weight, kind.offset, getattr(part, kind.eps), kind.rounds_first)
             return fused if _agree(part, fused, weight.shape[0], weight.dtype, NEAR[weight.dtype]) else None
     return None
+
+
+class FusedGatedNorm(torch.nn.Module):
+    """Root mean square norm of recurrent layers, which a gate multiplies before or after."""
+
+    def __init__(self, plain: Any, *, gate_first: bool, rounds: bool) -> None:
+        """`plain` is the module that this one replaces. `rounds` as `gated_norm` has it."""
+        super().__init__()
+        self.plain = plain
+        self.weight = plain.weight
+        self.factor = plain.weight.detach().float()
+        self.eps = float(plain.variance_epsilon)
+        size = self.factor.shape[0]
+        self.groups = size // getattr(plain, "group_size", size)
+        self.gate_first = gate_first
+        self.sigmoid = getattr(plain, "activation", "silu") == "sigmoid"
+        self.rounds = rounds
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """In the dtype of `x`: Mamba2's layers are normed in float32 beside bfloat16 weights."""
+        if gate is None or not recurrent.can_gated_norm(x, gate):
+            plain: torch.Tensor = self.plain(x, gate)
+            return plain
+        return recurrent.gated_norm(
+            x, gate, self.factor, self.eps,
+            groups=self.groups, gate_first=self.gate_first, sigmoid=self.sigmoid, rounds=self.rounds,
+        )  # fmt: skip
+
+
+def _gated_norm(part: Any) -> torch.nn.Module | None:
+    forward = _own_forward(part)
+    weight: Any = getattr(part, "weight", None)
+    if not _is_plain(weight) or weight.dtype not in DTYPES or weight.dim() != 1:
+        return None
+    if is_written_as(forward, forwards.Qwen3NextGatedNorm.forward) and part.activation == "silu":
+        fused = FusedGatedNorm(part, gate_first=False, rounds=True)
+    elif is_written_as(forward, forwards.KimiGatedNorm.forward) and part.activation in ("silu", "sigmoid"):
+        fused = FusedGatedNorm(part, gate_first=False, rounds=False)
+    elif is_written_as(forward, forwards.Mamba2GatedNorm.forward) and weight.shape[0] % part.group_size == 0:
+        fused = FusedGatedNorm(part, gate_first=True, rounds=True)
+    else:
+        return None
+    gate = _random(np.random.default_rng(1), 1, 3, weight.shape[0]).to(weight.dtype)
+    near = NEAR[weight.dtype]
+    agrees = _agree(lambda x: part(x, gate), lambda x: fused(x, gate), weight.shape[0], weight.dtype, near)
+    return fused if agrees else None
 
 
 class FusedMLP(torch.nn.Module):

@@ -1,4 +1,4 @@
-// Recurrent layers: the causal convolution, the gated delta rule and Mamba's scan of a step's spans, and one step of Mamba2.
+// Recurrent layers: the causal convolution, the gated delta rule and Mamba's scan of a step's spans, one step of Mamba2, and gated norms.
 // States are read from one slot and written to another, which may be the same; memory is passed over once.
 #include <algorithm>
 #include <cmath>
@@ -31,27 +31,74 @@ struct Convolution {  // `_Convolution` in recurrent.py is the same
 };
 
 constexpr int64_t CHANNELS = 256;  // of one task
+constexpr int64_t STRETCH = 32;    // tokens that run through some channels before the next channels, so that rows stay in the cache
 
+// Tokens [begin, end) of a span through PART vectors of channels. The TAPS inputs before a token stay in registers from token to token.
+template <class T, int TAPS, int PART>
+INLINE void convolve_channels(const Convolution& c, int64_t span, int64_t i, int64_t begin, int64_t end) {
+    const int64_t n = c.channels, start = c.starts[span];
+    const T *x = (const T*)c.x + start * c.x_token + i, *weight = (const T*)c.weight + i, *bias = (const T*)c.bias;
+    const T* before = (const T*)c.states + c.read[span] * TAPS * n + i;
+    T* out = (T*)c.out + start * n + i;
+    floats w[TAPS + 1][PART], past[TAPS][PART], bias_[PART];
+    for (int j = 0; j < PART; j++) {
+        bias_[j] = bias ? load_floats(bias + i + j * LANES) : floats{};
+        for (int tap = 0; tap <= TAPS; tap++) w[tap][j] = load_floats(weight + tap * n + j * LANES);
+        for (int tap = 0; tap < TAPS; tap++) {
+            const int64_t t = begin - TAPS + tap;
+            past[tap][j] = load_floats((t < 0 ? before + (t + TAPS) * n : x + t * c.x_token) + j * LANES);
+        }
+    }
+    for (int64_t t = begin; t < end; t++)
+        for (int j = 0; j < PART; j++) {
+            const floats now = load_floats(x + t * c.x_token + j * LANES);
+            floats sum = bias_[j];
+            for (int tap = 0; tap < TAPS; tap++) sum += past[tap][j] * w[tap][j];
+            sum = rounded<T>(sum + now * w[TAPS][j]);
+            store_floats(out + t * n + j * LANES, c.activation ? activate(c.activation, sum) : sum);
+            for (int tap = 0; tap + 1 < TAPS; tap++) past[tap][j] = past[tap + 1][j];
+            past[TAPS - 1][j] = now;
+        }
+}
+
+// The same for any number of taps, and for channels that fill no vector.
 template <class T>
-void convolve_part(const Convolution& c, int64_t span, int64_t first, int64_t last) {
-    const int64_t n = c.channels, taps = c.taps, start = c.starts[span], length = c.lengths[span];
+void convolve_some(const Convolution& c, int64_t span, int64_t first, int64_t last, int64_t begin, int64_t end) {
+    const int64_t n = c.channels, taps = c.taps, start = c.starts[span];
     const T *x = (const T*)c.x, *weight = (const T*)c.weight, *bias = (const T*)c.bias;
     const T* before = (const T*)c.states + c.read[span] * taps * n;
-    T *after = (T*)c.states + c.write[span] * taps * n, *out = (T*)c.out;
-    // Row t of the span's inputs; those before its first token are in the state.
-    auto row = [&](int64_t t) { return t < 0 ? before + (t + taps) * n : x + (start + t) * c.x_token; };
-    for (int64_t t = 0; t < length; t++)
+    const auto row = [&](int64_t t) { return t < 0 ? before + (t + taps) * n : x + (start + t) * c.x_token; };
+    for (int64_t t = begin; t < end; t++)
         for (int64_t i = first; i < last; i += LANES) {
             floats sum = bias ? load_at(bias, i, n) : floats{};
             for (int64_t tap = 0; tap <= taps; tap++)
                 sum += load_at(row(t - taps + tap), i, n) * load_at(weight + tap * n, i, n);
             sum = rounded<T>(sum);
-            store_at(out + (start + t) * n, i, n, c.activation ? activate(c.activation, sum) : sum);
+            store_at((T*)c.out + (start + t) * n, i, n, c.activation ? activate(c.activation, sum) : sum);
         }
+}
+
+template <class T>
+void convolve_part(const Convolution& c, int64_t span, int64_t first, int64_t last) {
+    constexpr int PART = 2;
+    const int64_t n = c.channels, taps = c.taps, start = c.starts[span], length = c.lengths[span];
+    for (int64_t begin = 0; begin < length; begin += STRETCH) {
+        const int64_t end = std::min(begin + STRETCH, length);
+        int64_t i = first;
+        if (taps == 3)
+            for (; i + PART * LANES <= last; i += PART * LANES) convolve_channels<T, 3, PART>(c, span, i, begin, end);
+        else if (taps == 2)
+            for (; i + PART * LANES <= last; i += PART * LANES) convolve_channels<T, 2, PART>(c, span, i, begin, end);
+        convolve_some<T>(c, span, i, last, begin, end);
+    }
+    // Row t of the span's inputs; those before its first token are in the state.
+    const T *before = (const T*)c.states + c.read[span] * taps * n, *x = (const T*)c.x;
+    T* after = (T*)c.states + c.write[span] * taps * n;
     // Of a slot that is read and written each row comes from a later one, so that in this order none is lost.
     for (int64_t tap = 0; tap < taps; tap++) {
-        const T* from = row(length - taps + tap);
-        std::copy(from + first, from + std::min(last, n), after + tap * n + first);
+        const int64_t t = length - taps + tap;
+        const T* from = t < 0 ? before + (t + taps) * n : x + (start + t) * c.x_token;
+        std::copy(from + first, from + last, after + tap * n + first);
     }
 }
 
@@ -278,8 +325,63 @@ void scan(const Scan& s) {
     });
 }
 
+struct GatedNorm {  // `_GatedNorm` in recurrent.py is the same
+    int64_t rows, groups, size;  // each row is groups of so many elements, each with a norm of its own
+    int64_t x_row, gate_row;     // elements from one row to the next
+    int64_t gate_first;          // the gate comes before the norm, else after it
+    int64_t sigmoid;             // the gate is a sigmoid, else SiLU
+    int64_t rounds;              // to the type of x after the norm, and where the gate comes last after the weight
+    int64_t threads;
+    double eps;
+    const float* weight;  // [groups][size]
+    const void *x, *gate;
+    void* y;  // [rows][groups][size]
+};
+
+INLINE floats gated(const GatedNorm& n, floats x) { return n.sigmoid ? 1.0f / (1.0f + exp(-x)) : activate(SILU, x); }
+
+// X is the type of x and y, G that of the gate. `scratch` has room for a group.
+template <class X, class G>
+void gated_norm_group(const GatedNorm& n, const float* weight, const X* x, const G* gate, X* y, float* scratch) {
+    floats squares{};
+    for (int64_t i = 0; i < n.size; i += LANES) {
+        floats v = load_at(x, i, n.size);
+        if (n.gate_first) v *= gated(n, load_at(gate, i, n.size));
+        store_at(scratch, i, n.size, v);
+        squares += v * v;
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / float(n.size) + float(n.eps));
+    for (int64_t i = 0; i < n.size; i += LANES) {
+        floats v = load_at(scratch, i, n.size) * scale;
+        if (n.rounds) v = rounded<X>(v);
+        v *= load_at(weight, i, n.size);
+        if (!n.gate_first) {
+            if (n.rounds) v = rounded<X>(v);
+            v *= gated(n, load_at(gate, i, n.size));
+        }
+        store_at(y, i, n.size, v);
+    }
+}
+
+template <class X, class G>
+void gated_norm(const GatedNorm& n) {
+    const int64_t width = n.groups * n.size, threads = n.rows * width > 8192 ? n.threads : 1;
+    const int64_t pieces = threads > 1 ? std::min(n.rows, 4 * threads) : 1;
+    in_parallel(pieces, threads, [&](Tasks& tasks) {
+        std::vector<float> scratch(n.size);
+        for (int64_t piece; (piece = tasks.take()) >= 0;)
+            for (int64_t row = n.rows * piece / pieces; row < n.rows * (piece + 1) / pieces; row++)
+                for (int64_t at = 0; at < width; at += n.size)
+                    gated_norm_group<X, G>(n, n.weight + at, (const X*)n.x + row * n.x_row + at, (const G*)n.gate + row * n.gate_row + at,
+                                           (X*)n.y + row * width + at, scratch.data());
+    });
+}
+
 }  // namespace
 
+EXPORT void batchgen_gated_norm_float32(const GatedNorm* n) { gated_norm<float, float>(*n); }
+EXPORT void batchgen_gated_norm_bfloat16(const GatedNorm* n) { gated_norm<bf16, bf16>(*n); }
+EXPORT void batchgen_gated_norm_float32_by_bfloat16(const GatedNorm* n) { gated_norm<float, bf16>(*n); }
 EXPORT void batchgen_scan_float32(const Scan* s) { scan(*s); }
 EXPORT void batchgen_convolve_float32(const Convolution* c) { convolve<float>(*c); }
 EXPORT void batchgen_convolve_bfloat16(const Convolution* c) { convolve<bf16>(*c); }

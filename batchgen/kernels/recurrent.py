@@ -38,6 +38,17 @@ class _DeltaRule(ctypes.Structure):
     )
 
 
+class _GatedNorm(ctypes.Structure):
+    """`GatedNorm` in recurrent.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "groups", "size", "x_row", "gate_row")),
+        *((name, ctypes.c_int64) for name in ("gate_first", "sigmoid", "rounds", "threads")),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "gate", "y")),
+    )
+
+
 class _Scan(ctypes.Structure):
     """`Scan` in recurrent.cpp is the same."""
 
@@ -180,3 +191,33 @@ def _step(
     )  # fmt: skip
     kernel(name, torch.float32)(ctypes.byref(what))
     return out
+
+
+def can_gated_norm(x: torch.Tensor, gate: torch.Tensor | None) -> bool:
+    """Whether `gated_norm` takes these tensors."""
+    return (
+        gate is not None
+        and gate.shape == x.shape
+        and x.dtype in DTYPES
+        and gate.dtype in (x.dtype, torch.bfloat16)
+        and x.device.type == gate.device.type == "cpu"
+    )
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, groups: int, gate_first: bool, sigmoid: bool, rounds: bool
+) -> torch.Tensor:  # fmt: skip
+    """The root mean square norm of each of `groups` parts of the last dimension, times `weight` (float32), gated before or after; as `x`.
+
+    The gate is SiLU or a sigmoid. `rounds`: to the type of `x` where the modules of transformers round that norm in this type.
+    """
+    size = x.shape[-1]
+    rows, gates = (of.reshape(-1, size) for of in (x, gate))
+    rows, gates = (of if of.stride(1) == 1 else of.contiguous() for of in (rows, gates))
+    y = torch.empty(x.shape, dtype=x.dtype)
+    what = _GatedNorm(
+        rows.shape[0], groups, size // groups, rows.stride(0), gates.stride(0), gate_first, sigmoid, rounds, torch.get_num_threads(),
+        eps, weight.data_ptr(), rows.data_ptr(), gates.data_ptr(), y.data_ptr(),
+    )  # fmt: skip
+    kernel("gated_norm", x.dtype, "" if gate.dtype == x.dtype else "_by_bfloat16")(ctypes.byref(what))
+    return y

@@ -1,0 +1,97 @@
+"""The small parts of recurrent layers by our own kernels, each against the plain torch that it stands for, and the same to the last bit in any batch."""
+
+import pytest
+import torch
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+from batchgen.kernels import recurrent
+from batchgen.kernels.fusion import FusedGatedNorm, fuse_small_parts
+from batchgen.state.convolution import convolve_spans
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+pytestmark = pytest.mark.usefixtures("kernels")
+
+NORMS = {
+    "gate after the norm": lambda size: Qwen3_5RMSNormGated(size),
+    "gate after the norm, sigmoid": lambda size: KimiLinearRMSNormGated(size),
+    "gate before the norm": lambda size: BambaRMSNormGated(size, size),
+    "gate before the norm, groups": lambda size: BambaRMSNormGated(size, size // 4),
+}
+
+
+def numbers(*shape, dtype=FLOAT32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def fused_norm(kind, size, dtype):
+    model = torch.nn.Module()
+    model.norm = NORMS[kind](size)
+    torch.nn.init.normal_(model.norm.weight, generator=torch.Generator().manual_seed(5))
+    plain = model.norm.to(dtype)
+    with torch.inference_mode():
+        assert fuse_small_parts(model) == {"gated norms": 1}
+    assert isinstance(model.norm, FusedGatedNorm)
+    return model.norm, plain
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("size", [128, 300])
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [(FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT32, BFLOAT16)],
+    ids=["float32", "bfloat16", "float32 beside bfloat16"],
+)
+@torch.inference_mode()
+def test_a_gated_norm_gives_what_the_module_gives(kind, size, x, weight, threads):
+    fused, plain = fused_norm(kind, size, weight)
+    values = numbers(1, 90, size, dtype=x)
+    gate = numbers(1, 90, 2 * size, dtype=weight, seed=1)[..., size:]  # a part of a projection
+    got, want = fused(values, gate), plain(values, gate)
+    assert got.dtype == want.dtype == x
+    near = 2**-7 if x == BFLOAT16 else 1e-5
+    torch.testing.assert_close(got.float(), want.float(), atol=near * float(want.float().abs().max()), rtol=0)
+    alone = [fused(values[:, i : i + 1], gate[:, i : i + 1]) for i in (0, 7, 89)]
+    assert torch.equal(torch.cat(alone, 1), got[:, [0, 7, 89]])
+
+
+@torch.inference_mode()
+def test_a_gated_norm_that_the_kernel_has_not_runs_as_the_module():
+    fused, plain = fused_norm("gate before the norm", 64, FLOAT32)
+    x = numbers(3, 64)
+    assert torch.equal(fused(x), plain(x))
+    assert torch.equal(fused(x.double(), x.double()), plain(x.double(), x.double()))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("taps", [1, 2, 3, 4])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_a_convolution_is_that_of_torch_and_the_same_however_it_is_cut(dtype, taps, activation, threads):
+    channels, lengths = 333, (1, 2, 40, 101)
+    x = numbers(sum(lengths), channels, dtype=dtype)
+    weight, bias = numbers(channels, taps + 1, dtype=dtype, seed=1), numbers(channels, dtype=dtype, seed=2)
+    before = numbers(len(lengths), taps, channels, dtype=dtype, seed=3)
+
+    def run(states, starts, sizes, slots):
+        places = [torch.tensor(of) for of in (starts, sizes, slots, slots)]
+        return recurrent.convolve(x, weight.t().contiguous(), bias, activation, states, *places)
+
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    whole, cut = before.clone(), before.clone()
+    got = run(whole, starts, lengths, range(len(lengths)))
+    parts = torch.empty_like(got)
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        for at in range(0, length, 7):
+            some = min(7, length - at)
+            here = slice(start + at, start + at + some)
+            parts[here] = run(cut, [start + at], [some], [i])[here]
+    assert torch.equal(parts, got)
+    assert torch.equal(cut, whole)
+    owners = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    places = (torch.tensor(starts), torch.tensor(lengths), owners)
+    want, after = convolve_spans(x.float(), weight.float(), bias.float(), activation, before.float(), *places)
+    torch.testing.assert_close(
+        got.float(), want, atol=2**-7 if dtype == BFLOAT16 else 1e-5, rtol=2**-7 if dtype == BFLOAT16 else 1e-5
+    )
+    assert torch.equal(whole.float(), after)
