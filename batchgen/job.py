@@ -120,7 +120,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
                 _tell_notes(job, tracker)
                 outcomes.note_cut_rows()
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
-                _keep(job, config, model, run)
+                _keep_stopped(job, config, model, run)
                 if isinstance(e, Interrupted) and not isinstance(job, StdoutJob):
                     generation.note_kept()
                 raise
@@ -582,7 +582,7 @@ def _finish(job: Store, setup: _Setup, model: _Model, outcomes: Outcomes) -> Job
     )
 
 
-def _keep(job: Store, config: JobConfig, model: _Model, run: RunFigures) -> None:
+def _keep_stopped(job: Store, config: JobConfig, model: _Model, run: RunFigures) -> None:
     """Keeps the results and the figures of a run that stops early."""
     job.flush()
     stats = model.figures(job.previous)

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.collector import few_collections
-from batchgen.devices.engine import engine_here, use_threads
+from batchgen.devices.opening import engine_here, use_threads
 from batchgen.devices.transport import Cancel, Channel, Ready, Report, Stop, Work, WorkerFailed, WorkerSetup
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
 from batchgen.lean_imports import allow_lean_imports

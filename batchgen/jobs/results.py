@@ -14,7 +14,6 @@ Data of this run only (how often a digest has occurred, the keys of the finished
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import json
 import os
@@ -23,24 +22,12 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from batchgen.jobs.disk import network_file_system
-from batchgen.records.result_values import (
-    calls_of,
-    completion_values,
-    completions_of,
-    logprobs_of,
-    plain_calls,
-    plain_logprobs,
-    plain_score,
-    probs_of,
-    score_of,
-)
+from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
 
 FILE = "results.sqlite"
@@ -52,7 +39,6 @@ _ASKED_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is bu
 _CACHE_KIB = 1 << 16
 _BUSY_SECONDS = 60.0
 _READ_SECONDS = 2.0
-_FIELDS = {f.name: f.default for f in fields(Result) if f.name not in ("row", "embedding")}
 _TABLES = """
 CREATE TABLE IF NOT EXISTS results (
     key BLOB PRIMARY KEY, reason TEXT, value BLOB, checksum INTEGER, stays INTEGER NOT NULL DEFAULT 0);
@@ -605,43 +591,12 @@ def _part_checksum(key: bytes, number: int, start: int, value: bytes) -> int:
 
 def encode(result: Result) -> bytes:
     """Returns a result as JSON, without its row number and without fields that have their defaults."""
-    values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
-    if result.completions:
-        values["completions"] = completion_values(result, token_ids=True)
-    if result.tool_calls:
-        values["tool_calls"] = plain_calls(result.tool_calls)
-    if result.score is not None:
-        values["score"] = plain_score(result.score)
-    if result.prompt_logprobs is not None:
-        values["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs)
-    if result.embedding is not None:
-        values["embedding"] = base64.b64encode(result.embedding.astype("<f4").tobytes()).decode()
-    return _json(values)
+    return _json(result_values(result))
 
 
 def decode(key: bytes, value: bytes, checksum: int) -> Result | None:
     """Returns the result of an entry, with row -1; None if it is damaged or was written by a version with other fields."""
     try:
-        if zlib.crc32(key + value) != checksum:
-            return None
-        return _result(json.loads(value))
+        return result_of_values(json.loads(value)) if zlib.crc32(key + value) == checksum else None
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
-
-
-def _result(values: dict[str, Any]) -> Result:
-    if "token_ids" in values:
-        values["token_ids"] = tuple(values["token_ids"])
-    if "completions" in values:
-        values["completions"] = completions_of(values["completions"])
-    if "tool_calls" in values:
-        values["tool_calls"] = calls_of(values["tool_calls"])
-    if "choice_probs" in values:
-        values["choice_probs"] = probs_of(values["choice_probs"])
-    if "score" in values:
-        values["score"] = score_of(values["score"])
-    if "prompt_logprobs" in values:
-        values["prompt_logprobs"] = logprobs_of(values["prompt_logprobs"])
-    if "embedding" in values:
-        values["embedding"] = np.frombuffer(base64.b64decode(values["embedding"]), dtype="<f4").astype(np.float32)
-    return Result(row=-1, **values)

@@ -1,18 +1,58 @@
-"""The nested parts of a result (completions, log-probabilities, a score) as plain values, and back. Output rows and the database of results hold them.
+"""A result, and its nested parts (completions, log-probabilities, a score), as plain values, and back. The database of results holds whole results,
+and output rows hold the parts.
 
 The functions that convert back raise `ValueError`, `TypeError` or `KeyError` for incomplete values, such as JSON's null for an infinity.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
+
+_FIELDS = {f.name: f.default for f in fields(Result) if f.name not in ("row", "embedding")}
+
+
+def result_values(result: Result) -> dict[str, Any]:
+    """Returns a result without its row number and without fields that have their defaults. Only its probabilities may be infinite or no numbers."""
+    values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
+    if result.completions:
+        values["completions"] = completion_values(result, token_ids=True)
+    if result.tool_calls:
+        values["tool_calls"] = plain_calls(result.tool_calls)
+    if result.score is not None:
+        values["score"] = plain_score(result.score)
+    if result.prompt_logprobs is not None:
+        values["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs)
+    if result.embedding is not None:
+        values["embedding"] = base64.b64encode(result.embedding.astype("<f4").tobytes()).decode()
+    return values
+
+
+def result_of_values(values: dict[str, Any]) -> Result:
+    """Returns the result that `result_values` was given, with row -1. Changes `values`."""
+    if "token_ids" in values:
+        values["token_ids"] = tuple(values["token_ids"])
+    if "completions" in values:
+        values["completions"] = completions_of(values["completions"])
+    if "tool_calls" in values:
+        values["tool_calls"] = calls_of(values["tool_calls"])
+    if "choice_probs" in values:
+        values["choice_probs"] = probs_of(values["choice_probs"])
+    if "score" in values:
+        values["score"] = score_of(values["score"])
+    if "prompt_logprobs" in values:
+        values["prompt_logprobs"] = logprobs_of(values["prompt_logprobs"])
+    if "embedding" in values:
+        values["embedding"] = np.frombuffer(base64.b64decode(values["embedding"]), dtype="<f4").astype(np.float32)
+    return Result(row=-1, **values)
 
 
 def completion_values(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from batchgen.config import EngineConfig
-from batchgen.devices.engine import use_threads
+from batchgen.devices.opening import use_threads
 from batchgen.devices.worker import take_device
 from batchgen.errors import ModelError
 

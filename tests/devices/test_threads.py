@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from batchgen.config import EngineConfig
-from batchgen.devices import engine as devices
+from batchgen.devices import opening as devices
 from batchgen.devices.threads import cpu_quota, share_of_threads
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.engine import Workers
 from batchgen.devices.transport import Processes, how_it_ended, start_process
+from batchgen.devices.workers import Workers
 from batchgen.errors import ModelError
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.engine import Workers
 from batchgen.devices.transport import Processes
+from batchgen.devices.workers import Workers
 from batchgen.errors import BatchgenError, DevicesLost, ModelError, OutOfMemory, UsageError
 from batchgen.request import Request
 from batchgen.result import Result
@@ -79,7 +79,7 @@ def test_each_process_hears_what_it_is(fleet: Fleet) -> None:
 
 def test_the_time_in_which_a_worker_has_no_work_is_counted(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("batchgen.devices.engine.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("batchgen.devices.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
     go_on = threading.Event()
 
     class Held(FakeEngine):
@@ -163,7 +163,7 @@ def test_how_far_each_worker_is_can_be_seen_while_they_run(fleet: Fleet, monkeyp
     def stop() -> None:
         if workers.stats.completion_tokens > 20:
             seen.update(w["state"] for w in workers.progress())
-            monkeypatch.setattr("batchgen.devices.engine.SILENT_SECONDS", -1.0)  # as if each were silent for too long
+            monkeypatch.setattr("batchgen.devices.workers.SILENT_SECONDS", -1.0)  # as if each were silent for too long
 
     run(workers, [request(i, [i], max_tokens=40) for i in range(8)], stop)
     assert {"running", "silent"} <= seen

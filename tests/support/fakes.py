@@ -16,9 +16,9 @@ from typing import IO, Any
 import numpy as np
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.engine import Workers
 from batchgen.devices.transport import Channel, Processes, WorkerSetup
 from batchgen.devices.worker import serve
+from batchgen.devices.workers import Workers
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of
 from batchgen.result import Completion, Result

@@ -55,7 +55,7 @@ def _import_everything(model: str) -> None:
     import transformers.models.llama.modeling_llama
     import transformers.processing_utils
 
-    import batchgen.devices.engine
+    import batchgen.devices.opening
     import batchgen.devices.transport
     import batchgen.devices.worker
     import batchgen.engine.engine
