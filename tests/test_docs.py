@@ -1,5 +1,6 @@
 """The documents name files that exist, and the site shows every page."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -21,6 +22,29 @@ def named_files(text: str) -> set[str]:
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     named = named_files((ROOT / page).read_text("utf-8"))
     assert {path for path in named if not ((ROOT / path).exists() or (ROOT / "batchgen" / path).exists())} == set()
+
+
+def defined_in(path: Path) -> set[str]:
+    """What a module defines: `function`, `Class`, and the methods of a class as `Class.method` and `method`."""
+    tree = ast.parse(path.read_text("utf-8"))
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
+            found.update(methods, (f"{node.name}.{method}" for method in methods))
+    return found
+
+
+def test_the_way_of_a_row_leads_through_functions_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", page, re.MULTILINE)
+    assert len({file for file, _ in rows}) == 14
+    named = [(file, name) for file, rest in rows for name in re.findall(r"`([A-Za-z_][\w.]*)`", rest)]
+    assert [(file, name) for file, name in named if name not in defined_in(ROOT / "batchgen" / file)] == []
+    five = re.findall(r"\]\(batchgen/([\w/]+\.py)\)", (ROOT / "README.md").read_text("utf-8"))
+    assert five == [file for file, _ in rows][:5]
 
 
 def test_the_site_shows_every_page() -> None:
