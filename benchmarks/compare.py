@@ -21,7 +21,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.machine import cores, machine_facts
-from benchmarks.models import DTYPES, SHAPES, model_folder, parameters
+from benchmarks.models import DTYPES, INT8, PRECISIONS, SHAPES, model_folder, parameters
 from benchmarks.programs import (
     OURS,
     PROGRAMS,
@@ -36,6 +36,8 @@ from benchmarks.programs import (
 )
 from benchmarks.programs import environment_of as environment
 from benchmarks.result_file import SAME_SETTINGS, OtherRun, ResultFile, medians, new_result, shares
+from benchmarks.stand_in import STAND_INS
+from benchmarks.stand_in import environment as stand_in
 from benchmarks.workloads import WORKLOADS, workload_file
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -50,7 +52,8 @@ class Comparison:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.work = Path(args.work)
-        self.launcher = Launcher(Path(args.engines_folder), args.threads or cores(), args.timeout)
+        smaller = stand_in(args.stand_in, self.work / "stand-ins") if args.stand_in else {}
+        self.launcher = Launcher(Path(args.engines_folder), args.threads or cores(), args.timeout, smaller)
         settings = {"threads": self.launcher.threads} | {name: getattr(args, name) for name in SAME_SETTINGS[1:]}
         settings |= {"repeats": args.repeats, "timeout": args.timeout, "engine_rows": args.engine_rows}
         path = Path(args.output) if args.output else RESULTS / f"{args.name}.json"
@@ -77,7 +80,7 @@ class Comparison:
         cases = []
         for model in self.args.models:
             for dtype in self.args.dtypes:
-                folder = model_folder(self.work, model, dtype)
+                folder = model_folder(self.work, model, "bfloat16" if dtype == INT8 else dtype)
                 self.file.result["models"][model] = {"parameters": parameters(folder), **SHAPES[model]}
                 for workload in self.args.workloads:
                     case = self._rows(Case(model, dtype, workload, folder, Path()), self.args.limit)
@@ -95,6 +98,8 @@ class Comparison:
         """What is measured for a case: an engine that has fewer rows is compared with batchgen on just those."""
         runs: dict[tuple[str, Case], None] = {}
         for engine in engines:
+            if case.dtype == INT8 and not PROGRAMS[engine].int8:
+                continue
             limit = self.args.engine_rows.get(engine)
             if limit is None or limit >= self.file.result["workloads"][case.workload]["rows"]:
                 runs[engine, case] = None
@@ -120,14 +125,20 @@ class Comparison:
             self._show_medians(of)
 
     def _roofline(self, case: Case) -> None:
-        if "model_type" in SHAPES[case.model]:
-            return  # the roofline knows Llamas alone
+        if "model_type" in SHAPES[case.model] or case.dtype == INT8:
+            return  # the roofline knows Llamas alone, and no products of 8 bits
         if self.file.find("rooflines", case) is None:
             command = [sys.executable, "-m", "benchmarks.roofline"]
             command += ["--model", str(case.folder), "--input", str(case.input)]
+            command += ["--dtype", "float32"] if self.args.stand_in else []  # without products of bfloat16
             path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
             try:
-                stdout = run("roofline", command, environment(self.launcher.threads, path), self.args.timeout)
+                stdout = run(
+                    "roofline",
+                    command,
+                    environment(self.launcher.threads, path) | self.launcher.stand_in,
+                    self.args.timeout,
+                )
                 self.file.add("rooflines", case, last_json("roofline", stdout))
             except EngineFailed as e:
                 self._fail("roofline", case, e)
@@ -172,7 +183,7 @@ class Comparison:
         except EngineFailed as e:
             self._fail(engine, case, e)
             return
-        self.file.add("measurements", case, {"repeat": repeat, "load_average": load} | figures)
+        self.file.add("measurements", case, {"repeat": repeat, "load_average": load} | figures | {"engine": engine})
         print(f"{case}: {engine} {figures['tokens_per_s']:.1f} tokens/s ({figures['wall_s']:.1f} s)", flush=True)
 
     def _fail(self, engine: str, case: Case, failure: EngineFailed) -> None:
@@ -211,7 +222,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
     several("--workloads", list(WORKLOADS), list(WORKLOADS))
     several("--models", list(SHAPES), ["30m"])
-    several("--dtypes", list(DTYPES), list(DTYPES))
+    several("--dtypes", list(PRECISIONS), list(DTYPES))
     several("--engines", list(PROGRAMS), list(PROGRAMS))
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--limit", type=int, help="only the first rows of each workload")
@@ -222,6 +233,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=[],
         metavar="ENGINE=ROWS",
         help="for an engine that is too slow for all rows: only so many, on which batchgen is measured once more beside it",
+    )
+    p.add_argument(
+        "--stand-in", choices=STAND_INS, help="hide from every engine what this processor has beyond that (stand_in.py)"
     )
     p.add_argument("--threads", type=int, help="of every engine (default: the cores there are)")
     p.add_argument(

@@ -15,6 +15,9 @@ from typing import Any
 VOCABULARY = 8192
 CONTEXT = 16_384
 DTYPES = ("float32", "bfloat16")
+INT8 = "int8"
+"""The bfloat16 checkpoint, in each engine's own form of 8 bits."""
+PRECISIONS = (*DTYPES, INT8)
 WEIGHT_STD = 0.04
 
 HYBRID = {

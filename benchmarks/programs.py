@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.models import INT8
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,17 +40,29 @@ class Program:
     """What is added to a model folder's name for the model in the engine's own form; None: it takes the folder."""
     swept: bool = False
     """Whether its best batch size is looked for first."""
+    int8: bool = False
+    """Whether it has a form of 8 bits."""
+    options: tuple[str, ...] = ()
+    """Always given."""
+    options_in_stand_in: tuple[str, ...] = ()
+    """Given where the processor stands in for one without products of bfloat16."""
 
 
 PROGRAMS: dict[str, Program] = {
-    "batchgen": Program("batchgen", "benchmarks.engines.batchgen"),
+    "batchgen": Program("batchgen", "benchmarks.engines.batchgen", int8=True),
+    "batchgen-torch": Program(
+        "batchgen `--dtype float32 --compile off`", "benchmarks.engines.batchgen", options=("--plain",)
+    ),
     "transformers-generate": Program("transformers `generate`", "benchmarks.engines.transformers_generate", swept=True),
     "transformers-continuous": Program(
         "transformers continuous batching", "benchmarks.engines.transformers_continuous"
     ),
-    "vllm": Program("vLLM", "benchmarks.engines.vllm_cpu", "vllm"),
-    "openvino": Program("OpenVINO GenAI", "benchmarks.engines.openvino_cpu", "openvino", "openvino"),
-    "llamacpp": Program("llama.cpp", "benchmarks.engines.llamacpp", "llamacpp", "gguf", swept=True),
+    "vllm": Program("vLLM", "benchmarks.engines.vllm_cpu", "vllm", options_in_stand_in=("--float32",)),
+    "openvino": Program("OpenVINO GenAI", "benchmarks.engines.openvino_cpu", "openvino", "openvino", int8=True),
+    "llamacpp": Program("llama.cpp", "benchmarks.engines.llamacpp", "llamacpp", "gguf", swept=True, int8=True),
+    "llamacpp-f16": Program(
+        "llama.cpp F16", "benchmarks.engines.llamacpp", "llamacpp", "f16.gguf", swept=True, options=("--f16",)
+    ),
     "ctranslate2": Program("CTranslate2", "benchmarks.engines.ctranslate2_cpu", "ctranslate2", "ctranslate2"),
 }
 OURS = "batchgen"
@@ -81,6 +95,8 @@ class Launcher:
     engines_folder: Path
     threads: int
     timeout: float | None = None
+    stand_in: Mapping[str, str] = field(default_factory=dict)
+    """Variables with which an engine sees a smaller processor (`stand_in.py`)."""
 
     def missing(self, engine: str) -> str | None:
         """Why an engine cannot be run here, in a line; None if it can."""
@@ -92,7 +108,7 @@ class Launcher:
 
     def prepare(self, engine: str, case: Case) -> None:
         """Makes the model in the engine's own form, once for a model."""
-        target = converted(engine, case.folder)
+        target = converted(engine, case)
         if target is None or target.exists():
             return
         unfinished = target.with_name(f"{target.name}.unfinished")
@@ -101,12 +117,14 @@ class Launcher:
 
     def call(self, engine: str, case: Case, options: Sequence[str]) -> dict[str, Any]:
         """The JSON line of an engine's script. Raises `EngineFailed`."""
-        stdout = self._run(engine, case, options, converted(engine, case.folder), timeout=self.timeout)
+        stdout = self._run(engine, case, options, converted(engine, case), timeout=self.timeout)
         return last_json(engine, stdout)
 
     def _run(self, engine: str, case: Case, options: Sequence[str], target: Path | None, timeout: float | None) -> str:
         command = [self._python(engine), "-m", PROGRAMS[engine].module]
-        command += ["--model", str(case.folder), "--input", str(case.input), *options]
+        command += ["--model", str(case.folder), "--input", str(case.input), *PROGRAMS[engine].options, *options]
+        command += PROGRAMS[engine].options_in_stand_in if self.stand_in else []
+        command += ["--int8"] if case.dtype == INT8 else []
         command += ["--converted", str(target)] if target else []
         return run(engine, command, self._environment(engine), timeout)
 
@@ -117,18 +135,20 @@ class Launcher:
     def _environment(self, engine: str) -> dict[str, str]:
         own = PROGRAMS[engine].environment is None
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH") if own else None]))
-        return environment_of(self.threads, path) | (self._preloads() if engine == "vllm" else {})
+        preloads = filter(None, [self.stand_in.get("LD_PRELOAD"), *(self._preloads() if engine == "vllm" else [])])
+        return environment_of(self.threads, path) | dict(self.stand_in) | {"LD_PRELOAD": ":".join(preloads)}
 
-    def _preloads(self) -> dict[str, str]:
+    def _preloads(self) -> list[str | None]:
         """vLLM is several times slower without Intel's OpenMP and a faster malloc."""
         openmp = self.engines_folder / "vllm" / "lib" / "libiomp5.so"
-        found = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp) if openmp.exists() else None]
-        return {"LD_PRELOAD": ":".join(filter(None, found))}
+        return [ctypes.util.find_library("tcmalloc_minimal"), str(openmp) if openmp.exists() else None]
 
 
-def converted(engine: str, folder: Path) -> Path | None:
+def converted(engine: str, case: Case) -> Path | None:
+    """The place of a case's model in the engine's own form; None if the engine takes the folder."""
     suffix = PROGRAMS[engine].converted
-    return folder.with_name(f"{folder.name}.{suffix}") if suffix else None
+    form = f"{suffix}-{INT8}" if case.dtype == INT8 else suffix
+    return case.folder.with_name(f"{case.folder.name}.{form}") if suffix else None
 
 
 def environment_of(threads: int, path: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.programs import OURS, PROGRAMS, ROOT, Case
 
 SCHEMA = "batchgen.benchmarks/2"
-SAME_SETTINGS = ("threads", "limit", "sweep", "sweep_rows", "quick")
+SAME_SETTINGS = ("threads", "stand_in", "limit", "sweep", "sweep_rows", "quick")
 SAME_MACHINE = ("cpu", "cores", "versions")
 """With others of these, figures are no longer of one run."""
 

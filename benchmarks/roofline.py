@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,8 @@ def seconds(load: Load, shape: Shape, rates: Rates) -> dict[str, float]:
     }
 
 
-def roofline(folder: Path, rows: Path) -> dict[str, Any]:
-    """Of a model and a workload's file, with the rates measured here and now."""
+def roofline(folder: Path, rows: Path, dtype: str | None = None) -> dict[str, Any]:
+    """Of a model and a workload's file, with the rates measured here and now; in another dtype than the checkpoint's where one is given."""
     from transformers import AutoTokenizer
 
     from benchmarks.engines.common import read_work
@@ -168,6 +168,8 @@ def roofline(folder: Path, rows: Path) -> dict[str, Any]:
     shape, work = Shape.of(folder), read_work(str(rows))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     load = load_of([np.array(ids, dtype=np.int32) for ids in tokenizer(work.prompts)["input_ids"]], work.max_tokens)
+    if dtype:
+        shape = replace(shape, dtype=dtype)
     rates = measure(shape)
     return {
         "load": asdict(load),
@@ -186,8 +188,9 @@ def main() -> None:
     )
     p.add_argument("--model", type=Path, required=True)
     p.add_argument("--input", type=Path, required=True, help="JSONL of {id, prompt, sampling_params: {max_tokens}}")
+    p.add_argument("--dtype", choices=ITEM_BYTES, help="(default: the checkpoint's)")
     args = p.parse_args()
-    print(json.dumps(roofline(args.model, args.input)))
+    print(json.dumps(roofline(args.model, args.input, args.dtype)))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,14 @@ from typing import Any
 
 from benchmarks.gpu.result import SCHEMA as GPU_SCHEMA
 from benchmarks.gpu.tables import tables as gpu_tables
-from benchmarks.models import DTYPES, SHAPES
+from benchmarks.models import PRECISIONS, SHAPES
 from benchmarks.programs import OURS, PROGRAMS
 from benchmarks.result_file import SCHEMA, medians, shares
 from benchmarks.workloads import WORKLOADS
 
 MISSING = "–"
+SHORT = {"f32": "float32", "bf16": "bfloat16", "F32": "float32", "BF16": "bfloat16"}
+"""Other engines' names of what rows are named by."""
 
 
 def number(value: float) -> str:
@@ -44,7 +46,7 @@ def table(result: dict[str, Any], model: str) -> str:
     lines = [[title, "", OURS, "of the roofline", *(PROGRAMS[e].label for e in others)]]
     lines.append(["---", "---", *["---:"] * (len(others) + 2)])
     for workload in WORKLOADS:
-        for dtype in DTYPES:
+        for dtype in PRECISIONS:
             names = {"model": model, "dtype": dtype, "workload": workload, "limit": result["settings"]["limit"]}
             if not _entries(result, "measurements", names) and not _entries(result, "failures", names):
                 continue
@@ -92,10 +94,12 @@ def caption(result: dict[str, Any]) -> str:
     for m in result["measurements"]:
         versions |= _named_versions(m)
     listed = "".join(f", {name} {version}" for name, version in versions.items())
+    stand_in = settings.get("stand_in")
+    smaller = f", which stands in for one with {stand_in.upper()} alone (benchmarks/stand_in.py)" if stand_in else ""
     text = (
         f"Completion tokens/s, {_repeats(result)}; tokenizing is in, the load of the model is not; in bold how many times as fast batchgen is. The roofline is the "
-        f"time that the linear layers and attention alone would take at this machine's own rates. {machine['cpu']}, {settings['threads']} threads{listed}, "
-        f"{machine['date'][:10]}."
+        f"time that the linear layers and attention alone would take at this machine's own rates. {_precisions(result)}{machine['cpu']}{smaller}, "
+        f"{settings['threads']} threads{listed}, {machine['date'][:10]}."
     )
     if settings["limit"]:
         text += f" Only the first {settings['limit']} rows of each workload."
@@ -112,7 +116,22 @@ def _named_versions(measurement: dict[str, Any]) -> dict[str, str]:
 def _repeats(result: dict[str, Any]) -> str:
     counts = Counter((m["engine"], m["model"], m["dtype"], m["workload"], m["limit"]) for m in result["measurements"])
     least, most = min(counts.values(), default=0), max(counts.values(), default=0)
+    if most <= 1:
+        return "single runs"
     return f"medians of {least if least == most else f'{least} to {most}'} interleaved runs"
+
+
+def _precisions(result: dict[str, Any]) -> str:
+    """Which engines computed in something else than their row says; empty if that is not known."""
+    others: dict[str, set[str]] = {}
+    for m in result["measurements"]:
+        extras = m.get("extras", {})
+        name = extras.get("precision") or extras.get("compute_type")
+        if name and SHORT.get(name, name) != m["dtype"]:
+            others.setdefault(m["dtype"], set()).add(f"{PROGRAMS[m['engine']].label} {name}")
+    return "".join(
+        f"In the {dtype} rows: {', '.join(sorted(others[dtype]))}. " for dtype in PRECISIONS if dtype in others
+    )
 
 
 def put(text: str, name: str, content: str) -> str:

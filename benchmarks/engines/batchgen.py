@@ -49,13 +49,20 @@ def main() -> None:
     p = parser(__doc__)
     add_device(p)
     p.add_argument("--no-share", action="store_true", help="run every prompt whole")
+    p.add_argument("--plain", action="store_true", help="in float32, without batchgen's own kernels")
     a = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output.jsonl"
         config = JobConfig(
             inputs=(a.input,),
             output=str(output),
-            model=ModelConfig(model=a.model, device=a.device),
+            model=ModelConfig(
+                model=a.model,
+                device=a.device,
+                dtype="float32" if a.plain else "auto",
+                quantize="int8" if a.int8 else "none",
+                compile="off" if a.plain else "auto",
+            ),
             prompts=PromptConfig(chat=False),
             sampling=SamplingParams(ignore_eos=True),
             engine=EngineConfig(share=not a.no_share),
@@ -84,6 +91,7 @@ def main() -> None:
         completion_tokens=stats["completion_tokens"],
         rows=len(rows),
         packages=("torch", "transformers", "tokenizers"),
+        precision="int8" if a.int8 else stats["dtype"],
         generate_s=stats["seconds"]["generate"],
         **{name: stats[name] for name in FIGURES},
     )

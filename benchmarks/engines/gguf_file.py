@@ -1,4 +1,4 @@
-"""A Llama checkpoint of `models.py` as a GGUF file for llama.cpp. numpy and gguf alone: bfloat16 goes through as bytes."""
+"""A Llama checkpoint of `models.py` as a GGUF file for llama.cpp. numpy and gguf alone: bfloat16 is read as 16-bit integers."""
 
 from __future__ import annotations
 
@@ -44,10 +44,12 @@ def pairs_side_by_side(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[A
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
 
 
-def write_gguf(folder: Path, to: Path) -> None:
+def write_gguf(folder: Path, to: Path, weights: str) -> None:
+    """`weights`: the type of all matrices, by its name in gguf (F32, BF16, F16, Q8_0)."""
+    kind = gguf.GGMLQuantizationType[weights]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(to, "llama")
-    write_header(writer, config)
+    write_header(writer, config, "ALL_F32" if weights == "F32" else f"MOSTLY_{weights}")
     write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), config["vocab_size"])
     for name, weight in checkpoint(folder):
         name = name.removeprefix("model.").removesuffix(".weight")
@@ -56,26 +58,24 @@ def write_gguf(folder: Path, to: Path) -> None:
             if part.endswith(("q_proj", "k_proj")):
                 key = "num_attention_heads" if part.endswith("q_proj") else "num_key_value_heads"
                 weight = pairs_side_by_side(weight, config[key])
-            put(writer, f"blk.{layer}.{TENSORS[part]}.weight", weight)
+            put(writer, f"blk.{layer}.{TENSORS[part]}.weight", weight, kind)
         else:
-            put(writer, f"{OTHERS[name]}.weight", weight)
+            put(writer, f"{OTHERS[name]}.weight", weight, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def put(writer: Any, name: str, weight: np.ndarray[Any, Any]) -> None:
-    if weight.dtype == np.float32:
-        writer.add_tensor(name, np.ascontiguousarray(weight))
-    elif weight.ndim == 1:  # llama.cpp wants the norms in float32
-        writer.add_tensor(name, (weight.astype(np.uint32) << 16).view(np.float32))
-    else:
-        raw = np.ascontiguousarray(weight).view(np.uint8)
-        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+def put(writer: Any, name: str, weight: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> None:
+    if weight.dtype == np.uint16:
+        weight = (weight.astype(np.uint32) << 16).view(np.float32)
+    if weight.ndim == 1:  # llama.cpp wants the norms in float32
+        kind = gguf.GGMLQuantizationType.F32
+    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
 
 
-def write_header(writer: Any, config: dict[str, Any]) -> None:
+def write_header(writer: Any, config: dict[str, Any], file_type: str) -> None:
     rotary = config.get("rope_parameters") or config
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -87,8 +87,7 @@ def write_header(writer: Any, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rotary["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    bf16 = (config.get("dtype") or config["torch_dtype"]) == "bfloat16"
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if bf16 else gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType[file_type])
 
 
 def write_tokenizer(writer: Any, tokenizer: dict[str, Any], size: int) -> None:

@@ -18,6 +18,7 @@ from benchmarks.engines.common import (
     Work,
     add_sweep,
     check_and_write_ids,
+    model_dtype,
     parser,
     read_work,
     report,
@@ -162,11 +163,15 @@ def sweep(file: Path, tokenizer: Any, work: Work, sizes: list[int], rows: int) -
 def main() -> None:
     p = parser((__doc__ or "").splitlines()[0], converts=True)
     add_sweep(p, batch=32)
+    p.add_argument(
+        "--f16", action="store_true", help="the weights in float16, which processors without bfloat16 are faster with"
+    )
     a = p.parse_args()
+    weights = "Q8_0" if a.int8 else "F16" if a.f16 else {"float32": "F32", "bfloat16": "BF16"}[model_dtype(a.model)]
     if a.convert:
         from benchmarks.engines.gguf_file import write_gguf
 
-        write_gguf(Path(a.model), a.converted)
+        write_gguf(Path(a.model), a.converted, weights)
         return
     from tokenizers import Tokenizer
 
@@ -186,6 +191,7 @@ def main() -> None:
         packages=("llama-cpp-python", "tokenizers"),
         prefill_tokens=prefill,
         batch=a.batch,
+        precision=weights,
     )
 
 

@@ -23,6 +23,7 @@ def cores() -> str:
 def main() -> None:
     p = parser((__doc__ or "").splitlines()[0])
     p.add_argument("--compile", action="store_true", help="let torch.compile have the model")
+    p.add_argument("--float32", action="store_true", help="whatever the checkpoint's dtype")
     a = p.parse_args()
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
@@ -33,11 +34,12 @@ def main() -> None:
     }
     from vllm import LLM, SamplingParams
 
+    dtype = "float32" if a.float32 else model_dtype(a.model)
     work = read_work(a.input)
     start = time.perf_counter()
     llm = LLM(
         a.model,
-        dtype=model_dtype(a.model),
+        dtype=dtype,
         enable_prefix_caching=True,
         enforce_eager=not a.compile,
         max_model_len=CONTEXT,
@@ -58,6 +60,7 @@ def main() -> None:
         rows=len(outputs),
         packages=("vllm-cpu", "torch", "transformers"),
         prefill_tokens=sum(len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs),
+        precision=dtype,
         preload=":".join(os.path.basename(file) for file in os.environ.get("LD_PRELOAD", "").split(":")),
     )
 

@@ -13,6 +13,7 @@ from benchmarks.result_file import new_result
 MACHINE = {"cpu": "A CPU", "cores": 2, "date": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.13.0"}}
 SETTINGS = {
     "threads": 2,
+    "stand_in": None,
     "limit": None,
     "sweep": "4,8",
     "sweep_rows": 8,
@@ -24,7 +25,7 @@ SETTINGS = {
 CASE = Case("30m", "bfloat16", "few-shot", Path("model"), Path("rows.jsonl"))
 
 
-def measured(engine: str, rate: float) -> dict[str, Any]:
+def measured(engine: str, rate: float, precision: str = "bfloat16") -> dict[str, Any]:
     """What an engine says of a run that made 1,000 tokens."""
     names = ("torch", "transformers") if PROGRAMS[engine].environment is None else (engine,)
     return {
@@ -32,6 +33,7 @@ def measured(engine: str, rate: float) -> dict[str, Any]:
         "wall_s": 1000 / rate,
         "tokens_per_s": rate,
         "versions": {"python": "3.11.7"} | dict.fromkeys(names, "1.2"),
+        "extras": {"precision": precision},
     }
 
 
@@ -41,10 +43,11 @@ class Result:
     def __init__(self) -> None:
         self.json = new_result("test", MACHINE, SETTINGS) | {"models": {"30m": {"parameters": 32_000_000}}}
 
-    def ran(self, engine: str, *rates: float, case: Case = CASE) -> None:
+    def ran(self, engine: str, *rates: float, case: Case = CASE, precision: str | None = None) -> None:
         """One repeat after the other."""
         for repeat, rate in enumerate(rates):
-            self.json["measurements"].append(case.names() | {"repeat": repeat} | measured(engine, rate))
+            figures = measured(engine, rate, precision or case.dtype)
+            self.json["measurements"].append(case.names() | {"repeat": repeat} | figures)
 
     def failed(self, engine: str, after: float | None = None, case: Case = CASE) -> None:
         failure = {"engine": engine, "message": f"{engine}: no", "timed_out_after": after}

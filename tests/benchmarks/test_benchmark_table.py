@@ -78,6 +78,37 @@ def test_the_caption_says_when_repeats_are_not_all_there(result: Any) -> None:
     assert "medians of 1 to 3 interleaved runs" in tables(result.json)
 
 
+def test_the_caption_does_not_call_single_runs_medians(result: Any) -> None:
+    result.ran("batchgen", 1.0)
+    result.ran("vllm", 1.0)
+    assert tables(result.json).partition("tokens/s, ")[2].startswith("single runs; tokenizing")
+
+
+def test_the_caption_names_the_processor_and_what_it_stands_in_for(result: Any) -> None:
+    result.json["settings"]["stand_in"] = "avx2"
+    result.ran("batchgen", 1.0)
+    assert (
+        "own rates. A CPU, which stands in for one with AVX2 alone (benchmarks/stand_in.py), 2 threads, torch 1.2, transformers 1.2, 2026-01-02.\n"
+        in tables(result.json)
+    )
+
+
+def test_the_caption_says_which_engines_computed_in_another_precision_than_their_row(result: Any, case: Case) -> None:
+    result.ran("batchgen", 2.0, precision="float32")
+    result.ran("openvino", 1.0, precision="bf16")
+    result.ran("llamacpp", 1.0, precision="F16")
+    result.ran("batchgen", 4.0, case=replace(case, dtype="int8"))
+    result.ran("llamacpp", 2.0, case=replace(case, dtype="int8"), precision="Q8_0")
+    assert rows_of(result)[2:] == [
+        "| few shot | bfloat16 | 2.0 | – | 1.0 **2.0x** | 1.0 **2.0x** |",
+        "| few shot | int8 | 4.0 | – | – | 2.0 **2.0x** |",
+    ]
+    assert (
+        "own rates. In the bfloat16 rows: batchgen float32, llama.cpp F16. In the int8 rows: llama.cpp Q8_0. A CPU, 2 threads"
+        in tables(result.json)
+    )
+
+
 def test_tables_go_between_their_markers() -> None:
     text = "a\n<!-- benchmarks:cpu:begin -->\nold\n<!-- benchmarks:cpu:end -->\nb\n"
     assert put(text, "cpu", "new\n") == text.replace("old", "new")

@@ -73,6 +73,13 @@ def test_an_engine_with_fewer_rows_is_compared_with_batchgen_on_just_those(engin
     assert medians(made.file.result, NAMES | {"limit": 32}) == {"batchgen": 100.0, "vllm": 100.0}
 
 
+def test_8_bits_are_measured_where_an_engine_has_them(engines: Any, comparison: Make) -> None:
+    made = comparison("--repeats", "1", "--dtypes", "int8", others=["vllm", "openvino", "batchgen-torch"])
+    made.run()
+    assert names_of(engines.calls) == "batchgen openvino"
+    assert made.file.result["rooflines"] == []
+
+
 def test_a_limit_of_all_rows_is_none(engines: Any, comparison: Make) -> None:
     comparison("--repeats", "1", "--engine-rows", "vllm=512", others=["vllm"]).run()
     assert engines.calls == [("batchgen", None), ("vllm", None)]

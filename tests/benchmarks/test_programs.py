@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_an_environment_that_was_not_finished_is_missing(tmp_path: Path) -> None
 def test_what_runs_with_this_python_is_never_missing(tmp_path: Path) -> None:
     assert [name for name in PROGRAMS if Launcher(tmp_path, 1).missing(name) is None] == [
         OURS,
+        "batchgen-torch",
         "transformers-generate",
         "transformers-continuous",
     ]
@@ -123,7 +125,8 @@ def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path: Path, monk
     for engine in ("llamacpp", "llamacpp", "vllm"):
         launcher.prepare(engine, case)
     assert made == [tmp_path / "model.gguf.unfinished"]
-    assert converted("llamacpp", case.folder) == tmp_path / "model.gguf"
+    assert converted("llamacpp", case) == tmp_path / "model.gguf"
+    assert converted("llamacpp", replace(case, dtype="int8")) == tmp_path / "model.gguf-int8"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf"]
 
 

@@ -1,0 +1,32 @@
+"""A processor with AVX-512 stands in for one without: what is newer is hidden from every process of a comparison.
+
+`ONEDNN_MAX_CPU_ISA` and its like restrict one library each. OpenVINO, for one, then looks for bfloat16 products that its oneDNN no
+longer has, and fails; its attention asks the processor itself. `stand_in.c` changes what the processor says.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+AVX2 = "avx2"
+STAND_INS = (AVX2,)
+
+
+def environment(kind: str, folder: Path) -> dict[str, str]:
+    """The variables with which a process sees a smaller processor; the library that they name is compiled into `folder`.
+
+    Raises `subprocess.CalledProcessError` if there is no compiler or this processor cannot stand in for another.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{kind}.so"
+    source = Path(__file__).with_name("stand_in.c")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    found = {
+        "LD_PRELOAD": str(library),
+        "BATCHGEN_ISA": kind,  # which goes by /proc/cpuinfo
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ",  # chosen before anything is preloaded
+    }
+    subprocess.run(["true"], env=os.environ | found, check=True)
+    return found
