@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from batchgen.errors import BatchgenError
-from batchgen.kernels.isa import NONE, flags, instruction_set
+from batchgen.kernels.isa import NONE, flags, instruction_set, sets_below
 from batchgen.lean_imports import cache_folder
 
 SOURCES = Path(__file__).parent
@@ -167,13 +167,12 @@ def _compiler() -> str:
 
 
 def _options(compiler: str) -> list[str]:
-    """Returns the flags up to the first instructions that this compiler does not know: GCC 10 has no AVX-VNNI. Their kernels are left out."""
-    wanted = flags()
-    for count in range(len(wanted), 0, -1):
-        command = [compiler, *FLAGS, *wanted[:count], "-x", "c++", "-fsyntax-only", os.devnull]
+    """Returns the flags of the largest set that this compiler knows: GCC 10 has no AVX-VNNI, GCC 9 no bfloat16 of ARM. Larger ones' kernels are left out."""
+    for name in [instruction_set(), *sets_below()]:
+        command = [compiler, *FLAGS, *flags(name), "-x", "c++", "-fsyntax-only", os.devnull]
         if subprocess.run(command, capture_output=True, timeout=TIMEOUT).returncode == 0:
-            return [*FLAGS, *wanted[:count]]
-    return [*FLAGS, *wanted]  # what else is wrong, the compiler says for the sources
+            return [*FLAGS, *flags(name)]
+    return [*FLAGS, *flags()]  # what else is wrong, the compiler says for the sources
 
 
 def _why_none() -> str:

@@ -70,9 +70,9 @@ def _below(name: str, sets: tuple[str, ...]) -> str:
     return _BUILDS_ON.get(name) or sets[sets.index(name) - 1]
 
 
-def flags() -> list[str]:
-    """The compiler's options for `instruction_set`: those of the set and of the sets that it builds on, and no others."""
-    sets, name = _sets(), instruction_set()
+def flags(name: str = "") -> list[str]:
+    """The compiler's options for a set, by default `instruction_set`: those of the set and of the sets that it builds on, and no others."""
+    sets, name = _sets(), name or instruction_set()
     if sets is ARM:
         return list(_FLAGS.get(name, ()))  # one -march takes the place of another
     names: list[str] = []
@@ -80,6 +80,14 @@ def flags() -> list[str]:
         names.insert(0, name)
         name = _below(name, sets)
     return [flag for name in names for flag in _FLAGS.get(name, ())]
+
+
+def sets_below() -> list[str]:
+    """The sets that `instruction_set` builds on, the largest first."""
+    sets, name, found = _sets(), instruction_set(), []
+    while name != NONE and (name := _below(name, sets)) != NONE:
+        found.append(name)
+    return found
 
 
 def has_bfloat16() -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, UsageError
-from batchgen.kernels import build
+from batchgen.kernels import build, isa
 from batchgen.kernels.isa import instruction_set
 from batchgen.model.loader import load_model
 from batchgen.prompts.tokenizer import load_tokenizer
@@ -95,15 +95,23 @@ def test_a_library_that_was_cut_off_is_compiled_again(folder, tmp_path):
     assert build.library().answer() == 42
 
 
-@needs_compiler
-def test_instructions_that_an_older_compiler_does_not_know_are_left_out(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("machine", "has", "unknown", "left"),
+    [
+        ("x86_64", {"avx2", "fma", "f16c", "avx_vnni"}, "-mavxvnni", ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]),
+        ("aarch64", {"asimd", "asimddp", "bf16"}, "*+bf16", ["-march=armv8.2-a+simd+dotprod"]),
+        ("aarch64", {"asimd", "asimddp", "bf16"}, "*+dotprod*", ["-march=armv8-a+simd"]),
+    ],
+)
+def test_instructions_that_an_older_compiler_does_not_know_are_left_out(
+    folder, tmp_path, monkeypatch, machine, has, unknown, left
+):
     older = tmp_path / "older"
-    older.write_text('#!/bin/sh\ncase " $* " in *" -DTHREE "*) exit 1;; esac\nexec g++ "$@"\n')
+    older.write_text(f'#!/bin/sh\nfor option; do case "$option" in {unknown}) exit 1;; esac; done\n')
     older.chmod(0o700)
-    monkeypatch.setenv("CXX", str(older))
-    monkeypatch.setattr(build, "flags", lambda: ["-DONE=1", "-DTWO=2", "-DTHREE", "-DFOUR=4"])
-    (folder / "answer.cpp").write_text(SOURCE.replace("return 42", "int FOUR = 0; return FOUR + ONE + TWO"))
-    assert build.library().answer() == 3
+    monkeypatch.setattr(isa.platform, "machine", lambda: machine)
+    monkeypatch.setattr(isa, "features", lambda: frozenset(has))
+    assert build._options(str(older)) == [*build.FLAGS, *left]
 
 
 @needs_compiler
