@@ -146,7 +146,11 @@ class _Dataset(Frame):
         import datasets
 
         added = added.cast(pa.schema([field.with_type(without_maps(field.type)) for field in added.schema]))
-        return datasets.concatenate_datasets([self._table.rename_columns(renamed), datasets.Dataset(added)], axis=1)
+        parts = [self._table.rename_columns(renamed), datasets.Dataset(added)]
+        if not added.num_rows:  # `concatenate_datasets` would leave out the second
+            features = datasets.Features({**parts[0].features, **parts[1].features})
+            return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
+        return datasets.concatenate_datasets(parts, axis=1)
 
 
 _KINDS: dict[tuple[str, str], type[Frame]] = {

@@ -98,10 +98,29 @@ def test_labels_have_their_probabilities_in_a_column(llm: LLM) -> None:
     assert [len(pairs) for pairs in out["choice_probs"]] == [2, 2]
 
 
-def test_an_empty_table_has_the_columns_too(llm: LLM) -> None:
-    out = llm.generate_table(TABLE.slice(0, 0))
-    assert out.num_rows == 0
-    assert out.schema.equals(llm.generate_table(TABLE, {"max_tokens": 1}).schema)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_table_has_the_columns_too(llm: LLM, kind: str) -> None:
+    whole = KINDS[kind]()
+    none = whole.select([]) if kind == "datasets" else whole[:0]
+    out = llm.generate_table(none)
+    assert (type(out), len(out)) == (type(whole), 0)
+    some = llm.generate_table(whole, {"max_tokens": 1})
+    if kind == "datasets":
+        assert out.features == some.features
+    assert ARROW[kind](out).column_names == ARROW[kind](some).column_names
+    if kind != "pandas":  # whose columns of objects have no type without a row
+        assert ARROW[kind](out).schema.equals(ARROW[kind](some).schema)
+
+
+def test_columns_in_pieces_that_differ_in_their_dictionaries_come_back_whole(llm: LLM) -> None:
+    pieces = [pa.array(texts, pa.string()).dictionary_encode() for texts in (["a", "b"], [], ["c", "a", None])]
+    table = pa.table({"prompt": pa.chunked_array(pieces)})
+    for out in (
+        llm.generate_table(table, {"max_tokens": 1}),
+        llm.generate_table(pl.from_arrow(table), {"max_tokens": 1}).to_arrow(),
+    ):
+        assert out["prompt"].to_pylist() == ["a", "b", "c", "a", None]
+        assert [error is None for error in out["error"].to_pylist()] == [True] * 4 + [False]
 
 
 def test_what_is_no_table_is_a_type_error_and_a_table_without_prompts_is_told(llm: LLM) -> None:
