@@ -55,9 +55,9 @@ def job_data(output: str, work_dir: str | None = None) -> dict[str, Any]:
     stats = read_stats(folder)
     finished = status["state"] == "finished"
     rows = record.rows if finished else None
-    missing = [] if record.tree else ["no prefix tree (sharing was off, or this run has recorded none yet)"]
+    missing = [] if record.tree else ["no prefix tree (sharing was off, or no prompt has run yet)"]
     if not record.runs:
-        missing.append("no figures over time (no run has recorded any yet)")
+        missing.append("no figures over time (no prompt has run yet)")
     if rows is None:
         try:
             rows = _rows_of_output(output) if finished else _rows_of_results([folder, *stores(folder)])

@@ -232,16 +232,19 @@ function startsOfRuns() {
   });
 }
 
+/** The ticks of an axis from 0 to `most`: k and M for thousands and millions, no letter for parts of 1, and no parts of what is counted. */
+const ticks = (most, counts = false) => ({ tickformat: most >= 1000 ? ",~s" : ",~r", ...(counts && most < 8 ? { dtick: 1 } : {}) });
+
 function lines(kinds, valuesOf) {
   const starts = startsOfRuns();
   return kinds.flatMap(([name, title, hue], k) => runs.map((run, i) => {
     const values = valuesOf(run, name);
-    const shift = run.seconds.length - values.length; // a rate belongs to the interval before its moment
+    const isRate = values.length < run.seconds.length; // it belongs to the interval before its moment
     const label = sharded ? `${title}, shard ${run.label}` : title;
     return {
       type: "scatter", mode: "lines", name: label, legendgroup: label, showlegend: sharded || i === 0,
-      x: run.seconds.slice(shift).map((s) => s + starts[i]), y: values,
-      line: { color: color(hue), width: 2, shape: shift ? "vh" : "linear", dash: DASHES[(sharded ? i : k) % DASHES.length] },
+      x: run.seconds.map((s) => s + starts[i]), y: isRate ? [values[0], ...values] : values,
+      line: { color: color(hue), width: 2, shape: isRate ? "vh" : "linear", dash: DASHES[(sharded ? i : k) % DASHES.length] },
       hovertemplate: `%{y:,.4~s} at %{x:,.1f} s<extra>${escaped(label)}</extra>`,
     };
   }));
@@ -255,8 +258,9 @@ function drawSpeed() {
   if (!runs.length) return;
   const kinds = [["completion_tokens_per_s", "completion tokens/s", "s1"], ["prefill_tokens_per_s", "prompt tokens/s", "s2"],
     ["scored_tokens_per_s", "scored tokens/s", "s3"]].filter(([name]) => runs.some((run) => run[name].some((v) => v > 0)));
+  const most = Math.max(0, ...kinds.flatMap(([name]) => runs.flatMap((run) => run[name])));
   draw("speed-chart", lines(kinds, (run, name) => run[name]), {
-    xaxis: { title: { text: "seconds" }, rangemode: "tozero" }, yaxis: { rangemode: "tozero", tickformat: ",~s" }, shapes: betweenRuns(),
+    xaxis: { title: { text: "seconds" }, rangemode: "tozero" }, yaxis: { rangemode: "tozero", ...ticks(most) }, shapes: betweenRuns(),
     hovermode: "x",
   });
 }
@@ -287,15 +291,22 @@ function bars(id, pairs, unit, hues) {
     text: shown.map((pair) => `${Number(pair[1].toPrecision(pair[1] >= 1000 ? 12 : 3)).toLocaleString("en")}${unit ? ` ${unit}` : ""}`),
     textposition: "outside", cliponaxis: false, marker: { color: hues ? shown.map(([name]) => color(hues(name))) : color("s1") },
     hoverinfo: "text", textfont: { size: 12 },
-  }], { xaxis: { rangemode: "tozero", tickformat: ",~s" }, yaxis: { type: "category" }, showlegend: false, bargap: 0.35, margin: { l: 10, r: 70, t: 4, b: 10 } });
+  }], { xaxis: { rangemode: "tozero", ...ticks(Math.max(0, ...pairs.map((pair) => pair[1])), !unit) }, yaxis: { type: "category" }, showlegend: false, bargap: 0.35, margin: { l: 10, r: 70, t: 4, b: 10 } });
 }
 
-function bins(id, found, hue, unit) {
+/** A histogram. The bins of whole numbers end before their second number, except a last one that holds the long tail; a bar stands over the numbers that it counts. */
+function bins(id, found, hue, unit, whole = false) {
   if (!found) return;
+  const ends = found.bins.map(([, to], i) => (whole && !(to === found.max && i === found.bins.length - 1) ? to - 1 : to));
+  const span = ends[ends.length - 1] - found.bins[0][0];
   draw(id, [{
-    type: "bar", x: found.bins.map((bin) => (bin[0] + bin[1]) / 2), y: found.bins.map((bin) => bin[2]), width: found.bins.map((bin) => (bin[1] - bin[0]) * 0.94),
-    marker: { color: color(hue) }, hovertext: found.bins.map((bin) => `${number(bin[0])} to ${number(bin[1])}: ${number(bin[2])} rows`), hoverinfo: "text",
-  }], { xaxis: { title: { text: unit }, tickformat: ",~r" }, yaxis: { title: { text: "rows" }, tickformat: ",~s" }, showlegend: false });
+    type: "bar", x: found.bins.map(([from], i) => (from + ends[i]) / 2), y: found.bins.map((bin) => bin[2]), width: found.bins.map((bin) => (bin[1] - bin[0]) * 0.94),
+    marker: { color: color(hue) }, hoverinfo: "text",
+    hovertext: found.bins.map(([from, , count], i) => `${from === ends[i] ? number(from) : `${number(from)} to ${number(ends[i])}`}: ${counted(count, "row")}`),
+  }], {
+    xaxis: { title: { text: unit }, tickformat: ",~r", ...(whole && span < 8 ? { dtick: 1 } : {}) },
+    yaxis: { title: { text: "rows" }, ...ticks(Math.max(...found.bins.map((bin) => bin[2])), true) }, showlegend: false,
+  });
 }
 
 const shownLabels = () => data.rows.labels.filter((label) => label.rows > 0 || label.mean_probability > 0).slice(0, 30);
@@ -308,7 +319,7 @@ function drawLabels() {
     { type: "bar", orientation: "h", name: "mean probability where it was chosen", y: names, x: labels.map((label) => label.mean_probability_chosen), xaxis: "x2",
       marker: { color: color("s2") }, hovertemplate: "%{x:.3f}<extra></extra>" },
   ], {
-    barmode: "group", yaxis: { type: "category" }, xaxis: { domain: [0, 0.6], rangemode: "tozero", title: { text: "rows" }, tickformat: ",~s" },
+    barmode: "group", yaxis: { type: "category" }, xaxis: { domain: [0, 0.6], rangemode: "tozero", title: { text: "rows" }, ...ticks(Math.max(0, ...labels.map((label) => label.rows)), true) },
     xaxis2: { domain: [0.66, 1], range: [0, 1], gridcolor: color("grid"), zerolinecolor: color("line"), title: { text: "probability" }, fixedrange: true },
   });
 }
@@ -324,8 +335,8 @@ function listDrawers() {
     drawers.set(id, drawer);
   };
   list("time-chart", (data.time || []).length, () => bars("time-chart", data.time, "s"));
-  list("prompt_tokens-chart", 0, () => bins("prompt_tokens-chart", rows.prompt_tokens, "s2", "tokens of a prompt"));
-  list("completion_tokens-chart", 0, () => bins("completion_tokens-chart", rows.completion_tokens, "s1", "tokens of a completion"));
+  list("prompt_tokens-chart", 0, () => bins("prompt_tokens-chart", rows.prompt_tokens, "s2", "tokens of a prompt", true));
+  list("completion_tokens-chart", 0, () => bins("completion_tokens-chart", rows.completion_tokens, "s1", "tokens of a completion", true));
   list("rewards-chart", 0, () => bins("rewards-chart", rows.rewards, "s3", "reward"));
   list("scores-chart", 0, () => bins("scores-chart", rows.scores, "s3", "mean log-probability of a token"));
   if (rows.reasons) {

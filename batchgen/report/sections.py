@@ -191,7 +191,7 @@ def _lengths(data: Mapping[str, Any]) -> tuple[str, str, str]:
                 f"Tokens of {found['count']:,} {what}: from {found['min']:,} to {found['max']:,}, "
                 f"half of them at most {found['p50']:,}, 99% at most {found['p99']:,}."
             )
-            charts.append(_chart(f"{name}-chart", says, _bins(f"Lengths of {what}, in tokens", found)))
+            charts.append(_chart(f"{name}-chart", says, _bins(f"Lengths of {what}, in tokens", found, whole=True)))
     return (
         "lengths",
         "Lengths of prompts and completions",
@@ -235,7 +235,7 @@ def _labels(data: Mapping[str, Any]) -> tuple[str, str, str]:
         )
         for label in labels
     ]
-    says = f"{len(labels):,} labels; the most frequent is “{labels[0]['label']}” with {labels[0]['rows']:,} rows."
+    says = f"{_counted(len(labels), 'label')}; the most frequent is “{labels[0]['label']}” with {_counted(labels[0]['rows'], 'row')}."
     if found["other_labels"]:
         says += f" {found['other_labels']:,} rows have other labels."
     head = ("label", "rows", "mean probability", "where it was chosen")
@@ -357,9 +357,17 @@ def _cell(value: object) -> str:
     return f"<td{' class=n' if numeric else ''}>{escape(text)}</td>"
 
 
-def _bins(caption: str, found: Mapping[str, Any]) -> str:
-    rows = [(f"{low:,}", f"{high:,}", count) for low, high, count in found["bins"]]
+def _bins(caption: str, found: Mapping[str, Any], *, whole: bool = False) -> str:
+    """A histogram as a table. Bins of whole numbers end before their second number, except a last one that holds the long tail."""
+    ends = [high - 1 if whole else high for _, high, _ in found["bins"]]
+    if found["bins"][-1][1] == found["max"]:
+        ends[-1] = found["max"]
+    rows = [(f"{low:,}", f"{end:,}", count) for (low, _, count), end in zip(found["bins"], ends, strict=True)]
     return _table(caption, ("from", "to", "rows"), rows)
+
+
+def _counted(count: int, one: str) -> str:
+    return f"{count:,} {one}{'s' * (count != 1)}"
 
 
 def _value(value: Any) -> str:

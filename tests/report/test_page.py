@@ -68,7 +68,7 @@ def test_reasons_errors_and_labels_are_text_in_the_page_and_in_the_words_of_thei
     found = parsed(page(data | {"rows": figures.as_dict()}))
     assert "img" not in found.tags
     assert found.labels["ends-chart"].endswith(f"1 error: {evil}.")
-    assert found.labels["labels-chart"] == f"1 labels; the most frequent is “{evil}” with 1 rows."
+    assert found.labels["labels-chart"] == f"1 label; the most frequent is “{evil}” with 1 row."
     assert found.labels["ends-chart"] in found.text
     assert found.labels["labels-chart"] in found.text
 
@@ -180,3 +180,15 @@ def test_the_page_has_plotly_whole_and_the_licences_of_its_parts_are_shipped():
     assert program == (shipped / "plotly.min.js").read_text("utf-8")
     assert program.startswith("/* plotly.js ")
     assert "Copyright" in (shipped / "LICENSES.txt").read_text("utf-8")
+
+
+def test_the_tables_of_lengths_say_which_whole_numbers_a_bar_counts():
+    data = job_page_data()
+    figures = RowFigures()
+    for tokens in (*range(100, 200), 5000):
+        figures.add(Result(row=0, text="", finish_reason="stop", prompt_tokens=tokens), dict)
+    bins = figures.as_dict()["prompt_tokens"]["bins"]
+    assert (bins[0], bins[-1]) == ([100, 105, 5], [200, 5000, 1])  # the last one is the long tail
+    cells = "|".join(parsed(page(data | {"rows": figures.as_dict()})).cells)
+    assert "|100|104|5|105|109|5|" in cells
+    assert "|195|199|5|200|5,000|1|" in cells
