@@ -133,7 +133,7 @@ def merge_job(
                 manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
                 if plan is not None and manifest is not None:
                     _check_done(folder, plan, output)
-                    report = _merge(output, work_dir, stats, lease, manifest, plan, Outcomes(run, tracker, None))
+                    report = _merge_shards(output, work_dir, stats, lease, manifest, plan, Outcomes(run, tracker, None))
                     return replace(report, work_dir=work_dir)
             finally:
                 lease.release()
@@ -142,7 +142,7 @@ def merge_job(
         return replace(_already_written(output, folder, stats), work_dir=work_dir)
 
 
-def _merge(
+def _merge_shards(
     output: str,
     work_dir: str | None,
     stats_file: str | None,
@@ -189,7 +189,7 @@ def _merge(
         )
         engine = EngineStats(quantization=shards[0]["stats"]["quantization"])
         stats = figures(outcomes.run, engine, setting, earlier={"job": sum_of_jobs(jobs)})
-        stats["shards"] = [_entry(shard) for shard in shards]
+        stats["shards"] = [_shard_line(shard) for shard in shards]
         job.finish(stats)
         for note in job.notes:
             outcomes.tracker.note(note)
@@ -240,7 +240,7 @@ _OF_A_SHARD = (
 )  # fmt: skip
 
 
-def _entry(shard: Mapping[str, Any]) -> dict[str, Any]:
+def _shard_line(shard: Mapping[str, Any]) -> dict[str, Any]:
     """A shard's line in the figures of the whole job: those of its last run."""
     stats = shard["stats"]
     return {"shard": shard["shard"], "host": shard["host"], **{name: stats[name] for name in _OF_A_SHARD}}

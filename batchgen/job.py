@@ -127,7 +127,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
             finally:
                 model.close()
                 recorder.end()
-            return _finish(job, setup, model, outcomes)
+            return _finish_job(job, setup, model, outcomes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,7 +561,7 @@ class _Model:
         return stats | ({"workers": engine.by_worker} if isinstance(engine, Workers) else {})
 
 
-def _finish(job: Store, setup: _Setup, model: _Model, outcomes: Outcomes) -> JobReport:
+def _finish_job(job: Store, setup: _Setup, model: _Model, outcomes: Outcomes) -> JobReport:
     """Gives the output its name and writes the figures."""
     with outcomes.run.timed("write"):
         job.flush()

@@ -153,8 +153,8 @@ class LLM:
         list with those of each (None for the defaults).
         """
         self._check_task("generate")
-        options = _options(prompt_options)
-        rows = _rows([_columns(prompt, options) for prompt in _listed(prompts)])
+        options = _prompt_options(prompt_options)
+        rows = _rows_of([_columns(prompt, options) for prompt in _listed(prompts)])
         return self._do(rows, _params_of(params, len(rows)), options)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_options: PromptConfig | None = None) -> list[Result]:
@@ -164,8 +164,8 @@ class LLM:
         the chat template.
         """
         self._check_task("embed")
-        options = _options(prompt_options)
-        return self._do(_rows([_columns(prompt, options) for prompt in _listed(prompts)]), None, options)
+        options = _prompt_options(prompt_options)
+        return self._do(_rows_of([_columns(prompt, options) for prompt in _listed(prompts)]), None, options)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, prompt_options: PromptConfig | None = None
@@ -176,8 +176,8 @@ class LLM:
         that number as its `reward`. A text is taken as it is; a list of messages goes through the chat template.
         """
         self._check_task("classify")
-        options = _options(prompt_options)
-        return self._do(_rows([_columns(prompt, options) for prompt in _listed(prompts)]), None, options)
+        options = _prompt_options(prompt_options)
+        return self._do(_rows_of([_columns(prompt, options) for prompt in _listed(prompts)]), None, options)
 
     def generate_table(
         self,
@@ -196,7 +196,7 @@ class LLM:
 
         Raises `TypeError` for anything that is no such table, `UsageError` if no row has a prompt.
         """
-        options = _options(prompt_options)
+        options = _prompt_options(prompt_options)
         frame = frame_of(table)
         rows = frame.rows()
         given = _params_of(params, len(rows))
@@ -220,15 +220,15 @@ class LLM:
         A completion is a text, or a list of token ids, which follow the prompt as they are.
         """
         self._check_task("generate")
-        options = replace(_options(prompt_options), score=True)
+        options = replace(_prompt_options(prompt_options), score=True)
         rows = [_columns(prompt, options) for prompt in _listed(prompts)]
-        texts = [_completion(one) for one in ([completions] if isinstance(completions, str) else completions)]
+        texts = [_checked_completion(one) for one in ([completions] if isinstance(completions, str) else completions)]
         if len(texts) != len(rows):
             raise ValueError(
                 f"there are {len(rows)} prompts and {len(texts)} completions; give one completion for each prompt"
             )
         pairs = zip(rows, texts, strict=True)
-        return self._do(_rows([row | {options.completion_column: text} for row, text in pairs]), None, options)
+        return self._do(_rows_of([row | {options.completion_column: text} for row, text in pairs]), None, options)
 
     def add(
         self,
@@ -244,8 +244,8 @@ class LLM:
         `run` calls `on_result(result)` for each prompt, with its number in `result.row`, and `on_token(number, completion, token)` for
         each sampled token; `completion` is the index of the completion among those of the prompt.
         """
-        options = _options(prompt_options)
-        rows = _rows([_columns(prompt, options) for prompt in _listed(prompts)])
+        options = _prompt_options(prompt_options)
+        rows = _rows_of([_columns(prompt, options) for prompt in _listed(prompts)])
         return self._add(rows, _params_of(params, len(rows)), options, on_result, on_token)
 
     def cancel(self, number: int) -> None:
@@ -378,11 +378,11 @@ def _listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping) or _is_token_ids(prompts) or _is_conversation(prompts):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, not {_shown(prompts)}")
+        raise TypeError(f"prompts must be a prompt or a list of prompts, not {_shortened(prompts)}")
     return list(prompts)
 
 
-def _rows(columns: list[dict[str, Any]]) -> list[Row]:
+def _rows_of(columns: list[dict[str, Any]]) -> list[Row]:
     return [Row(place, of, None, f"prompt {place}") for place, of in enumerate(columns)]
 
 
@@ -400,16 +400,16 @@ def _columns(prompt: Any, options: PromptConfig) -> dict[str, Any]:
         return dict(prompt)
     raise TypeError(
         "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with "
-        f"{options.prompt_column} or {options.messages_column}, not {_shown(prompt)}"
+        f"{options.prompt_column} or {options.messages_column}, not {_shortened(prompt)}"
     )
 
 
-def _completion(given: Any) -> str | list[int]:
+def _checked_completion(given: Any) -> str | list[int]:
     if isinstance(given, str):
         return given
     if _is_token_ids(given):
         return [int(token) for token in given]
-    raise TypeError(f"a completion must be text or a list of token ids, not {_shown(given)}")
+    raise TypeError(f"a completion must be text or a list of token ids, not {_shortened(given)}")
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -441,19 +441,19 @@ def _one_params(given: Any) -> SamplingParams:
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):
-        raise TypeError(f"params must be SamplingParams, a dict, or a list of them, not {_shown(given)}")
+        raise TypeError(f"params must be SamplingParams, a dict, or a list of them, not {_shortened(given)}")
     try:
         return SamplingParams().merged(translated(given))
     except RowError as e:
         raise ValueError(e.message) from None
 
 
-def _options(given: Any) -> PromptConfig:
+def _prompt_options(given: Any) -> PromptConfig:
     if given is not None and not isinstance(given, PromptConfig):
-        raise TypeError(f"prompt_options must be a PromptConfig, not {_shown(given)}")
+        raise TypeError(f"prompt_options must be a PromptConfig, not {_shortened(given)}")
     return given or PromptConfig()
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

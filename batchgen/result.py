@@ -39,14 +39,14 @@ def _short_repr(result: Any) -> str:
     """Returns the fields that have another value than their default, in one line: long texts cut, lists by their lengths."""
     values = [(f.name, f.default, getattr(result, f.name)) for f in fields(result)]
     shown = [
-        f"{name}={_shown(value)}"
+        f"{name}={_short_value(value)}"
         for name, default, value in values
         if value is not default and (hasattr(value, "shape") or value != default)
     ]
     return f"{type(result).__name__}({', '.join(shown)})"
 
 
-def _shown(value: Any) -> str:
+def _short_value(value: Any) -> str:
     if isinstance(value, str) and len(value) > _SHOWN_TEXT:
         return f"{value[:_SHOWN_TEXT]!r}… ({len(value):,} characters)"
     if isinstance(value, tuple) or hasattr(value, "shape"):  # an embedding is an array

@@ -155,8 +155,8 @@ class Shares:
 
     def _take_over(self, leaves: int) -> list[Piece]:
         """From the back of the longest share, up to half of it: but nothing whose prefix costs more than the wait for its device."""
-        share = max(self._shares.values(), key=_total)
-        left = half = _total(share) / 2
+        share = max(self._shares.values(), key=_total_cost)
+        left = half = _total_cost(share) / 2
         taken: deque[Piece] = deque()
         while share and sum(p.leaves for p in taken) < leaves:
             piece = share[-1]
@@ -196,5 +196,5 @@ def _piece(requests: Sequence[Request], cost: float) -> Piece:
     return Piece(tuple(requests), sum(r.leaves for r in requests), cost, 0)
 
 
-def _total(share: Iterable[Piece]) -> float:
+def _total_cost(share: Iterable[Piece]) -> float:
     return sum(p.cost for p in share)

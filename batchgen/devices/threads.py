@@ -23,11 +23,11 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 def _version_2(root: Path) -> list[float]:
     """The limits of the process's group and of those above it."""
     mounted = root / "sys/fs/cgroup"
-    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    own = next((line[3:] for line in _file_text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
     group = mounted / own.strip("/")
     quotas = []
     while True:
-        words = _text(group / "cpu.max").split()  # "max 100000", or microseconds of each period
+        words = _file_text(group / "cpu.max").split()  # "max 100000", or microseconds of each period
         if len(words) == 2 and words[0].isdigit():
             quotas.append(int(words[0]) / int(words[1]))
         if group == mounted or mounted not in group.parents:
@@ -37,11 +37,11 @@ def _version_2(root: Path) -> list[float]:
 
 def _version_1(root: Path) -> list[float]:
     folder = root / "sys/fs/cgroup/cpu"
-    quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    quota, period = (_file_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
     return [int(quota) / int(period)] if quota.isdigit() and period.isdigit() else []
 
 
-def _text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -54,7 +54,10 @@ def job_settings(
     """
     sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
     del sampling["given"]
-    sampling |= {"regex": _text(config.sampling.regex), "json_schema": _text(config.sampling.json_schema)}
+    sampling |= {
+        "regex": _text_or_digest(config.sampling.regex),
+        "json_schema": _text_or_digest(config.sampling.json_schema),
+    }
     return {
         **(model_identity(config.model) if model is None else model),
         "dtype": dtype_name(config.model, hf_config),
@@ -94,11 +97,11 @@ def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
     return {
         "prompt_column": prompts.prompt_column,
         "messages_column": prompts.messages_column,
-        "template": _text(prompts.template),
-        "prefix": _text(prompts.prefix),
-        "system": _text(prompts.system),
+        "template": _text_or_digest(prompts.template),
+        "prefix": _text_or_digest(prompts.prefix),
+        "system": _text_or_digest(prompts.system),
         "chat": chat,
-        "chat_template": _text(prompts.chat_template),
+        "chat_template": _text_or_digest(prompts.chat_template),
         "chat_template_kwargs": json.dumps(prompts.chat_template_kwargs, sort_keys=True),
         "on_long_prompt": prompts.on_long_prompt,
         "row_params": list(prompts.row_params),
@@ -109,7 +112,7 @@ def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
     }
 
 
-def _text(text: str | None) -> str | None:
+def _text_or_digest(text: str | None) -> str | None:
     """Returns a short text as it is, and a long one as its start and its digest."""
     if text is None or len(text) <= _LONG_TEXT:
         return text

@@ -42,7 +42,7 @@ class Lock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _locked(output, _holder(self._fd)) from None
+            raise _output_locked(output, _holder(self._fd)) from None
         except OSError as e:
             if e.errno not in _NO_FLOCK:
                 raise
@@ -55,7 +55,7 @@ class Lock:
                 f"wait for it; if it is dead, delete {path}",
             )
         if holder and not kernel and not known_dead and _alive(holder.get("pid")):
-            raise _locked(output, holder)
+            raise _output_locked(output, holder)
         self.taken_over = holder.get("pid")
         me = {
             "pid": os.getpid(),
@@ -87,7 +87,7 @@ def check_free(path: Path, output: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _locked(output, _holder(fd)) from None
+        raise _output_locked(output, _holder(fd)) from None
     except OSError:
         return  # a file system without locks: taking the lock will tell
     finally:
@@ -143,7 +143,7 @@ def _seconds(time: Any) -> float | None:
         return None
 
 
-def _locked(output: str, holder: dict[str, Any]) -> OutputLocked:
+def _output_locked(output: str, holder: dict[str, Any]) -> OutputLocked:
     who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}" if holder else "just started"
     return OutputLocked(f"another run holds {output} ({who})", "wait for it to end, or stop it")
 

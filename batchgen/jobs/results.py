@@ -94,7 +94,7 @@ class Results:
         """Opens the database, reads every result once and drops damaged ones. Raises `Damaged` and errors of SQLite."""
         if _format_bytes(path) not in (b"", b"\1\1", b"\2\2"):
             raise Damaged  # SQLite would read it and not write it
-        db = _connect(path)
+        db = _open_database(path)
         try:
             db.execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._network else 'WAL'}")
             db.execute(f"PRAGMA synchronous = {'FULL' if self._network else 'NORMAL'}")
@@ -211,7 +211,7 @@ class Results:
             if part is None or start != (0 if earlier is None else len(earlier.token_ids)):
                 damaged = key, number  # the parts behind it continue nothing
             else:
-                self._begun.setdefault(key, {})[number] = part if earlier is None else _continued(earlier, part)
+                self._begun.setdefault(key, {})[number] = part if earlier is None else _with_part(earlier, part)
         return {key: dict(begun) for key, begun in self._begun.items()}
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
@@ -224,7 +224,7 @@ class Results:
             kept = self._begun.setdefault(key, {})
             for number, completion in begun.items():
                 earlier, kept[number] = kept.get(number), completion
-                if earlier is not None and _size(earlier) == _size(completion):
+                if earlier is not None and _length_and_reason(earlier) == _length_and_reason(completion):
                     continue
                 if earlier is not None and not _continues(completion, earlier):
                     again.append((key, number))
@@ -425,7 +425,7 @@ def asked(db: sqlite3.Connection, query: str, keys: Sequence[bytes]) -> Iterator
 
 def temporary_counts() -> sqlite3.Connection:
     """Returns a database with `run.counts` only, in a temporary file that SQLite deletes."""
-    db = _connect(":memory:")
+    db = _open_database(":memory:")
     db.execute("ATTACH DATABASE '' AS run")  # SQLite's name for a temporary file
     _make_run_tables(db)
     return db
@@ -472,7 +472,7 @@ def _read_only(folder: Path) -> sqlite3.Connection:
     # A closed WAL database has no log. It is opened as immutable, which creates none. Another one may be in use.
     closed = _format_bytes(path) == b"\2\2" and not (folder / f"{FILE}-wal").exists()
     address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
-    return _connect(address, seconds=_READ_SECONDS, uri=True)
+    return _open_database(address, seconds=_READ_SECONDS, uri=True)
 
 
 def _format_bytes(path: Path) -> bytes:
@@ -484,7 +484,7 @@ def _format_bytes(path: Path) -> bytes:
         return b""
 
 
-def _connect(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
+def _open_database(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
     # Several threads use the connection, one at a time.
     return sqlite3.connect(str(path), timeout=seconds, isolation_level=None, check_same_thread=False, uri=uri)
 
@@ -516,7 +516,7 @@ def _salvage(damaged: Path, new: Path) -> int:
     """Writes a new database with the results that can still be read. Returns how many were lost: at least 1, because the number may not be known."""
     lost = 1
     new.unlink(missing_ok=True)
-    with closing(_connect(new)) as into:
+    with closing(_open_database(new)) as into:
         for statement in filter(str.strip, _TABLES.split(";")):
             into.execute(statement)
         into.execute(f"PRAGMA user_version = {FORMAT}")
@@ -535,7 +535,7 @@ def _salvage(damaged: Path, new: Path) -> int:
 def _readable(damaged: Path) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Yields the results that can be read: from the first one forwards and from the last one backwards, up to the damage."""
     for order in ("ASC", "DESC"):
-        with suppress(sqlite3.Error, UnicodeDecodeError), closing(_connect(damaged)) as db:
+        with suppress(sqlite3.Error, UnicodeDecodeError), closing(_open_database(damaged)) as db:
             yield from db.execute(f"SELECT key, value, checksum, stays FROM results NOT INDEXED ORDER BY rowid {order}")
 
 
@@ -549,7 +549,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
-def _size(completion: Completion) -> tuple[int, str]:
+def _length_and_reason(completion: Completion) -> tuple[int, str]:
     return len(completion.token_ids), completion.finish_reason
 
 
@@ -560,7 +560,7 @@ def _continues(completion: Completion, earlier: Completion) -> bool:
     return not earlier.finish_reason and completion.token_ids[:count] == earlier.token_ids
 
 
-def _continued(earlier: Completion, part: Completion) -> Completion:
+def _with_part(earlier: Completion, part: Completion) -> Completion:
     logprobs = None if part.logprobs is None else (earlier.logprobs or ()) + part.logprobs
     return replace(part, token_ids=earlier.token_ids + part.token_ids, logprobs=logprobs)
 

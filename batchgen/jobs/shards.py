@@ -250,7 +250,7 @@ def open_shard(
             shard = _join(folder, plan, number, output, retry, flush_every, tell_once)
             if shard is not None:
                 return shard
-        finished = _lead(folder, output, asked, open_folder, read, tell_once)
+        finished = _lead_reading(folder, output, asked, open_folder, read, tell_once)
         if finished is not None:
             return finished
 
@@ -334,7 +334,7 @@ def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], 
         )
 
 
-def _lead(
+def _lead_reading(
     folder: Path,
     output: str,
     asked: Mapping[str, Any],

@@ -145,7 +145,7 @@ class SortedRequests:
     def _merged(self, names: Sequence[str]) -> Iterator[_Batch]:
         with reading(self._folder), ExitStack() as files:
             runs = [_Run(_read_batches(files.enter_context((self._folder / name).open("rb")))) for name in names]
-            yield from _merge([run for run in runs if run.advance()])
+            yield from _merge_runs([run for run in runs if run.advance()])
 
 
 def write_requests(path: Path, requests: Iterable[Request], limits: SortLimits = DEFAULT_LIMITS) -> str:
@@ -206,7 +206,7 @@ class _Run:
         return batch is not None
 
 
-def _merge(runs: list[_Run]) -> Iterator[_Batch]:
+def _merge_runs(runs: list[_Run]) -> Iterator[_Batch]:
     """Batches of the merged order, each unsorted inside: everything up to the earliest end of the runs' current batches."""
     while runs:
         stop = min(run.batch.keys[-1] for run in runs)

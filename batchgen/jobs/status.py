@@ -51,7 +51,7 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
     if manifest is None and not holder:
         raise no_job(output, folder)
     process = holder | {"alive": lives(holder)} if holder else None
-    sums = _sums(folder)
+    sums = _stored_sums(folder)
     if process is not None and process["alive"] is not False:
         state = "running"
     elif manifest is not None and manifest.state == "finished":
@@ -60,7 +60,7 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
         state = "stopped" if process is None else "dead"
     figures = _of_finished(sums) if state == "finished" else _under_way(folder, state, holder.get("started"))
     plan = None if state == "finished" else load_plan(folder)
-    shards = None if plan is None else [_shard(folder, plan, number) for number in range(1, plan.count + 1)]
+    shards = None if plan is None else [_shard_state(folder, plan, number) for number in range(1, plan.count + 1)]
     if plan is not None and shards is not None and process is None:
         state = "running" if any(shard["state"] in ("running", "silent") for shard in shards) else "stopped"
         figures = _of_shards(plan, shards)
@@ -77,7 +77,7 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _shard(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
+def _shard_state(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
     """Returns how far one shard is, from its claim or, if it is done, from its figures."""
     place, share = shard_folder(folder, plan, number), plan.shares[number - 1]
     _, claim = last_claim(place)
@@ -186,7 +186,7 @@ def _of_finished(sums: Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
 
 
-def _sums(folder: Path) -> dict[str, Any] | None:
+def _stored_sums(folder: Path) -> dict[str, Any] | None:
     """Returns the figures of all runs so far, as stored by the last run that was not killed."""
     try:
         sums = json.loads((folder / "stats.json").read_bytes())["job"]

@@ -115,7 +115,7 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
 def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[TokenArray], list[torch.Tensor]]:
     """The texts with `COMPARED_TOKENS` tokens more, the likeliest, and the logits after their last tokens: [N, vocabulary] each."""
     steps = _Steps(model, [len(text) + COMPARED_TOKENS for text in texts])
-    found = [[rows] for rows in steps.run(texts, [0] * len(texts), [_first(text) for text in texts])]
+    found = [[rows] for rows in steps.run(texts, [0] * len(texts), [_first_compared(text) for text in texts])]
     for _ in range(COMPARED_TOKENS):
         starts = [len(text) for text in texts]
         tokens = [int(rows[-1][-1].argmax()) for rows in found]
@@ -125,7 +125,7 @@ def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[To
     return list(texts), [torch.cat(rows) for rows in found]
 
 
-def _first(text: TokenArray) -> int:
+def _first_compared(text: TokenArray) -> int:
     return max(0, len(text) - COMPARED_TOKENS)
 
 

@@ -72,13 +72,13 @@ def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]
         return
     name = str(dtype).removeprefix("torch.")
     if len(free) > 1 and needed <= sum(free):
-        hint = f"--device-map auto, without --device, spreads it over {len(free)} GPUs, of which {_size(sum(free))} are free"
+        hint = f"--device-map auto, without --device, spreads it over {len(free)} GPUs, of which {_gib(sum(free))} are free"
     elif dtype == torch.float32 and needed // 2 <= free[device]:
-        hint = f"--dtype bfloat16 needs {_size(needed // 2)}"
+        hint = f"--dtype bfloat16 needs {_gib(needed // 2)}"
     else:
         hint = "use a quantized checkpoint, or larger or more GPUs"
     raise ModelError(
-        f"the model's weights take {_size(needed)} in {name}, and of cuda:{device} are {_size(free[device])} free", hint
+        f"the model's weights take {_gib(needed)} in {name}, and of cuda:{device} are {_gib(free[device])} free", hint
     )
 
 
@@ -189,7 +189,7 @@ def _path(config: ModelConfig, name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _size(count: int) -> str:
+def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
@@ -202,7 +202,7 @@ def load_model(
         raise ModelError("--device-map needs the package accelerate", "pip install 'batchgen-llm[device-map]'")
     check_weight_files(config, tokenizer=False)  # it has been loaded already
     check_int8(config, tokenizer.hf_config, device)
-    if tokenizer.head is not None or not _is_plain(config, tokenizer.hf_config):
+    if tokenizer.head is not None or not _loads_lean(config, tokenizer.hf_config):
         finish_torch()
     notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
@@ -253,7 +253,7 @@ def load_model(
     return replace(model, attention=config.attention)
 
 
-def _is_plain(config: ModelConfig, hf_config: Any) -> bool:
+def _loads_lean(config: ModelConfig, hf_config: Any) -> bool:
     """Whether the model is of a kind that loads without the parts of torch that are put off, as tests/cli/test_start_up.py checks."""
     return (
         is_verified(hf_config)

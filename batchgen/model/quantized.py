@@ -46,13 +46,13 @@ def is_int8(hf_config: Any) -> bool:
         return False
     groups = (settings.get("config_groups") or {}).values()
     return bool(groups) and all(
-        _is(group.get("weights"), strategy="channel", symmetric=True)
-        and _is(group.get("input_activations"), strategy="token", dynamic=True)
+        _has(group.get("weights"), strategy="channel", symmetric=True)
+        and _has(group.get("input_activations"), strategy="token", dynamic=True)
         for group in groups
     )
 
 
-def _is(arguments: dict[str, Any] | None, **wanted: Any) -> bool:
+def _has(arguments: dict[str, Any] | None, **wanted: Any) -> bool:
     wanted |= {"type": "int", "num_bits": 8}
     return arguments is not None and all(arguments.get(name) == value for name, value in wanted.items())
 
@@ -78,7 +78,7 @@ def with_dequantization(hf_config: Any) -> Any:
     asked = copy.deepcopy(hf_config)
     settings = quantization(asked)
     if quant_method(asked) in PACKED or quant_method(asked) == METHOD:
-        for part in _parts(asked):
+        for part in _configs(asked):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config
     elif settings is not None and is_dequantized(asked):
@@ -140,13 +140,13 @@ def packed_bits(hf_config: Any) -> int:
     return bits if isinstance(bits, int) and bits > 0 else 4
 
 
-def _parts(hf_config: Any) -> tuple[Any, ...]:
+def _configs(hf_config: Any) -> tuple[Any, ...]:
     return hf_config, language_config(hf_config), text_config(hf_config)
 
 
 def quantization(hf_config: Any) -> dict[str, Any] | None:
     """The quantization's settings: the checkpoint's own, or of the language model in it; None where it is not quantized."""
-    for part in _parts(hf_config):
+    for part in _configs(hf_config):
         found = getattr(part, "quantization_config", None)
         if isinstance(found, dict):
             return found

@@ -58,8 +58,10 @@ def shrink(config: Any) -> Any:
     if getattr(small, "text_config", None) is not None:  # the other parts are not run
         small.text_config = shrink(small.text_config)
         return small
-    heads = next((v for n, v in _numbers(small) if _is(r"(num|decoder)_attention_heads|n_heads?|num_heads", n)), HEADS)
-    width = next((v for n, v in _numbers(small) if _is(r"hidden_size|d_model|n_embd|dim", n)), WIDTH)
+    heads = next(
+        (v for n, v in _numbers(small) if _matches(r"(num|decoder)_attention_heads|n_heads?|num_heads", n)), HEADS
+    )
+    width = next((v for n, v in _numbers(small) if _matches(r"hidden_size|d_model|n_embd|dim", n)), WIDTH)
     # These change with the longest sequence of a batch: contexts are capped to where they do not.
     capped = bool({"dynamic", "longrope"} & set(_rotary_kinds(vars(small))))
     _shrink(small, _Rules(_divisor(small, width // heads), heads, width, capped))
@@ -115,7 +117,7 @@ class _Rules:
 
     def small(self, name: str, value: int) -> int:
         for pattern, rule in self._rules:
-            if _is(pattern, name):
+            if _matches(pattern, name):
                 return rule(value)
         if value > UNKNOWN:
             raise Unshrinkable(f"its setting {name}={value} is of an unknown kind")
@@ -155,7 +157,7 @@ def _shrink(config: Any, rules: _Rules) -> None:
             settings[name] = min(value, VOCAB - 1)
         elif name in ("initializer_range", "init_std", "initializer_std"):
             settings[name] = 0.1
-        elif not _is(_LEFT, name):
+        elif not _matches(_LEFT, name):
             settings[name] = _small(name, value, layers, rules)
 
 
@@ -165,19 +167,20 @@ def _small(name: str, value: Any, layers: _Layers | None, rules: _Rules) -> Any:
         if any(str(key).isdigit() for key in value):
             raise Unshrinkable(f"its setting {name} is of an unknown kind")
         return {
-            key: v if type(v) is int and _is(_LEFT, key) else _small(key, v, None, rules) for key, v in value.items()
+            key: v if type(v) is int and _matches(_LEFT, key) else _small(key, v, None, rules)
+            for key, v in value.items()
         }
     if isinstance(value, list | tuple):
         if layers is not None and _is_indices(name, value):
             return type(value)(layers.kept.index(i) for i in value if i in layers.kept)
         if layers is not None and len(value) == layers.total:
             value = type(value)(value[i] for i in layers.kept)
-        if _is(r".*section", name):
+        if _matches(r".*section", name):
             return type(value)(_sections(value, rules.divisor))
         if name in ("short_factor", "long_factor"):  # one for each two numbers of a head
             return value[: len(value) // rules.divisor]
         return type(value)(_small(name, v, None, rules) for v in value)
-    if isinstance(value, float) and _is(r"att.*softcap.*", name):
+    if isinstance(value, float) and _matches(r"att.*softcap.*", name):
         return min(value, SOFTCAP)
     if (
         value is None
@@ -187,9 +190,9 @@ def _small(name: str, value: Any, layers: _Layers | None, rules: _Rules) -> Any:
         return value
     if not isinstance(value, int):
         raise Unshrinkable(f"its setting {name} is of an unknown kind")
-    if layers is not None and _is(_LAYERS, name):
+    if layers is not None and _matches(_LAYERS, name):
         return len(layers.kept)
-    if layers is not None and _is(_BOUNDARY, name):
+    if layers is not None and _matches(_BOUNDARY, name):
         return layers.boundary(value)
     if layers is not None and name == "num_kv_shared_layers":
         return len(layers.kept) - layers.boundary(layers.total - value)
@@ -206,7 +209,7 @@ def _sections(sizes: Sequence[int], divisor: int) -> list[int]:
 
 def _choose_layers(settings: Mapping[str, Any]) -> _Layers | None:
     """The layers to keep: the first few where all kinds are among them, else one or two of each kind."""
-    total = next((v for n, v in settings.items() if _is(_LAYERS, n) and isinstance(v, int)), None)
+    total = next((v for n, v in settings.items() if _matches(_LAYERS, n) and isinstance(v, int)), None)
     if total is None:
         return None
     # What may make a layer another kind of layer, a list over the layers each.
@@ -219,11 +222,11 @@ def _choose_layers(settings: Mapping[str, Any]) -> _Layers | None:
             marks.append(list(value))
         elif isinstance(value, list | tuple) and len(value) < total and all(isinstance(v, str) for v in value):
             least = max(least, len(value) + 1)  # repeated over the layers, it may be
-        elif isinstance(value, int) and not isinstance(value, bool) and _is(_BOUNDARY, name):
+        elif isinstance(value, int) and not isinstance(value, bool) and _matches(_BOUNDARY, name):
             marks.append([i >= value for i in range(total)])
         elif isinstance(value, int) and name == "num_kv_shared_layers" and value > 0:
             marks.append([i >= total - value for i in range(total)])
-        elif isinstance(value, int) and value > 1 and _is(_PERIOD, name):
+        elif isinstance(value, int) and value > 1 and _matches(_PERIOD, name):
             least = max(least, value + 1)
     kinds = [repr([mark[i] for mark in marks]) for i in range(total)]
     count = max(least, max(kinds.index(kind) for kind in kinds) + 1)
@@ -242,11 +245,11 @@ def _overrides(settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 def _is_indices(name: str, value: Sequence[Any]) -> bool:
     """Whether this lists layers by their index, not one entry a layer."""
-    named = _is(r".*(layers|idxs|indexes|indices)", name) and all(isinstance(i, int) for i in value)
+    named = _matches(r".*(layers|idxs|indexes|indices)", name) and all(isinstance(i, int) for i in value)
     return named and all(a < b for a, b in pairwise(value))
 
 
-def _is(pattern: str, name: str) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
@@ -271,7 +274,7 @@ def _rotary_kinds(settings: Mapping[str, Any]) -> Iterator[Any]:
 
 def _divisor(config: Any, size: int) -> int:
     """What all sizes of heads are divided by: they depend on one another. Where none is named, theirs is `size`."""
-    sizes = {v for n, v in _numbers(config) if _is(_HEAD_SIZE, n)}
+    sizes = {v for n, v in _numbers(config) if _matches(_HEAD_SIZE, n)}
     if not sizes:
         return max(1, size // (WIDTH // HEADS))
     limit = WIDTH // HEADS if len(sizes) == 1 else 2 * WIDTH // HEADS
@@ -322,13 +325,13 @@ def _refused(name: str, reason: str) -> ModelError:
 def _disagreement(config: Any, seed: int, trust_remote_code: bool, revision: str | None) -> str:
     """What a random model of this configuration does otherwise when packed; empty when nothing."""
     module = _random_model(config, seed, trust_remote_code, revision)
-    spans = _tree(seed)
+    spans = _span_tree(seed)
     for span in spans:
         if span.completes:
             _complete(module, span)
     if not _sees_context(module, spans[-1].tokens[: 2 * BLOCK]):
         return "a small one of the kind hardly depends on what it has read, so that it cannot be checked"
-    worst = _packed(prepare(module), spans)
+    worst = _packed_difference(prepare(module), spans)
     if not worst <= TOLERANCE:  # NaN too
         return f"a small one of the kind gives other logits here than in transformers (by {worst:.1g} of the largest)"
     return ""
@@ -396,7 +399,7 @@ class _Work:
     stop: int
 
 
-def _tree(seed: int) -> list[_Span]:
+def _span_tree(seed: int) -> list[_Span]:
     """A prefix of six blocks, one of three under it, texts below and beside them; in depth-first order."""
     rng = np.random.default_rng(seed)
     free = iter(rng.permutation(POOL).tolist())
@@ -435,11 +438,11 @@ def _sees_context(module: Any, prompt: list[int]) -> bool:
     return bool((logits - moved).abs().max() > VISIBLE * logits.abs().max())
 
 
-def _packed(model: LoadedModel, spans: list[_Span]) -> float:
+def _packed_difference(model: LoadedModel, spans: list[_Span]) -> float:
     """Runs everything through our attention; the largest difference of a logit, relative to the largest logit."""
     cache = KVCache(model.layers, POOL, BLOCK, model.dtype)
     differences: list[torch.Tensor] = []
-    for works in _steps(spans):
+    for works in _mixed_steps(spans):
         plan = plan_attention(cast(Any, works), BLOCK, shared_reads=1)
         output = model.module(
             input_ids=torch.tensor([[token for w in works for token in w.span.tokens[w.start : w.stop]]]),
@@ -459,7 +462,7 @@ def _expected(work: _Work, spans: list[_Span]) -> torch.Tensor:
     return text.logits[work.start : work.stop]
 
 
-def _steps(spans: list[_Span]) -> Iterator[list[_Work]]:
+def _mixed_steps(spans: list[_Span]) -> Iterator[list[_Work]]:
     """Slices of prompts and single tokens, mixed, in depth-first order; a span starts when those above it are done."""
     while any(span.computed < span.end for span in spans):
         works: list[_Work] = []

@@ -201,21 +201,21 @@ def find_calls(
 
     known = json.loads(tools)
     try:
-        message = parse_response(answer, _loaded(format), prefix=prompt if format.whole else "", tools=known)
+        message = parse_response(answer, _response_template(format), prefix=prompt if format.whole else "", tools=known)
         found = message.get("tool_calls") or []
         calls = tuple(
             _call(value, f"{id_start}_{i}") for i, value in enumerate(found if isinstance(found, list) else [found])
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not calls or (format.only_known and not {call.name for call in calls} <= _names(known)):
+    if not calls or (format.only_known and not {call.name for call in calls} <= _tool_names(known)):
         return None
     content = message.get("content") or ""
     return (content.strip() if isinstance(content, str) else ""), calls
 
 
 @lru_cache(maxsize=64)
-def _loaded(format: ToolFormat) -> Any:
+def _response_template(format: ToolFormat) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     return load_response_template(dict(format.template))
@@ -234,7 +234,7 @@ def _call(value: Any, id: str) -> ToolCall:
     return ToolCall(own if isinstance(own, str) else id, name.strip(), text)
 
 
-def _names(tools: Sequence[Any]) -> set[str]:
+def _tool_names(tools: Sequence[Any]) -> set[str]:
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     return {str(f["name"]) for f in functions if isinstance(f, Mapping) and "name" in f}
 

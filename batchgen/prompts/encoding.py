@@ -26,8 +26,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, note: Callable[[str], None] = lambda text: None) -> None:
         """`note` is called with messages for the user."""
-        rust = _rust(tokenizer)
-        self._encode = rust or _python(tokenizer)
+        rust = _rust_encoder(tokenizer)
+        self._encode = rust or _python_encoder(tokenizer)
         self._shared: SharedText | None = None
         if rust and not tokenizer.split_special_tokens:
             self._shared = SharedText(tokenizer.backend_tokenizer, self._each, note)
@@ -62,7 +62,7 @@ class Encoder:
     def _each(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
         """Tokenizes every text as a whole. Returns None for one that cannot be tokenized."""
         out: list[TokenArray | None] = []
-        for batch in _batches(texts):
+        for batch in _text_batches(texts):
             try:
                 out += self._encode(batch, special)
             except BaseException as e:
@@ -92,7 +92,7 @@ class Encoder:
         raise AssertionError("a text that could not be tokenized can be")
 
 
-def _rust(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] | None:
+def _rust_encoder(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] | None:
     """Returns a function that calls the tokenizers library directly, without offsets, copies and warnings; None if the tokenizer's class changes the call."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -116,7 +116,7 @@ def _rust(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]] |
     return encode
 
 
-def _python(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]]:
+def _python_encoder(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]]:
     """Returns a function that calls a tokenizer written in Python, or with Python around the library."""
 
     def encode(texts: Sequence[str], special: bool) -> list[TokenArray]:
@@ -127,7 +127,7 @@ def _python(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenArray]]
     return encode
 
 
-def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+def _text_batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
     start = characters = 0
     for i, text in enumerate(texts):
         if i > start and (i - start == _MAX_TEXTS or characters + len(text) > _MAX_CHARACTERS):

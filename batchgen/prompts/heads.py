@@ -58,7 +58,7 @@ def _embedding(config: ModelConfig) -> Head:
         _check_absent(config, MODULES)
     own = [] if file is None else read_json_list(file)
     if own:
-        pooling, normalize = _pooling_of(config, own), any(_kind(module) == "Normalize" for module in own)
+        pooling, normalize = _pooling_of(config, own), any(_class_name(module) == "Normalize" for module in own)
     transformer = _json_object(config, "sentence_bert_config.json")
     if transformer.get("do_lower_case") is True:
         raise _unsupported(config, "its sentence_bert_config.json asks for lower-case text")
@@ -81,7 +81,7 @@ def _embedding(config: ModelConfig) -> Head:
 
 def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> str:
     """Returns the pooling that modules.json names. Raises `ModelError` for one that batchgen does not have, and for other modules."""
-    kinds = [_kind(module) for module in modules]
+    kinds = [_class_name(module) for module in modules]
     other = next((kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")), None)
     if other is not None:
         raise _unsupported(config, f"its modules.json has a module {other}")
@@ -121,7 +121,7 @@ def _check_absent(config: ModelConfig, name: str) -> None:
         )
 
 
-def _kind(module: Mapping[str, Any]) -> str:
+def _class_name(module: Mapping[str, Any]) -> str:
     """The name of a module's class, such as `Pooling`."""
     return str(module.get("type", "")).rpartition(".")[2]
 

@@ -146,7 +146,7 @@ def with_system(messages: Sequence[Message], system: str) -> list[Message]:
     return [*messages] if own else [{"role": "system", "content": system}, *messages]
 
 
-def _parts(text: str) -> list[dict[str, str]]:
+def _text_content(text: str) -> list[dict[str, str]]:
     """Returns a content with one part."""
     return [{"type": "text", "text": text}]
 
@@ -170,7 +170,7 @@ class ChatTemplate:
         self._roles_in_parts: frozenset[str] = frozenset()
         self._check_syntax()
         for role in ("user", "system", "assistant"):
-            if not self._shows(role, _MARK) and self._shows(role, _parts(_MARK)):
+            if not self._shows(role, _MARK) and self._shows(role, _text_content(_MARK)):
                 self._roles_in_parts |= {role}
 
     @staticmethod
@@ -234,7 +234,7 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Message], continued: bool, variables: Mapping[str, Any]) -> str:
         given = [
-            {**m, "content": _parts(m["content"])}
+            {**m, "content": _text_content(m["content"])}
             if m["role"] in self._roles_in_parts and isinstance(m["content"], str)
             else m
             for m in messages

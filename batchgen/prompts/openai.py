@@ -69,9 +69,9 @@ def read_body(columns: Mapping[str, Any]) -> Body:
     chat = url == CHAT
     body = _object(columns["body"])
     if url == EMBEDDINGS:
-        return _embeddings(body)
+        return _embeddings_request(body)
     if url == RESPONSES:
-        return _response(body)
+        return _responses_request(body)
     column, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if body.get(column) is None:
         hint = f"; it has {other}, which belongs to {RAW if chat else CHAT}" if body.get(other) is not None else ""
@@ -91,7 +91,7 @@ def read_body(columns: Mapping[str, Any]) -> Body:
     )
 
 
-def _embeddings(body: Mapping[str, Any]) -> Body:
+def _embeddings_request(body: Mapping[str, Any]) -> Body:
     """Reads a request of /v1/embeddings."""
     if body.get("input") is None:
         raise RowError("invalid_row", "body has no input")
@@ -126,7 +126,7 @@ _NOTHING_ASKED: Mapping[str, tuple[Any, ...]] = {
 _TEXT_PARTS = ("input_text", "output_text")
 
 
-def _response(body: Mapping[str, Any]) -> Body:
+def _responses_request(body: Mapping[str, Any]) -> Body:
     """Reads a request of /v1/responses with text: the same as one of /v1/chat/completions under other names."""
     if body.get("input") is None:
         raise RowError("invalid_row", "body has no input")
@@ -173,7 +173,7 @@ def _conversation(body: Mapping[str, Any]) -> Any:
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, list) or not all(isinstance(item, Mapping) for item in messages):
         return given
-    messages = [_message(item, place) for place, item in enumerate(messages)]
+    messages = [_message_of_item(item, place) for place, item in enumerate(messages)]
     if instructions is None:
         return messages
     if not isinstance(instructions, str):
@@ -181,7 +181,7 @@ def _conversation(body: Mapping[str, Any]) -> Any:
     return [{"role": "system", "content": instructions}, *messages]
 
 
-def _message(item: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _message_of_item(item: Mapping[str, Any], place: int) -> dict[str, Any]:
     if item.get("type") not in (None, "message"):
         raise RowError(
             "unsupported_content", f"body.input[{place}] has type {item['type']!r}; only messages can be sent"

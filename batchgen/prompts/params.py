@@ -58,14 +58,14 @@ def translated(params: Mapping[str, Any]) -> dict[str, Any]:
             ours[name] = value
         elif not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
             raise RowError("unsupported_parameter", f"{name} is not supported: {_short(value)}")
-    ours |= _logprobs(params) | _response_format(params.get("response_format"))
+    ours |= _logprobs_param(params) | _response_format(params.get("response_format"))
     ours |= {_ALIASES[name]: value for name, value in params.items() if name in _ALIASES and value is not None}
     for name in ("guided_decoding", "structured_outputs"):
         ours |= _structured(name, params.get(name))
     return ours
 
 
-def _logprobs(params: Mapping[str, Any]) -> dict[str, Any]:
+def _logprobs_param(params: Mapping[str, Any]) -> dict[str, Any]:
     """Reads `logprobs`: a number or, as in OpenAI's chat completions, true with the number in `top_logprobs`."""
     wanted, top = params.get("logprobs"), params.get("top_logprobs")
     if isinstance(wanted, bool) or wanted is None:
@@ -157,7 +157,7 @@ class RowParams:
                 own |= translated({name: _from_text(name, value) if isinstance(value, str) else value})
         whole = columns.get(OBJECT_COLUMN)
         if whole is not None:
-            own |= translated(_object(whole))
+            own |= translated(_params_object(whole))
         if body:
             own |= body
         if not own:
@@ -207,7 +207,7 @@ def _may_hold(type: Any, names: Collection[str]) -> bool:
     return fields is None or any(field.name in names for field in fields)
 
 
-def _object(value: Any) -> Mapping[str, Any]:
+def _params_object(value: Any) -> Mapping[str, Any]:
     """Returns `sampling_params` as an object. In a CSV file it is JSON, or empty."""
     if isinstance(value, str):
         if not value.strip():

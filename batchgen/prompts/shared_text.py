@@ -87,7 +87,7 @@ class SharedText:
         around = self._around if special else (_NO_IDS, _NO_IDS)
         if around is None:
             return None
-        nodes = _tree(texts, self._cuts)
+        nodes = _text_tree(texts, self._cuts)
         if not any(nodes):
             return None
         self._tokenize([node for node in nodes if node is not None])
@@ -125,11 +125,11 @@ class SharedText:
         for piece in used:
             if piece in new:
                 self._cache[piece] = new[piece]
-                self._cached += _size(piece, new[piece])
+                self._cached += _bytes_kept(piece, new[piece])
             elif piece in self._cache:
                 self._cache.move_to_end(piece)
         while self._cached > _CACHE_BYTES:
-            self._cached -= _size(*self._cache.popitem(last=False))
+            self._cached -= _bytes_kept(*self._cache.popitem(last=False))
 
     def _checks(
         self, texts: Sequence[str], nodes: Sequence[_Node | None], found: Sequence[TokenArray | None], special: bool
@@ -161,7 +161,7 @@ class SharedText:
 _NO_IDS: TokenArray = np.zeros(0, dtype=np.int32)
 
 
-def _size(piece: str, ids: TokenArray) -> int:
+def _bytes_kept(piece: str, ids: TokenArray) -> int:
     return len(piece) + ids.nbytes + 200
 
 
@@ -184,7 +184,7 @@ def _around(backend: Any, encode: Encode) -> tuple[TokenArray, TokenArray] | Non
 # -- the tree of shared beginnings
 
 
-def _tree(texts: Sequence[str], cuts: Cuts) -> list[_Node | None]:
+def _text_tree(texts: Sequence[str], cuts: Cuts) -> list[_Node | None]:
     """Returns the deepest node above each text; None for a text that shares nothing."""
     agreed = common_characters(min(texts), max(texts))
     order = sorted(range(len(texts)), key=lambda i: texts[i][agreed:])
@@ -339,11 +339,11 @@ def _unmergeable(backend: Any) -> frozenset[str]:
 def _blank_of_whole_pieces(backend: Any) -> str | None:
     """The character that stands for a space (such as '▁') if the tokenizer splits nothing; None if it may split or rewrite anything else."""
     blank = " "
-    for part in _parts(backend.normalizer, "normalizers"):
+    for part in _json_parts(backend.normalizer, "normalizers"):
         if part["type"] != "Replace" or part["pattern"] != {"String": " "} or blank != " " or len(part["content"]) != 1:
             return None
         blank = part["content"]
-    stages = _parts(backend.pre_tokenizer, "pretokenizers")
+    stages = _json_parts(backend.pre_tokenizer, "pretokenizers")
     for stage in stages:
         if stage["type"] == "Metaspace" and not stage.get("split", True) and blank == " " and stage is stages[-1]:
             blank = stage["replacement"]
@@ -352,7 +352,7 @@ def _blank_of_whole_pieces(backend: Any) -> str | None:
     return str(blank)
 
 
-def _parts(part: Any, name: str) -> list[Mapping[str, Any]]:
+def _json_parts(part: Any, name: str) -> list[Mapping[str, Any]]:
     """The parts of a normalizer or pre-tokenizer in order, as its file holds them; `name` is that of the parts of a sequence."""
 
     def flat(state: Any) -> list[Mapping[str, Any]]:

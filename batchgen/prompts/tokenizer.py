@@ -103,7 +103,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         hf_config=hf_config,
         context_length=context_length if longest is None else min(context_length, longest),
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
-        sampling=_sampling(_generation_config(config)),
+        sampling=_generation_sampling(_generation_config(config)),
         thinking=thinking_format(tokenizer),
         tool_format=tool_format(tokenizer),
         head=head,
@@ -259,7 +259,7 @@ def _eos_token_ids(config: ModelConfig, hf_config: Any, tokenizer: Any) -> tuple
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+def _generation_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
     """Returns the sampling parameters of a generation configuration if it asks for sampling. Invalid values are ignored."""
     if generation.get("do_sample") is not True:
         return {}

@@ -65,10 +65,10 @@ def dataset_card(
             "",
             f'rows = load_dataset("{repo}", split="{SPLIT}")',
             "```",
-            *_section("Model and settings", ("setting", "value"), _settings(config, model, stats)),
-            *_section("Rows", ("rows", "number"), _counts(stats["job"])),
-            *_section("Figures", ("figure", "value"), _figures(stats)),
-            *_section("Columns", ("column", "type"), [(field.name, str(field.type)) for field in schema]),
+            *_markdown_section("Model and settings", ("setting", "value"), _setting_lines(config, model, stats)),
+            *_markdown_section("Rows", ("rows", "number"), _count_lines(stats["job"])),
+            *_markdown_section("Figures", ("figure", "value"), _figure_lines(stats)),
+            *_markdown_section("Columns", ("column", "type"), [(field.name, str(field.type)) for field in schema]),
             "",
         ]
     )
@@ -86,7 +86,7 @@ def _metadata(rows: int) -> str:
     return str(data.to_yaml())
 
 
-def _settings(config: JobConfig, model: str, stats: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _setting_lines(config: JobConfig, model: str, stats: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the model, the sampling parameters that were used, and the options that the command has set."""
     lines = [("model", model), ("dtype", stats["dtype"])]
     origins = {"model": " (the model's)", "auto": " (auto)"}
@@ -97,11 +97,13 @@ def _settings(config: JobConfig, model: str, stats: Mapping[str, Any]) -> list[t
             value = getattr(part, f.name)
             default = f.default_factory() if f.default_factory is not MISSING else f.default
             if "option" in f.metadata and f.name not in {*_NOT_SHOWN, *used, "dtype"} and value != default:
-                lines.append((flag_of(type(part), f.name), _last_name(value) if f.name == "lora" else _value(value)))
+                lines.append(
+                    (flag_of(type(part), f.name), _last_name(value) if f.name == "lora" else _short_cell(value))
+                )
     return lines
 
 
-def _counts(job: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _count_lines(job: Mapping[str, Any]) -> list[tuple[str, str]]:
     ends = [(f"ended with {name}", n) for name, n in job["finish_reasons"].items() if n]
     counts = [
         ("rows", job["rows"]),
@@ -112,7 +114,7 @@ def _counts(job: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, f"{n:,}") for name, n in counts if n or name in ("rows", "failed")]
 
 
-def _figures(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _figure_lines(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns sums over all runs of the job, and the device of the last one that had a model."""
     job, seconds = stats["job"], stats["job"]["seconds"]
     prompt, run = job["prompt_tokens"], job["prefill_tokens"]
@@ -131,22 +133,22 @@ def _figures(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("versions", ", ".join(f"{name} {version}" for name, version in stats["versions"].items()))]
 
 
-def _section(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> list[str]:
+def _markdown_section(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> list[str]:
     return [
         "",
         f"## {title}",
         "",
         f"| {head[0]} | {head[1]} |",
         "| --- | --- |",
-        *(f"| {_cell(a)} | {_cell(b)} |" for a, b in rows),
+        *(f"| {_markdown_cell(a)} | {_markdown_cell(b)} |" for a, b in rows),
     ]
 
 
-def _cell(text: str) -> str:
+def _markdown_cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def _value(value: Any) -> str:
+def _short_cell(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
     return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}… ({len(text):,} characters)"
 

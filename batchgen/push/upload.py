@@ -58,7 +58,7 @@ def check_push(config: JobConfig, output: str) -> None:
         role = ((hub.whoami().get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise UsageError(f"the token can only read, and --push writes to dataset {repo}", "use a token that may write")
-    strange = _files(repo) - _GIT_FILES
+    strange = _dataset_files(repo) - _GIT_FILES
     if strange and MARK not in strange and not config.overwrite:
         raise UsageError(
             f"dataset {repo} has files that batchgen did not push ({', '.join(sorted(strange)[:3])})",
@@ -102,7 +102,7 @@ def _push(
 
     hub = HfApi()
     address = str(hub.create_repo(repo, repo_type="dataset", private=not config.push_public, exist_ok=True))
-    digest, there = manifest.outputs[0][DIGEST], _files(repo)
+    digest, there = manifest.outputs[0][DIGEST], _dataset_files(repo)
     mark = _mark(repo, there)
     if mark and mark[DIGEST] == digest and {_README, *mark["files"]} <= there:
         tell(f"{address} has this output already")
@@ -133,7 +133,7 @@ def _push(
     return address
 
 
-def _files(repo: str) -> set[str]:
+def _dataset_files(repo: str) -> set[str]:
     """Returns the files of a dataset; none if it does not exist."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError

@@ -79,7 +79,7 @@ class InputFile:
         with self._raw() as raw:
             stream = raw if self.compression is None else decompressed(raw, self.compression)
             if self.name == "-":
-                stream = _unpacked(raw)
+                stream = _decompressed(raw)
             if self.format != "parquet" or (self.name != "-" and self.compression is None and raw.seekable()):
                 yield stream
                 return
@@ -148,7 +148,7 @@ class InputFile:
         return self._path.open("rb")
 
 
-def _unpacked(raw: BinaryIO) -> BinaryIO:
+def _decompressed(raw: BinaryIO) -> BinaryIO:
     """Standard input, decompressed if its first bytes are those of gzip or zstd."""
     stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[type-var]
     start = stream.peek(4)[:4]

@@ -71,7 +71,7 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
         return "not usable: a whole number with thousands of digits"
     if not isinstance(value, dict):
         of_objects = isinstance(value, list) and any(isinstance(item, dict) for item in value)
-        return f"not an object but {_kind(value)}{_ARRAY_HINT if of_objects else ''}"
+        return f"not an object but {_json_kind(value)}{_ARRAY_HINT if of_objects else ''}"
     # Brackets inside strings count as well, so a few rows are measured unnecessarily, but none is missed.
     if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} levels deep"
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     if isinstance(value, str):

@@ -92,9 +92,9 @@ def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, 
 
 def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dict[str, Any]:
     if form.embed:
-        return _embeddings(row, result, form)
+        return _embeddings_answer(row, result, form)
     if is_batch_row(row.columns) and endpoint(row.columns) == RESPONSES:
-        return _response(row, result, form, token_ids=token_ids)
+        return _responses_answer(row, result, form, token_ids=token_ids)
     chat = endpoint(row.columns) == CHAT if is_batch_row(row.columns) else form.chat
     choices = []
     for index, completion in enumerate(_completions(result)):
@@ -123,7 +123,7 @@ def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dic
     return body
 
 
-def _embeddings(row: Row, result: Result, form: OpenAIForm) -> dict[str, Any]:
+def _embeddings_answer(row: Row, result: Result, form: OpenAIForm) -> dict[str, Any]:
     """The body of an answer of /v1/embeddings. A request may ask for base64: little-endian float32."""
     assert result.embedding is not None
     body = row.columns.get("body")
@@ -138,7 +138,7 @@ def _embeddings(row: Row, result: Result, form: OpenAIForm) -> dict[str, Any]:
     return answer | {"truncated": True} if result.truncated else answer
 
 
-def _response(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dict[str, Any]:
+def _responses_answer(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dict[str, Any]:
     """The body of an answer of /v1/responses: an item with the thoughts, if there are any, and one with the message, if the answer began."""
     (completion,) = _completions(result)
     whole = completion.finish_reason == "stop"
@@ -227,10 +227,13 @@ def _choice(index: int, completion: Completion, *, chat: bool) -> dict[str, Any]
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"content": [_entry(t) | {"top_logprobs": [_entry(top) for top in t.top]} for t in tokens], "refusal": None}
+    return {
+        "content": [_logprob_entry(t) | {"top_logprobs": [_logprob_entry(top) for top in t.top]} for t in tokens],
+        "refusal": None,
+    }
 
 
-def _entry(token: TokenLogprob) -> dict[str, Any]:
+def _logprob_entry(token: TokenLogprob) -> dict[str, Any]:
     whole = "\ufffd" not in token.token  # otherwise it is part of a character, and its bytes are not known
     return {
         "token": token.token,
@@ -283,7 +286,7 @@ def result_of(record: Mapping[str, Any]) -> Result | None:
         return _result_of_response(body)
     if any(choice["logprobs"] is not None for choice in body["choices"]):
         return None
-    first, *others = (_completion(choice) for choice in body["choices"])
+    first, *others = (_completion_of_choice(choice) for choice in body["choices"])
     usage, probs = body["usage"], body.get("choice_probs")
     return Result(
         row=-1,
@@ -336,7 +339,7 @@ def _result_of_response(body: Mapping[str, Any]) -> Result:
     )
 
 
-def _completion(choice: Mapping[str, Any]) -> Completion:
+def _completion_of_choice(choice: Mapping[str, Any]) -> Completion:
     message = choice.get("message", {})
     text, reasoning = message["content"] if message else choice["text"], message.get("reasoning_content")
     calls = calls_of(message.get("tool_calls"))

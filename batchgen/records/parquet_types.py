@@ -42,7 +42,7 @@ class ColumnType:
         """Widens the type to fit `value`, which is made of JSON's types."""
         if value is None or self.name == "json":
             return
-        name = _name(value)
+        name = _kind_name(value)
         if self.name == "null":
             self.name = name
         elif name != self.name:
@@ -102,7 +102,7 @@ def clean(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
-def _name(value: Any) -> str:
+def _kind_name(value: Any) -> str:
     if isinstance(value, str):
         return "string"
     if isinstance(value, bool):

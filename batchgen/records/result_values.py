@@ -65,7 +65,7 @@ def completion_values(result: Result, *, token_ids: bool) -> list[dict[str, Any]
             choice["reasoning"] = c.reasoning
         if c.tool_calls:
             choice["tool_calls"] = plain_calls(c.tool_calls)
-        choice["logprobs"] = None if c.logprobs is None else [_entry(t) | {"top": _top(t)} for t in c.logprobs]
+        choice["logprobs"] = None if c.logprobs is None else [_token_entry(t) | {"top": _top(t)} for t in c.logprobs]
         if token_ids:
             choice["token_ids"] = list(c.token_ids) if known else None
         choices.append(choice)
@@ -83,9 +83,9 @@ def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
         text, reasoning = choice["text"], choice.get("reasoning")
         completions.append(
             Completion(
-                text=None if text is None and reasoning is not None else _text(text),
-                finish_reason=_text(choice["finish_reason"]),
-                reasoning=None if reasoning is None else _text(reasoning),
+                text=None if text is None and reasoning is not None else _as_text(text),
+                finish_reason=_as_text(choice["finish_reason"]),
+                reasoning=None if reasoning is None else _as_text(reasoning),
                 tool_calls=calls_of(choice.get("tool_calls")),
                 token_ids=tuple(ids),
                 logprobs=logprobs,
@@ -111,7 +111,7 @@ def plain_calls(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
 def calls_of(values: Iterable[Mapping[str, Any]] | None) -> tuple[ToolCall, ...]:
     """Returns the calls that `plain_calls` was given; none for None."""
     calls = [(value["id"], value["function"]) for value in values or ()]
-    return tuple(ToolCall(_text(name), _text(f["name"]), _text(f["arguments"])) for name, f in calls)
+    return tuple(ToolCall(_as_text(name), _as_text(f["name"]), _as_text(f["arguments"])) for name, f in calls)
 
 
 def plain_score(score: Score) -> dict[str, Any]:
@@ -119,12 +119,12 @@ def plain_score(score: Score) -> dict[str, Any]:
 
 
 def score_of(value: Mapping[str, Any]) -> Score:
-    return Score(_number(value["logprob"]), int(value["tokens"]), bool(value["greedy"]))
+    return Score(_as_number(value["logprob"]), int(value["tokens"]), bool(value["greedy"]))
 
 
 def plain_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     """Returns the log-probabilities of a text's tokens. A token that nothing comes before has null."""
-    return [_entry(t) | ({"logprob": None} if math.isnan(t.logprob) else {}) for t in logprobs]
+    return [_token_entry(t) | ({"logprob": None} if math.isnan(t.logprob) else {}) for t in logprobs]
 
 
 def logprobs_of(values: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprob, ...]:
@@ -133,8 +133,8 @@ def logprobs_of(values: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprob, ...]
     for place, value in enumerate(values):
         if value["logprob"] is None and place:
             raise ValueError("no log-probability")
-        logprob = math.nan if value["logprob"] is None else _number(value["logprob"])
-        found.append(TokenLogprob(_text(value["token"]), int(value["token_id"]), logprob))
+        logprob = math.nan if value["logprob"] is None else _as_number(value["logprob"])
+        found.append(TokenLogprob(_as_text(value["token"]), int(value["token_id"]), logprob))
     return tuple(found)
 
 
@@ -150,37 +150,37 @@ def plain_embedding(embedding: NDArray[np.float32]) -> list[float]:
 
 def embedding_of(values: Any) -> NDArray[np.float32]:
     """Returns the embedding of a list of numbers."""
-    return np.array([_number(value) for value in values], dtype=np.float32)
+    return np.array([_as_number(value) for value in values], dtype=np.float32)
 
 
 def probs_of(value: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:
     """Returns the probabilities of choices. A map of Parquet comes as pairs."""
-    return {_text(choice): _number(p) for choice, p in dict(value).items()}
+    return {_as_text(choice): _as_number(p) for choice, p in dict(value).items()}
 
 
-def _entry(token: TokenLogprob) -> dict[str, Any]:
+def _token_entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.token, "token_id": token.token_id, "logprob": token.logprob}
 
 
 def _top(token: TokenLogprob) -> list[dict[str, Any]]:
-    return [_entry(t) for t in token.top]
+    return [_token_entry(t) for t in token.top]
 
 
 def _token(entry: Mapping[str, Any], top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-    return TokenLogprob(_text(entry["token"]), int(entry["token_id"]), _number(entry["logprob"]), top)
+    return TokenLogprob(_as_text(entry["token"]), int(entry["token_id"]), _as_number(entry["logprob"]), top)
 
 
 def _tokens(entries: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprob, ...]:
     return tuple(_token(entry) for entry in entries)
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"not text: {value!r}")
     return value
 
 
-def _number(value: Any) -> float:
+def _as_number(value: Any) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"not a number: {value!r}")
     return float(value)

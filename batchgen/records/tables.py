@@ -224,7 +224,7 @@ def read_parquet(
 def batch_columns(batch: pa.RecordBatch) -> Generator[ArrowColumns | str, None, None]:
     """The columns of each row, or the reason why a row is malformed."""
     names = batch.schema.names
-    columns = [_values(c) for c in batch.columns]
+    columns = [_column_values(c) for c in batch.columns]
     for index, values in enumerate(zip(*columns, strict=True) if names else repeat((), batch.num_rows)):
         bad = [f"column {n!r} {v}" for n, v in zip(names, values, strict=True) if isinstance(v, _Invalid)]
         yield bad[0] if bad else ArrowColumns(dict(zip(names, values, strict=True)), batch, index)
@@ -235,13 +235,13 @@ def _batch_rows(group: Any, max_rows: int, max_bytes: int) -> int:
     return int(max(1, min(max_rows, max_bytes // row_bytes)))
 
 
-def _values(column: pa.Array) -> list[Any]:
+def _column_values(column: pa.Array) -> list[Any]:
     if _has_nanoseconds(column.type):  # `to_pylist` would make values of pandas of them where pandas is installed
-        return [_value(scalar) for scalar in column]
+        return [_python_or_invalid(scalar) for scalar in column]
     try:
         values: list[Any] = column.to_pylist()
     except (ValueError, OverflowError, pa.ArrowException):
-        return [_value(scalar) for scalar in column]
+        return [_python_or_invalid(scalar) for scalar in column]
     return values
 
 
@@ -255,7 +255,7 @@ def _has_nanoseconds(type: pa.DataType) -> bool:
     return any(_has_nanoseconds(type.field(i).type) for i in range(type.num_fields))
 
 
-def _value(scalar: pa.Scalar) -> Any:
+def _python_or_invalid(scalar: pa.Scalar) -> Any:
     try:
         return _python(scalar)
     except UnicodeDecodeError:

@@ -238,8 +238,8 @@ class ParquetWriter:
             columns = row.columns
             self._places.append((columns.batch, columns.index) if isinstance(columns, ArrowColumns) else (None, 0))
             self._rows.append(out)
-            self._bytes += row.size + _size(out)
-            self._logprobs += _logprobs(out)
+            self._bytes += row.size + _bytes_of(out)
+            self._logprobs += _logprob_count(out)
             if _full(self._limits, len(self._rows), self._bytes, self._logprobs):
                 self._end_group()
 
@@ -341,7 +341,7 @@ class SpoolingWriter:
             row = json.loads(line)
             rows.append(row)
             size += len(line)
-            logprobs += _logprobs(row)
+            logprobs += _logprob_count(row)
             if _full(self._limits, len(rows), size, logprobs):
                 parquet.write(rows, self._carried(rows))
                 rows = []
@@ -446,16 +446,16 @@ def _cast_one(value: pa.Array, type: pa.DataType) -> pa.Array:
         return pa.nulls(1, type)
 
 
-def _size(value: Any) -> int:
+def _bytes_of(value: Any) -> int:
     """Approximate number of bytes of text and numbers in a value."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
-        return sum(_size(v) for v in value.values())
-    return sum(_size(v) for v in value) if isinstance(value, (list, tuple)) else 8
+        return sum(_bytes_of(v) for v in value.values())
+    return sum(_bytes_of(v) for v in value) if isinstance(value, (list, tuple)) else 8
 
 
-def _logprobs(row: dict[str, Any]) -> int:
+def _logprob_count(row: dict[str, Any]) -> int:
     """Number of log-probabilities in a row. With many alternatives per token, they take most of its memory."""
     of_choices = (token for choice in row.get("choices") or () for token in choice["logprobs"] or ())
     return sum(1 + len(token["top"]) for token in of_choices) + len(row.get("prompt_logprobs") or ())

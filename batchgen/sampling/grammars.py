@@ -280,10 +280,10 @@ def one_line(message: str) -> str:
 
 def check_grammar(params: SamplingParams) -> None:
     """Raises `UsageError` for a grammar that no tokenizer could follow, or if llguidance is missing. Needs no tokenizer."""
-    _check(Vocabulary(None, 256), params)
+    _check_grammars(Vocabulary(None, 256), params)
 
 
-def _check(vocabulary: Vocabulary, params: SamplingParams) -> None:
+def _check_grammars(vocabulary: Vocabulary, params: SamplingParams) -> None:
     fault = vocabulary.grammar(params).fault if params.constrained else ""
     if fault:
         name, _, rest = fault.partition(" ")
@@ -299,7 +299,7 @@ class GrammarCheck:
 
     def of_command(self, params: SamplingParams) -> None:
         """Raises `UsageError` for a grammar that cannot be used, or if no grammar can be."""
-        _check(self._vocabulary, params)
+        _check_grammars(self._vocabulary, params)
 
     def of_row(self, request: Request) -> Request | Result:
         """Returns the request, or the failed result of a row whose grammar cannot be used."""

@@ -39,12 +39,12 @@ def philox4x64(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArra
     for i in range(_ROUNDS):
         if i:
             key += _KEY_STEPS
-        high, low = _multiply(even)
+        high, low = _multiplied(even)
         even, odd = high[::-1] ^ odd ^ key, low[::-1]
     return np.stack([even[0], odd[0], even[1], odd[1]], axis=1)
 
 
-def _multiply(words: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def _multiplied(words: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Returns the high and the low halves of `words` [2, N] times the multipliers, computed by parts: numpy has no 128-bit product."""
     w1, w0 = words >> _HALF, words & _LOW
     m1, m0 = _MULTIPLIERS >> _HALF, _MULTIPLIERS & _LOW

@@ -56,7 +56,7 @@ class Detokenizer:
         """How the model marks its thoughts."""
         self.tool_format = tool_format
         """How the model writes calls of tools."""
-        self._decode = _rust(tokenizer) or _python(tokenizer)
+        self._decode = _rust_decoder(tokenizer) or _python_decoder(tokenizer)
         self._pieces: dict[int, str] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
@@ -96,7 +96,7 @@ class Detokenizer:
         return _added(self.decode([*context]), self.decode([*context, *tokens]))
 
 
-def _rust(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
+def _rust_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
     """Returns the decoder of the tokenizers library, in a fifth of the time; None if the tokenizer's class overrides decoding."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -111,7 +111,7 @@ def _rust(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
     return lambda tokens: str(decode(tokens, skip_special_tokens=True))
 
 
-def _python(tokenizer: HFTokenizer) -> Callable[[Sequence[int]], str]:
+def _python_decoder(tokenizer: HFTokenizer) -> Callable[[Sequence[int]], str]:
     """Returns the tokenizer's own `decode`, for tokenizers written in Python or with Python around the library."""
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 

@@ -50,7 +50,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _main_options(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_version)
     ] = False,

@@ -67,16 +67,16 @@ def run_options() -> type:
 
 
 def _type(f: Field[Any]) -> Any:
-    if "bool" in _kinds(f):
+    if "bool" in _type_names(f):
         return bool | None
     return list[str] | None if _repeats(f) else str | None
 
 
 def _typer_option(config: type, f: Field[Any]) -> Any:
     declared: Option = f.metadata["option"]
-    switch = "bool" in _kinds(f)
+    switch = "bool" in _type_names(f)
     flags = list(declared.flags) or [flag_of(config, f.name)]
-    if switch and (f.default is True or "None" in _kinds(f)):
+    if switch and (f.default is True or "None" in _type_names(f)):
         flags[0] += f"/--no-{flags[0].removeprefix('--')}"
     return typer.Option(
         *flags,
@@ -88,7 +88,7 @@ def _typer_option(config: type, f: Field[Any]) -> Any:
     )
 
 
-def _kinds(f: Field[Any]) -> list[str]:
+def _type_names(f: Field[Any]) -> list[str]:
     return [kind.strip() for kind in str(f.type).split("|")]
 
 
@@ -228,18 +228,18 @@ def build(config: type[T], given: Mapping[str, Any]) -> T:
 
 def _values(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        f.name: _value(config, f, given[f.name])
+        f.name: _option_value(config, f, given[f.name])
         for f in fields(config)
         if "option" in f.metadata and given.get(f.name) not in (None, [])
     }
 
 
-def _value(config: type, f: Field[Any], text: Any) -> Any:
+def _option_value(config: type, f: Field[Any], text: Any) -> Any:
     """Returns the value of an option's text, or of its texts if it is repeatable."""
     if isinstance(text, bool):
         return text
     declared: Option = f.metadata["option"]
-    kinds = {kind.removeprefix("tuple[").removesuffix(", ...]") for kind in _kinds(f)}
+    kinds = {kind.removeprefix("tuple[").removesuffix(", ...]") for kind in _type_names(f)}
     parse = declared.parse or (whole_number if "int" in kinds else number if "float" in kinds else lambda _, same: same)
     flag = flag_of(config, f.name)
     return tuple(parse(flag, each) for each in text) if _repeats(f) else parse(flag, text)

@@ -196,14 +196,14 @@ class Bar(Notes):
             waited = f" {rounded_duration(seconds)}" if seconds >= SILENT_SECONDS else ""
             return _literal(f"{name}…{waited}"[:width])
         if total is None:
-            return _literal(_fitting(f"{name}: {count:,} rows", facts(self.now), width)[:width])
+            return _literal(_fitted_line(f"{name}: {count:,} rows", facts(self.now), width)[:width])
         head = f"{name}: {percent(now):3d}%"
         room = width - len(head)
         most = facts(self.now)
-        tail = _fitting(
+        tail = _fitted_line(
             f" {count:,}/{total:,}", most[:1], room
         )  # remaining time is more important than the bar, the bar more than the rest
-        tail = _fitting(tail, most[1:], room - _MIN_BAR)
+        tail = _fitted_line(tail, most[1:], room - _MIN_BAR)
         left = room - len(tail)
         bar = f"|{{bar:{left - 2}}}|" if left >= _MIN_BAR else ""
         return _literal(head) + bar + _literal(tail if left >= 0 else "")
@@ -213,7 +213,7 @@ def _literal(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _fitting(line: str, facts: list[str], width: int) -> str:
+def _fitted_line(line: str, facts: list[str], width: int) -> str:
     for fact in facts:
         if len(line) + 2 + len(fact) <= width:
             line += f", {fact}"

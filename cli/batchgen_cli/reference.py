@@ -45,10 +45,13 @@ def markdown() -> str:
             f"$ {command.example}",
             "```",
         ]
-        for group, rows in _groups(command, params):
+        for group, rows in _option_groups(command, params):
             lines += ["", f"### {group}" if group in GROUPS else f"### {group} of {name}", ""]
             lines += ["| option | meaning | default |", "| --- | --- | --- |"]
-            lines += [f"| `{_cell(names)}` | {_cell(text)} | {_cell(default)} |" for names, text, default in rows]
+            lines += [
+                f"| `{_escaped_cell(names)}` | {_escaped_cell(text)} | {_escaped_cell(default)} |"
+                for names, text, default in rows
+            ]
     return "\n".join([*lines, ""])
 
 
@@ -66,7 +69,7 @@ def man() -> str:
     lines += [".SH DESCRIPTION", _roff(str(app.info.help))]
     for name, command, params in _commands():
         lines += [f".SH BATCHGEN {name.upper()}", _roff(_paragraphs(command.text)).replace("\n\n", "\n.PP\n")]
-        for group, rows in _groups(command, params):
+        for group, rows in _option_groups(command, params):
             lines += [f".SS {group}"]
             for names, text, default in rows:
                 more = " Required." if default == "required" else f" Default: {default}." if default else ""
@@ -83,7 +86,7 @@ def _commands() -> list[tuple[str, Any, list[Any]]]:
     return [(name, command, group.commands[name].params) for name, (command, _) in COMMANDS.items()]
 
 
-def _groups(command: Any, params: list[Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+def _option_groups(command: Any, params: list[Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Returns the arguments and options of a command by group: names, meaning, default."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     for group in ("Arguments", *GROUPS, "Options"):
@@ -101,7 +104,7 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
-def _cell(text: str) -> str:
+def _escaped_cell(text: str) -> str:
     return re.sub(r"([|<])", r"\\\1", text)
 
 

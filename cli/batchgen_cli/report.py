@@ -19,7 +19,7 @@ LOG_WIDTH = 140
 
 def show_report(report: JobReport, *, as_json: bool = False) -> None:
     if as_json:
-        write_line(event("summary", **_plain(report)))
+        write_line(event("summary", **_report_values(report)))
         return
     if report.already_finished:
         job = report.stats["job"]
@@ -54,7 +54,7 @@ def _show_table(lines: list[tuple[str, str]]) -> None:
         write_line(re.sub(r"\s+(\x1b\[0m)?$", r"\1", line), stream)
 
 
-def _plain(report: JobReport) -> dict[str, Any]:
+def _report_values(report: JobReport) -> dict[str, Any]:
     return {
         "output": report.output,
         "exit_code": report.exit_code,
@@ -81,12 +81,12 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
     lines = [
         ("output", _place(report)),
         *([("pushed", report.pushed)] if report.pushed else []),
-        ("rows", _rows(s)),
-        *_ends(s),
+        ("rows", _rows_line(s)),
+        *_ended_line(s),
         ("prompts", "through the chat template" if report.chat else "raw text"),
     ]
     if s["sampling"] and s["steps"]:
-        lines.append(("sampling", _sampling(s["sampling"])))
+        lines.append(("sampling", _sampling_line(s["sampling"])))
     if s["steps"]:
         lines += _generation(s)
     seconds = s["seconds"]
@@ -113,7 +113,7 @@ def _merged(report: JobReport) -> list[tuple[str, str]]:
     lines = [
         ("output", _place(report)),
         ("rows", f"{job['rows_ok']:,} done{failed}, by {len(shards):,} shards"),
-        *_ends(job),
+        *_ended_line(job),
         ("prompt tokens", tokens),
     ]
     if job["completion_tokens"]:
@@ -170,7 +170,7 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _rows(s: dict[str, Any]) -> str:
+def _rows_line(s: dict[str, Any]) -> str:
     parts = [f"{s['rows_ok']:,} done"]
     if s["rows_failed"]:
         parts.append(f"{s['rows_failed']:,} failed")
@@ -179,7 +179,7 @@ def _rows(s: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _ends(s: dict[str, Any]) -> list[tuple[str, str]]:
+def _ended_line(s: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns how this run's rows ended, unless all ended with `stop` and whole prompts. The line `rows` already counts failed rows."""
     counts = {name: n for name, n in s["finish_reasons"].items() if n and name != "error"}
     truncated = s["rows_truncated"]
@@ -191,7 +191,7 @@ def _ends(s: dict[str, Any]) -> list[tuple[str, str]]:
     return [("ended", ", ".join(parts))]
 
 
-def _sampling(values: dict[str, Any]) -> str:
+def _sampling_line(values: dict[str, Any]) -> str:
     """The values that were used, and where those are from that the command does not name."""
     origins = {"model": " (the model's)", "auto": " (auto)"}
     return ", ".join(f"{name} {value['value']:,}{origins.get(value['from'], '')}" for name, value in values.items())

@@ -35,7 +35,7 @@ def _run(given: dict[str, Any]) -> int:
         return show_plan(given)
     display = build(Display, given)
     as_json = display.log_format == "json"
-    config = job_config(given | {"output": _output(given["output"])})
+    config = job_config(given | {"output": _named_output(given["output"])})
     from batchgen.job import run_job
     from batchgen_cli.report import show_report  # takes half a second, so only after the options are checked
 
@@ -47,7 +47,7 @@ def _run(given: dict[str, Any]) -> int:
     return report.exit_code
 
 
-def _output(name: str | None) -> str | None:
+def _named_output(name: str | None) -> str | None:
     """Returns the output, with `-` for the names of standard output. Rows for /dev/null are discarded."""
     if name == os.devnull:
         point_nowhere(sys.stdout)

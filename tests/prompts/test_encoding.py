@@ -12,7 +12,7 @@ def test_texts_go_to_the_tokenizer_in_large_batches(tools, monkeypatch):
     monkeypatch.setattr(encoding, "_MAX_TEXTS", 3)
     monkeypatch.setattr(encoding, "_MAX_CHARACTERS", 10)
     texts = ["a", "b", "c", "d", "0123456789012", "e", "012345678", "f", "g"]
-    assert [list(batch) for batch in encoding._batches(texts)] == [
+    assert [list(batch) for batch in encoding._text_batches(texts)] == [
         ["a", "b", "c"], ["d"], ["0123456789012"], ["e", "012345678"], ["f", "g"],
     ]  # fmt: skip
     out = Encoder(tools.byte_tokenizer()).encode(texts, special=False)

@@ -124,7 +124,7 @@ def test_what_is_kept_is_bounded(tools, monkeypatch):
         watched.same([f"{group}Now {i}" for i in range(5)])
         assert 0 < watched.encoder._shared._cached <= 6000
     assert watched.encoder._shared._cached == sum(
-        shared_text._size(piece, ids) for piece, ids in watched.encoder._shared._cache.items()
+        shared_text._bytes_kept(piece, ids) for piece, ids in watched.encoder._shared._cache.items()
     )
 
 
