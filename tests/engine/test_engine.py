@@ -169,22 +169,12 @@ def test_after_a_stop_the_engine_can_go_on(model, wish):
     assert texts(done) | texts(run(engine, left)) == want
 
 
-def test_a_failing_callback_leaves_an_engine_that_can_go_on(model):
-    engine = engine_of(model)
-    requests = requests_of([[1], [2] * 3], [2, 2])
-
-    def broken(result):
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        engine.add(*planned(requests), broken)
-        engine.run()
-    assert len(run(engine, requests)) == 2
-
-
-def test_a_callback_that_fails_on_a_request_that_does_not_fit_leaves_an_engine_that_can_go_on(model):
-    engine = engine_of(model, blocks=1)
-    requests = requests_of([[1], [2] * 40], [2, 2])
+@pytest.mark.parametrize(
+    ("prompt", "options"), [([2] * 3, {}), ([2] * 40, {"blocks": 1})], ids=["fits", "does not fit"]
+)
+def test_a_failing_callback_leaves_an_engine_that_can_go_on(model, prompt, options):
+    engine = engine_of(model, **options)
+    requests = requests_of([[1], prompt], [2, 2])
 
     def broken(result):
         raise OSError("disk full")
