@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.config import JobConfig
+from batchgen.jobs.lock import Lock
 from batchgen.push.card import dataset_card
 from batchgen.push.upload import parquet_shards
 from support.hub import READ_ONLY, TOKEN, FakeRepo, fake_hub
@@ -76,6 +77,21 @@ def test_the_same_command_does_not_push_twice_and_a_changed_output_replaces_the_
     assert repo.messages == ["batchgen: 3 rows of tiny", "batchgen: 4 rows of tiny"]
     assert table_of(repo).column("prompt").to_pylist() == ["row 0", "row 1", "row 2", "more"]
     assert "data/train-00007-of-00008.parquet" in repo.files
+
+
+def test_an_output_that_another_process_pushes_is_left_to_it(hub, run):
+    assert run().code == 0
+    job = run.output.parent / f"{run.output.name}.job"
+    on_its_way = job / "push" / "0.parquet"
+    on_its_way.parent.mkdir()
+    on_its_way.write_bytes(b"of the other process")
+    lock = Lock(job / "lock", str(run.output))
+    again = run()
+    assert (again.code, on_its_way.read_bytes()) == (75, b"of the other process")
+    assert f"another run holds {run.output} (process " in again.err
+    lock.release()
+    assert run().code == 0
+    assert not on_its_way.exists()
 
 
 @pytest.mark.parametrize("failing", ["/api/repos/create", "/preupload/", "/commit/"])

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.config import JobConfig
-from batchgen.errors import BatchgenError, OutputError, UsageError
+from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError
+from batchgen.jobs.lock import Lock
 from batchgen.jobs.manifest import DIGEST, Manifest, load_manifest
 from batchgen.jobs.place import PUSH_FOLDER
 from batchgen.push.card import SPLIT, dataset_card
@@ -69,15 +70,23 @@ def check_push(config: JobConfig, output: str) -> None:
 def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: Callable[[str], None]) -> str:
     """Pushes the finished output and returns the dataset's address. Does nothing if it is there already.
 
-    Raises `OutputError`; the output itself is complete then.
+    Holds the job's lock. Raises `OutputLocked` if another process runs the job or pushes its output, and `OutputError` if the push fails; the
+    output itself is complete then.
     """
     assert config.push is not None
     repo, folder = repo_of(config.push), job_path(output, config.work_dir)
     manifest = load_manifest(folder / "manifest.json")
     assert manifest is not None, "a finished job has a manifest"
     try:
-        with reaching_hub(repo, error=OutputError):
-            return _push(config, repo, Path(output), manifest, stats, tell, folder / PUSH_FOLDER)
+        lock = Lock(folder / "lock", output)
+        try:
+            with reaching_hub(repo, error=OutputError):
+                return _push(config, repo, Path(output), manifest, stats, tell, folder / PUSH_FOLDER)
+        finally:
+            shutil.rmtree(folder / PUSH_FOLDER, ignore_errors=True)
+            lock.release()
+    except OutputLocked:
+        raise
     except (BatchgenError, OSError) as e:
         message, hint = (e.message, e.hint) if isinstance(e, BatchgenError) else (str(e), "free some space")
         command = "the same command without --overwrite" if config.overwrite else "the same command"
@@ -85,8 +94,6 @@ def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: 
             f"{output} is complete, but it could not be pushed: {message}",
             f"{hint}; {command} then pushes it, and generates nothing",
         ) from e
-    finally:
-        shutil.rmtree(folder / PUSH_FOLDER, ignore_errors=True)
 
 
 def _push(
