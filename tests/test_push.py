@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 
 import pyarrow as pa
@@ -48,6 +49,16 @@ def test_a_finished_job_is_pushed_as_parquet_with_a_card_in_one_commit(hub, run)
     assert (set(repo.files), repo.private) == ({".gitattributes", ".batchgen.json", "README.md", SHARD}, True)
     assert table_of(repo).equals(pq.read_table(run.output))
     assert repo.messages == ["batchgen: 3 rows of tiny"]
+    digest = hashlib.sha256(repo.files[SHARD]).hexdigest()
+    assert [request for request in hub.requests if not request.startswith(("GET", "HEAD"))] == [
+        "POST /api/repos/create",
+        "POST /api/validate-yaml",
+        "POST /api/datasets/me/answers/preupload/main",
+        "POST /datasets/me/answers.git/info/lfs/objects/batch",
+        f"PUT /store/{digest}",
+        f"POST /verify/{digest}",
+        "POST /api/datasets/me/answers/commit/main",
+    ]
     assert f"batchgen: pushing {run.output} to {hub.endpoint}/datasets/me/answers\n" in done.err
     assert f"pushed 3 rows in 1 file: {hub.endpoint}/datasets/me/answers/commit/{repo.commit}\n" in done.err
     assert f" pushed              {hub.endpoint}/datasets/me/answers\n" in done.err
@@ -94,7 +105,7 @@ def test_an_output_that_another_process_pushes_is_left_to_it(hub, run):
     assert not on_its_way.exists()
 
 
-@pytest.mark.parametrize("failing", ["/api/repos/create", "/preupload/", "/commit/"])
+@pytest.mark.parametrize("failing", ["/api/repos/create", "/preupload/", "/info/lfs/", "/store/", "/commit/"])
 def test_a_push_that_fails_keeps_the_output_and_the_same_command_makes_up_for_it(hub, run, failing):
     hub.failing = failing
     failed = run()

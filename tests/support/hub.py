@@ -1,4 +1,8 @@
-"""A server that imitates the requests of the Hub which reading and pushing a dataset need."""
+"""A server that imitates the requests of the Hub which reading and pushing a dataset need.
+
+Large files (Parquet) are uploaded through Git LFS, as huggingface_hub does without the package hf_xet: it asks where to, puts them there, has that
+verified, and then makes a commit that names them by their digests.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,8 @@ class FakeHub:
     requests: list[str] = field(default_factory=list)
     """Method and path of each request."""
     endpoint: str = ""
+    uploaded: dict[str, bytes] = field(default_factory=dict)
+    """Large files that were put to the store, by their SHA-256."""
 
 
 @contextmanager
@@ -57,6 +63,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + RESOLVE)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
     HfFileSystem.clear_instance_cache()
@@ -80,6 +87,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self._answer()
+
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(self.path.partition("?")[0])
@@ -92,6 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
+        if found := re.fullmatch(r"/(store|verify)/(\w+)", path):
+            return self._large_file(found[1], found[2], body)
+        if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+            return self._tell_where_to(json.loads(body)) if self._role == "write" else self._send(b"", 403)
         match = re.fullmatch(r"(?:/api)?/datasets/([^/]+/[^/]+)(/.*)?", path)
         repo = self.hub.repos.get(match[1]) if match else None
         if match is None or repo is None or (repo.private and self._role is None):
@@ -122,11 +136,34 @@ class _Handler(BaseHTTPRequestHandler):
         if self._role != "write":
             return self._send(b'{"error": "Forbidden"}', 403)
         if rest == "preupload":
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = ["lfs" if path.endswith(".parquet") else "regular" for path in paths]
             files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+                {"path": path, "uploadMode": mode, "shouldIgnore": False}
+                for path, mode in zip(paths, modes, strict=True)
             ]
             return self._json({"files": files})
         return self._commit(name, repo, body)
+
+    def _tell_where_to(self, asked: dict[str, Any]) -> None:
+        """Says for each large file where to put it and who verifies that; nothing for one that is there already."""
+        objects = []
+        for file in asked["objects"]:
+            digest = file["oid"]
+            actions = {
+                "upload": {"href": f"{self.hub.endpoint}/store/{digest}"},
+                "verify": {"href": f"{self.hub.endpoint}/verify/{digest}"},
+            }
+            objects.append(file if digest in self.hub.uploaded else file | {"actions": actions})
+        self._json({"transfer": "basic", "objects": objects})
+
+    def _large_file(self, what: str, digest: str, body: bytes) -> None:
+        if what == "store":  # the address is signed: it needs no token
+            assert hashlib.sha256(body).hexdigest() == digest
+            self.hub.uploaded[digest] = body
+            return self._send(b"")
+        right = json.loads(body) == {"oid": digest, "size": len(self.hub.uploaded[digest])}
+        return self._send(b"{}", 200 if right and self._role == "write" else 403)
 
     def _commit(self, name: str, repo: FakeRepo, body: bytes) -> None:
         for line in map(json.loads, body.splitlines()):
@@ -135,6 +172,9 @@ class _Handler(BaseHTTPRequestHandler):
                 repo.messages.append(value["summary"])
             elif line["key"] == "file":
                 repo.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                assert value["size"] == len(self.hub.uploaded[value["oid"]])
+                repo.files[value["path"]] = self.hub.uploaded[value["oid"]]
             elif line["key"] == "deletedFile":
                 del repo.files[value["path"]]
         url = f"{self.hub.endpoint}/datasets/{name}/commit/{repo.commit}"
