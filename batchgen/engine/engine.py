@@ -167,7 +167,8 @@ class Engine:
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         verdict = model.verdict
         sampled_on = model.device if verdict.uses("sampler") else CPU
-        self.sampler = Sampler(model.vocab_size, sampled_on, self.sizes.limits.batch_size)
+        own_kernels = model.kernels is not None and sampled_on == CPU
+        self.sampler = Sampler(model.vocab_size, sampled_on, self.sizes.limits.batch_size, own_kernels=own_kernels)
         self.constraints = Constraints(
             tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
         )

@@ -1,6 +1,8 @@
-// Norms and rotary embedding, in the arithmetic of transformers' modules: float32, rounded where they round.
+// Norms, sums, rotary embedding, embeddings and likeliest tokens, in the arithmetic of transformers' modules: float32, rounded where
+// they round.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "activation.h"
 #include "int8.h"
@@ -35,7 +37,10 @@ struct Norm {  // `_Norm` in ops.py is the same
     double eps;
     const float* weight;
     const void* x;
-    void* y;  // [outer][inner][size]
+    void* y;  // [outer][inner][size]; nullptr: the sum alone is wanted
+    // Where there is `more` [outer][inner][size], x + more is put into `sum`, as large, and is what the norm is of.
+    const void* more;
+    void* sum;
     // Also as 8 bits, where there is a place for them (int8.h).
     quantized* q;
     float* scales;
@@ -65,11 +70,23 @@ void norm_row(const Norm& n, const T* x, T* y) {
 }
 
 template <class T>
+INLINE void add_row(const T* x, const T* more, T* sum, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) store_at(sum, i, size, load_at(x, i, size) + load_at(more, i, size));
+}
+
+template <class T>
 void norm(const Norm& n) {
     const int64_t rows = n.outer * n.inner;
     for_each(rows, threads_for(rows * n.size, n.threads), [&](int64_t row) {
+        const T* x = (const T*)n.x + row / n.inner * n.x_outer + row % n.inner * n.x_inner;
+        if (n.more) {
+            T* sum = (T*)n.sum + row * n.size;
+            add_row(x, (const T*)n.more + row * n.size, sum, n.size);
+            x = sum;
+        }
+        if (!n.y) return;
         T* y = (T*)n.y + row * n.size;
-        norm_row<T>(n, (const T*)n.x + row / n.inner * n.x_outer + row % n.inner * n.x_inner, y);
+        norm_row<T>(n, x, y);
         if (n.q) n.scales[row] = quantize_row<T>(y, n.size, n.q + row * n.q_row);
     });
 }
@@ -112,8 +129,75 @@ void rotary(const Rotary& r) {
     });
 }
 
+struct Maximum {  // `_Maximum` in ops.py is the same
+    int64_t rows, columns, x_row, threads;
+    const void* x;
+    void* values;      // [rows]
+    int64_t* indices;  // [rows]
+};
+
+// The first of a row's largest numbers; the first NaN where there is one.
+template <class T>
+int64_t place_of_maximum(const T* x, int64_t size) {
+    constexpr int64_t PIECE = 16 * LANES;
+    const int64_t whole = size / LANES * LANES;
+    floats most = splat(-INFINITY);
+    ints nan = {};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        const floats v = load_floats(x + i);
+        most = max(most, v);
+        nan |= v != v;
+    }
+    const auto any = [](ints where) { return sum(select(where, splat(1), splat(0))) != 0; };
+    bool some_nan = any(nan);
+    float value = largest(most);
+    for (int64_t i = whole; i < size; i++) {
+        some_nan |= std::isnan(to_float(x[i]));
+        value = std::max(value, to_float(x[i]));
+    }
+    for (int64_t from = 0; from < size; from += PIECE) {
+        const int64_t to = std::min(size, from + PIECE);
+        ints here = {};
+        for (int64_t i = from; i + LANES <= to; i += LANES) {
+            const floats v = load_floats(x + i);
+            here |= some_nan ? v != v : v == splat(value);
+        }
+        if (to % LANES || any(here))
+            for (int64_t i = from; i < to; i++)
+                if (some_nan ? std::isnan(to_float(x[i])) : to_float(x[i]) == value) return i;
+    }
+    return 0;
+}
+
+template <class T>
+void row_maximum(const Maximum& m) {
+    for_each(m.rows, threads_for(m.rows * m.columns, m.threads), [&](int64_t row) {
+        const T* x = (const T*)m.x + row * m.x_row;
+        m.indices[row] = place_of_maximum(x, m.columns);
+        ((T*)m.values)[row] = x[m.indices[row]];
+    });
+}
+
+struct RowTable {  // `_RowTable` in ops.py is the same
+    int64_t rows, table_rows, bytes, threads;  // bytes of a row
+    const char* table;
+    const int64_t* indices;
+    char* y;
+};
+
 }  // namespace
 
+// Returns whether all indices are those of rows of the table. Nothing is written otherwise.
+EXPORT int32_t batchgen_take_rows(const RowTable* r) {
+    for (int64_t i = 0; i < r->rows; i++)
+        if (r->indices[i] < 0 || r->indices[i] >= r->table_rows) return 0;
+    for_each(r->rows, threads_for(r->rows * r->bytes / 4, r->threads), [&](int64_t row) {
+        std::memcpy(r->y + row * r->bytes, r->table + r->indices[row] * r->bytes, r->bytes);
+    });
+    return 1;
+}
+EXPORT void batchgen_maximum_float32(const Maximum* m) { row_maximum<float>(*m); }
+EXPORT void batchgen_maximum_bfloat16(const Maximum* m) { row_maximum<bf16>(*m); }
 EXPORT void batchgen_norm_float32(const Norm* n) { norm<float>(*n); }
 EXPORT void batchgen_norm_bfloat16(const Norm* n) { norm<bf16>(*n); }
 EXPORT void batchgen_rotary_float32(const Rotary* r) { rotary<float, float>(*r); }

@@ -5,6 +5,7 @@ A part is replaced only where it is known to compute the same (`forwards`) and g
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
@@ -17,7 +18,18 @@ from transformers.activations import GELUTanh, SiLUActivation
 from batchgen.kernels import forwards, recurrent
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.forwards import is_written_as
-from batchgen.kernels.ops import Activation, PackedLinear, SharedLinear, fits, is_fast, rms_norm, rotate
+from batchgen.kernels.ops import (
+    Activation,
+    PackedLinear,
+    SharedLinear,
+    add_rows,
+    can_add,
+    fits,
+    is_fast,
+    norm_after_sum,
+    rotate,
+    take_rows,
+)
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 """Largest difference of a replacement, relative to the largest number: two roundings and more, and far below any mistake."""
@@ -68,12 +80,14 @@ class ExactPacking:
 
 
 def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
-    """Replaces rotary embeddings, norms and gated norms; returns how many of each kind."""
+    """Replaces rotary embeddings, norms, gated norms, embeddings and the sums of decoder layers; returns how many of each kind."""
     count: Counter[str] = Counter()
     if _can_fuse(model):
         _fuse_rotary(model, count)
         _replace(model, "norms", _norm, count)
         _replace(model, "gated norms", _gated_norm, count)
+        for module in model.modules():
+            _fuse_forward(module, count)
     return count
 
 
@@ -134,9 +148,13 @@ class FusedNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """In the dtype of `x`: Mamba keeps its residual in float32 beside bfloat16 weights."""
+        return self.after_sum(x, None)[1]
+
+    def after_sum(self, x: torch.Tensor, more: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + more and its norm; x and its norm without `more`."""
         if x.dtype not in (self.dtype, torch.float32):
             raise ValueError(f"expected {self.dtype} or float32, not {x.dtype}")
-        return rms_norm(x, self.factor, self.eps, self.rounds_first)
+        return norm_after_sum(x, self.factor, self.eps, self.rounds_first, more)
 
 
 class NormKind(NamedTuple):
@@ -320,6 +338,85 @@ def _random(numbers: np.random.Generator, *shape: int) -> torch.Tensor:
 def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     difference = (a.float() - b.float()).abs().max()
     return a.shape == b.shape and a.dtype == b.dtype and bool(difference <= tolerance * b.float().abs().max())
+
+
+def _fuse_forward(module: Any, count: Counter[str]) -> None:
+    """Gives a decoder layer or an embedding a forward of its own, in which torch's threads have no part.
+
+    Torch has a pool of threads beside ours: each of the two waits for a core while the other's threads look for work.
+    """
+    forward = _own_forward(module)
+    if _is_plain_embedding(module) and forward is not None:
+        module.forward = MethodType(_embed, module)
+        count["embeddings"] += 1
+    for known, fused in _LAYERS:
+        if forward is not None and is_written_as(inspect.unwrap(forward), known):
+            module.forward = MethodType(fused, module)
+            count["decoder layers"] += 1
+
+
+def _is_plain_embedding(module: Any) -> bool:
+    return (
+        type(module) is torch.nn.Embedding
+        and module.max_norm is None
+        and _is_plain(module.weight)
+        and module.weight.is_contiguous()
+    )
+
+
+def _embed(self: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
+    if input.dtype != torch.int64 or self.weight.device.type != "cpu":
+        return torch.nn.functional.embedding(input, self.weight)
+    return take_rows(self.weight, input)
+
+
+def _llama_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    return _after_mixing(self, hidden_states, mixed)
+
+
+def _qwen_hybrid_layer(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    y = self.input_layernorm(hidden_states)
+    kwargs |= {"hidden_states": y, "attention_mask": attention_mask}
+    if self.block_type == "linear_attention":
+        mixed = self.linear_attn(cache_params=past_key_values, **kwargs)
+    else:
+        mixed, _ = self.self_attn(
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+    return _after_mixing(self, hidden_states, mixed)
+
+
+def _after_mixing(layer: Any, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """What a decoder layer does after attention or what it has in its place: the sum, the norm, the MLP and another sum."""
+    norm = layer.post_attention_layernorm
+    if can_add(x, mixed) and hasattr(norm, "after_sum"):
+        x, y = norm.after_sum(x, mixed)
+    else:
+        x = x + mixed
+        y = norm(x)
+    y = layer.mlp(y)
+    if isinstance(y, tuple):  # with the scores of a router
+        y, _ = y
+    return add_rows(x, y) if can_add(x, y) else x + y
+
+
+_LAYERS = (
+    (forwards.LlamaLayer.forward, _llama_layer),
+    (forwards.Qwen35Layer.forward, _qwen_hybrid_layer),
+    (forwards.Qwen3NextLayer.forward, _qwen_hybrid_layer),
+)
 
 
 def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:

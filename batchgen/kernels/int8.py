@@ -164,14 +164,19 @@ class QuantizingNorm(torch.nn.Module):
         self.quantizes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after_sum(x, None)[1]
+
+    def after_sum(self, x: torch.Tensor, more: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `FusedNorm.after_sum`."""
         if not self.quantizes:
-            plain: torch.Tensor = self.norm(x)
-            plain.from_norm = self  # type: ignore[attr-defined]
-            return plain
-        arguments, y = norm_arguments(x, self.norm.factor, self.norm.eps, self.norm.rounds_first)
+            total, plain = self.norm.after_sum(x, more)
+            plain.from_norm = self
+            return total, plain
+        norm = self.norm
+        arguments, y, total = norm_arguments(x, norm.factor, norm.eps, norm.rounds_first, more)
         rows = _rows_for(arguments.outer * arguments.inner, y.shape[-1])
         arguments.q, arguments.scales = rows.values.data_ptr(), rows.scales.data_ptr()
         arguments.q_row = rows.values.shape[1]
         kernel("norm", x.dtype)(ctypes.byref(arguments))
         y.as_int8 = rows  # type: ignore[attr-defined]
-        return y
+        return total, y

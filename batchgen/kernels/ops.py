@@ -1,4 +1,4 @@
-"""The compiled CPU kernels as torch functions: norms, rotary embeddings, packed linear layers."""
+"""The compiled CPU kernels as torch functions: norms, sums, rotary embeddings, rows of a table, packed linear layers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,26 @@ class _Norm(ctypes.Structure):
             for name in ("outer", "inner", "size", "x_outer", "x_inner", "rounds_first", "threads")
         ),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "y", "q", "scales")),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "y", "more", "sum", "q", "scales")),
         ("q_row", ctypes.c_int64),
+    )
+
+
+class _Maximum(ctypes.Structure):
+    """`Maximum` in elementwise.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "x_row", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "values", "indices")),
+    )
+
+
+class _RowTable(ctypes.Structure):
+    """`RowTable` in elementwise.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "table_rows", "bytes", "threads")),
+        *((name, ctypes.c_void_p) for name in ("table", "indices", "y")),
     )
 
 
@@ -41,13 +59,73 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bo
 
     `rounds_first`: x over its root mean square is rounded to its type before the weight comes.
     """
-    norm, y = norm_arguments(x, weight, eps, rounds_first)
+    return norm_after_sum(x, weight, eps, rounds_first, None)[1]
+
+
+def norm_after_sum(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + more and `rms_norm` of it; x and its norm without `more`. `can_add` says whether the two can be added."""
+    norm, y, total = norm_arguments(x, weight, eps, rounds_first, more)
     kernel("norm", x.dtype)(ctypes.byref(norm))
+    return total, y
+
+
+def add_rows(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """x + more. Both are [..., D], contiguous, of the same shape and type, one of `DTYPES`."""
+    size = x.shape[-1]
+    total = torch.empty_like(x)
+    norm = _Norm(
+        x.numel() // max(1, size), 1, size, size, 0, threads=torch.get_num_threads(),
+        x=x.data_ptr(), more=more.data_ptr(), sum=total.data_ptr(),
+    )  # fmt: skip
+    kernel("norm", x.dtype)(ctypes.byref(norm))
+    return total
+
+
+def can_add(x: torch.Tensor, more: torch.Tensor) -> bool:
+    """Whether `add_rows` takes these."""
+    return (
+        x.dtype == more.dtype
+        and x.dtype in DTYPES
+        and x.shape == more.shape
+        and x.is_contiguous()
+        and more.is_contiguous()
+    )
+
+
+def row_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest number of each row of x [N, V] and where it is first: NaN where a row has one, as `torch.max` has it."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    values, indices = torch.empty(len(x), dtype=x.dtype), torch.empty(len(x), dtype=torch.int64)
+    maximum = _Maximum(
+        *x.shape, x.stride(0), torch.get_num_threads(), x.data_ptr(), values.data_ptr(), indices.data_ptr()
+    )
+    kernel("maximum", x.dtype)(ctypes.byref(maximum))
+    return values, indices
+
+
+def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Rows of a contiguous table [N, D] by int64 indices of any shape. Raises `IndexError` for one that the table has not."""
+    indices = indices.contiguous()
+    y = torch.empty((*indices.shape, table.shape[1]), dtype=table.dtype)
+    rows = _RowTable(
+        indices.numel(), len(table), table.shape[1] * table.itemsize, torch.get_num_threads(),
+        table.data_ptr(), indices.data_ptr(), y.data_ptr(),
+    )  # fmt: skip
+    if not library().batchgen_take_rows(ctypes.byref(rows)):
+        raise IndexError(f"an index is not that of one of {len(table)} rows")
     return y
 
 
-def norm_arguments(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool) -> tuple[_Norm, torch.Tensor]:
-    """What the kernel of `rms_norm` is given, and where its result goes."""
+def norm_arguments(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None
+) -> tuple[_Norm, torch.Tensor, torch.Tensor]:
+    """What the kernel of `rms_norm` is given, where its result goes, and where x + more goes (x without `more`).
+
+    With `more` the norm is that of the sum; `can_add` says whether both are as they must be.
+    """
     size = x.shape[-1]
     if x.stride(-1) != 1 or not _is_two_deep(x):
         x = x.contiguous()
@@ -60,7 +138,11 @@ def norm_arguments(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_fir
         weight.data_ptr(), x.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     norm.x_kept = x  # as long as the kernel may read it
-    return norm, y
+    if more is None:
+        return norm, y, x
+    total = torch.empty_like(x)
+    norm.more, norm.sum = more.data_ptr(), total.data_ptr()
+    return norm, y, total
 
 
 def rotate(

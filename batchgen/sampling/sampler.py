@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchgen.kernels.build import DTYPES
+from batchgen.kernels.ops import row_maximum
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
 from batchgen.sampling.batch_params import Batch, Slots
@@ -81,12 +83,22 @@ class Sampler:
     """Samples the next token of many sequences.
 
     `vocab_size` is the width of the logits, padding included. `slots` is the number of slots at first; more are made when needed.
-    `at_once` is the number of logits to filter and sample from at once; None for what suits the device.
+    `at_once` is the number of logits to filter and sample from at once; None for what suits the device. `own_kernels`: the kernels for
+    the CPU (kernels/ops.py) are used.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, slots: int = 16, at_once: int | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        slots: int = 16,
+        at_once: int | None = None,
+        *,
+        own_kernels: bool = False,
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._own_kernels = own_kernels
         self._at_once = at_once or (AT_ONCE_CPU if device.type == "cpu" else AT_ONCE)
         # Cumulative sums are in float64: rounding in float32 would move the samples. MPS has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
@@ -172,12 +184,19 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [n] and whether the logits are numbers [n]."""
         scores = self._masked(self._penalties.applied(logits, batch), mask)
-        best, tokens = scores.max(dim=-1)  # a NaN is the largest
+        best, tokens = self._likeliest(scores)
         for some, at, ids, weights in self._choices(scores, best, batch):
             likeliest = tokens[at] if ids is None else weights.argmax(dim=-1)
             sampled = inverse_cdf(weights.to(self._wide), some.rows("u"), likeliest)
             tokens[at] = sampled if ids is None else ids.gather(1, sampled[:, None])[:, 0]
         return tokens, torch.isfinite(best)
+
+    def _likeliest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest number of each row, NaN where there is one, and where it is first."""
+        if self._own_kernels and scores.dtype in DTYPES:
+            return row_maximum(scores)
+        best, tokens = scores.max(dim=-1)
+        return best, tokens
 
     def _chunks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
         """The rows to work on at once: all of them if each row only wants its likeliest token."""

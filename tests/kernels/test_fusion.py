@@ -2,12 +2,16 @@
 
 import copy
 import gc
+import inspect
 import weakref
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from batchgen.kernels import forwards, fusion
 from batchgen.kernels.build import NoKernels, library
@@ -16,7 +20,8 @@ from batchgen.kernels.fusion import FusedMLP, FusedNorm
 from batchgen.kernels.ops import PackedLinear
 from support.fusing import fuse
 
-ALL = {"rotary embeddings": 2, "norms": 5, "gated MLPs": 2, "linear layers": 9}
+FORWARDS = {"embeddings": 1, "rotary embeddings": 2, "decoder layers": 2}
+ALL = {**FORWARDS, "norms": 5, "gated MLPs": 2, "linear layers": 9}
 IDS = torch.arange(7)[None]
 
 
@@ -120,7 +125,7 @@ def test_hooks_keep_a_part_as_it_is():
     seen = []
     for part in (model.lm_head, model.model.norm, model.model.layers[0].mlp, model.model.layers[1].mlp.down_proj):
         part.register_forward_hook(lambda *_: seen.append(1))
-    assert fuse(model) == {"rotary embeddings": 2, "norms": 4, "linear layers": 8 + 5}
+    assert fuse(model) == {**FORWARDS, "norms": 4, "linear layers": 8 + 5}
     logits(model)
     assert len(seen) == 4
 
@@ -134,23 +139,23 @@ def test_other_layers_types_and_devices_are_left_alone():
     model.lm_head = Wide(32, 97, bias=False)
     assert fuse(model) == ALL | {"linear layers": 8}
     assert type(model.lm_head) is Wide
-    assert fuse(llama().half()) == {"rotary embeddings": 2}
+    assert fuse(llama().half()) == FORWARDS
     assert fuse(llama().to("meta")) == {}
 
 
 def test_a_part_that_is_written_alike_but_gives_other_numbers_stays(monkeypatch):
     model = llama()
     plain = logits(model)
-    monkeypatch.setattr(fusion, "rms_norm", lambda x, *_: x * 1.01)
+    monkeypatch.setattr(fusion, "norm_after_sum", lambda x, *_: (x, x * 1.01))
     monkeypatch.setattr(fusion, "rotate", lambda q, k, *_: (q * 1.2, k))
-    assert fuse(model) == {"gated MLPs": 2, "linear layers": 9}
+    assert fuse(model) == {"embeddings": 1, "decoder layers": 2, "gated MLPs": 2, "linear layers": 9}
     same(model, plain)
 
 
 def test_another_activation_keeps_its_mlp_and_packs_the_layers():
     model = llama(hidden_act="gelu")
     plain = logits(model)
-    assert fuse(model) == {"rotary embeddings": 2, "norms": 5, "linear layers": 9 + 6}
+    assert fuse(model) == {**FORWARDS, "norms": 5, "linear layers": 9 + 6}
     same(model, plain)
 
 
@@ -158,6 +163,20 @@ def test_weights_that_are_not_numbers_are_left_to_torch():
     model = llama()
     model.lm_head.weight.data[3, 4] = torch.nan
     assert fuse(model) == ALL | {"linear layers": 8}
+
+
+@pytest.mark.parametrize("kind", [modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next])
+def test_decoder_layers_of_hybrids_are_known(kind):
+    layer = next(part for name, part in vars(kind).items() if name.endswith("DecoderLayer"))
+    known = [forwards.Qwen35Layer.forward, forwards.Qwen3NextLayer.forward]
+    assert any(is_written_as(inspect.unwrap(layer.forward), one) for one in known)
+
+
+def test_sums_of_a_type_that_the_kernels_have_not_are_left_to_torch():
+    model = llama().half()
+    plain = logits(model)
+    fuse(model)
+    assert torch.equal(logits(model), plain)
 
 
 class Likeness(forwards.LlamaNorm):

@@ -1,13 +1,26 @@
 """Linear layers, norms and rotary embedding by our own kernels, each against the plain torch that it stands for."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import gelu, linear, silu
 
 from batchgen.kernels import forwards
 from batchgen.kernels import ops as packed
-from batchgen.kernels.ops import Activation, PackedLinear, rms_norm, rotate
+from batchgen.kernels.ops import (
+    Activation,
+    PackedLinear,
+    add_rows,
+    norm_after_sum,
+    rms_norm,
+    rotate,
+    row_maximum,
+    take_rows,
+)
+from batchgen.sampling_params import SamplingParams
+from support.drawing import Sampler
 
+PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 ACTS = {Activation.SILU: silu, Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh")}
@@ -164,3 +177,58 @@ def test_what_the_rotary_kernel_has_not_is_left_to_others():
     assert rotate(q, k, cos.bfloat16(), cos.bfloat16()) is None
     assert rotate(q, k, cos[..., :7], cos[..., :7]) is None
     assert rotate(q[..., :4], k[..., :4], cos, cos) is None
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(1, 3, 97), (1, 300, 512), (2, 7, 16), (1, 0, 16)])
+def test_a_sum_and_the_norm_after_it_are_those_of_two_steps(dtype, shape, threads):
+    x, more, weight = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1), numbers(shape[-1], seed=2)
+    assert torch.equal(add_rows(x, more), x + more)
+    total, norm = norm_after_sum(x, weight, 1e-5, True, more)
+    assert torch.equal(total, x + more)
+    assert torch.equal(norm, rms_norm(x + more, weight, 1e-5, True))
+
+
+@dtypes
+@pytest.mark.parametrize("columns", [1, 15, 16, 300, 4096, 8191])
+def test_the_largest_number_of_a_row_is_the_first_of_equal_ones(dtype, columns, threads):
+    x = numbers(60, columns, dtype=dtype).round()  # many are equal
+    x[1] = -torch.inf
+    x[2, columns // 2] = torch.inf
+    x[3, columns // 2 :] = torch.nan
+    x[4, -1] = torch.nan
+    x[5, -1] = 1000
+    x[6] = -5
+    values, places = row_maximum(x)
+    want = [next((i for i, v in enumerate(row) if v != v), row.index(max(row))) for row in x.tolist()]
+    assert places.tolist() == want
+    assert torch.equal(values.nan_to_num(7), x[torch.arange(60), places].nan_to_num(7))
+    assert torch.equal(row_maximum(x.T.contiguous().T)[1], places)
+
+
+@dtypes
+def test_rows_of_a_table_are_copied_and_others_are_refused(dtype, threads):
+    table = numbers(50, 130, dtype=dtype)
+    places = torch.arange(1000).view(4, 250) * 7 % 50
+    assert torch.equal(take_rows(table, places), table[places])
+    assert torch.equal(take_rows(table, places[:, ::2]), table[places[:, ::2]])
+    assert take_rows(table, places[:0]).shape == (0, 250, 130)
+    for wrong in (-1, 50):
+        with pytest.raises(IndexError, match="one of 50 rows"):
+            take_rows(table, torch.tensor([3, wrong]))
+
+
+@dtypes
+def test_the_sampler_takes_the_tokens_that_it_takes_without_kernels(dtype, threads):
+    logits = 3 * numbers(40, 300, dtype=dtype)
+    logits[7, 250] = torch.nan
+    warm = SamplingParams(temperature=0.8, top_p=0.9)
+    took = []
+    for own_kernels in (True, False):
+        sampler = Sampler(300, torch.device("cpu"), own_kernels=own_kernels)
+        for slot in range(40):
+            params = warm if slot < 10 else SamplingParams(temperature=0, repetition_penalty=1 + slot // 30)
+            sampler.add(slot, params, slot.to_bytes(16, "little"), PROMPT)
+        took.append([sampler.sample(logits, range(40), [position] * 40) for position in range(3)])
+    assert all(a == b for a, b in zip(*took, strict=True))
+    assert [row.valid[7] for row in took[0]] == [False] * 3
