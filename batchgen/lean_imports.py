@@ -1,10 +1,11 @@
 """Imports torch and transformers in a process of our own without what only training, compiling or a table of 1,600 files needs.
 
-A full import takes twice as long (benchmarks/NOTES.md). Three things make the difference:
+A full import takes twice as long (benchmarks/NOTES.md). Four things make the difference:
 
 - Three parts of torch are put off: their code runs when something asks them for anything.
 - transformers is told that some packages are not installed. It imports them wherever they are, and no model that runs here needs them.
 - transformers makes a table of its classes from all of its source files at every start. The table is kept in the user's cache folder.
+- pyarrow imports pandas where it is installed, to know its objects. The command has none.
 """
 
 from __future__ import annotations
@@ -58,6 +59,17 @@ def allow_lean_imports() -> None:
     _ours = True
 
 
+def keep_pandas_from_arrow() -> None:
+    """Has pyarrow look for pandas now, and find none, if this process is the command. A list that becomes an array may otherwise import pandas."""
+    if _ours and "pandas" not in sys.modules:
+        pyarrow, finder = importlib.import_module("pyarrow"), _NoPandas()
+        sys.meta_path.insert(0, finder)
+        try:
+            pyarrow.array([], pyarrow.null())  # it looks once
+        finally:
+            sys.meta_path.remove(finder)
+
+
 def import_transformers(config: ModelConfig) -> None:
     """Imports torch and transformers, as lean as this process and the model allow."""
     lean = _ours and not any(name in os.environ for name in _LAUNCHED)
@@ -109,6 +121,17 @@ def _settings_of(config: ModelConfig) -> bytes | None:
     try:
         return Path(path).read_bytes() if isinstance(path, str | Path) else None
     except OSError:
+        return None
+
+
+class _NoPandas(MetaPathFinder):
+    """Has every import of pandas fail."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == "pandas":
+            raise ModuleNotFoundError("pandas is not needed here", name=name)
         return None
 
 

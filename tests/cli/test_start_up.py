@@ -56,6 +56,13 @@ def test_a_run_imports_neither_compiler_nor_process_groups_and_the_next_not_even
 
 
 @pytest.mark.slow
+def test_tables_are_written_and_read_without_pandas(start: Start) -> None:
+    pytest.importorskip("pandas")
+    for words in (("-o", "o.parquet"), ("-o", "o.parquet", "--overwrite", "--window", "1")):
+        assert not {"pandas", "pyarrow.pandas_compat"} & start(*words)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the libraries', of each other
 @pytest.mark.parametrize("kind", ["GGUF", "fp8", "awq"])
 def test_the_command_loads_models_that_transformers_loads_with_accelerate_only(
