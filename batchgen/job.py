@@ -121,6 +121,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
                 outcomes.note_cut_rows()
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
                 _keep_stopped(job, config, model, run)
+                tracker.stopped()
                 if isinstance(e, Interrupted) and not isinstance(job, StdoutJob):
                     generation.note_kept()
                 raise

@@ -272,7 +272,7 @@ def comma_list(name: str, text: str) -> tuple[str, ...]:
 def file_text(name: str, path: str) -> str:
     """Returns the text of a file."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as e:
         raise UsageError(f"{name} {path} cannot be read: {e.strerror}", "check the path") from e
     except UnicodeDecodeError as e:
@@ -297,6 +297,8 @@ def json_object(name: str, text: str) -> dict[str, object]:
 
 def json_schema_file(name: str, path: str) -> str:
     """Returns the JSON schema of a file as one line. The order of its keys is kept."""
+    if str(path).lstrip().startswith("{"):
+        raise UsageError(f"{name} takes a file, not the schema itself", f"write it to a file: {name} schema.json")
     try:
         value = json.loads(file_text(name, path))
     except ValueError as e:

@@ -200,6 +200,10 @@ class Tracker:
         self._tokens, self._rows_running = tokens, rows_running
         self._changed()
 
+    def stopped(self) -> None:
+        """Must be called when a run ends early: the last snapshot is passed to `tell`."""
+        self._tell(self.snapshot())
+
     def snapshot(self) -> Snapshot:
         run = self._run
         under_way = max(0, self.begun_tokens + self._tokens - run.completion_tokens)
@@ -267,8 +271,12 @@ class Tracker:
     def _changed(self, *, new_phase: bool = False) -> None:
         now = self.snapshot()
         self._shown.update(now)
-        if self.tell is not None and (new_phase or self._clock() - self._told >= TELL_SECONDS):
-            self._told = self._clock()
+        if new_phase or self._clock() - self._told >= TELL_SECONDS:
+            self._tell(now)
+
+    def _tell(self, now: Snapshot) -> None:
+        self._told = self._clock()
+        if self.tell is not None:
             self.tell(now if self.workers is None else replace(now, workers=self.workers()))
 
 

@@ -297,6 +297,10 @@ def choices_of(text: str) -> tuple[str, ...]:
     if not text.lstrip().startswith("["):
         return tuple(choice.strip() for choice in text.split(","))
     try:
-        return tuple(json.loads(text))
+        choices = tuple(json.loads(text))
     except ValueError as e:
         raise ValueError(f"choices must be separated by commas, or a JSON list: {e}") from None
+    for choice in choices:
+        if not isinstance(choice, str):
+            raise ValueError(f"choices must be texts, and one is {json.dumps(choice)}: put it in quotes")
+    return choices

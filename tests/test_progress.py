@@ -170,6 +170,15 @@ def test_every_change_is_shown_and_one_a_second_is_kept_and_the_first_of_each_ph
     assert [s.rows_done for s in shown.seen] == [0, 0, 0, *range(1, 25)]
 
 
+def test_a_run_that_stops_tells_what_came_after_the_last_second() -> None:
+    job, told = Job(total=10), []
+    job.tracker.tell = told.append
+    job.after(0.5, done=4, completion=8)
+    assert told == []
+    job.tracker.stopped()
+    assert [(now.rows_done, now.completion_tokens) for now in told] == [(4, 8)]
+
+
 @pytest.mark.parametrize(("total", "share"), [(None, None), (0, 1.0)])
 def test_the_share_of_no_rows(total: int | None, share: float | None) -> None:
     assert Snapshot(rows_total=total).share == share

@@ -71,9 +71,10 @@ class Outcomes:
         """Adds notes at the end of a run if rows were cut by `--row-timeout`, or many by `--max-tokens`."""
         reasons, done = self.run.all_reasons, self.run.done
         if reasons["timeout"]:
+            were = "was" if reasons["timeout"] == 1 else "were"
             self.tracker.note(
-                f"{reasons['timeout']:,} of {done:,} rows were cut by --row-timeout; "
-                "run again with --retry timeout and a longer --row-timeout to finish them"
+                f"{reasons['timeout']:,} of {done:,} rows {were} cut by --row-timeout; "
+                "run again with --retry timeout and a longer --row-timeout to finish"
             )
         if _MANY * reasons["length"] > done and reasons["length"] >= _MANY:
             self.tracker.note(

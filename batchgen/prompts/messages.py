@@ -33,6 +33,8 @@ def kind(value: Any) -> str:
         return "text"
     if isinstance(value, Mapping):
         return "an object"
+    if isinstance(value, bytes):
+        return "bytes"
     return "a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
 
 

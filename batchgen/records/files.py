@@ -25,6 +25,8 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error)
 """The exceptions that reading a cut or damaged stream raises."""
 _PACKED = ((b"\x1f\x8b", "gzip", ".gz"), (b"\x28\xb5\x2f\xfd", "zstandard", ".zst"))
+_PARQUET = (b"PAR1", b"PARE")  # plain, encrypted
+_LFS = b"version https://git-lfs"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 _AT_COMMIT = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)@[0-9a-f]{40}/")
 _PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
@@ -111,17 +113,27 @@ class InputFile:
     def check_start(self) -> None:
         """Raises `UsageError` if the first bytes of a local file show that it is something else than its name says."""
         path = Path(self.name)
-        if self.compression is not None or self.format == "parquet" or is_url(self.name):
-            return
-        if not path.is_file() or not os.access(path, os.R_OK):
+        if is_url(self.name) or not path.is_file() or not os.access(path, os.R_OK):
             return
         with path.open("rb") as file:
-            start = file.read(4)
+            start = file.read(len(_LFS))
+        if start == _LFS:
+            raise UsageError(f"{self.name} is a Git LFS pointer, not the file itself", "run `git lfs pull`")
+        if not start:
+            return
         for magic, kind, suffix in _PACKED:
-            if start.startswith(magic):
+            if start.startswith(magic) and self.compression != COMPRESSIONS[suffix]:
                 raise UsageError(f"{self.name} is compressed with {kind}", f"give it a name that ends with {suffix}")
-        if start == b"PAR1":
+            if not start.startswith(magic) and self.compression == COMPRESSIONS[suffix]:
+                raise UsageError(f"{self.name} is not compressed with {kind}", f"give it a name without {suffix}")
+        if self.compression is not None:
+            return
+        if start.startswith(_PARQUET) and self.format != "parquet":
             raise UsageError(f"{self.name} is a Parquet file", "use --input-format parquet")
+        if self.format == "parquet" and not start.startswith((*_PARQUET, bytes(4))):
+            raise UsageError(
+                f"{self.name} is not a Parquet file", "say what it is with --input-format jsonl, csv or tsv"
+            )
         if start.startswith(_UTF16):
             text = path.with_name(f"utf8-{path.name}")
             raise UsageError(

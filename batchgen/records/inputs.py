@@ -6,6 +6,7 @@ import difflib
 import glob
 import os
 import re
+import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -30,6 +31,7 @@ PIPE_WINDOW_ROWS = 4_096
 READ_ROWS = 2_000
 """Number of rows read at a time if the input is read twice."""
 _MODEL_REPO = re.compile(r"hf://((?!(?:datasets|spaces|buckets|models)/)[^/]+/[^/@]+)")
+_UNPACKERS = {".xz": "xz -d", ".bz2": "bzip2 -d", ".zip": "unzip"}
 CHECKED_ROWS = 1_000
 """If none of these first rows has a column that the command names, the command is refused."""
 
@@ -329,13 +331,28 @@ def _input_file(name: str, format: str | None) -> InputFile:
     _, by_suffix, compression = split_name(name)
     chosen = format or by_suffix
     if chosen is None:
-        hint = f"say what it is with --input-format {_ANY_FORMAT}"
-        if name.lower().endswith(".json"):
-            hint += f"; a JSON array becomes JSONL with: jq -c '.[]' {name} > {name}l"
+        hint = _hint_of_suffix(name)
         raise UsageError(f"{name} has an unknown suffix", hint)
     if not is_url(name) and not os.access(name, os.R_OK):
         raise UsageError(f"{name} cannot be read: permission denied", "check its permissions")
     return InputFile(name, chosen, compression)
+
+
+def _hint_of_suffix(name: str) -> str:
+    """Returns how a file with a suffix that is not that of an input becomes one."""
+    suffix = "" if is_url(name) else Path(name).suffix.lower()
+    quoted, jsonl = shlex.quote(name), shlex.quote(name[: len(name) - len(suffix)] + ".jsonl")
+    say = f"say what it is with --input-format {_ANY_FORMAT}"
+    match suffix:
+        case ".json":
+            return f"{say}; a JSON array becomes JSONL with: jq -c '.[]' {quoted} > {jsonl}"
+        case ".txt":
+            return f"{say}; lines of text become prompts with: jq -Rc '{{prompt: .}}' {quoted} > {jsonl}"
+        case ".xz" | ".bz2" | ".zip":
+            return f"unpack it first: {_UNPACKERS[suffix]} {quoted}"
+        case ".xlsx" | ".xls" | ".ods":
+            return "save its sheet as CSV"
+    return say
 
 
 def _is_ours(name: str, output: str | None) -> bool:

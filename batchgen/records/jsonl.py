@@ -4,7 +4,7 @@ Reading: a line ends with `\\n`. A `\\r` before it, a byte order mark at the sta
 repeated, the last value counts. NaN, Infinity and lone surrogates (`"\\ud800"`) are accepted. A line is a malformed row, never an
 exception, if it is not a JSON object in UTF-8, is nested deeper than `MAX_DEPTH`, or is longer than `MAX_LINE` bytes.
 
-Writing (`to_json`) always gives valid JSON in valid UTF-8. NaN and Infinity become null, lone surrogates their escapes, bytes base64,
+Writing (`to_json`) always gives valid JSON in valid UTF-8. NaN and Infinity become null, lone surrogates and Unicode's own line ends their escapes, bytes base64,
 dates and times ISO 8601, durations seconds, a Decimal a string of its digits, and anything else its `str`.
 """
 
@@ -23,6 +23,8 @@ MAX_DEPTH = 100
 MAX_LINE = 1 << 28
 """Bytes of a line. A longer line is a decompression bomb or not a JSON line at all; it is skipped in constant memory."""
 _ARRAY_HINT = " (a JSON array becomes JSONL with: jq -c '.[]')"
+_LINE_ENDS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
+"""Characters that end a line for some readers (Python's `str.splitlines`), and their escapes in JSON."""
 BOM = b"\xef\xbb\xbf"
 
 Record = tuple[str, dict[str, Any] | str, int]
@@ -85,7 +87,11 @@ def to_json(value: Any) -> bytes:
     except (ValueError, TypeError):
         text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
     # Only lone surrogates cannot be encoded. Python's escape for them is also JSON's.
-    return text.encode("utf-8", "backslashreplace")
+    data = text.encode("utf-8", "backslashreplace")
+    for character, escape in _LINE_ENDS:
+        if character in data:
+            data = data.replace(character, escape)
+    return data
 
 
 def plain(value: Any) -> Any:

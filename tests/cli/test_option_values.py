@@ -96,6 +96,7 @@ def test_a_schema_is_that_of_its_file_blanks_apart(tmp_path: Path) -> None:
             "{a",
             "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct the file",
         ),
+        ("\ufeff", "is not JSON: Expecting value: line 1 column 1 (char 0); correct the file"),
         ("", "is not JSON: Expecting value: line 1 column 1 (char 0); correct the file"),
         ("[1]", 'must hold a JSON object; give one such as {"type": "object"}'),
     ],

@@ -133,7 +133,10 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
     [
         (["prompt.jsonl"], {}, "no such file: prompt.jsonl; did you mean prompts.jsonl?"),
         (["nowhere/q.jsonl"], {}, "no such file: nowhere/q.jsonl; check the path"),
-        (["x.txt"], {}, "x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv"),
+        (["x.txt"], {}, "x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv; lines of text become prompts with: jq -Rc '{prompt: .}' x.txt > x.jsonl"),
+        (["a b.jsonl.xz"], {}, "a b.jsonl.xz has an unknown suffix; unpack it first: xz -d 'a b.jsonl.xz'"),
+        (["x.xlsx"], {}, "x.xlsx has an unknown suffix; save its sheet as CSV"),
+        (["pointer.csv"], {}, "pointer.csv is a Git LFS pointer, not the file itself; run `git lfs pull`"),
         (["x.json"], {}, "x.json has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv; a JSON array becomes JSONL with: jq -c '.[]' x.json > x.jsonl"),
         (["link.jsonl"], {}, "link.jsonl is a link to gone.jsonl, which does not exist; check the link"),
         (["packed.jsonl"], {}, "packed.jsonl is compressed with gzip; give it a name that ends with .gz"),
@@ -156,6 +159,9 @@ def test_what_cannot_be_an_input_is_refused_in_words(folder, inputs, options, me
     (folder / "prompts.jsonl").write_bytes(JSONL)
     (folder / "x.txt").write_bytes(JSONL)
     (folder / "x.json").write_bytes(b"[]")
+    (folder / "a b.jsonl.xz").touch()
+    (folder / "x.xlsx").touch()
+    (folder / "pointer.csv").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
     (folder / "link.jsonl").symlink_to("gone.jsonl")
     (folder / "packed.jsonl").write_bytes(gzip.compress(JSONL))
     (folder / "packed.csv").write_bytes(zstandard.compress(CSV))
@@ -225,10 +231,25 @@ def test_a_cut_stream_gives_the_rows_before_the_cut_and_names_the_place(folder, 
 
 
 @pytest.mark.parametrize(
-    "name", ["x.jsonl.gz", "x.jsonl.zst", "x.csv.gz", "x.parquet", "x.parquet.gz", "x.parquet.zst"]
+    ("name", "said"),
+    [
+        ("x.jsonl.gz", "is not compressed with gzip; give it a name without .gz"),
+        ("x.csv.zst", "is not compressed with zstandard; give it a name without .zst"),
+        ("x.parquet.gz", "is not compressed with gzip; give it a name without .gz"),
+        ("x.parquet", "is not a Parquet file; say what it is with --input-format jsonl, csv or tsv"),
+    ],
 )
-def test_junk_is_corrupt_from_its_start(folder, name):
+def test_a_file_that_does_not_begin_as_its_suffix_says_is_refused(folder, name, said):
     (folder / name).write_bytes(b"this is not what its suffix says")
+    with pytest.raises(UsageError) as caught:
+        opened(name)
+    assert str(caught.value) == f"{name} {said}"
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.csv.gz", "x.parquet", "x.parquet.gz"])
+def test_junk_after_the_right_first_bytes_is_corrupt_from_its_start(folder, name):
+    first = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}.get(name[name.rindex(".") :], b"PAR1")
+    (folder / name).write_bytes(first + b"this is not what its suffix says")
     with pytest.raises(InputCorrupt, match=f"^{name} breaks off at its start: "):
         columns(name)
 

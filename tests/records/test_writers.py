@@ -76,12 +76,13 @@ def write_pairs(folder: Path, name: str, rows, schema, form, notes=()) -> Path:
     ],
 )
 def test_jsonl_is_one_object_a_line_plain_or_compressed(tmp_path, name, unpack):
-    rows = [{"id": 1, "s": "é\u2028\ud800", **RESULT}, {"id": 2, "x": math.nan, **RESULT}]
+    rows = [{"id": 1, "s": "é\x85\u2028\u2029\ud800", **RESULT}, {"id": 2, "x": math.nan, **RESULT}]
     data = unpack(write(tmp_path, name, rows).read_bytes())
     tail = (
         '"text": "t", "finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": 2}, "error": null}\n'
     )
-    assert data.decode() == '{"id": 1, "s": "é\u2028\\ud800", ' + tail + '{"id": 2, "x": null, ' + tail
+    assert data.decode() == '{"id": 1, "s": "é\\u0085\\u2028\\u2029\\ud800", ' + tail + '{"id": 2, "x": null, ' + tail
+    assert len(data.decode().splitlines()) == 2
 
 
 def test_the_same_rows_give_the_same_bytes(tmp_path):
