@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import pytest
 
@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         info = {"id": name, "sha": repo.commit, "private": repo.private}
         revision, path = "", ""
         for known in (*repo.revisions, repo.commit):
-            if found := re.fullmatch(rf"/(revision|tree|resolve|preupload|commit)/{known}(?:/(.*))?", rest):
+            if found := re.fullmatch(rf"/(revision|tree|paths-info|resolve|preupload|commit)/{known}(?:/(.*))?", rest):
                 revision, rest, path = known, found[1], found[2] or ""
                 break
         if not rest:
@@ -127,6 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json(info)
         if rest == "tree":
             return self._json(_listing(repo, path, recursive="recursive=true" in self.path.lower()))
+        if rest == "paths-info":  # asked by huggingface_hub 1
+            everything = _listing(repo, "", recursive=True)
+            return self._json([entry for entry in everything if entry["path"] in parse_qs(body.decode())["paths"]])
         if rest == "resolve":
             if path not in repo.files:
                 return self._send(b"", 404, {"X-Error-Code": "EntryNotFound"})
