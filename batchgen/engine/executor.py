@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from batchgen.engine.step_watch import StepWatch
 from batchgen.errors import BatchgenError, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
@@ -85,6 +86,8 @@ class StepExecutor:
         """Time spent in `launch`, `sample` and `wait`."""
         self.doubts_numbers = True
         """Whether logits that are not numbers may be the kernels' fault."""
+        device = runner.model.device
+        self.watch = None if device.type == "cpu" else StepWatch(str(device))
 
     @property
     def needs_tokens(self) -> bool:
@@ -192,14 +195,19 @@ class StepExecutor:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Counts the time. While our kernels run on a GPU, raises `KernelsFailed` instead of the device's error, unless memory has run out."""
+        """Counts the time, which `watch` sees. While our kernels run on a GPU, raises `KernelsFailed` instead of the device's error, unless memory has run out."""
         began = time.perf_counter()
+        if self.watch is not None:
+            self.watch.since = began
         try:
             yield
         except Exception as e:
             if self._runner.attention != "triton" or isinstance(e, BatchgenError) or is_out_of_memory(e):
                 raise
             raise KernelsFailed(f"a step ended with {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
+        finally:
+            if self.watch is not None:
+                self.watch.since = None
         self.seconds += time.perf_counter() - began
 
 
