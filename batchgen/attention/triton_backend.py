@@ -38,21 +38,31 @@ MERGED = 4096
 """Elements of the output that a program merges."""
 
 
-def supports(cache: KVCache, device: torch.device) -> bool:
-    """Whether `DeviceAttention` serves this cache: all of it on one CUDA device, Triton and its C compiler at hand, heads up to 512 wide;
-    any block size.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    from batchgen.attention.triton_kernels import INTERPRETED, compiles
+def obstacle(cache: KVCache, device: torch.device) -> str:
+    """Why `DeviceAttention` does not serve this cache, in a line; empty if it does.
 
-    if INTERPRETED or not compiles():
-        return False
+    It serves a cache that lies on one CUDA device as a whole, with heads up to 512 wide and blocks of any size. Triton must work there.
+    """
     pools = [*cache.keys.values(), *cache.values.values()]
-    return all(
-        pool.device == device and pool.dtype in DTYPES and pool.shape[1] < MOST_SLOTS and pool.shape[2] <= MOST_SIZE
-        for pool in pools
-    )
+    if device.type != "cuda" or any(pool.device != device for pool in pools):
+        return "the kernels are for a model on one CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "the kernels need the package triton"
+    from batchgen.attention.triton_kernels import INTERPRETED, why_not_here
+
+    if INTERPRETED:
+        return "TRITON_INTERPRET is set, with which kernels run on the CPU"
+    why = why_not_here()
+    if why:
+        return f"Triton, which needs a C compiler, Python's headers (python3-dev on Debian) and the driver's libcuda, fails here: {why}"
+    for pool in pools:
+        if pool.dtype not in DTYPES or pool.shape[2] > MOST_SIZE:
+            return (
+                f"the kernels do not have heads of {pool.shape[2]} numbers in {str(pool.dtype).removeprefix('torch.')}"
+            )
+        if pool.shape[1] >= MOST_SLOTS:
+            return f"the kernels do not have pools of {pool.shape[1]} tokens"
+    return ""
 
 
 class DeviceAttention:

@@ -305,10 +305,10 @@ INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 """Whether the kernels run on Triton's interpreter (TRITON_INTERPRET=1 when triton is imported)."""
 
 
-def compiles() -> bool:
-    """Whether Triton works here: it compiles a part of itself with the system's C compiler when it is first used."""
+def why_not_here() -> str:
+    """Why Triton does not work on this machine, in a line; empty if it works. It compiles a part of itself with the system's C compiler when it is first used."""
     try:
         triton.runtime.driver.active.get_current_device()
-    except Exception:  # noqa: BLE001 - whatever a compiler, a loader or a driver may raise
-        return False
-    return True
+    except Exception as e:  # noqa: BLE001 - whatever a compiler, a loader or a driver may raise
+        return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+    return ""

@@ -65,12 +65,14 @@ def device_step(model: LoadedModel, cache: KVCache, limits: Limits, notes: list[
     if model.recurrent is not None:
         notes.append(f"{model.device} runs plain torch, which is slower: the kernels do not have recurrent layers yet")
         return None
-    from batchgen.attention.triton_backend import DeviceAttention, supports
+    from batchgen.attention.triton_backend import DeviceAttention, obstacle
 
-    if torch.cuda.get_device_capability(model.device) < OLDEST or not supports(cache, model.device):
-        notes.append(
-            f"{model.device} runs plain torch, which is slower: the kernels need Triton, a C compiler and Python's headers for it, and a GPU like the A100 or newer"
-        )
+    if torch.cuda.get_device_capability(model.device) < OLDEST:
+        why = "the kernels need a GPU like the A100 or newer"
+    else:
+        why = obstacle(cache, model.device)
+    if why:
+        notes.append(f"{model.device} runs plain torch, which is slower: {why}")
         return None
     attention = DeviceAttention(cache, limits.max_batch_tokens, model.device, model.group)
     return DeviceStep(model, attention, limits, notes, partial(CudaCapture, model.device))

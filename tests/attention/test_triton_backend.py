@@ -14,7 +14,7 @@ from batchgen.attention.base import LayerOptions, StepAttention
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
-from batchgen.attention.triton_backend import DeviceAttention, supports
+from batchgen.attention.triton_backend import DeviceAttention, obstacle
 from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, pack
 from support import simulation as sim
 from support.params import examples, slow_but
@@ -332,7 +332,49 @@ def test_a_batch_that_does_not_fit_is_refused(padded, message):
 @pytest.mark.parametrize(("device_type", "dtype", "size"), [("cpu", torch.float32, 64), ("mps", torch.float32, 64)])
 def test_other_devices_are_not_served(device_type, dtype, size):
     cache = KVCache({0: LayerShape(1, size, size)}, 2, 16, dtype)
-    assert not supports(cache, torch.device(device_type))
+    assert obstacle(cache, torch.device(device_type)) == "the kernels are for a model on one CUDA device"
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A cache that says of itself that it lies on a GPU, and its device. Triton is not asked to interpret."""
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    gpu = torch.device("cuda", 0)
+
+    def cache(dtype=torch.bfloat16, size=128, tokens=64):
+        return SimpleNamespace(keys={0: SimpleNamespace(device=gpu, dtype=dtype, shape=(1, tokens, size))}, values={})
+
+    return cache, gpu
+
+
+def test_a_triton_that_does_not_work_is_the_reason(on_a_gpu, monkeypatch):
+    cache, gpu = on_a_gpu
+
+    def no_compiler():
+        raise RuntimeError("Failed to find\nC compiler.")
+
+    active = SimpleNamespace(get_current_device=no_compiler)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    assert obstacle(cache(), gpu) == (
+        "Triton, which needs a C compiler, Python's headers (python3-dev on Debian) and the driver's libcuda, fails here: "
+        "RuntimeError: Failed to find C compiler."
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ({}, ""),
+        ({"dtype": torch.float32, "size": 512}, ""),
+        ({"dtype": torch.float16, "size": 513}, "the kernels do not have heads of 513 numbers in float16"),
+        ({"dtype": torch.float64}, "the kernels do not have heads of 128 numbers in float64"),
+        ({"tokens": 1 << 31}, "the kernels do not have pools of 2147483648 tokens"),
+    ],
+)
+def test_caches_that_the_kernels_do_not_serve_are_named(on_a_gpu, monkeypatch, shape, why):
+    cache, gpu = on_a_gpu
+    monkeypatch.setattr(kernels, "why_not_here", lambda: "")
+    assert obstacle(cache(**shape), gpu) == why
 
 
 @pytest.mark.gpu
@@ -345,8 +387,8 @@ def test_other_devices_are_not_served(device_type, dtype, size):
 )  # fmt: skip
 def test_a_cache_on_one_cuda_device_is_served(dtype, size, block_size, served):
     on = torch.device("cuda", 0)
-    assert supports(KVCache({0: LayerShape(1, size, 16, on)}, 2, block_size, dtype), on) == served
-    assert not supports(KVCache({0: LayerShape(1, size, 16)}, 2, block_size, dtype), on)
+    assert (obstacle(KVCache({0: LayerShape(1, size, 16, on)}, 2, block_size, dtype), on) == "") == served
+    assert obstacle(KVCache({0: LayerShape(1, size, 16)}, 2, block_size, dtype), on)
 
 
 # -- the operator
