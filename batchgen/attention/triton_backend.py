@@ -218,7 +218,7 @@ def attend(
             values.stride(0), window or 0, *scores, lane, tokens, K, G, D, V, block_size, block_d, block_v, tile.rows, tile.keys,
             window is not None, softcap is not None, sinks is not None, kernels.INTERPRETED,
             "ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
-            enable_fp_fusion=True,
+            maxnreg=tile.registers, enable_fp_fusion=True,
         )  # fmt: skip
     block_h = max(1, min(_power_of_two(H), MERGED // block_v))
     kernels.merge_kernel[T, -(-H // block_h)](

@@ -36,6 +36,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 
 
+REGISTERS = 1 << 16
+"""Of a multiprocessor, from the A100 on."""
+THREADS = 32
+"""Of a warp."""
+
+
 class Tile(NamedTuple):
     """How a lane of the attention kernel is run."""
 
@@ -47,7 +53,12 @@ class Tile(NamedTuple):
     stages: int
     """Depth of the loads' pipeline."""
     per_sm: int
-    """Programs for each multiprocessor: what its shared memory has room for."""
+    """Programs for each multiprocessor: what its shared memory and registers have room for."""
+
+    @property
+    def registers(self) -> int:
+        """Most registers of a thread with which so many programs run at once. A program that had to wait for another would run its items alone."""
+        return min(255, REGISTERS // (self.per_sm * self.warps * THREADS) // 8 * 8)
 
 
 TILES = {

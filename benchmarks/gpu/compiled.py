@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.compiled                          for an H100 or H200, for the heads of the families of `check.py`
     python -m benchmarks.gpu.compiled --arch 80 --kinds phi-3  for an A100, one family
 
-Needs Triton, whose wheel has NVIDIA's assembler, and no GPU. Ends with 1 if a kernel needs more shared memory than a program may have.
+Needs Triton, whose wheel has NVIDIA's assembler, and no GPU. Ends with 1 if a multiprocessor has no room for as many programs as a launch
+has for each of them: the shared memory, or the registers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from batchgen.attention.kv_cache import KVCache, LayerShape
+from batchgen.scheduling.batch import ScheduledSpan
+from benchmarks.gpu import check
+
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes that a program may have at most, by compute capability: of an A100, A10, L4, H100 and H200, B200."""
 REGISTERS = 1 << 16
 """Of a multiprocessor of all these."""
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCK = 32
+KINDS: dict[str, dict[str, Any]] = {
+    **check.KINDS,
+    "gemma-4": {"heads": 2, "group": 4, "k_size": 512, "v_size": 512},
+    "falcon": {"heads": 1, "group": 71, "k_size": 64, "v_size": 64},
+    "all options": {
+        "heads": 2, "group": 4, "k_size": 128, "v_size": 128, "window": 20, "softcap": 30.0, "sinks": torch.float32
+    },
+}  # fmt: skip
 NAMES = ("write", "attend wide", "attend narrow", "merge")
 
 
@@ -64,18 +79,13 @@ def _only_compiles(run: Any, compiled: list[Any]) -> Any:
 def launches(arch: int, kinds: Sequence[str], dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Compiles what one layer's attention launches, for each of these heads and types. Yields a kernel's needs at a time."""
     compiled = compile_for(arch)
-    import torch
-
     from batchgen.attention import triton_kernels as kernels
-    from batchgen.attention.kv_cache import KVCache, LayerShape
     from batchgen.attention.triton_backend import DeviceAttention
-    from batchgen.scheduling.batch import ScheduledSpan
-    from benchmarks.gpu.check import KINDS, kind_of
 
     span: Any = SimpleNamespace(table=[0], path=(), start=0, dropped=0)
     for dtype in (getattr(torch, name) for name in dtypes):
         for name in kinds:
-            kind = kind_of(dtype, **KINDS[name])
+            kind = check.kind_of(dtype, **KINDS[name])
             cpu = torch.device("cpu")
             attention = DeviceAttention(
                 KVCache({0: LayerShape(kind.heads, kind.k_size, kind.v_size)}, 2, BLOCK, dtype), 64, cpu, kind.group
@@ -106,11 +116,11 @@ def _needs(kernel: Any, tile: Any) -> dict[str, Any]:
         "registers": registers,
         "stack_bytes": stack,
         "shared_bytes": shared,
+        "registers_for": REGISTERS // (registers * 32 * warps),
         "tensor_cores": next((name for name in ("wgmma", "mma.sync") if name in kernel.asm["ptx"]), ""),
     }
     if tile is not None:
         found |= {"tile": f"{tile.rows} x {tile.keys}", "wanted_per_sm": tile.per_sm}
-        found["registers_for"] = REGISTERS // (registers * 32 * warps)
     return found
 
 
@@ -127,8 +137,6 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> None:
-    from benchmarks.gpu.check import KINDS
-
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument(
         "--arch", type=int, default=90, choices=list(SHARED_MEMORY), help="compute capability, without the dot"
@@ -147,7 +155,8 @@ def main() -> None:
         )
         print("| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |")
     for found in launches(args.arch, args.kinds, args.dtypes):
-        wrong += found["shared_bytes"] * found.get("wanted_per_sm", 1) > SHARED_MEMORY[args.arch]
+        wanted = found.get("wanted_per_sm", 1)
+        wrong += found["shared_bytes"] * wanted > SHARED_MEMORY[args.arch] or found["registers_for"] < wanted
         if args.json:
             print(json.dumps(found), flush=True)
             continue
