@@ -4,12 +4,17 @@
 
 enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2 };
 
+// Of float32 as exact as a division, of bfloat16 as exact as what it is rounded to.
+template <class T>
 INLINE floats activate(int64_t which, floats x) {
     floats power = -x;
     if (which == GELU_TANH) {  // x * (1 + tanh u) / 2 = x / (1 + e^-2u)
         const floats u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
         power = -2.0f * u;
     }
+#if defined(__AVX512F__)
+    if (sizeof(T) == 2) return x * reciprocal(1.0f + exp2_of_bounded(power * 1.44269504f));
+#endif
     return x / (1.0f + exp(power));
 }
 

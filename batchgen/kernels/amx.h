@@ -70,37 +70,24 @@ struct Sums {
     // of x and signed of the weights, and sums of 32 bits.
     template <bool INTEGERS>
     static INLINE void add(const uint32_t* x, int64_t x_row, const uint32_t* left, const uint32_t* right, int64_t w_row) {
-#define TILE_MULTIPLY(sum, x, w)              \
-    if (INTEGERS)                             \
-        TILE_OPERATION("tdpbusd", sum, x, w); \
-    else                                      \
-        TILE_OPERATION("tdpbf16ps", sum, x, w)
+#define TILE_MULTIPLY(sum, x, w)                  \
+    do {                                          \
+        if (INTEGERS)                             \
+            TILE_OPERATION("tdpbusd", sum, x, w); \
+        else                                      \
+            TILE_OPERATION("tdpbf16ps", sum, x, w); \
+    } while (0)
         TILE_LOAD(6, left, 4 * w_row);
         TILE_LOAD(4, x, 4 * x_row);
+        if (RIGHT) TILE_LOAD(7, right, 4 * w_row);
+        if (LOWER) TILE_LOAD(5, x + TILE * x_row, 4 * x_row);
         TILE_MULTIPLY(0, 4, 6);
-        if (RIGHT) {
-            TILE_LOAD(7, right, 4 * w_row);
-            TILE_MULTIPLY(1, 4, 7);
-        }
-        if (LOWER) {
-            TILE_LOAD(5, x + TILE * x_row, 4 * x_row);
-            TILE_MULTIPLY(2, 5, 6);
-            if (RIGHT) TILE_MULTIPLY(3, 5, 7);
-        }
+        if (RIGHT) TILE_MULTIPLY(1, 4, 7);
+        if (LOWER) TILE_MULTIPLY(2, 5, 6);
+        if (LOWER && RIGHT) TILE_MULTIPLY(3, 5, 7);
 #undef TILE_MULTIPLY
     }
 };
-
-// The rows of x in the tiles, 16 or (TWO) 32, by one side of a panel, over `words` words; onto what is there where `more`. Sums are
-// WIDTH apart.
-template <bool INTEGERS, int WIDTH, bool TWO>
-INLINE void tiles(const uint32_t* x, int64_t x_row, const uint32_t* side, int64_t words, void* sums_, bool more) {
-    uint32_t* sums = static_cast<uint32_t*>(sums_);
-    more ? Sums<TWO, true>::load(sums, sums + TILE, WIDTH) : Sums<TWO, true>::zero();
-    for (int64_t k = 0; k < words; k += TILE)
-        Sums<TWO, true>::template add<INTEGERS>(x + k, x_row, side + k * SIDE, side + k * SIDE + TILE, SIDE);
-    Sums<TWO, true>::store(sums, sums + TILE, WIDTH);
-}
 
 }  // namespace
 #endif

@@ -68,33 +68,36 @@ int64_t some_rows(int64_t left, const uint32_t* x, int64_t x_row, const uint32_t
     return block<E, 1>(x, x_row, panel, group, words, sums, more, from), 1;
 }
 
+// The first columns of N vectors to y, as many as there are.
+template <int N, class T>
+INLINE void put(T* y, int64_t columns, const floats (&values)[N]) {
+    for (int v = 0; v < N; v++) {
+        if (columns - v * LANES >= LANES)
+            store_floats(y + v * LANES, values[v]);
+        else if (columns > v * LANES)
+            store_some(y + v * LANES, values[v], columns - v * LANES);
+    }
+}
+
 // The sums of one row and panel, finished, to y.
 template <class E, class T>
-INLINE void finish(const Product& p, uint32_t* sums, int64_t panel, int64_t row) {
-    if (!E::scaled && !p.bias && p.activation == NONE && p.columns - panel * WIDTH >= WIDTH) {
-        for (int i = 0; i < WIDTH; i += LANES) store_floats((T*)p.y + row * p.y_row + panel * WIDTH + i, load<floats>(sums + i));
-        return;
-    }
-    for (int i = 0; i < WIDTH; i += LANES) {
-        floats value = to_floats(load<typename E::sum>(sums + i));
-        if (E::scaled) value *= p.x_scales[row] * load<floats>(p.scales + panel * WIDTH + i);
-        if (p.bias) value += load<floats>(p.bias + panel * WIDTH + i);
-        store(sums + i, value);
-    }
+INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_t row) {
+    floats values[VECTORS];
+    for (int v = 0; v < VECTORS; v++) values[v] = to_floats(load<typename E::sum>(sums + v * LANES));
+    if (E::scaled)
+        for (int v = 0; v < VECTORS; v++) values[v] *= p.x_scales[row] * load<floats>(p.scales + panel * WIDTH + v * LANES);
+    if (p.bias)
+        for (int v = 0; v < VECTORS; v++) values[v] += load<floats>(p.bias + panel * WIDTH + v * LANES);
     const int width = p.activation == NONE ? WIDTH : WIDTH / 2;
-    const int64_t left = p.columns - panel * width;
     T* y = (T*)p.y + row * p.y_row + panel * width;
-    for (int i = 0; i < width && i < left; i += LANES) {
-        floats value = load<floats>(sums + i);
-        if (p.activation != NONE) {
-            const floats up = rounded<T>(load<floats>(sums + width + i));
-            value = rounded<T>(activate(p.activation, rounded<T>(value))) * up;
-        }
-        if (left - i >= LANES)
-            store_floats(y + i, value);
-        else
-            store_some(y + i, value, left - i);
+    const int64_t columns = p.columns - panel * width;
+    if (p.activation == NONE) return put(y, columns, values);
+    floats gated[VECTORS / 2];
+    for (int v = 0; v < VECTORS / 2; v++) {
+        const floats up = rounded<T>(values[VECTORS / 2 + v]);
+        gated[v] = rounded<T>(activate<T>(p.activation, rounded<T>(values[v]))) * up;
     }
+    put(y, columns, gated);
 }
 
 // Rows [begin, end) of x times `words` words of a panel, from word k on; finished where these are the last.

@@ -2,9 +2,8 @@
 // and scale to a column. Sums are exact, in 32 bits: a row's result depends on nothing but the row.
 //
 // A word of W is four values that follow one another along the inner dimension.
-#include "amx.h"
 #include "int8.h"
-#include "linear.h"
+#include "linear_tiles.h"
 
 namespace {
 
@@ -88,51 +87,13 @@ struct Bytes {
 #endif
 
 #if defined(BATCHGEN_AMX)
-constexpr int AMX_ROWS = 24;      // from so many rows on tiles are faster than vectors
-constexpr int AMX_DEPTH = 256;    // words: their part of half a panel stays in the first cache
-
-// `run`, with rows of x up to a multiple of 16 that can be read.
-template <class T>
-void run_tiles(const Product& p) {
-    const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
-    const int64_t wanted = p.threads <= 1 ? 1 : std::max<int64_t>(1, 4 * p.threads / panels);
-    const int64_t share = (p.rows + wanted - 1) / wanted;
-    const int64_t task_rows = std::min<int64_t>((share + 2 * TILE - 1) / (2 * TILE) * (2 * TILE), MOST_ROWS);
-    const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
-    in_parallel(tasks, p.threads, [&](Tasks& some) {
-        Tiles shapes;
-        shapes.set(TILE, TILE);
-        alignas(64) uint32_t sums[MOST_ROWS * WIDTH];
-        for (int64_t task; (task = some.take()) >= 0;) {
-            const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
-            for (int64_t k = 0; k < p.words; k += AMX_DEPTH) {
-                const int64_t words = std::min<int64_t>(AMX_DEPTH, p.words - k);
-                const uint32_t* weights = p.weights + panel * p.words * WIDTH + k * SIDE;
-                for (int column = 0; column < WIDTH; column += SIDE)
-                    for (int64_t row = begin; row < end; row += 2 * TILE) {
-                        const uint32_t* x = p.x + row * p.x_row + k;
-                        uint32_t* here = sums + (row - begin) * WIDTH + column;
-                        if (end - row > TILE)
-                            tiles<true, WIDTH, true>(x, p.x_row, weights + column * p.words, words, here, k > 0);
-                        else
-                            tiles<true, WIDTH, false>(x, p.x_row, weights + column * p.words, words, here, k > 0);
-                    }
-            }
-            for (int64_t row = begin; row < end; row++) {
-                uint32_t* here = sums + (row - begin) * WIDTH;
-                for (int i = 0; i < WIDTH; i += LANES)
-                    store(here + i, load<ints>(here + i) + load<ints>(p.beginnings + panel * WIDTH + i));
-                finish<Bytes, T>(p, here, panel, row);
-            }
-        }
-    });
-}
+constexpr int AMX_ROWS = 24;  // from so many rows on tiles are faster than vectors
 #endif
 
 template <class T>
 void linear(const Product& p) {
 #if defined(BATCHGEN_AMX)
-    if (p.rows >= AMX_ROWS) return run_tiles<T>(p);
+    if (p.rows >= AMX_ROWS) return run_tiles<Bytes, T>(p);
 #endif
     run<Bytes, T>(p);
 }

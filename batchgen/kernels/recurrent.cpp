@@ -55,7 +55,7 @@ INLINE void convolve_channels(const Convolution& c, int64_t span, int64_t i, int
             floats sum = bias_[j];
             for (int tap = 0; tap < TAPS; tap++) sum += past[tap][j] * w[tap][j];
             sum = rounded<T>(sum + now * w[TAPS][j]);
-            store_floats(out + t * n + j * LANES, c.activation ? activate(c.activation, sum) : sum);
+            store_floats(out + t * n + j * LANES, c.activation ? activate<T>(c.activation, sum) : sum);
             for (int tap = 0; tap + 1 < TAPS; tap++) past[tap][j] = past[tap + 1][j];
             past[TAPS - 1][j] = now;
         }
@@ -74,7 +74,7 @@ void convolve_some(const Convolution& c, int64_t span, int64_t first, int64_t la
             for (int64_t tap = 0; tap <= taps; tap++)
                 sum += load_at(row(t - taps + tap), i, n) * load_at(weight + tap * n, i, n);
             sum = rounded<T>(sum);
-            store_at((T*)c.out + (start + t) * n, i, n, c.activation ? activate(c.activation, sum) : sum);
+            store_at((T*)c.out + (start + t) * n, i, n, c.activation ? activate<T>(c.activation, sum) : sum);
         }
 }
 
@@ -338,7 +338,7 @@ struct GatedNorm {  // `_GatedNorm` in recurrent.py is the same
     void* y;  // [rows][groups][size]
 };
 
-INLINE floats gated(const GatedNorm& n, floats x) { return n.sigmoid ? 1.0f / (1.0f + exp(-x)) : activate(SILU, x); }
+INLINE floats gated(const GatedNorm& n, floats x) { return n.sigmoid ? 1.0f / (1.0f + exp(-x)) : activate<float>(SILU, x); }
 
 // X is the type of x and y, G that of the gate. `scratch` has room for a group.
 template <class X, class G>

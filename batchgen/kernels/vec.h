@@ -55,7 +55,9 @@ INLINE float to_float(float x) { return x; }
 
 INLINE floats load_floats(const float* p) { return load<floats>(p); }
 INLINE floats load_floats(const bf16* p) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);
+#elif defined(__AVX2__)
     return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16);
 #else
     return (floats)(__builtin_convertvector(load<halves>(p), uints) << 16);
@@ -121,19 +123,38 @@ INLINE floats exp(floats x) {
     return select(x > high, splat(__builtin_inff()), select(x != x, x, y));
 }
 
-// 2 to the power of x <= 0, to about 2 units in the last place; 0 below -127, NaN of NaN. A minimax polynomial of degree 5 for |r| <= 1/2.
-INLINE floats exp2_of_negative(floats x) {
-    const floats t = max(splat(-127.0f), x);
-    const floats shifted = t + (12582912.0f + 127.0f);  // rounds to an integer in the low bits
-    const floats r = t - (shifted - (12582912.0f + 127.0f));
+// 2 to the power of r for |r| <= 1/2, to about 2 units in the last place: a minimax polynomial of degree 5.
+INLINE floats exp2_of_fraction(floats r) {
     floats p = splat(1.326472731e-3f);
     p = p * r + 9.671512991e-3f;
     p = p * r + 5.550733581e-2f;
     p = p * r + 2.402224243e-1f;
     p = p * r + 6.931470037e-1f;
-    p = p * r + 1.0f;
-    return p * (floats)((ints)shifted << 23);
+    return p * r + 1.0f;
 }
+
+// 2 to the power of x <= 0, to about 2 units in the last place; 0 below -127, NaN of NaN.
+INLINE floats exp2_of_negative(floats x) {
+    const floats t = max(splat(-127.0f), x);
+    const floats shifted = t + (12582912.0f + 127.0f);  // rounds to an integer in the low bits
+    const floats r = t - (shifted - (12582912.0f + 127.0f));
+    return exp2_of_fraction(r) * (floats)((ints)shifted << 23);
+}
+
+#if defined(__AVX512F__)
+// 2 to the power of x to about 2 units in the last place, of 2^-100 at the least and 2^100 at the most; NaN of NaN.
+INLINE floats exp2_of_bounded(floats x) {
+    const floats t = (floats)_mm512_min_ps(_mm512_set1_ps(100.0f), _mm512_max_ps(_mm512_set1_ps(-100.0f), (__m512)x));
+    const floats whole = (floats)_mm512_roundscale_ps((__m512)t, 0);
+    return (floats)_mm512_scalef_ps((__m512)exp2_of_fraction(t - whole), (__m512)whole);
+}
+
+// 1 / x to about 1 unit in the last place, where x and 1 / x are far from the ends of float32.
+INLINE floats reciprocal(floats x) {
+    const floats near = (floats)_mm512_rcp14_ps((__m512)x);
+    return near * (2.0f - near * x);  // a step of Newton's method
+}
+#endif
 
 INLINE float sum(floats v) {
 #if defined(__AVX512F__)
