@@ -15,18 +15,26 @@ from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, Samplin
 from batchgen.dry_run import plan_job
 from support.models import build, generate
 from support.params import slow_but
+from support.shapes import RECURRENT_SHAPES
 from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
 Rows = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen 3.5 with a byte tokenizer."""
-    path = tmp_path_factory.mktemp("models") / "qwen"
-    build("qwen3_5_text", vocab_size=260, eos_token_id=EOS_ID).save_pretrained(path)
+def built(name: str) -> Any:
+    return build(name, vocab_size=260, eos_token_id=EOS_ID)
+
+
+def saved(name: str, path: Path) -> Path:
+    """A tiny model with a byte tokenizer."""
+    built(name).save_pretrained(path)
     save_tiny_tokenizer(path, chat=False)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("qwen3_5_text", tmp_path_factory.mktemp("models") / "qwen")
 
 
 def prompts() -> list[str]:
@@ -36,13 +44,15 @@ def prompts() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT_SHAPES)
 def test_a_job_is_resumed_and_runs_on_two_devices_with_the_rows_of_generate(
-    folder: Path,
+    name: str,
     tmp_path: Path,
     write_jsonl: Callable[..., Path],
     cli: Callable[..., Any],
     read_jsonl: Callable[[Path], Rows],
 ) -> None:
+    folder = saved(name, tmp_path / "model")
     source = write_jsonl([{"prompt": p} for p in prompts()])
     options = ["--model", folder, "--max-tokens", "12", "--temperature", "0", "--debug", "-q"]
     whole = tmp_path / "whole.jsonl"
@@ -51,7 +61,7 @@ def test_a_job_is_resumed_and_runs_on_two_devices_with_the_rows_of_generate(
     stats = json.loads((tmp_path / "whole.jsonl.job" / "stats.json").read_text())
     assert stats["prefill_tokens"] == stats["prefill_tokens_min"]
     assert stats["state_bytes_peak"] > 0
-    model, tokenizer = build("qwen3_5_text", vocab_size=260, eos_token_id=EOS_ID), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = built(name), AutoTokenizer.from_pretrained(folder)
     for prompt, row in zip(prompts(), rows, strict=True):
         want = generate(model, tokenizer(prompt).input_ids, 12, (EOS_ID,))
         assert [c["token_ids"] for c in row["choices"]] == [want, want]

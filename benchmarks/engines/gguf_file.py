@@ -1,4 +1,4 @@
-"""A Llama checkpoint of `models.py` as a GGUF file for llama.cpp. numpy and gguf alone: bfloat16 is read as 16-bit integers."""
+"""A checkpoint of `models.py`, a Llama or a hybrid of Qwen3.5's shape, as a GGUF file for llama.cpp. numpy and gguf alone: bfloat16 is read as 16-bit integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,22 @@ TENSORS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+LINEAR = {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+}
+"""What a hybrid has besides, or under another name."""
 OTHERS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+SECTIONS = [11, 11, 10, 0]
+"""Of a rotary embedding with positions of images. In text all of them have the same position."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(np.uint16)}
 
 
@@ -48,12 +63,17 @@ def write_gguf(folder: Path, to: Path, weights: str) -> None:
     """`weights`: the type of all matrices, by its name in gguf (F32, BF16, F16, Q8_0)."""
     kind = gguf.GGMLQuantizationType[weights]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(to, "llama")
+    hybrid = config["model_type"] == "qwen3_5_text"
+    writer = gguf.GGUFWriter(to, "qwen35" if hybrid else "llama")
     write_header(writer, config, "ALL_F32" if weights == "F32" else f"MOSTLY_{weights}")
+    if hybrid:
+        write_hybrid_header(writer, config)
     write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), config["vocab_size"])
     for name, weight in checkpoint(folder):
         name = name.removeprefix("model.").removesuffix(".weight")
-        if name.startswith("layers."):
+        if hybrid:
+            put_hybrid(writer, name, weight, kind)
+        elif name.startswith("layers."):
             _, layer, part = name.split(".", 2)
             if part.endswith(("q_proj", "k_proj")):
                 key = "num_attention_heads" if part.endswith("q_proj") else "num_key_value_heads"
@@ -67,12 +87,33 @@ def write_gguf(folder: Path, to: Path, weights: str) -> None:
     writer.close()
 
 
+def put_hybrid(writer: Any, name: str, weight: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> None:
+    """As llama.cpp's converter has them where there are as many value heads as key heads: norms with their offset of one, decays as -exp(A)."""
+    if name.endswith("norm") and not name.endswith("linear_attn.norm"):
+        weight = widened(weight) + 1
+    if not name.startswith("layers."):
+        put(writer, f"{OTHERS[name]}.weight", weight, kind)
+        return
+    _, layer, part = name.split(".", 2)
+    if part == "linear_attn.A_log":
+        put(writer, f"blk.{layer}.ssm_a", -np.exp(widened(weight)), kind)
+    elif part == "linear_attn.dt_bias":
+        put(writer, f"blk.{layer}.ssm_dt.bias", weight, kind)
+    elif part == "linear_attn.conv1d":
+        put(writer, f"blk.{layer}.ssm_conv1d.weight", weight.squeeze(1), gguf.GGMLQuantizationType.F32)
+    else:
+        put(writer, f"blk.{layer}.{(TENSORS | LINEAR)[part]}.weight", weight, kind)
+
+
+def widened(weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """In float32."""
+    return weight if weight.dtype == np.float32 else (weight.astype(np.uint32) << 16).view(np.float32)
+
+
 def put(writer: Any, name: str, weight: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> None:
-    if weight.dtype == np.uint16:
-        weight = (weight.astype(np.uint32) << 16).view(np.float32)
     if weight.ndim == 1:  # llama.cpp wants the norms in float32
         kind = gguf.GGMLQuantizationType.F32
-    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(widened(weight)), kind), raw_dtype=kind)
 
 
 def write_header(writer: Any, config: dict[str, Any], file_type: str) -> None:
@@ -83,11 +124,23 @@ def write_header(writer: Any, config: dict[str, Any], file_type: str) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * rotary.get("partial_rotary_factor", 1)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rotary["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[file_type])
+
+
+def write_hybrid_header(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_sections(SECTIONS)
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
 
 
 def write_tokenizer(writer: Any, tokenizer: dict[str, Any], size: int) -> None:

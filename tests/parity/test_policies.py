@@ -7,6 +7,7 @@ import pytest
 from batchgen.scheduling.waiting import POLICIES
 from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
 from support.params import FULL, slow_but
+from support.shapes import RECURRENT_SHAPES
 
 
 def numbers(rng, count):
@@ -75,9 +76,7 @@ def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(
-        {"llama", "lfm2"}, ["llama", "lfm2", "gpt2", "gemma3_text", "mistral/window", "qwen3_5_text", "falcon_h1"]
-    ),
+    slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma3_text", "mistral/window", *RECURRENT_SHAPES]),
 )
 def test_every_fork_writes_what_the_prompt_alone_does(name):
     rng = random.Random(7)

@@ -10,6 +10,7 @@ from batchgen.request import Request, row_digest, row_key
 from batchgen.sampling_params import SamplingParams
 from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
 from support.params import slow_but
+from support.shapes import RECURRENT_SHAPES
 
 
 def numbers(rng, count):
@@ -64,9 +65,7 @@ ENGINES = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(
-        {"llama", "lfm2"}, ["llama", "gpt2", "gemma2", "mistral/window", "qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
-    ),
+    slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma2", "mistral/window", *RECURRENT_SHAPES]),
 )
 def test_a_score_is_that_of_a_forward_of_prompt_and_text(name):
     want = [teacher(reference_model(name), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]
@@ -93,11 +92,12 @@ def test_scores_do_not_change_when_memory_is_short():
         assert [r.score.greedy for r in results] == [w[1] for w in want]
 
 
+@pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", *RECURRENT_SHAPES]))
 @pytest.mark.parametrize("choices", [[[3], [4], [5]], [[3, 1], [3, 2], [4], [3, 1, 7]], [[9] * 30, [9] * 29 + [8]]])
-def test_choices_have_the_probabilities_of_their_tokens(choices):
+def test_choices_have_the_probabilities_of_their_tokens(name, choices):
     labels = [f"label {i}" for i in range(len(choices))]
-    model = reference_model("llama")
-    results = run(engine_for(packed_model("llama")), scored(PROMPTS, [choices] * len(PROMPTS), labels))
+    model = reference_model(name)
+    results = run(engine_for(packed_model(name)), scored(PROMPTS, [choices] * len(PROMPTS), labels))
     for prompt, result in zip(PROMPTS, results, strict=True):
         logprobs = np.array([teacher(model, prompt, choice)[0] for choice in choices])
         want = np.exp(logprobs - logprobs.max())

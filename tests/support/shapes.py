@@ -8,6 +8,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
+from batchgen.model.architectures import RECURRENT
+
 VOCAB = 199
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -300,3 +304,8 @@ def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
 
 CORE = {"deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama"}
 """Shapes that together have every kind of layer. They run in `make test`; the others are slow tests."""
+
+RECURRENT_SHAPES = sorted(
+    "granitemoehybrid/recurrent" if name == "granitemoehybrid" else name for name in RECURRENT if name in CONFIG_MAPPING
+)
+"""A shape of each family with recurrent layers that the installed transformers has."""
