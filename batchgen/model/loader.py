@@ -409,7 +409,8 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device("cpu" if name.startswith("cpu") else name)  # cpu:N is a process, of which torch knows nothing
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = f"{torch.cuda.device_count()} CUDA device(s)"
+        count = torch.cuda.device_count()
+        found = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
         raise ModelError(f"--device {name}: this machine has {found}", "use --device auto or cpu")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ModelError(f"--device {name}: this machine has no MPS device", "use --device auto or cpu")

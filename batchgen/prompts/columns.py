@@ -40,6 +40,10 @@ def quoted(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
 
+_MEDIA = frozenset(("image", "images", "audio", "audios", "video", "videos"))
+"""Names of columns in data sets of prompts with pictures, sound or video."""
+
+
 class Columns:
     """The columns that make prompts, by the user's options."""
 
@@ -99,6 +103,11 @@ class Columns:
         return (
             f"rows have both {sent!r} and {carried!r}: {sent!r} is the prompt, {carried!r} is only copied to the output"
         )
+
+    def media(self, columns: Mapping[str, Any]) -> set[str]:
+        """Returns columns that look like images, sound or video of the prompt and are used for nothing."""
+        used = self._read if self._template is None else self._read | self._template.columns
+        return {name for name in _MEDIA & columns.keys() if columns[name] not in (None, "", [])} - used
 
     def only_carried(self, columns: Mapping[str, Any]) -> set[str]:
         """Returns columns that have the name of a sampling parameter but are not used as one."""

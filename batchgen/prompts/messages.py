@@ -66,7 +66,10 @@ def conversation(value: Any, where: str, name: str) -> list[Message]:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, Mapping):
         raise RowError("invalid_row", f"{where} must be an object with role and content, not {kind(value)}")
-    role = value.get("role")
+    if "role" not in value:
+        there = ", ".join(repr(name) for name in value) or "no fields"
+        raise RowError("invalid_row", f"{where} has no role: a message has role and content, and this one {there}")
+    role = value["role"]
     if not isinstance(role, str) or not role:
         raise RowError("invalid_row", f"{where}.role must be text, not {'empty' if role == '' else kind(role)}")
     content = value.get("content")

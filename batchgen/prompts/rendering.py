@@ -319,7 +319,15 @@ class Renderer:
             self.notes.append(text)
 
     def note_columns(self, rows: Sequence[Row]) -> None:
-        """Adds a note that names columns which have the name of a sampling parameter but are not used as one."""
+        """Adds notes that name columns which are not used and look as if they should be: media, and names of sampling parameters."""
+        if "media" not in self._said and (
+            media := sorted({name for row in rows for name in self.columns.media(row.columns)})
+        ):
+            self.note(
+                f"column{'s'[: len(media) > 1]} {quoted(media)} {'are' if len(media) > 1 else 'is'} only copied to the output: "
+                "the model sees text alone, no images, sound or video",
+                "media",
+            )
         if "columns" in self._said:
             return
         found = sorted({name for row in rows for name in self.columns.only_carried(row.columns)})

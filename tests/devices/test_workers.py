@@ -336,13 +336,13 @@ def test_an_error_keeps_where_it_came_from(fleet: Fleet) -> None:
 def test_a_model_that_cannot_be_loaded_is_told_as_on_one_device(fleet: Fleet) -> None:
     def make(name: str) -> Any:
         if name == "cuda:9":
-            raise ModelError("--device cuda:9: this machine has 1 CUDA device(s)", "use --device auto or cpu")
+            raise ModelError("--device cuda:9: this machine has 1 CUDA device", "use --device auto or cpu")
         return FakeEngine(name)
 
     fleet.make = make
     with pytest.raises(ModelError) as e:
         fleet.workers("cuda:0,9")
-    assert str(e.value) == "--device cuda:9: this machine has 1 CUDA device(s); use --device auto or cpu"
+    assert str(e.value) == "--device cuda:9: this machine has 1 CUDA device; use --device auto or cpu"
     for process in fleet.processes:
         process.wait(5)  # none is left
 

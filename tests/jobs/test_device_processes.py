@@ -158,7 +158,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line_as_ever(runs: Runs, tmp_path:
     ended = runs(tmp_path, ["in.jsonl", "-q", "--device", "cuda:0,97"])
     assert ended.code == 1
     assert ended.error.startswith("--device cuda:")
-    assert ended.error.endswith("CUDA device(s); use --device auto or cpu")
+    assert ended.error.endswith("no CUDA device; use --device auto or cpu")
 
 
 def test_memory_that_holds_no_block_is_wrong_use_as_ever(runs: Runs, tmp_path: Path) -> None:

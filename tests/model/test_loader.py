@@ -175,7 +175,7 @@ def test_a_device_that_is_not_there_is_refused(tiny_model_dir):
     config = ModelConfig(model=str(tiny_model_dir), device="cuda")
     with pytest.raises(ModelError) as e:
         load_model(config, load_tokenizer(config))
-    assert str(e.value) == "--device cuda: this machine has 0 CUDA device(s); use --device auto or cpu"
+    assert str(e.value) == "--device cuda: this machine has no CUDA device; use --device auto or cpu"
 
 
 def test_a_device_beyond_those_there_are_is_refused():

@@ -44,6 +44,23 @@ def test_tools_of_a_body_reach_the_chat_template(tools):
     assert tools.text_of(draft) == "a"
 
 
+def test_images_beside_a_prompt_are_said_not_to_be_seen_once_unless_the_template_uses_them(tools):
+    b = tools.builder(chat_template=TEMPLATE, bos=False)
+    for _ in range(2):
+        b.build(
+            tools.rows(
+                {"prompt": "a", "images": ["x.png"], "audio": None}, {"prompt": "b", "image": b"png", "video": ""}
+            )
+        )
+    assert b.notes == [
+        "columns 'image', 'images' are only copied to the output: the model sees text alone, no images, sound or video"
+    ]
+    assert tools.builder(template="{{ image }}").build(tools.rows({"image": "a cat"}))
+    b = tools.builder(template="{{ image }}")
+    b.build(tools.rows({"image": "a cat"}))
+    assert b.notes == []
+
+
 def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_other_content(tools):
     columns = {"messages": [USER], "documents": [{"title": "T", "text": "abcdefgh"}]}
     draft, notes = one(tools, columns)
