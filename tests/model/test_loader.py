@@ -180,7 +180,8 @@ def test_a_device_that_is_not_there_is_refused(tiny_model_dir):
 
 def test_a_device_beyond_those_there_are_is_refused():
     count = torch.cuda.device_count()
-    with pytest.raises(ModelError, match=rf"^--device cuda:{count}: this machine has {count} CUDA device\(s\)"):
+    found = f"{count or 'no'} CUDA device{'s'[: count > 1]};"
+    with pytest.raises(ModelError, match=rf"^--device cuda:{count}: this machine has {found}"):
         pick_device(f"cuda:{count}")
 
 
