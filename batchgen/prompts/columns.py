@@ -83,6 +83,8 @@ class Columns:
         if messages:
             return Source.MESSAGES
         names = [name for name in dict.fromkeys((self._prompt, self._messages)) if name in columns]
+        if not names and {"url", "body"} <= columns.keys():
+            raise RowError("invalid_row", f"body must be an object, not {kind(columns['body'])}")
         if not names:
             raise RowError("invalid_row", f"the row has no column {self._prompt!r}{self._or_messages()}")
         empty = (f"column {name!r} is {'null' if columns[name] is None else 'empty'}" for name in names)

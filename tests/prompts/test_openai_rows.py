@@ -189,6 +189,8 @@ def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
         (row(RAW, prompt="a") | {"method": "GET"}, ("invalid_row", "method is 'GET'; it must be POST")),
         ({"url": RAW, "body": "{"}, ("invalid_row", "body is text that is not JSON")),
         ({"url": RAW, "body": "[1]"}, ("invalid_row", "body must be an object, not a list")),
+        ({"url": RAW, "body": []}, ("invalid_row", "body must be an object, not a list")),
+        ({"url": RAW, "body": None, "custom_id": "a"}, ("invalid_row", "body must be an object, not null")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_fails_its_row_in_words(tools, columns, error):
