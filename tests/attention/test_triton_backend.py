@@ -22,44 +22,21 @@ from support.reference_attention import Reference
 
 pytest.importorskip("triton")
 import triton
-import triton.language as tl
 
 from batchgen.attention import triton_kernels as kernels
+from support.triton_interpreter import skip_unless_interpreted
 
 BLOCKS = 120
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.04, torch.float16: 0.004}
 GARBAGE = 1e4
-pytestmark = [
-    # The interpreter's kernels are numpy's operations: what is masked may be anything on its way.
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|All-NaN):RuntimeWarning"),
-    # triton 3.6's own, beside numpy 2.3 and older.
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
-]
-
-
-@triton.jit
-def count_kernel(end, out):
-    for i in tl.range(0, tl.load(end)):
-        tl.store(out + i, i + 1)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """Skips where Triton's interpreter cannot run a loop: that of triton 3.6 beside numpy 2.4 and newer."""
-    if not kernels.INTERPRETED:
-        pytest.skip("the kernels are compiled")
-    out = torch.zeros(3, dtype=torch.int32)
-    try:
-        count_kernel[(1,)](torch.tensor([3], dtype=torch.int32), out)
-    except Exception as e:
-        pytest.skip(f"Triton's interpreter does not work here: {e}")
-    assert out.tolist() == [1, 2, 3]
+# The interpreter's kernels are numpy's operations: what is masked may be anything on its way.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|All-NaN):RuntimeWarning")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     if request.param == "cpu":
-        request.getfixturevalue("interpreter")
+        skip_unless_interpreted()
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 

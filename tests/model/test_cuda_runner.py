@@ -325,10 +325,11 @@ def test_steps_on_a_gpu_wait_for_nothing(monkeypatch):
 @pytest.mark.slow
 def test_graphs_over_the_real_kernels_write_the_same(model, monkeypatch):
     """On Triton's interpreter: a graph captured for one step serves the plans of all steps of its shape."""
-    kernels = pytest.importorskip("batchgen.attention.triton_kernels")
-    if not kernels.INTERPRETED:
-        pytest.skip("the kernels are compiled")
+    pytest.importorskip("triton")
     from batchgen.attention.triton_backend import DeviceAttention
+    from support.triton_interpreter import skip_unless_interpreted
+
+    skip_unless_interpreted()
 
     requests = requests_of([[*range(33), 5], [*range(33), 6], [50, 51]], [6, 5, 4])
     want = texts(run(engine_of(model), requests))
