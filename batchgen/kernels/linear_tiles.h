@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t TILE_DEPTH = 512;    // words of the inner dimension that are summed at a time
-constexpr int64_t LEAST_TILES = 1500;  // of 16 rows by 16 words by a panel, that are worth a thread
+constexpr int64_t LEAST_TILES = 150;  // of 16 rows by 16 words by a panel, 0.2 us or so each, that are worth a thread
 
 // One thread's tasks: each is some rows of x times a panel.
 template <class E, class T>
