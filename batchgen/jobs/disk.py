@@ -9,7 +9,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ _NETWORK = (
     "glusterfs",
     "fuse.",
 )
+_NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
+"""Why a file that may be written to cannot be replaced by another one: its folder is not ours, or it is mounted by itself."""
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command again: finished rows are kept",
     errno.EDQUOT: "free some of your quota and run the same command again: finished rows are kept",
@@ -119,21 +121,47 @@ def write_json(path: Path, value: Any) -> None:
 def write_whole(path: str | Path, text: str) -> None:
     """Replaces a file by one with this text in UTF-8 (what UTF-8 cannot hold becomes `?`). A link stays a link. Raises `OSError`.
 
-    A pipe or a device such as `/dev/stdout`, and a file in a folder that cannot be written to, are written to as they are.
+    What cannot be replaced is written to as it is: a pipe, a device, what `/dev/stdout` and `/dev/stderr` stand for (a file is not cut
+    then), and a file that is mounted by itself or whose folder cannot be written to.
     """
     data, place = text.encode("utf-8", "replace"), Path(path).resolve()
-    if place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK)):
-        place.write_bytes(data)
-        return
-    new = place.with_name(f".{place.name}.{os.getpid()}.new")
+    stream = _standard_stream(path)
+    if stream is not None:
+        with os.fdopen(os.dup(stream), "wb") as file:
+            file.write(data)
+    elif Path(path).exists() and not place.is_file():
+        Path(path).write_bytes(data)
+    else:
+        try:
+            _replace(place, data)
+        except OSError as e:
+            if e.errno not in _NOT_REPLACED or not place.is_file():
+                raise
+            place.write_bytes(data)
+
+
+def _standard_stream(path: str | Path) -> int | None:
+    """Returns the descriptor of standard output or standard error if that is what `path` names."""
+    for stream in (1, 2):
+        with suppress(OSError):  # no such file yet, or a closed stream
+            if os.path.samestat(Path(path).stat(), os.fstat(stream)):
+                return stream
+    return None
+
+
+def _replace(place: Path, data: bytes) -> None:
+    new = place.with_name(f".batchgen-{os.getpid()}.new")
     try:
         with new.open("wb") as file:
+            if place.exists():
+                shutil.copymode(place, new)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         new.replace(place)
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder cannot be written to
+            new.unlink(missing_ok=True)
 
 
 def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:

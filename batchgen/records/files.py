@@ -24,7 +24,14 @@ FORMATS = ("jsonl", "parquet", "csv", "tsv")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error)
 """The exceptions that reading a cut or damaged stream raises."""
-_PACKED = ((b"\x1f\x8b", "gzip", ".gz"), (b"\x28\xb5\x2f\xfd", "zstandard", ".zst"))
+_PACKED = (
+    (re.compile(rb"\x1f\x8b"), "gzip", ".gz"),
+    (
+        re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+        "zstandard",
+        ".zst",
+    ),  # or a frame to skip, as pzstd writes it
+)
 _PARQUET = (b"PAR1", b"PARE")  # plain, encrypted
 _LFS = b"version https://git-lfs"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
@@ -122,9 +129,9 @@ class InputFile:
         if not start:
             return
         for magic, kind, suffix in _PACKED:
-            if start.startswith(magic) and self.compression != COMPRESSIONS[suffix]:
+            if magic.match(start) and self.compression != COMPRESSIONS[suffix]:
                 raise UsageError(f"{self.name} is compressed with {kind}", f"give it a name that ends with {suffix}")
-            if not start.startswith(magic) and self.compression == COMPRESSIONS[suffix]:
+            if not magic.match(start) and self.compression == COMPRESSIONS[suffix]:
                 raise UsageError(f"{self.name} is not compressed with {kind}", f"give it a name without {suffix}")
         if self.compression is not None:
             return
@@ -165,7 +172,7 @@ def _decompressed(raw: BinaryIO) -> BinaryIO:
     stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[type-var]
     start = stream.peek(4)[:4]
     for magic, _, suffix in _PACKED:
-        if start.startswith(magic):
+        if magic.match(start):
             return decompressed(stream, COMPRESSIONS[suffix])
     return stream
 

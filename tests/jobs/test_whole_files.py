@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -42,3 +45,36 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     write_whole(tmp_path / "pipe", "text")
     reader.join()
     assert read == ["text"]
+
+
+def test_what_a_stream_of_the_process_stands_for_gets_the_text_where_it_is(tmp_path: Path) -> None:
+    code = (
+        "from batchgen.jobs.disk import write_whole\n"
+        "print('before', flush=True); write_whole('/dev/stdout', 'text\\n'); print('after')\n"
+    )
+    command = [sys.executable, "-c", code]
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    with (tmp_path / "log").open("w") as log:
+        subprocess.run(command, stdout=log, timeout=60, check=True)
+    assert (piped.stdout, (tmp_path / "log").read_text()) == ("before\ntext\nafter\n",) * 2
+    assert os.listdir(tmp_path) == ["log"]
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    (tmp_path / "f.json").touch(mode=0o600)
+    write_whole(tmp_path / "f.json", "new")
+    assert (tmp_path / "f.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_is_mounted_by_itself_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f.json").write_text("old and longer")
+
+    def mounted(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "replace", mounted)
+    write_whole(tmp_path / "f.json", "new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("f.json", "new")]
+    with pytest.raises(OSError, match="busy"):
+        write_whole(tmp_path / "g.json", "new")
+    assert os.listdir(tmp_path) == ["f.json"]

@@ -246,6 +246,18 @@ def test_a_file_that_does_not_begin_as_its_suffix_says_is_refused(folder, name, 
     assert str(caught.value) == f"{name} {said}"
 
 
+def test_a_zstandard_file_may_begin_with_a_frame_to_skip_as_pzstd_writes_it(folder, monkeypatch):
+    data = zstandard.compress(b'{"prompt": "a"}\n')
+    packed = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
+    (folder / "x.jsonl.zst").write_bytes(packed)
+    assert columns("x.jsonl.zst") == [{"prompt": "a"}]
+    (folder / "packed.jsonl").write_bytes(packed)
+    with pytest.raises(UsageError, match=r"packed\.jsonl is compressed with zstandard"):
+        opened("packed.jsonl")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed)))
+    assert columns("-") == [{"prompt": "a"}]
+
+
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.csv.gz", "x.parquet", "x.parquet.gz"])
 def test_junk_after_the_right_first_bytes_is_corrupt_from_its_start(folder, name):
     first = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}.get(name[name.rindex(".") :], b"PAR1")
