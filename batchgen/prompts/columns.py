@@ -21,6 +21,8 @@ from batchgen.records.tables import header_hint
 from batchgen.sampling_params import SamplingParams
 
 _DEFAULT = PromptConfig()
+_MEDIA = frozenset(("image", "images", "audio", "audios", "video", "videos"))
+"""Names of columns in data sets of prompts with pictures, sound or video."""
 _MAX_NAMES = 20
 _MANY = 1000  # number of rows that are looked at; fewer rows are the whole input
 
@@ -38,10 +40,6 @@ def quoted(names: Sequence[str]) -> str:
     """Returns the names as one text for a message: the first 20 and the number of the others."""
     shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
-
-
-_MEDIA = frozenset(("image", "images", "audio", "audios", "video", "videos"))
-"""Names of columns in data sets of prompts with pictures, sound or video."""
 
 
 class Columns:
@@ -109,7 +107,7 @@ class Columns:
     def media(self, columns: Mapping[str, Any]) -> set[str]:
         """Returns columns that look like images, sound or video of the prompt and are used for nothing."""
         used = self._read if self._template is None else self._read | self._template.columns
-        return {name for name in _MEDIA & columns.keys() if columns[name] not in (None, "", [])} - used
+        return {name for name in _MEDIA & columns.keys() if not _is_empty(columns[name])} - used
 
     def only_carried(self, columns: Mapping[str, Any]) -> set[str]:
         """Returns columns that have the name of a sampling parameter but are not used as one."""
@@ -221,6 +219,11 @@ def completion_of(columns: Mapping[str, Any], prompts: PromptConfig) -> str | li
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         return value
     raise RowError("invalid_row", f"column {name!r} must be text, not {kind(value)}")
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether there is nothing in a value; an array, which is not compared, always has something."""
+    return value is None or (isinstance(value, str | bytes | list | Mapping) and not value)
 
 
 def priority_of(columns: Mapping[str, Any], name: str | None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from batchgen.errors import UsageError
@@ -59,6 +60,14 @@ def test_images_beside_a_prompt_are_said_not_to_be_seen_once_unless_the_template
     b = tools.builder(template="{{ image }}")
     b.build(tools.rows({"image": "a cat"}))
     assert b.notes == []
+
+
+def test_an_image_that_is_an_array_is_noted_like_any_other(tools):
+    b = tools.builder(chat_template=TEMPLATE, bos=False)
+    b.build(tools.rows({"prompt": "a", "image": np.zeros((2, 2)), "images": [np.zeros(3)], "audio": {}, "video": b""}))
+    assert b.notes == [
+        "columns 'image', 'images' are only copied to the output: the model sees text alone, no images, sound or video"
+    ]
 
 
 def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_other_content(tools):
