@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 OnResult = Callable[["Result"], None]
-"""Is called with each result."""
+"""A function that is called with each result."""
 OnToken = Callable[[int, int, int], None]
-"""Is called with each sampled token: the row, the number of the completion, the token."""
+"""A function that is called with each token that reaches the host: the row, the number of the completion, the token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,27 +12,27 @@ from typing import Any
 PAGE = Path(__file__).resolve().parent / "will-my-model-run.md"
 TEXT = """# Will my model run?
 
-Look for the family below, or ask the program: `batchgen plan rows.jsonl --model NAME` reads the configuration and the tokenizer, never the weights, and refuses in one line what `run` would refuse.
+Look for the family below, or ask the program: `batchgen models NAME` says whether the model would run, and how large it is. It reads the configuration and the tokenizer, never the weights.
 
 **Yes** means verified: for random models of the architecture, batchgen gives the tokens and the logits of transformers' `generate` in float32, also with shared prefixes, little memory and preemption. Fine-tunes, merges and distilled models of a family have its
-architecture and run as it does. An architecture that is in no table is tried in small when it is loaded (a second or two), and refused if a single logit differs.
-Whether your machine holds the model is another question: weights take about 2 bytes a parameter in 16 bits.
+architecture and run as it does. An architecture that is in neither table of [models.md](models.md) is checked when it is loaded, with a small model of the same kind (this takes a second or two). It is refused if a single logit differs.
+The table does not say whether the model fits your machine: 16-bit weights take 2 bytes per parameter.
 
-The families are those of the download rankings of the Hugging Face Hub in 2026, generative models only. {yes} of these {count} run.
+The families are those of the generative models that were downloaded most from the Hugging Face Hub in 2026. {yes} of these {count} run.
 
 | family | for example | `model_type` | runs |
 | --- | --- | --- | --- |
 {rows}
 
 - **Images and sound.** A multimodal checkpoint runs on text: its language model is loaded, and nothing else is read from the disk. A row that holds an image or sound fails alone with `unsupported_content`.
-- **Quantized checkpoints** (FP8, MXFP4, AWQ, GPTQ, bitsandbytes, GGUF, …): [quantized.md](quantized.md).
-- **Adapters** (LoRA): `--lora`, merged into the weights as they are loaded.
-- All architectures by name, and what was tested of each: [models.md](models.md).
+- **Quantized checkpoints** (FP8, MXFP4, AWQ, GPTQ, bitsandbytes, GGUF, …): see [quantized.md](quantized.md).
+- **Adapters** (LoRA): `--lora` merges an adapter into the weights while they are loaded.
+- [models.md](models.md) lists all architectures by name, and what was tested of each.
 
 This page is written by `docs/make_families_page.py`; a test compares the two.
 """
 Q = "checkpoints of this family are published quantized: see [quantized.md](quantized.md)"
-INDEXED = f"contexts end at 2,048 tokens, where its indexer begins to choose which keys a query sees; {Q}"
+INDEXED = f"contexts end at 2,048 tokens, because beyond that its indexer chooses which keys a query sees; {Q}"
 FAMILIES: list[tuple[str, str, str, str, str]] = [
     # family, example, model_type, model_type of the language model inside, remark
     ("Qwen 3", "Qwen/Qwen3-8B", "qwen3", "", ""),
@@ -45,7 +45,7 @@ FAMILIES: list[tuple[str, str, str, str, str]] = [
     ("Qwen 3 VL", "Qwen/Qwen3-VL-2B-Instruct", "qwen3_vl", "qwen3_vl_text", ""),
     ("Qwen 3 VL MoE", "Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3_vl_moe", "qwen3_vl_moe_text", ""),
     ("Qwen 2.5 VL", "Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", "qwen2_5_vl_text", ""),
-    ("Qwen 2.5 Omni", "Qwen/Qwen2.5-Omni-7B", "qwen2_5_omni_thinker", "qwen2_5_omni_text", "the part that writes is loaded"),
+    ("Qwen 2.5 Omni", "Qwen/Qwen2.5-Omni-7B", "qwen2_5_omni_thinker", "qwen2_5_omni_text", "only the part that generates text is loaded"),
     ("Gemma 4", "google/gemma-4-31B-it", "gemma4", "gemma4_text", ""),
     ("Gemma 4 12B", "google/gemma-4-12B-it", "gemma4_unified", "gemma4_unified_text", ""),
     ("Gemma 3", "google/gemma-3-4b-it", "gemma3", "gemma3_text", ""),
@@ -53,7 +53,7 @@ FAMILIES: list[tuple[str, str, str, str, str]] = [
     ("Gemma 2", "google/gemma-2-9b-it", "gemma2", "", ""),
     ("Llama 3, 3.1, 3.2, 3.3", "meta-llama/Llama-3.1-8B-Instruct", "llama", "", ""),
     ("Llama 3.2 Vision", "meta-llama/Llama-3.2-11B-Vision-Instruct", "mllama", "mllama_text_model", ""),
-    ("Llama 4", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4", "llama4_text", "contexts end at 8,192 tokens, where its layers begin to see chunks only"),
+    ("Llama 4", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4", "llama4_text", "contexts end at 8,192 tokens, because beyond that some layers see only a chunk of the text"),
     ("Llama 2, TinyLlama, Vicuna", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "llama", "", ""),
     ("gpt-oss", "openai/gpt-oss-20b", "gpt_oss", "", Q),
     ("DeepSeek R1 distilled", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2", "", ""),

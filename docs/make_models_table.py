@@ -12,19 +12,19 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "models.md"
 TEXT = """# Models
 
-{verified} architectures of transformers are verified: for random models of each, with every kind of layer the architecture has, the greedy tokens are those of `generate` one prompt at a time, and every logit agrees to float32 noise; with all
-prompts side by side, and with prefill in slices, little memory and preemption. Shown on transformers {versions} (`tests/parity/test_every_architecture.py`).
-Of the {decoders} decoder-only text architectures of transformers {newest} that declare support for attention backends, {exact} are among them. {refused} are refused by name, with the reason, before any weights are loaded. What is in no table is tried in small when it is loaded, and refused if a single logit differs.
+{verified} architectures of transformers are verified. For each, random models with every kind of layer of the architecture are compared with `generate`, which runs one prompt at a time. The greedy tokens are equal, and every logit agrees up to the rounding of float32. batchgen runs all
+prompts together, and also with prefill in slices, little memory and preemption. This was tested on transformers {versions} (`tests/parity/test_every_architecture.py`).
+Of the {decoders} decoder-only text architectures of transformers {newest} that declare support for attention backends, {exact} are verified. {refused} model types are refused by name, with the reason, before any weights are loaded. A model type that is in no table is checked when it is loaded, with a small model of the same class, and refused if a single logit differs.
 
-Most checkpoints of this year are multimodal classes. Of the {wrappers} of transformers {newest} that have a language model with a configuration of its own (`text_config`), {wrapped} are verified for text, and {others} more that are built otherwise: against
-the `generate` of the whole wrapper, with the vision and audio settings that transformers has by default (`tests/parity/test_wrappers.py`). Only the language model is loaded. The others are in the table of refusals. [will-my-model-run.md](will-my-model-run.md) has the families by their names.
+Most checkpoints of this year are multimodal. transformers {newest} has {wrappers} multimodal classes around a language model with its own configuration (`text_config`). {wrapped} of them are verified for text, and {others} more that have another structure. They are compared with
+the `generate` of the whole multimodal model, with the vision and audio settings that transformers has by default (`tests/parity/test_wrappers.py`). Only the language model is loaded. The other classes are in the table of refusals. [will-my-model-run.md](will-my-model-run.md) lists families by their names.
 
-Models with recurrent layers (gated delta rule, Mamba, lightning attention, RG-LRU, short convolutions) share prefixes as all others do: [recurrent.md](recurrent.md).
+Models with recurrent layers (gated delta rule, Mamba, lightning attention, RG-LRU, short convolutions) share prefixes as all other models do: see [recurrent.md](recurrent.md).
 
-Positions: plain, partial, linear, proportional, Llama 3 and YaRN rotary embeddings and absolute positions are exact. LongRoPE and dynamic NTK change for a whole batch with its longest sequence, in transformers too; below a certain length they do not, so the
-context ends there: at `original_max_position_embeddings` for LongRoPE, at `max_position_embeddings` for dynamic NTK. Other kinds are refused.
+Rotary embeddings of the kinds plain, partial, linear, proportional, Llama 3 and YaRN are exact, and so are absolute positions. LongRoPE and dynamic NTK depend on the longest sequence of the whole batch, also in transformers. Below a certain length they do not, so the
+context ends at this length: at `original_max_position_embeddings` for LongRoPE, at `max_position_embeddings` for dynamic NTK. Other kinds are refused.
 
-A verified architecture is refused, too, where its configuration asks for what is not: layers of a kind that its family is not verified with, or attention in both directions (`use_bidirectional_attention`).
+A model of a verified architecture is refused if its configuration asks for something that is not verified: a kind of layer with which the family was not tested, or attention in both directions (`use_bidirectional_attention`).
 
 This page is written by `docs/make_models_table.py`; a test compares the two.
 

@@ -295,7 +295,7 @@ def test_a_model_whose_tokens_see_those_after_them_is_refused(cli, write_jsonl, 
     for command in ("run", "plan"):
         refused = cli(command, write_jsonl([{"prompt": "a"}]), "-m", folder, "--embed")
         assert refused.code == 1
-        assert "they are encoders, whose tokens see those after them" in refused.err
+        assert "they are encoders, in which a token also sees the tokens after it" in refused.err
 
 
 def test_a_row_with_parameters_of_a_completion_fails_alone(last):

@@ -22,8 +22,6 @@ from batchgen.scheduling.scheduler import Scheduler
 from batchgen.scheduling.sequence import GenerationSequence, TokenScore
 from batchgen.scheduling.waiting import Window
 
-"""Called with row, number of the completion and token, for each token that reaches the host."""
-
 
 @dataclass(slots=True, eq=False)
 class RequestState:

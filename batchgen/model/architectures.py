@@ -58,16 +58,16 @@ INNER = frozenset({
     "muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text",
     "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "step3p5",
 })  # fmt: skip
-"""`model_type`s of language models that are only found inside of a wrapper."""
+"""`model_type`s of language models that exist only inside a multimodal wrapper."""
 
-_CONVOLUTION = "they have convolutions of a kind that is not implemented"
-_INDEXER = "an indexer of theirs chooses which keys a query sees"
-_DRAFTS = "they draft for another model, whose keys and values they read"
-_ENCODER = "they are encoders, whose tokens see those after them"
-_IMAGE = "they run on an image or on sound only"
+_CONVOLUTION = "they have a kind of convolution that is not implemented"
+_INDEXER = "their indexer chooses which keys a query sees, which is not implemented"
+_DRAFTS = "they are draft models, which read the keys and values of another model"
+_ENCODER = "they are encoders, in which a token also sees the tokens after it"
+_IMAGE = "they run only with an image or sound"
 _BOTH = "they have an encoder and a decoder"
-_PREFIX = "the tokens of their prompts see those after them"
-_BIAS = "they add a bias of their own to the scores of attention"
+_PREFIX = "in their prompts, a token also sees the tokens after it"
+_BIAS = "they add their own bias to the scores of attention"
 REFUSED = {
     "bert": _ENCODER,
     "bert-generation": _ENCODER,
@@ -75,9 +75,9 @@ REFUSED = {
     "blip-2": _IMAGE,
     "camembert": _ENCODER,
     "data2vec-text": _ENCODER,
-    "deepseek_v4": "they read keys and values that stand for stretches of the text",
-    "diffusion_gemma": "they write blocks of text by diffusion",
-    "doge": "a mask of theirs depends on what the keys hold",
+    "deepseek_v4": "each of their compressed keys and values stands for several tokens, which is not implemented",
+    "diffusion_gemma": "they generate blocks of text by diffusion, not token by token",
+    "doge": "one of their attention masks depends on the contents of the keys",
     "dots3_note": _INDEXER,
     "dots3_note_text": _INDEXER,
     "electra": _ENCODER,
@@ -93,7 +93,7 @@ REFUSED = {
     "instructblip": _IMAGE,
     "instructblipvideo": _IMAGE,
     "kosmos-2": _IMAGE,
-    "kosmos-2.5": "they count positions from the tokens of a batch",
+    "kosmos-2.5": "their positions depend on the tokens of the whole batch",
     "minimax_m3_vl": _INDEXER,
     "minimax_m3_vl_text": _INDEXER,
     "mistral_large4": _INDEXER,
@@ -106,13 +106,13 @@ REFUSED = {
     "roberta-prelayernorm": _ENCODER,
     "roc_bert": _ENCODER,
     "rwkv": "their recurrence (RWKV) is not implemented",
-    "unlimited_ocr": "layers of theirs see the first tokens and a window",
+    "unlimited_ocr": "some of their layers see the first tokens and a window, which is not implemented",
     "voxtral_realtime": _IMAGE,
     "xlm-roberta": _ENCODER,
     "xlm-roberta-xl": _ENCODER,
     "xlstm": "their recurrence (mLSTM) is not implemented",
     "xmod": _ENCODER,
-    "zamba": "each head of their Mamba has weights of its own, which is not implemented",
+    "zamba": "each head of their Mamba layers has its own weights, which is not implemented",
     "zaya": _CONVOLUTION,
 }
 """`model_type`s that cannot be exact, and why."""
@@ -126,7 +126,7 @@ _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dyna
 
 
 def is_verified(config: Any) -> bool:
-    """Whether this configuration's architecture is known to be exact; true of one that is refused for its settings, too."""
+    """Whether the model type of this configuration is verified. Does not check its settings; see `refusal`."""
     inner = text_config(config)
     wrapper = _model_type(language_config(config))
     if wrapper in WRAPPERS:
@@ -180,7 +180,7 @@ def context_note(config: Any) -> str | None:
         return f"the context ends at {text.index_topk:,} tokens: beyond that the model's indexer chooses which keys a query sees"
     chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
     if chunked and text.attention_chunk_size < longest:
-        return f"the context ends at {text.attention_chunk_size:,} tokens: beyond that some layers see a chunk of the text only"
+        return f"the context ends at {text.attention_chunk_size:,} tokens: beyond that some layers see only a chunk of the text"
     return None
 
 

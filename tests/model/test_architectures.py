@@ -31,7 +31,7 @@ def test_the_refusal_names_the_type_and_the_reason():
 
 def test_a_model_around_a_refused_text_model_is_refused():
     config = SimpleNamespace(model_type="qwen4_exp", text_config=SimpleNamespace(model_type="qwen4_exp_text"))
-    assert refusal(config) == "an indexer of theirs chooses which keys a query sees"
+    assert refusal(config) == "their indexer chooses which keys a query sees, which is not implemented"
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_a_model_around_a_refused_text_model_is_refused():
     [
         ({"layer_types": ["attention", "mamba"]}, "this one has layers of type mamba"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "this one has layers of type chunked_attention"),
-        ({"use_bidirectional_attention": True}, "they are encoders, whose tokens see those after them"),
-        ({"use_bidirectional_attention": "all"}, "they are encoders, whose tokens see those after them"),
+        ({"use_bidirectional_attention": True}, "they are encoders, in which a token also sees the tokens after it"),
+        ({"use_bidirectional_attention": "all"}, "they are encoders, in which a token also sees the tokens after it"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "this one has rotary embeddings of type spiral"),
         (
             {"rope_parameters": {"full_attention": {"type": "spiral"}, "sliding_attention": {"type": "yarn"}}},

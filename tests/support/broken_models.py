@@ -306,7 +306,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     # architectures that cannot be exact
     "sparse attention": (
         settings(model_type="hy_v4", architectures=["HYV4ForCausalLM"]),
-        "models of type 'hy_v4' are not supported: an indexer of theirs chooses which keys a query sees",
+        "models of type 'hy_v4' are not supported: their indexer chooses which keys a query sees, which is not implemented",
     ),
     "no length": (
         settings(max_position_embeddings=-1),
