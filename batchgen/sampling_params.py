@@ -143,7 +143,7 @@ class SamplingParams:
     """As the model gives them, before penalties and temperature. 0 adds only the sampled token's."""
     max_repeats: int | None = option(
         None,
-        "A completion that ends in the same up to 256 tokens N times in a row, at least 32 in all, is ended.",
+        "End a completion when it repeats a sequence of 1 to 256 tokens N times in a row (at least 32 tokens in all).",
         group="Sampling",
         metavar="N",
         rules=[at_least(2)],

@@ -17,10 +17,12 @@ class MergeOptions:
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of the shards.", show_default=False)]
     work_dir: Annotated[
         str | None,
-        typer.Option("--work-dir", metavar="DIR", help="Where the job's folder is.", show_default="beside the output"),
+        typer.Option(
+            "--work-dir", metavar="DIR", help="Folder that holds the job's folder.", show_default="beside the output"
+        ),
     ] = None
     stats: Annotated[
-        str | None, typer.Option("--stats", metavar="FILE", help="Write the job's figures to this file too.")
+        str | None, typer.Option("--stats", metavar="FILE", help="Also write the job's figures to this file.")
     ] = None
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.", show_default=False)] = False
 
@@ -29,7 +31,7 @@ class MergeCommand(Command):
     short = "Write the output of a job that ran in shards (run --shard I/N)."
     text = """Write OUTPUT, when all shards of batchgen run --shard I/N are done. Loads no model.
 
-    The output is that of a run without shards, in the order of the input, and appears whole in one moment."""
+    The output is that of a run without shards, in the order of the input, and appears by one atomic rename."""
     example = "batchgen merge answers.jsonl"
 
     def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]

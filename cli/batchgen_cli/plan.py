@@ -47,8 +47,8 @@ class PlanCommand(Command):
     short = "Show what a run would share and the memory it needs."
     text = """Show what a run over INPUT would share and the memory it needs, without loading the model's weights.
 
-    Takes all options of `batchgen run` (see batchgen run --help), so only one word of the command changes. With --report FILE.html the
-    prefix tree is drawn as a page for a browser."""
+    Takes all options of `batchgen run` (see batchgen run --help), so you only replace run by plan in a command. With --report FILE.html
+    it also writes a page for a browser that shows the prefix tree."""
     example = "batchgen plan prompts.jsonl --model ./model"
     brief = True
 

@@ -17,7 +17,7 @@ RunOptions = run_options()
 
 class RunCommand(Command):
     short = "Generate a completion for every row of INPUT, or label or score it."
-    text = """Generate a completion for every row of INPUT, label it (--choices), or score the completion it has (--score).
+    text = """Generate a completion for every row of INPUT, label the row (--choices), or score the completion that it already has (--score).
 
     If the job was stopped, the same command continues it. If the output is complete, the same command does nothing."""
     example = "batchgen run prompts.jsonl --model ./model -o answers.jsonl --max-tokens 64"
