@@ -443,7 +443,8 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
     except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
         if start[:2] == b"PK" or start[:1] == b"\x80":
             raise ModelError(
-                f"{path} is a pickled file called safetensors, which is never opened", "give real safetensors files"
+                f"{path} is a pickle under the name of a safetensors file; batchgen never opens pickles",
+                "give real safetensors files",
             ) from None
         if 8 <= size < length + 8 < 1 << 30:
             raise ModelError(f"{path} is cut inside its header", _AGAIN) from None

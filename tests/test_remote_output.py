@@ -103,7 +103,7 @@ def test_a_job_killed_while_it_uploads_is_finished_by_the_next_run_without_the_m
     ("output", "message"),
     [
         ("s3://nobucket/o.jsonl", "s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; check the address, your access to it and the connection, or use another -o"),
-        ("s3://bucket/in/a.jsonl", "s3://bucket/in/a.jsonl is both an input and the output; name another output with -o (or quote a glob: outputs are left out then)"),
+        ("s3://bucket/in/a.jsonl", "s3://bucket/in/a.jsonl is both an input and the output; name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out"),
         ("s3://bucket/mine.jsonl", "s3://bucket/mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"),
     ],
 )  # fmt: skip

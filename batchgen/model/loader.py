@@ -350,7 +350,7 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
             "give a causal language model (…ForCausalLM)",
         )
     if missing:
-        count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, first {missing[0]}"
+        count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, among them {missing[0]}"
         raise ModelError(f"{where} lack {count}", hint)
 
 

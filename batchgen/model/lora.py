@@ -40,7 +40,7 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
         unused = sorted(name for name in given - used if left_out.isdisjoint(name.split(".")))
         if unused:
             raise ModelError(
-                f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {len(given)} tensors, first {unused[0]}",
+                f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {len(given)} tensors, for example {unused[0]}",
                 "give the model that the adapter was trained for",
             )
         return adapted.merge_and_unload(safe_merge=True)

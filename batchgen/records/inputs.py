@@ -82,7 +82,7 @@ def open_input(
         if output is not None and same_file(file.name, output):
             raise UsageError(
                 f"{output} is both an input and the output",
-                "name another output with -o (or quote a glob: outputs are left out then)",
+                "name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out",
             )
     _check_chosen(choice, datasets, inputs[0])
     return Input(tuple(files), notes)

@@ -151,7 +151,7 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
         (
             ["prompts.jsonl"],
             {"output": "./prompts.jsonl"},
-            "./prompts.jsonl is both an input and the output; name another output with -o (or quote a glob: outputs are left out then)",
+            "./prompts.jsonl is both an input and the output; name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out",
         ),
     ],
 )  # fmt: skip

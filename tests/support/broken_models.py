@@ -243,7 +243,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "weights are a pickle": (
         text("model.safetensors", b"PK\x03\x04" + bytes(2000)),
-        "M/model.safetensors is a pickled file called safetensors, which is never opened; give real safetensors files",
+        "M/model.safetensors is a pickle under the name of a safetensors file; batchgen never opens pickles; give real safetensors files",
     ),
     "weights are gone": (
         without("model.safetensors"), f"model folder 'M' has no weights (model.safetensors); {AGAIN}",
@@ -291,7 +291,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "tensors are missing": (
         tensors(lambda w: [w.pop(f"model.layers.0.mlp.{name}_proj.weight") for name in ("up", "down")]),
-        "the weights in 'M' lack 2 tensors, first model.layers.0.mlp.down_proj.weight; copy config.json and the weights from one model",
+        "the weights in 'M' lack 2 tensors, among them model.layers.0.mlp.down_proj.weight; copy config.json and the weights from one model",
     ),
     # tokenizers
     "no tokenizer": (
