@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -279,6 +280,7 @@ class LLM:
             self._stats = self._engine.stats
             self._engine.close()
             self._engine = None
+            gc.collect()  # an engine and the layers of its model refer to themselves
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,10 @@
 """A model in a Python program."""
 
+import gc
 import json
 import re
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -221,3 +223,15 @@ def test_a_grammar_that_cannot_be_used_fails_its_row_alone(tiny_model_dir: Path)
     (result,) = LLM(str(tiny_model_dir)).generate(["x"], SamplingParams(regex="(a"))
     assert (result.error_type, result.text) == ("constraint_error", None)
     assert str(result.error_message).startswith("regex cannot be used: ")
+
+
+def test_a_closed_model_is_freed_at_once(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    llm.generate(["a"], SamplingParams(max_tokens=1))
+    parts = {name: weakref.ref(part) for name, part in llm.engine.runner.model.module.named_modules()}
+    gc.disable()  # else a collection that happens to run now could free it
+    try:
+        llm.close()
+    finally:
+        gc.enable()
+    assert [name for name, part in parts.items() if part() is not None] == []
