@@ -213,8 +213,12 @@ class FusedGatedNorm(torch.nn.Module):
         self.rounds = rounds
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """In the dtype of `x`: Mamba2's layers are normed in float32 beside bfloat16 weights."""
-        if gate is None or not recurrent.can_gated_norm(x, gate):
+        """In the dtype of `x`: Mamba2's layers are normed in float32 beside bfloat16 weights.
+
+        With float32 weights beside bfloat16 values, some modules round elsewhere or return float32: those run as they are.
+        """
+        known = x.dtype in (self.weight.dtype, torch.float32)
+        if gate is None or not known or not recurrent.can_gated_norm(x, gate):
             plain: torch.Tensor = self.plain(x, gate)
             return plain
         return recurrent.gated_norm(

@@ -64,6 +64,16 @@ def test_a_gated_norm_that_the_kernel_has_not_runs_as_the_module():
     assert torch.equal(fused(x.double(), x.double()), plain(x.double(), x.double()))
 
 
+@pytest.mark.parametrize("kind", NORMS)
+@torch.inference_mode()
+def test_a_gated_norm_of_bfloat16_with_float32_weights_is_that_of_the_module(kind):
+    fused, plain = fused_norm(kind, 128, FLOAT32)
+    x, gate = numbers(9, 128, dtype=BFLOAT16), numbers(9, 128, dtype=BFLOAT16, seed=1)
+    got, want = fused(x, gate), plain(x, gate)
+    assert got.dtype == want.dtype
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("taps", [1, 2, 3, 4])
 @pytest.mark.parametrize("activation", ["silu", None])
