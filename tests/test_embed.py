@@ -348,6 +348,32 @@ def test_a_cached_model_whose_pooling_was_never_fetched_is_refused_offline(
         assert cli(*words, "--overwrite").code == 0
 
 
+def test_a_cache_that_cannot_be_written_to_does_not_hide_that_the_hub_has_no_pooling(
+    tmp_path, write_jsonl, cli, monkeypatch
+):
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import EntryNotFoundError
+
+    repo = tmp_path / "hub" / "models--org--name"
+    folder = save_embedder(repo / "snapshots" / "abc")
+    (folder / "modules.json").unlink()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    from_cache = huggingface_hub.hf_hub_download
+
+    def answered(repo_id, filename, **options):
+        if filename == "modules.json":
+            raise EntryNotFoundError("404")
+        return from_cache(repo_id, filename, **options)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", answered)
+    done = cli("run", write_jsonl([{"prompt": "a"}]), "-m", "org/name", "--embed", "-o", tmp_path / "o.jsonl")
+    assert done.code == 0
+
+
 @pytest.mark.parametrize("task", ["embed", "classify"])
 def test_the_plan_is_that_of_the_run(cli, last, write_jsonl, tmp_path, task):
     model = last if task == "embed" else save_classifier(tmp_path / "classifier")

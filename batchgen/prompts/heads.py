@@ -112,13 +112,20 @@ def _check_absent(config: ModelConfig, name: str) -> None:
     """Raises `ModelError` if the hub may have a file that says how the model pools, and it was neither fetched nor can be now."""
     if config.pooling != "auto" or Path(config.model).expanduser().exists():
         return
-    from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    if try_to_load_from_cache(config.model, name, revision=config.revision) is not _CACHED_NO_EXIST:
+    if try_to_load_from_cache(config.model, name, revision=config.revision) is _CACHED_NO_EXIST:
+        return
+    try:  # a cache that cannot be written to does not keep that the hub has none
+        hf_hub_download(config.model, name, revision=config.revision)
+    except LocalEntryNotFoundError as e:
         raise ModelError(
             f"--embed: {name} of the model {config.model!r}, which says how it pools, is not in the local cache, and the hub cannot be reached",
             f"fetch it with `hf download {config.model} {name}`, or name the pooling with --pooling",
-        )
+        ) from e
+    except EntryNotFoundError:
+        return
 
 
 def _class_name(module: Mapping[str, Any]) -> str:
