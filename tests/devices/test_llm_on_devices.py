@@ -116,7 +116,7 @@ def test_a_prompt_that_cannot_be_run_fails_alone(started: list[ThreadProcess], t
 
 
 def test_a_model_that_cannot_be_loaded_is_told(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
-    with pytest.raises(ModelError, match=r"^--device cuda:\d+: this machine has \d+ CUDA device"):
+    with pytest.raises(ModelError, match=r"^--device cuda:\d+: this machine has (no|\d+) CUDA device"):
         LLM(str(tiny_model_dir), device="cuda:98,99")
 
 

@@ -58,9 +58,7 @@ def read(path: Path, data: bytes) -> tuple[list[Row], InputCorrupt | None]:
 
 def check(path: Path, data: bytes, build: Built | None) -> None:
     """One file, from its bytes to the results of its rows."""
-    if path.suffix in (".jsonl", ".csv") and data.startswith(
-        (b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xfe", b"\xfe\xff")
-    ):
+    if is_refused(path, data):
         with pytest.raises(UsageError):
             read(path, data)
         return
@@ -87,6 +85,18 @@ def check(path: Path, data: bytes, build: Built | None) -> None:
                 fit_for_a_line(b.error_message or "")
             else:
                 assert row.error is None
+
+
+def is_refused(path: Path, data: bytes) -> bool:
+    """Whether the first bytes say that a file is not what its name says."""
+    match path.suffix:
+        case ".gz":
+            return data != b"" and not data.startswith(b"\x1f\x8b")
+        case ".zst":  # a frame, or one to skip
+            return data != b"" and data[:4] != b"\x28\xb5\x2f\xfd" and not re.match(rb"[\x50-\x5f]\x2a\x4d\x18", data)
+        case ".parquet":  # zeros at the start are damage
+            return data != b"" and not data.startswith((b"PAR1", b"PARE", bytes(4)))
+    return data.startswith((b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xfe", b"\xfe\xff"))
 
 
 def fit_for_a_line(message: str) -> None:
