@@ -138,7 +138,7 @@ class FusedNorm(torch.nn.Module):
     """Root mean square norm over the last dimension."""
 
     def __init__(self, weight: torch.Tensor, offset: float, eps: float, rounds_first: bool) -> None:
-        """Multiplies by `weight` + `offset`; `rounds_first` as `rms_norm` has it."""
+        """Multiplies by `weight` + `offset`; `rounds_first` as `norm_after_sum` has it."""
         super().__init__()
         self.weight = weight
         self.dtype = weight.dtype

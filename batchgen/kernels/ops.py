@@ -54,18 +54,14 @@ class _Rotary(ctypes.Structure):
     )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; `weight` is float32.
-
-    `rounds_first`: x over its root mean square is rounded to its type before the weight comes.
-    """
-    return norm_after_sum(x, weight, eps, rounds_first, None)[1]
-
-
 def norm_after_sum(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + more and `rms_norm` of it; x and its norm without `more`. `can_add` says whether the two can be added."""
+    """x + more and its norm; x and its norm without `more`. `can_add` says whether the two can be added.
+
+    The norm of x is x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; `weight` is float32. `rounds_first`: x over
+    its root mean square is rounded to its type before the weight comes.
+    """
     norm, y, total = norm_arguments(x, weight, eps, rounds_first, more)
     kernel("norm", x.dtype)(ctypes.byref(norm))
     return total, y
@@ -122,7 +118,7 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def norm_arguments(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None
 ) -> tuple[_Norm, torch.Tensor, torch.Tensor]:
-    """What the kernel of `rms_norm` is given, where its result goes, and where x + more goes (x without `more`).
+    """What the kernel of `norm_after_sum` is given, where its result goes, and where x + more goes (x without `more`).
 
     With `more` the norm is that of the sum; `can_add` says whether both are as they must be.
     """
