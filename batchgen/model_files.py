@@ -488,11 +488,21 @@ def _check_vocabulary(folder: Path, settings: Mapping[str, Any], tensors: Mappin
         )
 
 
-def _check_tokenizer(folder: Path) -> None:
-    """Raises `ModelError` for a folder without a tokenizer, and for a tokenizer.json that is a pointer, a web page or cut off."""
+def has_tokenizer(config: ModelConfig) -> bool:
+    """Whether a model has a tokenizer, as far as is known without looking at the hub."""
+    folder = Path(config.model).expanduser()
+    return not folder.is_dir() or gguf_file(config) is not None or _has_tokenizer(folder)
+
+
+def _has_tokenizer(folder: Path) -> bool:
     names = {p.name for p in folder.iterdir()}
     own = any(name.startswith("tokenization_") for name in names)  # the model's own code may read any file
-    if not own and not names & _TOKENIZERS and not any(name.endswith(_VOCABULARIES) for name in names):
+    return own or bool(names & _TOKENIZERS) or any(name.endswith(_VOCABULARIES) for name in names)
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raises `ModelError` for a folder without a tokenizer, and for a tokenizer.json that is a pointer, a web page or cut off."""
+    if not _has_tokenizer(folder):
         raise ModelError(
             f"model folder {str(folder)!r} has no tokenizer files",
             "copy tokenizer.json and tokenizer_config.json of the model into it",

@@ -8,9 +8,9 @@ from typing import Any
 from batchgen.config import ModelConfig
 from batchgen.dry_run import DTYPE_BYTES, kv_bytes_per_token
 from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, WRAPPERS, check_architecture, is_verified
-from batchgen.model_files import check_weight_files, weight_bytes
+from batchgen.model_files import check_weight_files, has_tokenizer, weight_bytes
 from batchgen.prompts import load_tokenizer
-from batchgen.prompts.tokenizer import text_config
+from batchgen.prompts.tokenizer import context_length_of, load_config, text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class ModelReport:
     dtype: str
     layers: int
     vocab_size: int
-    chat_template: bool
+    chat_template: bool | None
+    """None for a folder without tokenizer files."""
     kv_bytes_per_token: int
     """Bytes of KV per token in the checkpoint's dtype; 0 if the configuration does not say."""
     weight_bytes: int = 0
@@ -38,10 +39,11 @@ class ModelReport:
 
 
 def report_model(config: ModelConfig) -> ModelReport:
-    """Reads a model's configuration and tokenizer, never its weights. Raises `ModelError` if it would be refused."""
-    check_weight_files(config, needed=False)
-    tokenizer = load_tokenizer(config)
-    hf_config = tokenizer.hf_config
+    """Reads a model's configuration and tokenizer, never its weights. A folder may lack the tokenizer. Raises `ModelError` if the model would be refused."""
+    whole = has_tokenizer(config)
+    check_weight_files(config, needed=False, tokenizer=whole)
+    tokenizer = load_tokenizer(config) if whole else None
+    hf_config = load_config(config) if tokenizer is None else tokenizer.hf_config
     check_architecture(hf_config)
     text = text_config(hf_config)
     own = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None)
@@ -51,11 +53,11 @@ def report_model(config: ModelConfig) -> ModelReport:
         model=config.model,
         model_type=str(getattr(hf_config, "model_type", "unknown")),
         verified=is_verified(hf_config),
-        context_length=tokenizer.context_length,
+        context_length=tokenizer.context_length if tokenizer else context_length_of(config, hf_config, None),
         dtype=dtype,
         layers=int(getattr(text, "num_hidden_layers", 0) or 0),
-        vocab_size=tokenizer.vocab_size,
-        chat_template=tokenizer.hf_tokenizer.chat_template is not None,
+        vocab_size=tokenizer.vocab_size if tokenizer else int(getattr(text, "vocab_size", 0) or 0),
+        chat_template=None if tokenizer is None else tokenizer.hf_tokenizer.chat_template is not None,
         kv_bytes_per_token=kv_bytes_per_token(hf_config, dtype),
         weight_bytes=plain,
         weight_bytes_int8=int8,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
 from batchgen.errors import Interrupted
+
+_AGAIN_SECONDS = 0.02
+"""A signal whose exception Python dropped is sent again after this time."""
 
 
 class _Stop(BaseException):
@@ -31,6 +36,7 @@ class Signals:
         self._first: int | None = None
         self._drain_until = 0.0
         self._at_once = False
+        self._dropped = False
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -48,7 +54,8 @@ class Signals:
         self._before.clear()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        second = self._first is not None
+        second = self._first is not None and not self._dropped
+        self._dropped = False
         if not second:
             self._first = signum
             self._drain_until = time.monotonic() + self._grace
@@ -75,6 +82,8 @@ class Signals:
         """A context in which the first signal raises `Interrupted` at once, even in a blocking read. For work with nothing to lose: loading, reading, planning."""
         self.check()
         self._at_once = True
+        hook = sys.unraisablehook
+        sys.unraisablehook = partial(self._raise_again, hook)
         try:
             yield
         except BaseException:
@@ -82,7 +91,18 @@ class Signals:
             raise
         finally:
             self._at_once = False
+            sys.unraisablehook = hook
         self.check()
+
+    def _raise_again(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
+        """Takes what Python could not raise, such as an exception in a `__del__`. If it is the handler's, the signal comes once more."""
+        if isinstance(unraisable.exc_value, _Stop) and self._first is not None:
+            self._dropped = True
+            main = threading.main_thread().ident
+            assert main is not None
+            threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, self._first)).start()
+        else:
+            hook(unraisable)
 
 
 @contextmanager

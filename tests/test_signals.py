@@ -114,3 +114,16 @@ def test_a_library_that_catches_errors_and_prints_them_does_not_meet_the_signal(
         except Exception as e:
             print(f"Error importing: {e}")
     assert capsys.readouterr() == ("", "")
+
+
+class _SendsWhenDeleted:
+    def __del__(self) -> None:
+        send(signal.SIGINT)
+
+
+def test_a_signal_in_a_finalizer_where_python_drops_exceptions_comes_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with Signals(grace=60) as signals, pytest.raises(Interrupted) as error, signals.interruptible():
+        _SendsWhenDeleted()
+        time.sleep(60)
+    assert error.value.exit_code == 130
+    assert capsys.readouterr() == ("", "")

@@ -5,12 +5,13 @@ A caller need not know which. With several devices neither torch nor a model is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.threads import cpu_quota, share_of_threads
+from batchgen.devices.threads import cpu_quota, share_of_threads, usable_cores
 from batchgen.devices.transport import Processes
 from batchgen.devices.workers import Workers
 from batchgen.prefix import PrefixPlan
@@ -22,6 +23,8 @@ from batchgen.stats import EngineStats
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
+
+_logger = logging.getLogger("batchgen")
 
 
 class AnyEngine(Protocol):
@@ -70,6 +73,10 @@ def open_engine(
         from batchgen.devices.ray_cluster import RayCluster
 
         return Workers(model, config, RayCluster(model), texts)
+    if config.threads is not None and config.threads > (cores := usable_cores()):
+        _logger.info(
+            f"--threads {config.threads} is more than the cores that this process may use ({cores}): the job is slower for it"
+        )
     if len(model.devices) == 1:
         use_threads(config)
         return engine_here(model, tokenizer, config, texts)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 
 def share_of_threads(total: int, place: int, processes: int) -> int:
     """Threads of the process number `place` of several that have `total` together; at least one."""
     return max(1, (total + place) // processes)
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use: those that it may run on, within the quota of its cgroup."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, cpu_quota() or allowed)
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:

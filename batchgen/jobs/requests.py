@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,10 @@ class RequestReader:
         self._job, self._outcomes = job, outcomes
         self._met = 0
         """Results of earlier runs that rows have asked for."""
+        self._ids = False
+        """Whether a row had an id of its own. From then on all ids are counted."""
+        self._unnamed = 0
+        """Number of first rows that were read before that. Their numbers stand in for their ids."""
         self._same_ids = 0
         """Rows whose id an earlier row has."""
         self._first_same = ""
@@ -152,15 +157,24 @@ class RequestReader:
 
     def _count_ids(self, rows: Sequence[Row]) -> None:
         openai = self._config.output_format == "openai"
-        ids = [(row, own_id(row, self._config.id_column, openai=openai)) for row in rows]
-        own = [(row, id_text(value)) for row, value in ids if value is not None]
+        own = [own_id(row, self._config.id_column, openai=openai) for row in rows]
+        if not self._ids and all(value is None for value in own):
+            self._unnamed += len(rows)
+            return
+        self._ids = True
+        # A row without an id has its number, which another row may have as its id.
+        texts = [id_text(row.number if value is None else value) for row, value in zip(rows, own, strict=True)]
         digests = [
-            hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16, person=b"id").digest() for _, text in own
+            hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16, person=b"id").digest() for text in texts
         ]
-        for (row, text), seen in zip(own, self._job.occurrences(digests), strict=True):
-            if seen:
+        for row, text, seen in zip(rows, texts, self._job.occurrences(digests), strict=True):
+            if seen or self._stands_in(text):
                 self._same_ids += 1
                 self._first_same = self._first_same or f"{text[:_SHOWN_ID]!r}, {row.source}"
+
+    def _stands_in(self, text: str) -> bool:
+        """Whether an id is the number of one of the first rows, none of which had an id."""
+        return re.fullmatch(r"0|[1-9][0-9]{,17}", text) is not None and int(text) < self._unnamed
 
     def _is_wanted(self, number: int, kept: int = 0) -> bool:
         return self._config.limit is None or number < max(self._config.limit, kept)

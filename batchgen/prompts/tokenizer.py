@@ -64,29 +64,9 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     does not.
     """
     check_model_files(config)
-    gguf = gguf_file(config)
-    # Imported here because transformers takes seconds to import. Before quiet(), because its import sets its log level.
-    import_transformers(config)
-    from transformers import AutoConfig, AutoTokenizer
-
-    with quiet():
-        options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-        try:
-            if gguf is not None:
-                hf_config, tokenizer = load_gguf(gguf)
-                tokenizer.name_or_path = config.model
-            else:
-                hf_config = AutoConfig.from_pretrained(config.model, **options)
-        except Exception as e:
-            raise load_failure(config, "configuration", e) from e
-        try:
-            if gguf is None:
-                # Never mistral-common, which transformers prefers if it is installed: tokens must not depend on that.
-                tokenizer = AutoTokenizer.from_pretrained(
-                    config.model, config=hf_config, mistral_format=False, **options
-                )
-        except Exception as e:
-            raise load_failure(config, "tokenizer", e) from e
+    hf_config, tokenizer = _load_gguf(config) or (load_config(config), None)
+    if tokenizer is None:
+        tokenizer = _load_hf_tokenizer(config, hf_config)
     # If files are missing, some classes make an empty tokenizer, or one with special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise load_failure(config, "tokenizer", ValueError("its vocabulary is empty"))
@@ -97,7 +77,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
             raise
         except Exception as e:
             raise load_failure(config, "configuration", e) from e
-    context_length = _context_length(config, hf_config, tokenizer)
+    context_length = context_length_of(config, hf_config, tokenizer.model_max_length)
     return LoadedTokenizer(
         hf_tokenizer=tokenizer,
         hf_config=hf_config,
@@ -109,6 +89,51 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         head=head,
         vocab_size=_positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer),
     )
+
+
+def load_config(config: ModelConfig) -> Any:
+    """Loads the transformers configuration of a folder or a hub model. Raises `ModelError`, in one line, if it cannot be read."""
+    # Imported here because transformers takes seconds to import. Before quiet(), because its import sets its log level.
+    import_transformers(config)
+    from transformers import AutoConfig
+
+    with quiet():
+        try:
+            return AutoConfig.from_pretrained(config.model, **_hub_options(config))
+        except Exception as e:
+            raise load_failure(config, "configuration", e) from e
+
+
+def _load_hf_tokenizer(config: ModelConfig, hf_config: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    with quiet():
+        try:
+            # Never mistral-common, which transformers prefers if it is installed: tokens must not depend on that.
+            return AutoTokenizer.from_pretrained(
+                config.model, config=hf_config, mistral_format=False, **_hub_options(config)
+            )
+        except Exception as e:
+            raise load_failure(config, "tokenizer", e) from e
+
+
+def _load_gguf(config: ModelConfig) -> tuple[Any, Any] | None:
+    """Returns the configuration and the tokenizer of a GGUF file; None for another model."""
+    file = gguf_file(config)
+    if file is None:
+        return None
+    import_transformers(config)
+    with quiet():
+        try:
+            hf_config, tokenizer = load_gguf(file)
+        except Exception as e:
+            raise load_failure(config, "configuration", e) from e
+    tokenizer.name_or_path = config.model
+    return hf_config, tokenizer
+
+
+def _hub_options(config: ModelConfig) -> dict[str, Any]:
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
 # transformers imports torchao if it is installed, which logs about its own build.
@@ -195,7 +220,8 @@ def _positive(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
+def context_length_of(config: ModelConfig, hf_config: Any, tokenizer_length: int | None) -> int:
+    """Returns the maximum number of tokens of prompt and completion. The tokenizer's length is used if the configuration has none. Raises `ModelError`."""
     for part in (text_config(hf_config), hf_config):
         for name in _CONTEXT_NAMES:
             length = _positive(getattr(part, name, None))
@@ -203,7 +229,7 @@ def _context_length(config: ModelConfig, hf_config: Any, tokenizer: Any) -> int:
                 longest = max(length, _yarn_length(part))
                 ends = (_longrope_length(part), _chunk(part), _positive(getattr(part, "index_topk", None)))
                 return min([longest, *filter(None, ends)])
-    length = _positive(tokenizer.model_max_length)
+    length = _positive(tokenizer_length)
     if length is not None and length <= _SANE_CONTEXT:
         return length
     raise ModelError(

@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -13,10 +14,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.errors import UsageError
+from batchgen.records.jsonl import BOM
 from batchgen.records.remote import is_url, object_version, open_remote, reaching, remote
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
@@ -145,6 +148,22 @@ class InputFile:
             text = path.with_name(f"utf8-{path.name}")
             raise UsageError(
                 f"{self.name} is in UTF-16, not in UTF-8", f"convert it: iconv -f UTF-16 -t UTF-8 {self.name} > {text}"
+            )
+        if self.format == "jsonl":
+            self._check_lines(path)
+
+    def _check_lines(self, path: Path) -> None:
+        """Raises `UsageError` if the first line of a file of JSON lines only begins an array or an object."""
+        with path.open("rb") as file:
+            lines = (line.removeprefix(BOM).strip() for line in iter(partial(file.readline, _PIECE), b""))
+            first = next(filter(None, lines), b"")
+        filters = {b"{": ".", b"[": "'.[]'", b"[{": "'.[]'"}
+        if first in filters:
+            what = "objects over several lines" if first == b"{" else "a JSON array"
+            name, to = shlex.quote(self.name), shlex.quote(str(path.with_name(f"lines-{path.name}")))
+            raise UsageError(
+                f"{self.name} has {what}, not an object on each line",
+                f"convert it: jq -c {filters[first]} {name} > {to}",
             )
 
     def forget(self) -> None:

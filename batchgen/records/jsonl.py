@@ -15,6 +15,7 @@ import datetime as dt
 import decimal
 import json
 import math
+import re
 from collections.abc import Generator, Mapping
 from typing import Any, BinaryIO
 
@@ -23,6 +24,10 @@ MAX_DEPTH = 100
 MAX_LINE = 1 << 28
 """Bytes of a line. A longer line is a decompression bomb or not a JSON line at all; it is skipped in constant memory."""
 _ARRAY_HINT = " (a JSON array becomes JSONL with: jq -c '.[]')"
+_MESSAGES_HINT = " (a list of messages becomes a row with: jq -c '{messages: .}')"
+_PYTHON_HINT = " (this is Python's form; json.dumps writes JSON)"
+_COMMA_HINT = " (leave out the comma before the bracket)"
+_LINE_HINT = " (objects over several lines become JSONL with: jq -c .)"
 _LINE_ENDS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 """Characters that end a line for some readers (Python's `str.splitlines`), and their escapes in JSON."""
 BOM = b"\xef\xbb\xbf"
@@ -64,7 +69,7 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError as e:
         return f"not UTF-8 at byte {e.start + 1}"
     except json.JSONDecodeError as e:
-        return f"not JSON: {e.msg} at column {e.colno}{_ARRAY_HINT if line.strip() in (b'[', b'[{') else ''}"
+        return f"not JSON: {e.msg.removesuffix(' at')} at column {e.colno}{_hint(e.doc, e.pos)}"
     except RecursionError:
         return f"nested more than {MAX_DEPTH} levels deep"
     except MemoryError:
@@ -72,8 +77,9 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     except ValueError:  # int() refuses to take quadratic time
         return "not usable: a whole number with thousands of digits"
     if not isinstance(value, dict):
-        of_objects = isinstance(value, list) and any(isinstance(item, dict) for item in value)
-        return f"not an object but {_json_kind(value)}{_ARRAY_HINT if of_objects else ''}"
+        objects = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+        hint = _MESSAGES_HINT if any("role" in item for item in objects) else _ARRAY_HINT if objects else ""
+        return f"not an object but {_json_kind(value)}{hint}"
     # Brackets inside strings count as well, so a few rows are measured unnecessarily, but none is missed.
     if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} levels deep"
@@ -113,6 +119,24 @@ def plain(value: Any) -> Any:
     if isinstance(value, decimal.Decimal):
         return str(value)
     return str(value)
+
+
+def _hint(text: str, place: int) -> str:
+    """Returns how to correct the usual ways of writing a line that is not JSON at `place`; empty for others."""
+    before, after = text[:place].rstrip(), text[place:].lstrip(" ")
+    if text.strip() in ("[", "[{"):
+        return _ARRAY_HINT
+    if text.strip() == "{":
+        return _LINE_HINT
+    if before.endswith((",}", ",]")) or (before.endswith(",") and after.startswith(("}", "]"))):
+        return _COMMA_HINT
+    if after == ",":
+        return " (leave out the comma after the object)"
+    if re.match(r"'|(True|False|None)\b", after):
+        return _PYTHON_HINT
+    if text[:1] == "{" and after and after[0] < " ":
+        return f" (in text it is written \\u{ord(after[0]):04x})"
+    return " (JSON has no comments)" if after.startswith(("//", "#")) else ""
 
 
 def _json_kind(value: Any) -> str:

@@ -17,6 +17,13 @@ from batchgen_cli.stderr import exit_code_of, printable
 if TYPE_CHECKING:
     from batchgen.model_report import ModelReport
 
+_PROMPTS = {
+    True: "through its chat template",
+    False: "as raw text: it has no chat template",
+    None: "unknown: the folder has no tokenizer files, which a run needs",
+}
+"""How prompts are sent, by whether the model has a chat template."""
+
 
 @dataclass(kw_only=True)
 class ModelsOptions:
@@ -88,7 +95,7 @@ def _report_lines(report: ModelReport) -> list[str]:
         f"          {runs}",
         f"context   {report.context_length:,} tokens",
         f"size      {report.layers:,} layer{'s' * (report.layers != 1)}, {report.vocab_size:,} tokens in the vocabulary, {report.dtype}",
-        f"prompts   {'through its chat template' if report.chat_template else 'as raw text: it has no chat template'}",
+        f"prompts   {_PROMPTS[report.chat_template]}",
         f"KV        {kv}",
         *weights,
     ]

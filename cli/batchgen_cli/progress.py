@@ -181,8 +181,8 @@ class Bar(Notes):
             # The bar moves by tokens: those of unfinished rows are counted as parts of rows.
             bar.n = now.rows_done + now.rows_under_way if now.rows_passed is None else now.rows_passed
             bar.total = now.rows_total
-            # Leaves two columns for the ^C that a terminal shows. A wrapped line would leave the bar on the line above.
-            bar.bar_format = self._layout(width - 3)
+            # Leaves four columns for the ^C^C that a terminal shows. A wrapped line would leave the bar on the line above.
+            bar.bar_format = self._layout(width - 5)
             bar.refresh()
 
     def _layout(self, width: int) -> str:

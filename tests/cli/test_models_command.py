@@ -29,6 +29,24 @@ def test_a_model_that_would_run_is_told_from_its_configuration_alone(
     assert json.loads(cli("models", folder, "--json").out)["verified"] is True
 
 
+def test_a_folder_with_a_configuration_alone_is_told_as_far_as_it_goes(
+    cli: Cli, tiny_chat_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    folder = Path(shutil.copy(tiny_chat_model_dir / "config.json", tmp_path / "model")).parent
+    outcome = cli("models", folder)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines() == [
+        f"model     {folder} (llama)",
+        "          would run: its type is verified",
+        "context   512 tokens",
+        "size      1 layer, 262 tokens in the vocabulary, float32",
+        "prompts   unknown: the folder has no tokenizer files, which a run needs",
+        "KV        256 B per token",
+    ]
+    assert json.loads(cli("models", folder, "--json").out)["chat_template"] is None
+
+
 def test_a_model_that_would_be_refused_is_refused(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     settings(architectures=["LlamaForSequenceClassification"])(folder)

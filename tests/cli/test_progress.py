@@ -251,7 +251,7 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock: Clock) -> None:
     bar.note("a note \x1b[2J")
     bar.close()
     assert terminal.shown[0] == "loading model…"
-    assert "generating:  50%|█████████▌         | 30/60, 30 s left, 2 failed, 50 tokens/s" in terminal.shown
+    assert "generating:  50%|████████▌        | 30/60, 30 s left, 2 failed, 50 tokens/s" in terminal.shown
     assert "batchgen: a note \\x1b[2J" in terminal.shown
     assert terminal.getvalue().rsplit("\r", 1)[1].strip() == "\x1b[K"
 
@@ -259,9 +259,9 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
-        (60, "generating:  50%|██████      | 30/60, 30 s left, 2 failed"),
+        (60, "generating:  50%|█████     | 30/60, 30 s left, 2 failed"),
         (40, "generating:  50% 30/60, 30 s left"),
-        (33, "generating:  50%|███   | 30/60"),
+        (35, "generating:  50%|███   | 30/60"),
         (30, "generating:  50% 30/60"),
         (20, "generating:  50%"),
         (10, "generating"),
@@ -289,7 +289,7 @@ def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock: Clock)
     bar.passed(250)
     bar.close()
     assert terminal.shown[:3] == ["planning…", "planning: 1,000 rows, 500 rows/s", "writing…"]
-    assert "writing:  25%|██████████                              | 250/1,000, 250 rows/s" in terminal.shown
+    assert "writing:  25%|█████████▌                            | 250/1,000, 250 rows/s" in terminal.shown
 
 
 def test_events_are_one_json_object_a_line(clock: Clock) -> None:

@@ -1,11 +1,14 @@
 """How many threads an engine has: what is asked for, or what the process may really use."""
 
+import os
+
 import pytest
 import torch
 
-from batchgen.config import EngineConfig
+from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices import opening as devices
-from batchgen.devices.threads import cpu_quota, share_of_threads
+from batchgen.devices.threads import cpu_quota, share_of_threads, usable_cores
+from batchgen.prompts import load_tokenizer
 
 
 def files(root, contents):
@@ -56,3 +59,19 @@ def test_the_option_decides_and_else_what_torch_would_take_within_the_quota(monk
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("asked", "noted"), [(None, False), (3, False), (1000, True)])
+def test_more_threads_than_cores_are_noted(tiny_model_dir, monkeypatch, caplog, asked, noted):
+    monkeypatch.setattr(devices, "usable_cores", lambda: 3)
+    monkeypatch.setattr(devices, "use_threads", lambda config: None)
+    monkeypatch.setattr(devices, "engine_here", lambda *given: None)
+    model = ModelConfig(model=str(tiny_model_dir))
+    with caplog.at_level("INFO", "batchgen"):
+        devices.open_engine(model, load_tokenizer(model), EngineConfig(threads=asked))
+    told = ["--threads 1000 is more than the cores that this process may use (3): the job is slower for it"]
+    assert caplog.messages == (told if noted else [])
+
+
+def test_the_usable_cores_are_at_least_one_and_at_most_those_of_the_machine():
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

@@ -142,6 +142,8 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
         (["packed.jsonl"], {}, "packed.jsonl is compressed with gzip; give it a name that ends with .gz"),
         (["packed.csv"], {}, "packed.csv is compressed with zstandard; give it a name that ends with .zst"),
         (["utf16.csv"], {}, "utf16.csv is in UTF-16, not in UTF-8; convert it: iconv -f UTF-16 -t UTF-8 utf16.csv > utf8-utf16.csv"),
+        (["array.jsonl"], {}, "array.jsonl has a JSON array, not an object on each line; convert it: jq -c '.[]' array.jsonl > lines-array.jsonl"),
+        (["pretty.jsonl"], {}, "pretty.jsonl has objects over several lines, not an object on each line; convert it: jq -c . pretty.jsonl > lines-pretty.jsonl"),
         (["table.jsonl"], {}, "table.jsonl is a Parquet file; use --input-format parquet"),
         (["q*.jsonl"], {}, "no file matches q*.jsonl; check the pattern and the folder it starts from"),
         (["empty"], {}, "no JSONL, Parquet, CSV or TSV file in the folder empty; name the files, or a glob, with --input-format"),
@@ -158,6 +160,8 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
 def test_what_cannot_be_an_input_is_refused_in_words(folder, inputs, options, message):
     (folder / "prompts.jsonl").write_bytes(JSONL)
     (folder / "x.txt").write_bytes(JSONL)
+    (folder / "array.jsonl").write_text("\n" + json.dumps([{"a": 1}], indent=1))
+    (folder / "pretty.jsonl").write_text(json.dumps({"a": 1}, indent=1) + "\n" + json.dumps({"a": 2}, indent=1))
     (folder / "x.json").write_bytes(b"[]")
     (folder / "a b.jsonl.xz").touch()
     (folder / "x.xlsx").touch()

@@ -33,7 +33,7 @@ def test_a_byte_order_mark_is_not_part_of_a_row():
         (b"{nope}", "not JSON: Expecting property name enclosed in double quotes at column 2"),
         (b'{"a": 1', "not JSON: Expecting ',' delimiter at column 8"),
         (b'{"a": 1} {"a": 2}', "not JSON: Extra data at column 10"),
-        (b'{"a": "\x00"}', "not JSON: Invalid control character at at column 8"),
+        (b'{"a": "\x00"}', "not JSON: Invalid control character at column 8 (in text it is written \\u0000)"),
         (b"\x00\x00\x00", "not JSON: Expecting value at column 1"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 8"),
         (b'\xff\xfe{\x00"\x00', "not UTF-8 at byte 1"),
@@ -52,6 +52,31 @@ def test_a_byte_order_mark_is_not_part_of_a_row():
 )
 def test_a_malformed_line_is_named_with_its_reason(line, reason):
     assert parse_line(line) == reason
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (b"[", "(a JSON array becomes JSONL with: jq -c '.[]')"),
+        (b"[{", "(a JSON array becomes JSONL with: jq -c '.[]')"),
+        (b'[{"a": 1}]', "(a JSON array becomes JSONL with: jq -c '.[]')"),
+        (b'[{"role": "user", "content": "a"}]', "(a list of messages becomes a row with: jq -c '{messages: .}')"),
+        (b"{", "(objects over several lines become JSONL with: jq -c .)"),
+        (b'{"a": 1,}', "(leave out the comma before the bracket)"),
+        (b'{"a": [1, ]}', "(leave out the comma before the bracket)"),
+        (b'{"a": 1},', "(leave out the comma after the object)"),
+        (b"{'a': 1}", "(this is Python's form; json.dumps writes JSON)"),
+        (b'{"a": True}', "(this is Python's form; json.dumps writes JSON)"),
+        (b'{"a": [None]}', "(this is Python's form; json.dumps writes JSON)"),
+        (b"# a", "(JSON has no comments)"),
+        (b"// a", "(JSON has no comments)"),
+        (b'{"a": "\t"}', "(in text it is written \\u0009)"),
+    ],
+)
+def test_the_usual_ways_of_writing_no_json_are_told_how_to_become_json(line, hint):
+    reason = parse_line(line)
+    assert isinstance(reason, str)
+    assert reason.endswith(hint)
 
 
 def test_nesting_is_accepted_up_to_the_limit_and_brackets_in_text_are_not_nesting():
