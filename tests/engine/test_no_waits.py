@@ -147,6 +147,7 @@ def engine_without_values(monkeypatch, **options):
     here, model = models()
     engine = engine_of(here, eos=(EOS,), **options)
     monkeypatch.setattr(executor_module, "Readback", Told)
+    monkeypatch.setattr(Told, "rng", random.Random(0))  # the same tokens whatever ran before
     runner = Runner(model, engine.runner.cache, engine.sizes.limits, engine.notes)
     runner._attention = Attention
     runner._move = lambda moves: None  # of blocks: kv_cache's
@@ -195,7 +196,7 @@ def run(engine, requests):
     return results
 
 
-@pytest.mark.parametrize("options", slow_but([{}], [{}, {"blocks": 4}, {"batch_size": 5, "max_batch_tokens": 16}]))
+@pytest.mark.parametrize("options", slow_but([{}], [{}, {"blocks": 3}, {"batch_size": 5, "max_batch_tokens": 16}]))
 def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     engine = engine_without_values(monkeypatch, **options)
     with guarded(monkeypatch, engine) as copies:
@@ -204,7 +205,7 @@ def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     assert {r.error_type for r in results.values()} == {None}
     assert {r.finish_reason for r in results.values()} == {"stop", "length", None}
     assert copies.count > engine.stats.steps
-    assert (engine.stats.preemptions > 0) == (options == {"blocks": 4})
+    assert (engine.stats.preemptions > 0) == (options == {"blocks": 3})
 
 
 def test_a_step_takes_few_copies_to_the_device(monkeypatch):
