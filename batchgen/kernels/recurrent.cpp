@@ -218,10 +218,13 @@ void delta_columns(const DeltaRule& s, int64_t span, int64_t head, int64_t first
 template <class T>
 void delta_rule(const DeltaRule& s) {
     constexpr int64_t WIDE = BLOCK * LANES;
-    const int64_t blocks = (s.columns + WIDE - 1) / WIDE, tasks = s.spans * s.heads * blocks;
+    const int64_t blocks = (s.columns + WIDE - 1) / WIDE;
     int64_t tokens = 0;
     for (int64_t span = 0; span < s.spans; span++) tokens += s.lengths[span];
     const int64_t threads = tokens * s.heads * s.rows * s.columns > 16384 ? s.threads : 1;
+    // A head's state is one task where there are enough heads. Rows of two blocks of columns are neighbours in memory: if two threads have
+    // one block each, the prefetcher of one core fetches lines that the other core is writing. Two threads were slower than one.
+    const int64_t parts = s.spans * s.heads >= 4 * threads ? 1 : blocks, tasks = s.spans * s.heads * parts;
     in_parallel(tasks, threads, [&](Tasks& queue) {
         std::vector<float> scratch(s.rows * (WIDE + 10) + LANES);
         float* const local = (float*)(((uintptr_t)scratch.data() + sizeof(floats) - 1) / sizeof(floats) * sizeof(floats));
@@ -233,13 +236,13 @@ void delta_rule(const DeltaRule& s) {
         };
         const Token now = token(), next = token();
         for (int64_t task; (task = queue.take()) >= 0;) {
-            const int64_t span = task / (s.heads * blocks), head = task / blocks % s.heads;
-            int64_t i = task % blocks * WIDE;
-            const int64_t end = std::min(i + WIDE, s.columns);
-            if (end - i == WIDE) {
-                delta_columns<T, BLOCK, true>(s, span, head, i, LANES, local, now, next);
-                continue;
-            }
+            const int64_t state = task % (s.spans * s.heads), span = state / s.heads, head = state % s.heads;
+            int64_t i = task / (s.spans * s.heads) * WIDE;
+            const int64_t end = parts == 1 ? s.columns : std::min(i + WIDE, s.columns);
+            if (LANES == 16 && s.lengths[span] == 1)  // registers for longer pieces of rows, as a state is passed over only once
+                for (; i + 2 * WIDE <= end; i += 2 * WIDE)
+                    delta_columns<T, 2 * BLOCK, true>(s, span, head, i, LANES, local, now, next);
+            for (; i + WIDE <= end; i += WIDE) delta_columns<T, BLOCK, true>(s, span, head, i, LANES, local, now, next);
             for (; i + LANES <= end; i += LANES) delta_columns<T, 1, true>(s, span, head, i, LANES, local, now, next);
             if (i < end) delta_columns<T, 1, false>(s, span, head, i, end - i, local, now, next);
         }

@@ -9,6 +9,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from batchgen.kernels import recurrent
 from batchgen.kernels.fusion import FusedGatedNorm, fuse_small_parts
 from batchgen.state.convolution import convolve_spans
+from batchgen.state.delta_rule import delta_rule_token, normalized
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -105,3 +106,36 @@ def test_a_convolution_is_that_of_torch_and_the_same_however_it_is_cut(dtype, ta
         got.float(), want, atol=2**-7 if dtype == BFLOAT16 else 1e-5, rtol=2**-7 if dtype == BFLOAT16 else 1e-5
     )
     assert torch.equal(whole.float(), after)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("lengths", [(1,) * 9, (1, 2, 40, 23)], ids=["decode", "prompts"])
+def test_the_delta_rule_is_that_of_torch_and_the_same_however_it_is_cut(dtype, lengths, threads):
+    """205 columns: pieces of 128, 64, 8 or 16, and what fills no vector."""
+    heads, groups, rows, columns, count = 4, 2, 24, 205, sum(lengths)
+    q, k = (numbers(count, groups, rows, dtype=dtype, seed=i) for i in (1, 2))
+    v, beta = numbers(count, heads, columns, dtype=dtype, seed=3), numbers(count, heads, seed=4).sigmoid()
+    logs = -numbers(count, heads, seed=5).abs()
+    before = numbers(len(lengths), heads, rows, columns, seed=6)
+
+    def run(states, starts, sizes, slots):
+        places = [torch.tensor(of) for of in (starts, sizes, slots, slots)]
+        return recurrent.delta_rule(q, k, v, logs.exp(), beta, 0.5, True, states, *places)
+
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    whole, cut = before.clone(), before.clone()
+    got = run(whole, starts, lengths, range(len(lengths)))
+    parts, want, states = torch.empty_like(got), torch.empty(got.shape), before.clone()
+    wide_q, wide_k = (normalized(of.float()).repeat_interleave(heads // groups, 1) for of in (q, k))
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        for at in range(start, start + length, 7):
+            here = slice(at, min(at + 7, start + length))
+            parts[here] = run(cut, [at], [here.stop - at], [i])[here]
+        for t in range(start, start + length):
+            one = (of[t : t + 1] for of in (wide_q * 0.5, wide_k, v.float(), logs, beta))
+            want[t : t + 1], states[i : i + 1] = delta_rule_token(*one, states[i : i + 1])
+    assert torch.equal(parts, got)
+    assert torch.equal(cut, whole)
+    near = 2**-7 if dtype == BFLOAT16 else 1e-4
+    torch.testing.assert_close(got.float(), want, atol=near, rtol=near)
+    torch.testing.assert_close(whole, states, atol=1e-4, rtol=1e-4)
