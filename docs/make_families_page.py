@@ -41,7 +41,7 @@ FAMILIES: list[tuple[str, str, str, str, str]] = [
     ("Qwen 3.5, 3.6", "Qwen/Qwen3.6-27B", "qwen3_5", "qwen3_5_text", ""),
     ("Qwen 3.5, 3.6 MoE", "Qwen/Qwen3.6-35B-A3B", "qwen3_5_moe", "qwen3_5_moe_text", ""),
     ("Qwen 3 Next, Coder Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", "", ""),
-    ("Qwen 3.8 Flash Next", "Qwen/Qwen3.8-Flash-Next-FP8", "qwen4_exp", "qwen4_exp_text", ""),
+    ("Qwen 3.8 Flash Next", "Qwen/Qwen3.8-Flash-Next-FP8", "qwen4_exp", "qwen4_exp_text", INDEXED),
     ("Qwen 3 VL", "Qwen/Qwen3-VL-2B-Instruct", "qwen3_vl", "qwen3_vl_text", ""),
     ("Qwen 3 VL MoE", "Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3_vl_moe", "qwen3_vl_moe_text", ""),
     ("Qwen 2.5 VL", "Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", "qwen2_5_vl_text", ""),

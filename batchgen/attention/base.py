@@ -83,14 +83,19 @@ def register() -> None:
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
      "is_causal", "position_embeddings", "past_key_value", "past_key_values", "logits_to_keep", "return_dict", "head_mask",
-     "layer_idx", "num_items_in_batch"}
+     "layer_idx", "num_items_in_batch", "input_ids"}
 )  # fmt: skip
 
 
 class EveryKey:
     """Stands where a model expects a mask, or the keys that an indexer has chosen: a query sees every key before it."""
 
+    dtype = torch.bool
+
     def __getitem__(self, index: Any) -> EveryKey:
+        return self
+
+    def __and__(self, other: EveryKey) -> EveryKey:
         return self
 
 

@@ -23,7 +23,7 @@ from batchgen.model.device_check import Verdict
 from batchgen.prompts.tokenizer import text_config
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
-from batchgen.state.sizes import recurrent_layers
+from batchgen.state.sizes import embeddings_with_state, recurrent_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def prepare(
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
     config = text_config(module.config)
-    wanted = recurrent_layers(config) if config.model_type in RECURRENT else 0
+    wanted = recurrent_layers(config) + embeddings_with_state(config) if config.model_type in RECURRENT else 0
     if wanted and len(states.layers) != wanted:
         raise ModelError(
             f"of {wanted} recurrent layers of {type(module).__name__} only {len(states.layers)} run as they should: this version of "
@@ -201,10 +201,14 @@ def _see_every_key(module: torch.nn.Module) -> None:
     """Takes out the indexers that choose which keys a query sees (DeepSeek V3.2): they choose all of as many keys as the context has here
     (`prompts/tokenizer.py`). What their layers ask of a mask or of the choice is answered by `EVERY_KEY`.
     """
+    part: Any
     for part in list(module.modules()):
-        if getattr(getattr(part, "config", None), "model_type", None) in INDEXED and "indexer" in part._modules:
-            if part._modules["indexer"] is not None:
-                part._modules["indexer"] = _ChoosesAll()
+        # Some layers have no indexer of their own, and see what that of an earlier layer has chosen.
+        if getattr(getattr(part, "config", None), "model_type", None) in INDEXED and hasattr(part, "indexer"):
+            if part.indexer is not None:
+                part.indexer = _ChoosesAll()
+            if hasattr(part, "build_attention_mask_from_topk"):  # GLM 5 Next
+                part.build_attention_mask_from_topk = lambda **_: EVERY_KEY
             part.register_forward_pre_hook(
                 lambda _, args, kwargs: (args, kwargs | {"attention_mask": EVERY_KEY}), with_kwargs=True
             )

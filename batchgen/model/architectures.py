@@ -8,20 +8,31 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.prompts.tokenizer import language_config, text_config
+from batchgen.prompts.tokenizer import indexed_length, language_config, text_config
 
 VERIFIED_ON = ("5.17", "5.23")
 """The versions of transformers that `VERIFIED` was shown for, the newest last."""
 
 RECURRENT = frozenset({
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3",
-    "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
-    "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "qwen4_exp_text", "recurrent_gemma", "zamba2",
 })  # fmt: skip
-"""Of those in `VERIFIED` the ones with recurrent layers."""
+"""Of those in `VERIFIED` and `INNER` the ones with recurrent layers."""
 
-INDEXED = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa"})
-"""Of those in `VERIFIED` the ones with an indexer that chooses which keys a query sees: contexts end where it begins to leave any out."""
+INDEXED = frozenset({
+    "axk2", "deepseek_v32", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "mistral_large4_text",
+    "qwen4_exp_text",
+})  # fmt: skip
+"""Of those in `VERIFIED` and `INNER` the ones with an indexer that chooses which keys a query sees. Contexts end where it begins to leave any out."""
+
+INNER = frozenset({
+    "cosmos3_edge_text", "deepseek_ocr2_text", "emu3_text_model", "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm4v_text",
+    "glm5_next_text", "glm_ocr_text", "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "mistral_large4_text",
+    "mllama_text_model", "molmo2_text", "muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text", "qwen2_5_omni_text",
+    "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "step3p5",
+})  # fmt: skip
+"""`model_type`s of language models that exist only inside a multimodal wrapper."""
 
 VERIFIED = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
@@ -34,34 +45,25 @@ VERIFIED = frozenset({
     "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
-}) | RECURRENT | INDEXED  # fmt: skip
+}) | (RECURRENT | INDEXED) - INNER  # fmt: skip
 """`model_type`s whose greedy output and logits equal those of `generate` (tests/parity)."""
 
 WRAPPERS = frozenset({
     "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
-    "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu",
-    "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "glmga",
+    "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu",
+    "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "glmga",
     "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
     "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl",
-    "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
-    "minicpmv4_7", "mistral3", "mistral4", "mllama", "molmo2", "moss_transcribe_diarize", "muse_glimmer",
+    "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minimax_m3_vl", "minicpmv4_6",
+    "minicpmv4_7", "mistral3", "mistral4", "mistral_large4", "mllama", "molmo2", "moss_transcribe_diarize", "muse_glimmer",
     "muse_spark", "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "perception_lm", "phi4_multimodal",
     "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
-    "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm",
+    "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "shieldgemma2", "smolvlm",
     "step3p7", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
 })  # fmt: skip
 """Multimodal `model_type`s around a language model: text equals that of the wrapper's own `generate` (tests/parity/wrappers.py)."""
 
-INNER = frozenset({
-    "cosmos3_edge_text", "deepseek_ocr2_text", "emu3_text_model", "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm4v_text", "glm_ocr_text",
-    "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "mllama_text_model", "molmo2_text",
-    "muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text",
-    "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "step3p5",
-})  # fmt: skip
-"""`model_type`s of language models that exist only inside a multimodal wrapper."""
-
 _CONVOLUTION = "they have a kind of convolution that is not implemented"
-_INDEXER = "their indexer chooses which keys a query sees, which is not implemented"
 _DRAFTS = "they are draft models, which read the keys and values of another model"
 _ENCODER = "they are encoders, in which a token also sees the tokens after it"
 _IMAGE = "they run only with an image or sound"
@@ -78,30 +80,21 @@ REFUSED = {
     "deepseek_v4": "some of their keys and values stand for several tokens each",
     "diffusion_gemma": "they generate blocks of text by diffusion, not token by token",
     "doge": "one of their attention masks depends on the contents of the keys",
-    "dots3_note": _INDEXER,
-    "dots3_note_text": _INDEXER,
     "electra": _ENCODER,
     "ernie": _ENCODER,
     "florence2": _BOTH,
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
-    "glm5_next": _INDEXER,
     "hrm_text": _PREFIX,
-    "hy_v4": _INDEXER,
     "inkling2": _BIAS,
     "inkling_mm_model": _BIAS,
     "instructblip": _IMAGE,
     "instructblipvideo": _IMAGE,
     "kosmos-2": _IMAGE,
     "kosmos-2.5": "their positions depend on the tokens of the whole batch",
-    "minimax_m3_vl": _INDEXER,
-    "minimax_m3_vl_text": _INDEXER,
-    "mistral_large4": _INDEXER,
     "paligemma": _PREFIX,
     "pix2struct": _BOTH,
     "pp_formulanet": _BOTH,
-    "qwen4_exp": _INDEXER,
-    "qwen4_exp_text": _INDEXER,
     "roberta": _ENCODER,
     "roberta-prelayernorm": _ENCODER,
     "roc_bert": _ENCODER,
@@ -161,7 +154,10 @@ def _refusal(config: Any) -> str | None:
     if _model_type(config) == "llama4_text":  # as full attention up to the chunk's length, where the context ends
         layers -= {"chunked_attention"}
     if _model_type(config) in INDEXED:
-        layers -= {"indexed_attention", "deepseek_sparse_attention"}  # the second is the older name
+        # The second is the older name.
+        layers -= {"indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"}
+        if getattr(config, "index_kpool_always_select_tail", True) is False:
+            return "this one has an indexer that leaves out the newest tokens, whatever the length of the text"
     if _model_type(config) in RECURRENT:
         layers -= _RECURRENT_LAYERS
     if layers:
@@ -176,8 +172,11 @@ def context_note(config: Any) -> str | None:
     """The sentence for the user about a context that ends earlier than the model's, for the sake of exactness; None for other models."""
     text = text_config(config)
     longest = getattr(text, "max_position_embeddings", 0)
-    if _model_type(text) in INDEXED and text.index_topk < longest:
-        return f"the context ends at {text.index_topk:,} tokens: beyond that the model's indexer chooses which keys a query sees"
+    indexed = indexed_length(text) if _model_type(text) in INDEXED else longest
+    if indexed < longest:
+        return (
+            f"the context ends at {indexed:,} tokens: beyond that the model's indexer chooses which keys a query sees"
+        )
     chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
     if chunked and text.attention_chunk_size < longest:
         return f"the context ends at {text.attention_chunk_size:,} tokens: beyond that some layers see only a chunk of the text"

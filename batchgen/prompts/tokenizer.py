@@ -227,7 +227,7 @@ def context_length_of(config: ModelConfig, hf_config: Any, tokenizer_length: int
             length = _positive(getattr(part, name, None))
             if length is not None:
                 longest = max(length, _yarn_length(part))
-                ends = (_longrope_length(part), _chunk(part), _positive(getattr(part, "index_topk", None)))
+                ends = (_longrope_length(part), _chunk(part), indexed_length(part))
                 return min([longest, *filter(None, ends)])
     length = _positive(tokenizer_length)
     if length is not None and length <= _SANE_CONTEXT:
@@ -242,6 +242,13 @@ def _chunk(part: Any) -> int:
     """Returns the length of the chunks to which some layers limit their attention (Llama 4); 0 if there are none."""
     chunked = "chunked_attention" in (getattr(part, "layer_types", None) or ())
     return (_positive(getattr(part, "attention_chunk_size", None)) or 0) if chunked else 0
+
+
+def indexed_length(part: Any) -> int:
+    """Returns the length up to which an indexer chooses every key (DeepSeek V3.2 and others); 0 without an indexer."""
+    if "minimax_m3_sparse" in (getattr(part, "layer_types", None) or ()):  # it chooses blocks of keys
+        return int(part.index_block_size * part.index_topk_blocks)
+    return _positive(getattr(part, "index_topk", None)) or _positive(getattr(part, "indexer_budget", None)) or 0
 
 
 def _yarn_length(part: Any) -> int:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -41,6 +41,7 @@ class Recurrence(Protocol):
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
     ) -> torch.Tensor: ...
     def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor: ...
+    def earlier(self, layer: int, x_T: torch.Tensor, count: int) -> torch.Tensor: ...
 
 
 class RecurrentLayers:
@@ -94,8 +95,7 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
             forward.__code__, forward.__globals__ | ours, forward.__name__, forward.__defaults__, forward.__closure__
         )
         packed.__kwdefaults__ = forward.__kwdefaults__
-        # accelerate keeps a module's own forward under this name and calls it from its hooks.
-        setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", MethodType(packed, module))
+        _set_forward(module, MethodType(packed, module))
         layers.kinds |= {kind for kind, _ in seams.values()}
     return layers if layers.kinds else None
 
@@ -226,24 +226,59 @@ def _lightning(layers: RecurrentLayers, module: Any) -> str:
         out = module.norm(out.flatten(1).to(hidden_states.dtype)).unsqueeze(0)
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
 
-    # accelerate keeps a module's own forward under this name and calls it from its hooks.
-    setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", forward)
+    _set_forward(module, forward)
     return "lightning attention"
 
 
+def _per_layer_embedding(layers: RecurrentLayers, module: Any) -> str:
+    """The embedding of a token and those before it in Qwen4-exp, and the dilated convolution over it."""
+    tokens, convolution = module.ple_embedding, module.conv1d
+
+    def embed(input_ids: torch.Tensor, _: Any = None) -> torch.Tensor:
+        """[1, T]"""
+        ids = input_ids[0]
+        # No earlier token is as an end of text. Tokens are counted from 1, because 0 stands for none.
+        before = layers.step.earlier(module.layer_idx, (ids + 1).float(), tokens.context_len).long() - 1
+        before = before.where(before >= 0, tokens.eos_token_id)
+        texts = torch.cat([before.flip(1), ids[:, None]], 1)
+        return cast(torch.Tensor, type(tokens).forward(tokens, texts, None)[:, -1]).unsqueeze(0)
+
+    def convolve(x: torch.Tensor, _: Any = None) -> torch.Tensor:
+        """[1, T, C]"""
+        dilation, weight_CK = convolution.dilation[0], convolution.weight.squeeze(1)
+        spread = weight_CK.new_zeros((weight_CK.shape[0], (weight_CK.shape[1] - 1) * dilation + 1))
+        spread[:, ::dilation] = weight_CK
+        return layers.step.convolve(module.layer_idx, x[0], spread, None, "silu").unsqueeze(0)
+
+    _set_forward(tokens, embed)
+    module._short_conv = convolve
+    return "convolution"
+
+
+def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
+    # accelerate keeps a module's own forward under this name and calls it from its hooks.
+    setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", forward)
+
+
 def _number_blocks(model: torch.nn.Module) -> None:
-    """Gives RecurrentGemma's recurrent blocks the index of their layer, which transformers does not tell them."""
+    """Numbers what has a state of its own: RecurrentGemma's recurrent blocks, to which transformers does not tell the index of their layer,
+    and the per-layer embeddings of Qwen4-exp behind all layers.
+    """
     for blocks in model.modules():
         if isinstance(blocks, torch.nn.ModuleList):
             for i, block in enumerate(blocks):
                 inner: Any = getattr(block, "temporal_block", None)
                 if type(inner).__name__ in _WHOLE:
                     inner.layer_idx = i
+                embedding: Any = getattr(block, "ple", None)
+                if type(embedding).__name__ in _WHOLE:
+                    embedding.layer_idx = len(blocks) + i
 
 
 _WHOLE: dict[str, Callable[[RecurrentLayers, Any], str]] = {
     "RecurrentGemmaRecurrentBlock": _rg_lru,
     "MiniMaxLightningAttention": _lightning,
+    "Qwen4ExpTextPLELayer": _per_layer_embedding,
 }
 """By the name of a layer's class that calls no function along the sequence by name: what changes such a layer, and returns its kind."""
 
@@ -271,9 +306,10 @@ class StateProbe:
         bias_C: torch.Tensor | None,
         activation: str | None,
     ) -> torch.Tensor:
-        if layer in self.layers:
+        if layer in self.layers and self.layers[layer].taps:
             raise ModelError(f"the model convolves twice in layer {layer}, which is not supported")
-        self.layers[layer] = StateShape(weight_CK.shape[1] - 1, x_TC.shape[1], (), x_TC.device)
+        known = self.layers.get(layer, StateShape(0, 0, (), x_TC.device))
+        self.layers[layer] = StateShape(weight_CK.shape[1] - 1, x_TC.shape[1], known.recurrent, x_TC.device)
         return x_TC
 
     def delta_rule(
@@ -298,6 +334,10 @@ class StateProbe:
     def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         self._note(layer, (x.shape[1],), x.device)
         return x
+
+    def earlier(self, layer: int, x_T: torch.Tensor, count: int) -> torch.Tensor:
+        self._note(layer, (count,), x_T.device)
+        return x_T[:, None].expand(-1, count)
 
     def _note(self, layer: int, recurrent: tuple[int, ...], device: torch.device) -> None:
         known = self.layers.get(layer, StateShape(0, 0, (), device))  # lightning attention has no convolution

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-ATTENDS = frozenset({"full_attention", "sliding_attention", "attention", "hybrid"})
+ATTENDS = frozenset({"full_attention", "sliding_attention", "indexed_attention", "attention", "hybrid"})
 """Types of layers that have keys and values."""
 RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "recurrent"})
 """Types of layers that have a state."""
@@ -33,11 +33,19 @@ def _kinds(config: Any) -> Sequence[str] | None:
 
 
 def recurrent_layers(config: Any) -> int:
-    """Returns the number of layers with a state. `config` is of a verified family with recurrent layers (`model/architectures.py`)."""
+    """Returns the number of layers with a state. `config` is of a verified family with recurrent layers (`model/architectures.py`).
+
+    A per-layer embedding of Qwen4-exp is not counted; see `embeddings_with_state`.
+    """
     kinds = _kinds(config)
     if kinds is None or config.model_type in WITHOUT_ATTENTION | {"falcon_h1"}:
         return int(config.num_hidden_layers)
     return sum(kind in RECURS for kind in kinds)
+
+
+def embeddings_with_state(config: Any) -> int:
+    """Returns the number of per-layer embeddings, whose states are beside those of the layers (Qwen4-exp)."""
+    return len(getattr(config, "ple_layer_ids", None) or ())
 
 
 def state_bytes(config: Any, dtype_bytes: int) -> int:
@@ -45,7 +53,11 @@ def state_bytes(config: Any, dtype_bytes: int) -> int:
 
     `config` is as for `recurrent_layers`.
     """
-    return recurrent_layers(config) * _layer_bytes(config, dtype_bytes)
+    total = recurrent_layers(config) * _layer_bytes(config, dtype_bytes)
+    if embeddings_with_state(config):
+        taps, channels = (config.ple_conv_kernel_size - 1) * config.ngram_size, config.hc_count * config.hidden_size
+        total += embeddings_with_state(config) * (taps * channels * dtype_bytes + 4 * (config.ngram_size - 1))
+    return total
 
 
 def _layer_bytes(config: Any, dtype_bytes: int) -> int:

@@ -172,6 +172,16 @@ class StateStep:
             states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
         return out
 
+    def earlier(self, layer: int, x_T: torch.Tensor, count: int) -> torch.Tensor:
+        """Returns the numbers [T, count] of the tokens before each token in its text, the nearest first, for float32 numbers; 0 where there is none."""
+        at, states = self._layout(x_T.device), self._cache.recurrent[layer]
+        before = states.index_select(0, at.read)[:, :, None].expand(-1, -1, count)
+        nearest = torch.eye(count + 1, device=x_T.device)[:count].flip(0)  # a convolution that only picks
+        x_TC = x_T[:, None].expand(-1, count)
+        out, after = convolve_spans(x_TC, nearest, None, None, before, at.starts, at.lengths, at.owners)
+        states.index_copy_(0, at.write, after[:, :, 0])
+        return out
+
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._on:
             self._on[device] = _Layout(self._arrays, device)

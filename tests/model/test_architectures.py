@@ -30,8 +30,17 @@ def test_the_refusal_names_the_type_and_the_reason():
 
 
 def test_a_model_around_a_refused_text_model_is_refused():
-    config = SimpleNamespace(model_type="qwen4_exp", text_config=SimpleNamespace(model_type="qwen4_exp_text"))
-    assert refusal(config) == "their indexer chooses which keys a query sees, which is not implemented"
+    config = SimpleNamespace(model_type="llava", text_config=SimpleNamespace(model_type="xlstm"))
+    assert refusal(config) == "their recurrence (mLSTM) is not implemented"
+
+
+def test_an_indexer_that_leaves_out_the_newest_tokens_is_refused():
+    config = SimpleNamespace(model_type="glm5_next_text", index_kpool_always_select_tail=False)
+    assert (
+        refusal(config) == "this one has an indexer that leaves out the newest tokens, whatever the length of the text"
+    )
+    config.index_kpool_always_select_tail = True
+    assert refusal(config) is None
 
 
 @pytest.mark.parametrize(

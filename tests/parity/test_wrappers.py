@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from batchgen.config import ModelConfig
-from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, is_verified, refusal
+from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, context_note, is_verified, refusal
 from batchgen.model.loader import load_model
 from batchgen.model.multimodal import Absent
 from batchgen.prompts import LoadedTokenizer
@@ -58,7 +58,7 @@ def test_text_is_that_of_the_wrappers_own_generate(name: str, tmp_path: Path) ->
     config = AutoConfig.from_pretrained(tmp_path)
     assert is_verified(config)
     model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32"), tokenizer_of(config))
-    assert model.notes == ()
+    assert model.notes == tuple(filter(None, [context_note(config)]))
     for how, options in MODES.items():
         engine = engine_for(model, **(options | {"kv_memory": "64MiB"}))
         if "kv_memory" in options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from batchgen.config import ModelConfig
 from batchgen.model.architectures import context_note
@@ -39,8 +40,23 @@ def test_the_context_of_layers_that_see_chunks_ends_with_the_first_chunk(tools, 
     assert load_tokenizer(ModelConfig(model=str(folder))).context_length == 48
 
 
-def test_the_context_of_an_indexer_ends_where_it_begins_to_leave_keys_out(tools, tmp_path):
-    config = {"model_type": "deepseek_v32", "max_position_embeddings": 512, "index_topk": 96}
+QSA = {"indexer_n_heads": 1, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_compress_ratio": 4}
+BLOCKS = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2, "index_block_size": 16}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "deepseek_v32", "index_topk": 96},
+        {"model_type": "minimax_m3_vl_text", "index_topk_blocks": 6} | BLOCKS,
+        {"model_type": "qwen4_exp_text", "indexer_budget": 96, "head_dim": 64} | QSA,
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_the_context_of_an_indexer_ends_where_it_begins_to_leave_keys_out(tools, tmp_path, config):
+    if config["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("the installed transformers does not have it")
+    config = config | {"max_position_embeddings": 512}
     tokenizer = load_tokenizer(ModelConfig(model=tools.save_model(tmp_path, config=config)))
     assert tokenizer.context_length == 96
     assert context_note(tokenizer.hf_config) == (

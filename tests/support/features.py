@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from batchgen.attention.base import LayerOptions
+from batchgen.model.architectures import INDEXED
 from batchgen.state.mixers import StateProbe
 from support.models import packed_model
 from support.shapes import SHAPES
@@ -54,13 +55,14 @@ def features_of(shape: str) -> set[str]:
         "sliding window": bool(sliding) and all(sliding),
         "soft cap": any(o.softcap is not None for o in asked.options),
         "sinks": any(o.sinks is not None for o in asked.options),
-        "MLA": hasattr(config, "kv_lora_rank"),
+        "MLA": "kv_lora_rank" in vars(config),
         "K and V of different widths": any(k != v for k, v in asked.widths),
         "shared KV": bool(getattr(config, "num_kv_shared_layers", 0)),
         **{kind: recurrent is not None and kind in recurrent.kinds for kind in MIXERS},
         "short convolution": recurrent is not None and recurrent.kinds == {"convolution"},
-        "an indexer": hasattr(config, "index_topk"),
-        "attention twice in a layer": getattr(config, "model_type", None) == "diffllama",
+        "an indexer": config.model_type in INDEXED,
+        "n-gram embeddings": bool(getattr(config, "ple_layer_ids", None)),
+        "attention twice in a layer": config.model_type == "diffllama",
         "no attention": not asked.options,
         "experts": any("expert" in name for name, _ in model.named_modules()),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from batchgen.model.architectures import RECURRENT
+from batchgen.model.architectures import INNER, RECURRENT
 
 VOCAB = 199
 COMMON: dict[str, Any] = {
@@ -67,6 +67,10 @@ KDA = {
     "num_hidden_layers": 4, "layer_types": LINEAR, "mlp_layer_types": ["dense", *["sparse"] * 3], "linear_head_dim": 16,
     "linear_num_heads": 4, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+QSA = {
+    "shared_expert_intermediate_size": 32, "hc_lowrank": 16, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+    "indexer_budget": 256, "indexer_compress_ratio": 8,
+}  # fmt: skip
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
 GEMMA4 = WINDOW | {"num_hidden_layers": 6, "layer_types": LAYERS * 3, "global_head_dim": 32}
 
@@ -110,6 +114,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         | SCALED_ROPES["yarn"],
     },
     "diffllama": {},
+    "dots3_note_text": MLA | ROUTED | INDEXER | {
+        "num_hidden_layers": 3, "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "sliding_window": 24,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "per_layer_config": {1: {
+            "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 24, "head_dim": 24,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        }}, "shared_experts_intermediate_size": 32, "head_dim": 24,
+    },
     "dots1": ROUTED | FIRST_DENSE | WINDOW | {"n_group": 1, "topk_group": 1},
     "ernie4_5": {},
     "ernie4_5_moe": {
@@ -179,6 +190,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
     "hy_v3": EXPERTS | MIXED,
+    "hy_v4": MLA | ROUTED | FOUR | INDEXER | {"indexer_types": ["full", "shared"] * 2},
     "hyperclovax": {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
     "internlm3": {"qkv_bias": True, "bias": True},
     "iquestcoder": {},
@@ -225,6 +237,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "minimax": EXPERTS | FOUR | {
         "layer_types": LINEAR, "block_size": 16, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.8,
     },
+    "minimax_m3_vl_text": EXPERTS | {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"], "rotary_dim": 8,
+        "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 16, "index_topk_blocks": 16, "dense_intermediate_size": 96,
+        "shared_intermediate_size": 32,
+    },
     "minimax_m2": EXPERTS | {"rotary_dim": 8},
     "ministral": WINDOW,
     "ministral3": {
@@ -268,6 +285,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_moe": EXPERTS | {"mlp_only_layers": [0]},
     "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    "qwen4_exp_text": DELTA | EXPERTS | TOKENS | QSA | {"hc_count": 2},
+    "qwen4_exp_text/n-grams": DELTA | EXPERTS | TOKENS | QSA | {
+        "num_hidden_layers": 5, "layer_types": ["linear_attention", "indexed_attention"] * 2 + ["indexed_attention"], "hc_count": 2,
+        "ple_layer_ids": [1, 3], "ple_conv_kernel_size": 3, "ngram_vocab_size_base": 50, "heads_per_ngram": 2,
+        "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2, "output_gate_type": "sigmoid",
+        "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    },
     "recurrent_gemma": {
         "num_hidden_layers": 6, "lru_width": 64, "attention_window_size": 24, "conv1d_width": 4, "logits_soft_cap": 30.0,
     },
@@ -305,7 +329,8 @@ def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
 CORE = {"deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama"}
 """Shapes that together have every kind of layer. They run in `make test`; the others are slow tests."""
 
-RECURRENT_SHAPES = sorted(
-    "granitemoehybrid/recurrent" if name == "granitemoehybrid" else name for name in RECURRENT if name in CONFIG_MAPPING
-)
+FULLEST = {"granitemoehybrid": "granitemoehybrid/recurrent", "qwen4_exp_text": "qwen4_exp_text/n-grams"}
+"""Of families with several shapes, the one with every kind of state."""
+
+RECURRENT_SHAPES = sorted(FULLEST.get(name, name) for name in RECURRENT - INNER if name in CONFIG_MAPPING)
 """A shape of each family with recurrent layers that the installed transformers has."""
