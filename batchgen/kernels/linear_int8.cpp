@@ -87,7 +87,7 @@ struct Bytes {
 #endif
 
 #if defined(BATCHGEN_AMX)
-constexpr int AMX_ROWS = 24;  // from so many rows on tiles are faster than vectors
+constexpr int AMX_ROWS = ROWS + 1;  // from so many rows on tiles are faster than vectors
 #endif
 
 template <class T>
