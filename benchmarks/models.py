@@ -1,4 +1,4 @@
-"""Random-weight Llamas, and hybrids of Qwen3.5's shape, with a real byte-level BPE tokenizer, made once per work folder. Nothing is downloaded.
+"""Random-weight Llamas, and hybrids of Qwen3.5's and of Granite 4's shape, with a real byte-level BPE tokenizer, made once per work folder. Nothing is downloaded.
 
 The tokenizer is trained on the text of Python's own standard library. Weights are drawn wide enough that greedy decoding
 differs from prompt to prompt; speed does not depend on them.
@@ -63,6 +63,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 8,
         "linear_num_value_heads": 8,
         "intermediate_size": 2304,
+    },
+    "mamba2-30m": {
+        "model_type": "granitemoehybrid",
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "layer_types": ["mamba", "mamba", "mamba", "attention"] * 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "attention_multiplier": 64**-0.5,
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 16,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "intermediate_size": 1152,
+        "shared_intermediate_size": 1152,
     },
 }  # fmt: skip
 """A Llama unless `model_type` says otherwise."""

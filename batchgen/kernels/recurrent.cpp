@@ -1,7 +1,8 @@
-// Recurrent layers: the causal convolution, the gated delta rule and Mamba's scan of a step's spans, one step of Mamba2, and gated norms.
+// Recurrent layers: the causal convolution, the gated delta rule, Mamba2's recurrence and Mamba's scan of a step's spans, and gated norms.
 // States are read from one slot and written to another, which may be the same; memory is passed over once.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -111,15 +112,19 @@ void convolve(const Convolution& c) {
     });
 }
 
-struct DeltaRule {  // `_DeltaRule` in recurrent.py is the same
+struct Rule {  // `_Rule` in recurrent.py is the same: the gated delta rule, or Mamba2's recurrence with k, q, v for its B, C, x
     int64_t spans, heads, groups, rows, columns, row_decays, normalize, q_token, k_token, v_token, threads;
     const int64_t *starts, *lengths, *read, *write;  // by span: first token, tokens, slots
     const float *decay, *strength;                   // [T][heads], or with row_decays decay is [T][heads][rows]; [T][heads]
+    const float* skip;                               // [heads]: how much of v an output has besides; or null
     const void *q, *k, *v;                           // tokens so many numbers apart: [groups][rows] twice, [heads][columns]
-    void* out;                                       // [T][heads][columns]
+    void* out;                                       // [T][heads][columns]; of Mamba2 always float
     float* states;                                   // [slots][heads][rows][columns]
     float scale;                                     // of queries
 };
+
+template <class T, bool DELTA>
+using Output = std::conditional_t<DELTA, T, float>;
 
 constexpr int BLOCK = 4;  // vectors of columns
 
@@ -142,7 +147,7 @@ struct Token {
 };
 
 template <class T>
-void prepare(const DeltaRule& s, int64_t t, int64_t head, Token& to) {
+void prepare(const Rule& s, int64_t t, int64_t head, Token& to) {
     const int64_t rows = s.rows, group = head / (s.heads / s.groups);
     const T *q = (const T*)s.q + t * s.q_token + group * rows, *k = (const T*)s.k + t * s.k_token + group * rows;
     const float* decay = s.decay + (t * s.heads + head) * (s.row_decays ? rows : 1);
@@ -163,10 +168,10 @@ void prepare(const DeltaRule& s, int64_t t, int64_t head, Token& to) {
     }
 }
 
-// A state's rows are keys, its columns values. S <- a S + k d with d = b (v - k a S); out = q S = q a S + (q k) d.
+// A state's rows are keys, its columns values. S <- a S + k d; out = q S = q a S + (q k) d. With DELTA d = b (v - k a S), otherwise d = b v.
 // A pass over the columns' states writes what one token makes of them, and sums what the next one reads.
-template <class T, int B, bool FULL>
-void delta_columns(const DeltaRule& s, int64_t span, int64_t head, int64_t first, int64_t count, float* local, Token now, Token next) {
+template <class T, bool DELTA, int B, bool FULL>
+void run_columns(const Rule& s, int64_t span, int64_t head, int64_t first, int64_t count, float* local, Token now, Token next) {
     const int64_t rows = s.rows, n = s.columns, length = s.lengths[span], start = s.starts[span], wide = B * LANES;
     const float* before = s.states + (s.read[span] * s.heads + head) * rows * n + first;
     float* after = s.states + (s.write[span] * s.heads + head) * rows * n + first;
@@ -175,18 +180,22 @@ void delta_columns(const DeltaRule& s, int64_t span, int64_t head, int64_t first
     for (int64_t r = 0; r < rows; r++)
         for (int j = 0; j < B; j++) {
             const floats x = load_column<FULL>(before + r * n + j * LANES, count);
-            known[j] += x * now.ka[r], seen[j] += x * now.qa[r];
+            if (DELTA) known[j] += x * now.ka[r];
+            seen[j] += x * now.qa[r];
         }
     for (int64_t i = 0; i < length; i++) {
         const int64_t t = start + i;
         const bool last = i + 1 == length;
         const T* v = (const T*)s.v + t * s.v_token + head * n + first;
-        T* out = (T*)s.out + (t * s.heads + head) * n + first;
+        auto* out = (Output<T, DELTA>*)s.out + (t * s.heads + head) * n + first;
         const float b = s.strength[t * s.heads + head];
         floats d[B];
         for (int j = 0; j < B; j++) {
-            d[j] = (load_column<FULL>(v + j * LANES, count) - known[j]) * b;
-            store_column<FULL>(out + j * LANES, seen[j] + d[j] * now.both, count);
+            const floats value = load_column<FULL>(v + j * LANES, count);
+            d[j] = (DELTA ? value - known[j] : value) * b;
+            floats y = seen[j] + d[j] * now.both;
+            if (s.skip) y += value * s.skip[head];
+            store_column<FULL>(out + j * LANES, y, count);
             known[j] = seen[j] = floats{};
         }
         const float* from = i ? local : before;
@@ -208,15 +217,16 @@ void delta_columns(const DeltaRule& s, int64_t span, int64_t head, int64_t first
             for (int j = 0; j < B; j++) {
                 const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * decay + d[j] * k;
                 store_column<FULL>(to + r * onto + j * LANES, x, count);
-                known[j] += x * ka, seen[j] += x * qa;
+                if (DELTA) known[j] += x * ka;
+                seen[j] += x * qa;
             }
         }
         std::swap(now, next);
     }
 }
 
-template <class T>
-void delta_rule(const DeltaRule& s) {
+template <class T, bool DELTA>
+void run(const Rule& s) {
     constexpr int64_t WIDE = BLOCK * LANES;
     const int64_t blocks = (s.columns + WIDE - 1) / WIDE;
     int64_t tokens = 0;
@@ -241,48 +251,12 @@ void delta_rule(const DeltaRule& s) {
             const int64_t end = parts == 1 ? s.columns : std::min(i + WIDE, s.columns);
             if (LANES == 16 && s.lengths[span] == 1)  // registers for longer pieces of rows, as a state is passed over only once
                 for (; i + 2 * WIDE <= end; i += 2 * WIDE)
-                    delta_columns<T, 2 * BLOCK, true>(s, span, head, i, LANES, local, now, next);
-            for (; i + WIDE <= end; i += WIDE) delta_columns<T, BLOCK, true>(s, span, head, i, LANES, local, now, next);
-            for (; i + LANES <= end; i += LANES) delta_columns<T, 1, true>(s, span, head, i, LANES, local, now, next);
-            if (i < end) delta_columns<T, 1, false>(s, span, head, i, end - i, local, now, next);
+                    run_columns<T, DELTA, 2 * BLOCK, true>(s, span, head, i, LANES, local, now, next);
+            for (; i + WIDE <= end; i += WIDE) run_columns<T, DELTA, BLOCK, true>(s, span, head, i, LANES, local, now, next);
+            for (; i + LANES <= end; i += LANES) run_columns<T, DELTA, 1, true>(s, span, head, i, LANES, local, now, next);
+            if (i < end) run_columns<T, DELTA, 1, false>(s, span, head, i, end - i, local, now, next);
         }
     });
-}
-
-struct Step {  // `_Step` in recurrent.py is the same
-    int64_t sequences, heads, groups, rows, columns, threads;  // a state is [rows][columns]
-    const int64_t *read, *write;                               // by sequence: slots
-    const float *decay, *strength;                             // [sequences][heads]
-    const float *q, *k, *v;
-    float *states, *out;  // [slots][heads][rows][columns]
-};
-
-// A state's rows are a head's inputs, its columns the state's size: v, out [sequences][heads][rows], k, q (B and C)
-// [sequences][groups][columns]. S <- a S + b v k; out = S q.
-void mamba2_head(const Step& s, int64_t sequence, int64_t head) {
-    const int64_t at = sequence * s.heads + head, n = s.columns;
-    const int64_t group = sequence * s.groups + head / (s.heads / s.groups);
-    const float *q = s.q + group * n, *k = s.k + group * n, *v = s.v + at * s.rows;
-    const float* before = s.states + (s.read[sequence] * s.heads + head) * s.rows * n;
-    float *after = s.states + (s.write[sequence] * s.heads + head) * s.rows * n, *out = s.out + at * s.rows;
-    const float a = s.decay[at], b = s.strength[at];
-    for (int64_t r = 0; r < s.rows; r++) {
-        const float x = v[r] * b;
-        floats seen{};
-        for (int64_t i = 0; i < n; i += LANES) {
-            const floats y = load_at(before + r * n, i, n) * a + load_at(k, i, n) * x;
-            store_at(after + r * n, i, n, y);
-            seen += y * load_at(q, i, n);
-        }
-        out[r] = sum(seen);
-    }
-}
-
-template <void (*head_of)(const Step&, int64_t, int64_t)>
-void run(const Step& s) {
-    const int64_t tasks = s.sequences * s.heads;
-    const int64_t threads = tasks * s.rows * s.columns > 16384 ? s.threads : 1;
-    for_each(tasks, threads, [&](int64_t task) { head_of(s, task / s.heads, task % s.heads); });
 }
 
 struct Scan {  // `_Scan` in recurrent.py is the same
@@ -388,6 +362,7 @@ EXPORT void batchgen_gated_norm_float32_by_bfloat16(const GatedNorm* n) { gated_
 EXPORT void batchgen_scan_float32(const Scan* s) { scan(*s); }
 EXPORT void batchgen_convolve_float32(const Convolution* c) { convolve<float>(*c); }
 EXPORT void batchgen_convolve_bfloat16(const Convolution* c) { convolve<bf16>(*c); }
-EXPORT void batchgen_delta_rule_float32(const DeltaRule* s) { delta_rule<float>(*s); }
-EXPORT void batchgen_delta_rule_bfloat16(const DeltaRule* s) { delta_rule<bf16>(*s); }
-EXPORT void batchgen_mamba2_float32(const Step* s) { run<mamba2_head>(*s); }
+EXPORT void batchgen_delta_rule_float32(const Rule* s) { run<float, true>(*s); }
+EXPORT void batchgen_delta_rule_bfloat16(const Rule* s) { run<bf16, true>(*s); }
+EXPORT void batchgen_mamba2_float32(const Rule* s) { run<float, false>(*s); }
+EXPORT void batchgen_mamba2_bfloat16(const Rule* s) { run<bf16, false>(*s); }

@@ -23,8 +23,8 @@ class _Convolution(ctypes.Structure):
     )
 
 
-class _DeltaRule(ctypes.Structure):
-    """`DeltaRule` in recurrent.cpp is the same."""
+class _Rule(ctypes.Structure):
+    """`Rule` in recurrent.cpp is the same."""
 
     _fields_ = (
         *(
@@ -32,7 +32,7 @@ class _DeltaRule(ctypes.Structure):
             for name in ("spans", "heads", "groups", "rows", "columns", "row_decays", "normalize")
         ),
         *((name, ctypes.c_int64) for name in ("q_token", "k_token", "v_token", "threads")),
-        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write", "decay", "strength")),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write", "decay", "strength", "skip")),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "states")),
         ("scale", ctypes.c_float),
     )
@@ -56,15 +56,6 @@ class _Scan(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("spans", "channels", "size", "threads")),
         *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write")),
         *((name, ctypes.c_void_p) for name in ("x", "dt", "a", "b", "c", "out", "states")),
-    )
-
-
-class _Step(ctypes.Structure):
-    """`Step` in recurrent.cpp is the same."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("sequences", "heads", "groups", "rows", "columns", "threads")),
-        *((name, ctypes.c_void_p) for name in ("read", "write", "decay", "strength", "q", "k", "v", "states", "out")),
     )
 
 
@@ -107,8 +98,8 @@ def convolve(
     return out
 
 
-def can_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernel has the gated delta rule of these tensors."""
+def can_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `delta_rule` and `mamba2` take these tensors."""
     return q.dtype in DTYPES and all(x.dtype == q.dtype and x.device.type == "cpu" for x in (q, k, v))
 
 
@@ -121,16 +112,55 @@ def delta_rule(
     `decay` is float32 [T, H], or [T, H, K] where each row of a state has its own. Groups of heads share queries and keys, which are
     brought to length one with `normalize`; queries are scaled.
     """
-    q_TGK, k_TGK, v_THV = (_by_token(x) for x in (q_TGK, k_TGK, v_THV))
-    decay, beta_TH = decay.float().contiguous(), beta_TH.float().contiguous()
     out = torch.empty(v_THV.shape, dtype=v_THV.dtype)
-    what = _DeltaRule(
-        len(starts), v_THV.shape[1], q_TGK.shape[1], *states.shape[2:], decay.dim() == 3, normalize,
-        q_TGK.stride(0), k_TGK.stride(0), v_THV.stride(0), torch.get_num_threads(),
-        *(x.data_ptr() for x in (starts, lengths, read, write, decay, beta_TH, q_TGK, k_TGK, v_THV, out, states)), scale,
-    )  # fmt: skip
-    kernel("delta_rule", v_THV.dtype)(ctypes.byref(what))
+    _run(
+        "delta_rule",
+        q_TGK,
+        k_TGK,
+        v_THV,
+        decay,
+        beta_TH,
+        None,
+        scale,
+        normalize,
+        out,
+        states,
+        starts,
+        lengths,
+        read,
+        write,
+    )
     return out
+
+
+def mamba2(
+    x_THP: torch.Tensor, dt_TH: torch.Tensor, decay_TH: torch.Tensor, b_TGN: torch.Tensor, c_TGN: torch.Tensor,
+    skip_H: torch.Tensor | None, states: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Mamba2's recurrence, float32 [T, H, P], of the spans at `starts` with `lengths`, token after token; `states` [slots, H, N, P] change in place.
+
+    Groups of heads share B and C. `skip_H` (D) times x is added to the outputs.
+    """
+    out = torch.empty(x_THP.shape, dtype=torch.float32)
+    _run("mamba2", c_TGN, b_TGN, x_THP, decay_TH, dt_TH, skip_H, 1.0, False, out, states, starts, lengths, read, write)
+    return out
+
+
+def _run(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, strength: torch.Tensor,
+    skip: torch.Tensor | None, scale: float, normalize: bool, out: torch.Tensor, states: torch.Tensor,
+    starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+) -> None:  # fmt: skip
+    q, k, v = (_by_token(x) for x in (q, k, v))
+    decay, strength = decay.float().contiguous(), strength.float().contiguous()
+    skip = None if skip is None else skip.float().contiguous()
+    what = _Rule(
+        len(starts), v.shape[1], q.shape[1], *states.shape[2:], decay.dim() == 3, normalize,
+        q.stride(0), k.stride(0), v.stride(0), torch.get_num_threads(),
+        *(x.data_ptr() for x in (starts, lengths, read, write, decay, strength)), None if skip is None else skip.data_ptr(),
+        *(x.data_ptr() for x in (q, k, v, out, states)), scale,
+    )  # fmt: skip
+    kernel(name, v.dtype)(ctypes.byref(what))
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
@@ -167,29 +197,6 @@ def _scan(
         *(None if part is None else part.data_ptr() for part in parts), out.data_ptr(), states.data_ptr(),
     )  # fmt: skip
     kernel("scan", torch.float32)(ctypes.byref(what))
-    return out
-
-
-def mamba2(
-    x_NHP: torch.Tensor, dt_NH: torch.Tensor, decay_NH: torch.Tensor, b_NGS: torch.Tensor, c_NGS: torch.Tensor,
-    states: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """One token of each of N sequences by Mamba2, [N, H, P] float32; `states` [slots, H, P, S] change in place."""
-    rows, columns = states.shape[2:]
-    return _step("mamba2", x_NHP, c_NGS, b_NGS, decay_NH, dt_NH, states, read, write, b_NGS.shape[1], rows, columns)
-
-
-def _step(
-    name: str, v: torch.Tensor, q: torch.Tensor, k: torch.Tensor, decay: torch.Tensor, strength: torch.Tensor,
-    states: torch.Tensor, read: torch.Tensor, write: torch.Tensor, groups: int, rows: int, columns: int,
-) -> torch.Tensor:  # fmt: skip
-    parts = [x.contiguous() for x in (decay, strength, q, k, v)]
-    out = torch.empty(v.shape, dtype=torch.float32)
-    what = _Step(
-        len(read), states.shape[1], groups, rows, columns, torch.get_num_threads(), read.data_ptr(), write.data_ptr(),
-        *(x.data_ptr() for x in parts), states.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-    kernel(name, torch.float32)(ctypes.byref(what))
     return out
 
 

@@ -1,7 +1,7 @@
 """The state space recurrence of Mamba2 (arXiv:2405.21060) over packed spans, in plain torch and float32.
 
-Each head has a state S [P, N]. A token has an input x [P], a step dt, and B and C [N] that groups of heads share. With a = exp(dt A):
-    S <- a S + dt x B^T;  out = S C + D x
+Each head has a state S [N, P]. A token has an input x [P], a step dt, and B and C [N] that groups of heads share. With a = exp(dt A):
+    S <- a S + B (dt x)^T;  out = S^T C + D x
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from batchgen.state.chunks import Chunks, decays
 def mamba2_token(
     x_SHP: torch.Tensor, dt_SH: torch.Tensor, a_H: torch.Tensor, b_SGN: torch.Tensor, c_SGN: torch.Tensor, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Runs one token of each of S sequences. Returns the outputs [S, H, P] without D x, and the new states [S, H, P, N]."""
+    """Runs one token of each of S sequences. Returns the outputs [S, H, P] without D x, and the new states [S, H, N, P]."""
     heads = x_SHP.shape[1] // b_SGN.shape[1]
     b, c = (of.repeat_interleave(heads, 1) for of in (b_SGN, c_SGN))
-    states = states * (dt_SH * a_H).exp()[..., None, None] + (x_SHP * dt_SH[..., None])[..., None] * b[..., None, :]
-    return (states @ c.unsqueeze(-1)).squeeze(-1), states
+    states = states * (dt_SH * a_H).exp()[..., None, None] + b[..., None] * (x_SHP * dt_SH[..., None])[..., None, :]
+    return (c.unsqueeze(-2) @ states).squeeze(-2), states
 
 
 def mamba2_chunks(
     chunks: Chunks, x: torch.Tensor, dt: torch.Tensor, a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """Runs all tokens of S spans. Returns the outputs [C, c, H, P] without D x, and updates `states` [S, H, P, N], in the order of the
+    """Runs all tokens of S spans. Returns the outputs [C, c, H, P] without D x, and updates `states` [S, H, N, P], in the order of the
     chunks' spans, in place.
 
     x [T, H, P], dt [T, H], b and c [T, G, N] are packed. Inside a chunk, tokens read one another as in attention. Only the state goes
@@ -45,6 +45,6 @@ def mamba2_chunks(
     for first, count in chunks.rounds:
         here = slice(first, first + count)
         state = states[:count]
-        out[here] += c[here] @ state.transpose(-1, -2)
-        state.mul_(ends[here]).add_(x[here].transpose(-1, -2) @ b[here])
+        out[here] += c[here] @ state
+        state.mul_(ends[here]).add_(b[here].transpose(-1, -2) @ x[here])
     return out.transpose(1, 2)

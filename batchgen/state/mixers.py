@@ -35,7 +35,7 @@ class Recurrence(Protocol):
     ) -> torch.Tensor: ...  # fmt: skip
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
-        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
+        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, skip_H: torch.Tensor | None,
     ) -> torch.Tensor: ...  # fmt: skip
     def mamba(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
@@ -150,12 +150,9 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
             dt = torch.nn.functional.softplus(dt)
-        x = hidden_states[0].float()
-        out = layers.step.mamba2(
-            layer, x, dt[0].float(), (dt_limit[0], dt_limit[1]), A.float(), B[0].float(), C[0].float()
-        )
-        if D is not None:
-            out = out + D[:, None] * x
+        skip = None if D is None else D.float()
+        limit = (dt_limit[0], dt_limit[1])
+        out = layers.step.mamba2(layer, hidden_states[0], dt[0].float(), limit, A.float(), B[0], C[0], skip)
         return out.unsqueeze(0)
 
     return mamba2_chunk_scan
@@ -219,10 +216,10 @@ def _lightning(layers: RecurrentLayers, module: Any) -> str:
         """[1, T, hidden size]"""
         qkv = module.act_fn(module.qkv_proj(hidden_states))[0]
         qkv = qkv.view(len(qkv), module.num_attention_heads, 3 * module.head_dim)
-        q, k, v = (x.float() for x in qkv.split(module.head_dim, dim=2))
+        q, k, v = qkv.split(module.head_dim, dim=2)
         decay = -module.slope_rate.flatten().float()
         steps = torch.ones(v.shape[:2], device=v.device)
-        out = layers.step.mamba2(module.layer_idx, v, steps, (0.0, math.inf), decay, k, q)
+        out = layers.step.mamba2(module.layer_idx, v, steps, (0.0, math.inf), decay, k, q, None)
         out = module.norm(out.flatten(1).to(hidden_states.dtype)).unsqueeze(0)
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
 
@@ -320,10 +317,10 @@ class StateProbe:
 
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
-        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
+        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, skip_H: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        self._note(layer, (x.shape[1], x.shape[2], b.shape[2]), x.device)
-        return x
+        self._note(layer, (x.shape[1], b.shape[2], x.shape[2]), x.device)
+        return x.float()
 
     def mamba(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor

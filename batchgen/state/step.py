@@ -83,7 +83,7 @@ class StateStep:
         """
         at, states = self._layout(v.device), self._cache.recurrent[layer]
         scale = q.shape[-1] ** -0.5
-        if self._kernels and recurrent.can_delta_rule(q, k, v):
+        if self._kernels and recurrent.can_run(q, k, v):
             return recurrent.delta_rule(
                 q, k, v, g.exp(), beta, scale, normalize, states, at.starts, at.lengths, at.read, at.write
             )
@@ -109,32 +109,30 @@ class StateStep:
 
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
-        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
+        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, skip_H: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Returns the outputs [T, H, P] of Mamba2's recurrence without D x, for x [T, H, P] (float32), dt [T, H], b and c [T, G, N].
+        """Returns the outputs of Mamba2's recurrence, float32 [T, H, P], for x [T, H, P], dt [T, H] (float32), b and c [T, G, N].
 
-        dt is clamped to `limit` in prompts only, as in transformers.
+        dt is clamped to `limit` in prompts only, as in transformers. `skip_H` (D) times x is added to the outputs.
         """
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if limit != (0.0, math.inf):
             dt = torch.where(at.prompt[:, None], dt.clamp(*limit), dt)
-        if self._kernels and at.single is not None and not at.chunks:
-            return recurrent.mamba2(x, dt, (dt * a_H).exp(), b, c, states, at.single_read, at.single_write)
+        if self._kernels and recurrent.can_run(c, b, x):
+            decay = (dt * a_H).exp()
+            return recurrent.mamba2(x, dt, decay, b, c, skip_H, states, at.starts, at.lengths, at.read, at.write)
+        x, b, c = (of.float() for of in (x, b, c))
         out = torch.empty_like(x)
         if at.single is not None:
             x1, dt1, b1, c1 = (of.index_select(0, at.single) for of in (x, dt, b, c))
-            if self._kernels:
-                decay = (dt1 * a_H).exp()
-                y = recurrent.mamba2(x1, dt1, decay, b1, c1, states, at.single_read, at.single_write)
-            else:
-                y, after = mamba2.mamba2_token(x1, dt1, a_H, b1, c1, states.index_select(0, at.single_read))
-                states.index_copy_(0, at.single_write, after)
+            y, after = mamba2.mamba2_token(x1, dt1, a_H, b1, c1, states.index_select(0, at.single_read))
+            states.index_copy_(0, at.single_write, after)
             out.index_copy_(0, at.single, y)
         for chunks in at.chunks:
             ends = states.index_select(0, at.read.index_select(0, chunks.spans))
             chunks.put(out, mamba2.mamba2_chunks(chunks, x, dt, a_H, b, c, ends))
             states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
-        return out
+        return out if skip_H is None else out + skip_H[:, None] * x
 
     def mamba(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor

@@ -10,6 +10,7 @@ from batchgen.kernels import recurrent
 from batchgen.kernels.fusion import FusedGatedNorm, fuse_small_parts
 from batchgen.state.convolution import convolve_spans
 from batchgen.state.delta_rule import delta_rule_token, normalized
+from batchgen.state.mamba2 import mamba2_token
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -109,33 +110,46 @@ def test_a_convolution_is_that_of_torch_and_the_same_however_it_is_cut(dtype, ta
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", ["delta rule", "mamba2"])
 @pytest.mark.parametrize("lengths", [(1,) * 9, (1, 2, 40, 23)], ids=["decode", "prompts"])
-def test_the_delta_rule_is_that_of_torch_and_the_same_however_it_is_cut(dtype, lengths, threads):
+def test_a_rule_is_that_of_torch_and_the_same_however_it_is_cut(dtype, rule, lengths, threads):
     """205 columns: pieces of 128, 64, 8 or 16, and what fills no vector."""
     heads, groups, rows, columns, count = 4, 2, 24, 205, sum(lengths)
     q, k = (numbers(count, groups, rows, dtype=dtype, seed=i) for i in (1, 2))
-    v, beta = numbers(count, heads, columns, dtype=dtype, seed=3), numbers(count, heads, seed=4).sigmoid()
-    logs = -numbers(count, heads, seed=5).abs()
+    v, strength = numbers(count, heads, columns, dtype=dtype, seed=3), numbers(count, heads, seed=4).sigmoid()
+    rates, skip = -numbers(heads, seed=5).abs(), numbers(heads, seed=7)
     before = numbers(len(lengths), heads, rows, columns, seed=6)
 
     def run(states, starts, sizes, slots):
+        decay = (rates * strength).exp()
         places = [torch.tensor(of) for of in (starts, sizes, slots, slots)]
-        return recurrent.delta_rule(q, k, v, logs.exp(), beta, 0.5, True, states, *places)
+        if rule == "mamba2":
+            return recurrent.mamba2(v, strength, decay, k, q, skip, states, *places)
+        return recurrent.delta_rule(q, k, v, decay, strength, 0.5, True, states, *places)
+
+    def token(t, states):
+        """In plain torch."""
+        here = slice(t, t + 1)
+        qt, kt, vt, bt = (of[here].float() for of in (q, k, v, strength))
+        if rule == "mamba2":
+            out, states = mamba2_token(vt, bt, rates, kt, qt, states)
+            return out + skip[:, None] * vt, states
+        qt, kt = (normalized(of).repeat_interleave(heads // groups, 1) for of in (qt, kt))
+        return delta_rule_token(qt * 0.5, kt, vt, rates * bt, bt, states)
 
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     whole, cut = before.clone(), before.clone()
     got = run(whole, starts, lengths, range(len(lengths)))
+    assert got.dtype == (FLOAT32 if rule == "mamba2" else dtype)
     parts, want, states = torch.empty_like(got), torch.empty(got.shape), before.clone()
-    wide_q, wide_k = (normalized(of.float()).repeat_interleave(heads // groups, 1) for of in (q, k))
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         for at in range(start, start + length, 7):
             here = slice(at, min(at + 7, start + length))
             parts[here] = run(cut, [at], [here.stop - at], [i])[here]
         for t in range(start, start + length):
-            one = (of[t : t + 1] for of in (wide_q * 0.5, wide_k, v.float(), logs, beta))
-            want[t : t + 1], states[i : i + 1] = delta_rule_token(*one, states[i : i + 1])
+            want[t : t + 1], states[i : i + 1] = token(t, states[i : i + 1])
     assert torch.equal(parts, got)
     assert torch.equal(cut, whole)
-    near = 2**-7 if dtype == BFLOAT16 else 1e-4
+    near = 2**-7 if got.dtype == BFLOAT16 else 1e-4
     torch.testing.assert_close(got.float(), want, atol=near, rtol=near)
     torch.testing.assert_close(whole, states, atol=1e-4, rtol=1e-4)

@@ -191,17 +191,20 @@ def test_the_scan_of_an_rg_lru_is_that_of_transformers(kernels: bool, lengths: l
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_the_recurrence_of_mamba2_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
-    shape = StateShape(1, 1, (HEADS, WIDTH, DEPTH))
+    shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
+    skip = normal(9, HEADS)
     a = -torch.tensor([0.1, 1.0, 4.0, 16.0])
     xs = [normal(10 * i + 1, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
     dts = [softplus(normal(10 * i + 2, n, HEADS)) for i, n in enumerate(lengths)]
     bs, cs = ([normal(10 * i + at, n, GROUPS, DEPTH) for i, n in enumerate(lengths)] for at in (3, 4))
     no_limit = (0.0, math.inf)
     got = in_steps(
-        kernels, lengths, seed, shape, lambda s, p: s.mamba2(LAYER, p(xs), p(dts), no_limit, a, p(bs), p(cs))
+        kernels, lengths, seed, shape, lambda s, p: s.mamba2(LAYER, p(xs), p(dts), no_limit, a, p(bs), p(cs), skip)
     )
     for i, y in enumerate(got):
-        want = modeling_bamba.mamba2_chunk_scan(xs[i][None], dts[i][None], a, bs[i][None], cs[i][None], chunk_size=16)
+        want = modeling_bamba.mamba2_chunk_scan(
+            xs[i][None], dts[i][None], a, bs[i][None], cs[i][None], chunk_size=16, D=skip
+        )
         agree(y, want[0])
         state = torch.zeros(1, HEADS, WIDTH, DEPTH)
         for t in range(min(lengths[i], 20)):
@@ -209,7 +212,7 @@ def test_the_recurrence_of_mamba2_is_that_of_transformers(kernels: bool, lengths
             step = inspect.unwrap(modeling_bamba.mamba2_selective_state_update)(
                 state, xs[i][t][None], one[0][None], one[1], bs[i][t][None], cs[i][t][None]
             )
-            agree(y[t], step[0])
+            agree(y[t], step[0] + skip[:, None] * xs[i][t])
 
 
 def test_steps_of_mamba2_are_limited_in_prompts_only() -> None:
@@ -218,9 +221,9 @@ def test_steps_of_mamba2_are_limited_in_prompts_only() -> None:
     a = -torch.ones(HEADS)
 
     def run(dt: torch.Tensor, limit: tuple[float, float], generated: int) -> torch.Tensor:
-        cache = StateCache({LAYER: StateShape(1, 1, (HEADS, WIDTH, DEPTH))}, 2, torch.float32)
+        cache = StateCache({LAYER: StateShape(1, 1, (HEADS, DEPTH, WIDTH))}, 2, torch.float32)
         step = StateStep([StateSpan(4, -1, 0, generated), StateSpan(2, -1, 1)], cache)
-        return step.mamba2(LAYER, x, dt, limit, a, b, c)
+        return step.mamba2(LAYER, x, dt, limit, a, b, c, None)
 
     limited = dt.clone()
     limited[:3] = limited[4:] = 0.5  # all but the last of the first span, which was generated
