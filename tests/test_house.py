@@ -7,7 +7,10 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
+import pytest
+
 from support import tiny
+from support.models import engine_for, kernels, make_requests, packed_model
 
 ROOT = Path(__file__).parent.parent
 FUNCTION_LINES = 60
@@ -59,10 +62,13 @@ def test_every_module_says_what_it_is_for() -> None:
     assert [str(path) for path, tree in modules().items() if not ast.get_docstring(tree)] == []
 
 
-def test_a_decode_step_passes_at_most_twenty_files() -> None:
-    """A newcomer who follows a step reads these. Here the model attends in plain torch; with our kernels for the CPU there is one more."""
-    engine = tiny.engine_of(tiny.build(), debug=False)
-    requests = tiny.requests_of([[*range(40), i] for i in range(8)], [8] * 8)
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain torch", "with kernels"])
+def test_a_decode_step_passes_at_most_twenty_files(compiled: bool) -> None:
+    """A newcomer who follows a step reads these."""
+    if compiled and kernels() is None:
+        pytest.skip("the kernels cannot be compiled here")
+    engine = engine_for(packed_model("llama", compiled=compiled), debug=False)
+    requests = make_requests([[*range(40), i] for i in range(8)], [8] * 8)
     engine.add(*tiny.planned(requests), lambda result: None)
     for _ in range(4):
         engine.step()
@@ -80,4 +86,5 @@ def test_a_decode_step_passes_at_most_twenty_files() -> None:
         sys.setprofile(before)
     files = sorted(path for path in passed if path.startswith(str(ROOT / "batchgen")))
     assert str(ROOT / "batchgen" / "sampling" / "sampler.py") in files
+    assert (str(ROOT / "batchgen" / "kernels" / "fusion.py") in files) == compiled
     assert len(files) <= 20, files

@@ -16,16 +16,14 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free_map = (
-            bytearray([_FREE]) * num_blocks
-        )  # one byte a block, so that `find` searches runs at memory speed
+        # One byte for each block, so that `find` searches for runs at the speed of memory.
+        self._free_map = bytearray([_FREE]) * num_blocks
         self._references = [0] * num_blocks
-        self.num_free = num_blocks
-        self.peak_used = 0
+        self.num_used = self.peak_used = 0
 
     @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free
+    def num_free(self) -> int:
+        return self.num_blocks - self.num_used
 
     def allocate_run(self, count: int) -> list[int]:
         """Returns `count` blocks from the low end, contiguous if a free run is long enough. Raises `ValueError` if too few are free."""
@@ -73,7 +71,7 @@ class BlockPool:
             references[block] = count - 1
             if count == 1:
                 self._free_map[block] = _FREE
-                self.num_free += 1
+                self.num_used -= 1
 
     def num_references(self, block: int) -> int:
         """Number of references to the block."""
@@ -82,13 +80,14 @@ class BlockPool:
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Raises `AssertionError` unless the references are exactly those of `tables` and the free map agrees with them."""
         held = [0] * self.num_blocks
+        free_map = bytearray([_FREE]) * self.num_blocks
         for table in tables:
             for block in table:
                 held[block] += 1
+                free_map[block] = _USED
         assert held == self._references, "block references do not match the block tables"
-        free = sum(1 for count in held if count == 0)
-        assert free == self.num_free == self._free_map.count(_FREE), "free blocks do not add up"
-        assert all((self._free_map[p] == _FREE) == (held[p] == 0) for p in range(self.num_blocks))
+        assert free_map == self._free_map, "the free map does not match the block tables"
+        assert free_map.count(_FREE) == self.num_free, "free blocks do not add up"
 
     def _require(self, count: int) -> None:
         if count > self.num_free:
@@ -98,5 +97,5 @@ class BlockPool:
         for block in blocks:
             self._free_map[block] = _USED
             self._references[block] = 1
-        self.num_free -= len(blocks)
+        self.num_used += len(blocks)
         self.peak_used = max(self.peak_used, self.num_used)

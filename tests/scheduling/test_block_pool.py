@@ -82,9 +82,9 @@ def test_check_wants_exactly_the_references_of_the_tables():
             pool.check(wrong)
 
 
-def test_check_finds_a_free_count_that_drifted():
+def test_check_finds_a_count_that_drifted():
     pool = BlockPool(2)
-    pool.num_free = 1
+    pool.num_used = 1
     with pytest.raises(AssertionError, match="free blocks do not add up"):
         pool.check([])
 
