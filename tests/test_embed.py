@@ -9,6 +9,7 @@ import pytest
 
 from batchgen import LLM, PromptConfig
 from support.embedders import QUERY, save_classifier, save_embedder
+from support.fakes import threads_as_processes
 
 SHARED = "All of these texts begin with the same long sentence, and then they differ: "
 PROMPTS = [f"{SHARED}{what} {i % 5}" for i, what in enumerate(("apples", "pears", "plums", "figs") * 3)]
@@ -184,11 +185,17 @@ def test_conversations_go_through_the_chat_template_as_they_are_and_texts_do_not
     np.testing.assert_allclose([results[1].embedding, asked.embedding], want, atol=1e-5)
 
 
-def test_several_devices_and_bfloat16(cli, last, mean, write_jsonl, read_jsonl, tmp_path):
+def test_several_devices_give_the_embeddings_of_one(cli, last, write_jsonl, read_jsonl, tmp_path):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "prompts.out.jsonl"
-    assert cli("run", path, "-m", last, "--embed", "--device", "cpu:0,1", "-q").code == 0
+    with threads_as_processes() as devices:
+        assert cli("run", path, "-m", last, "--embed", "--device", "cpu:0,1", "-q").code == 0
+    assert len(devices) == 2
     np.testing.assert_allclose(embeddings(read_jsonl(out)), expected(last, PROMPTS), atol=1e-5)
-    assert cli("run", path, "-m", mean, "--embed", "--dtype", "bfloat16", "--prefix", "", "--overwrite", "-q").code == 0
+
+
+def test_embeddings_of_a_model_in_bfloat16_are_near_those_of_transformers(cli, mean, write_jsonl, read_jsonl, tmp_path):
+    path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "prompts.out.jsonl"
+    assert cli("run", path, "-m", mean, "--embed", "--dtype", "bfloat16", "--prefix", "", "-q").code == 0
     want = expected(mean, PROMPTS, mean=True, normalize=False, dtype="bfloat16")
     np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=0.03)
     exact = expected(mean, PROMPTS, mean=True, normalize=False)

@@ -7,14 +7,15 @@ import decimal
 import json
 from pathlib import Path
 
-import datasets
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from batchgen import LLM
 from support.hub import FakeRepo, fake_hub
+from support.late import late
+
+datasets, pl = late("datasets"), late("polars")
 
 
 @pytest.fixture
@@ -67,17 +68,6 @@ def test_a_plan_of_a_dataset_and_a_refused_choice(hub, cli, tiny_model_dir):
     )
 
 
-FEATURES = datasets.Features(
-    {
-        "prompt": datasets.Value("string"),
-        "label": datasets.ClassLabel(names=["good", "bad"]),
-        "when": datasets.Value("timestamp[us, tz=UTC]"),
-        "price": datasets.Value("decimal128(6, 2)"),
-        "small": datasets.Value("int8"),
-        "nested": datasets.List({"name": datasets.Value("string"), "scores": datasets.List(datasets.Value("float32"))}),
-        "text": datasets.Value("large_string"),
-    }
-)
 COLUMNS = {
     "prompt": ["one", "two", "three"],
     "label": [0, None, 1],
@@ -90,12 +80,28 @@ COLUMNS = {
 OWN = [name if name != "text" else "input_text" for name in COLUMNS]
 
 
+def features():
+    return datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["good", "bad"]),
+            "when": datasets.Value("timestamp[us, tz=UTC]"),
+            "price": datasets.Value("decimal128(6, 2)"),
+            "small": datasets.Value("int8"),
+            "nested": datasets.List(
+                {"name": datasets.Value("string"), "scores": datasets.List(datasets.Value("float32"))}
+            ),
+            "text": datasets.Value("large_string"),
+        }
+    )
+
+
 @pytest.fixture
 def layout(tmp_path) -> Path:
     """A dataset on disk as the Hub has it: two configurations, the splits of one in Parquet files."""
     folder = tmp_path / "dataset"
     (folder / "data").mkdir(parents=True)
-    rows = datasets.Dataset.from_dict(COLUMNS, features=FEATURES)
+    rows = datasets.Dataset.from_dict(COLUMNS, features=features())
     rows.select([0, 1]).to_parquet(folder / "data" / "train-00000-of-00002.parquet")
     rows.select([2]).to_parquet(folder / "data" / "train-00001-of-00002.parquet")
     rows.select([0]).to_parquet(folder / "data" / "test-00000-of-00001.parquet")

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from batchgen import LLM, EngineConfig, Result, SamplingParams
-from batchgen.devices import transport, worker
-from batchgen.devices.transport import WorkerSetup
 from batchgen.errors import ModelError
-from support.fakes import ThreadProcess
+from support.fakes import ThreadProcess, threads_as_processes
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-one_at_a_time = threading.Lock()
-
-
-def load_in_turn(setup: WorkerSetup) -> Any:
-    """transformers patches its classes while it loads, and two threads would put each other's patches back: processes do not meet."""
-    with one_at_a_time:
-        return worker.load(setup)
-
-
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadProcess]]:
-    started: list[ThreadProcess] = []
-
-    def start(connection: Any, said: Any) -> ThreadProcess:
-        started.append(ThreadProcess(connection, said, load_in_turn))
-        return started[-1]
-
-    monkeypatch.setattr(transport, "start_process", start)
-    yield started
-    for process in started:
-        process.kill()
-        process.wait(10)
+def started() -> Iterator[list[ThreadProcess]]:
+    with threads_as_processes() as started:
+        yield started
 
 
 def test_results_are_those_of_one_device(started: list[ThreadProcess], tiny_model_dir: Path) -> None:

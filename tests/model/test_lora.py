@@ -16,11 +16,12 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.model.loader import load_model
+from support.late import late
 from support.models import build, engine_for, expect, make_requests, run, tiny_tokenizer
 from support.params import slow_but
 from support.wrappers import text_model
 
-peft = pytest.importorskip("peft")
+peft = late("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, of transformers and torch
 PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12]]
 LENGTHS = [12, 5, 20]

@@ -6,9 +6,6 @@ import datetime as dt
 import decimal
 from typing import Any
 
-import datasets
-import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -17,7 +14,9 @@ from hypothesis import strategies as st
 from batchgen.records.frames import frame_of
 from batchgen.records.output import RowForm
 from batchgen.result import Result, ToolCall
+from support.late import late
 
+datasets, pd, pl = late("datasets"), late("pandas"), late("polars")
 FORM = RowForm(reasoning=True, tool_calls=True, token_ids=True)
 texts = st.text(st.characters(codec="utf-8"), max_size=4)
 moments = st.datetimes(dt.datetime(1700, 1, 1), dt.datetime(2200, 1, 1))

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pytest
 
 from batchgen import LLM
 from batchgen.errors import UsageError
+from support.late import late
 
+datasets, pd, pl = late("datasets"), late("pandas"), late("polars")
 COLUMNS = {
     "prompt": pa.array(["The same beginning, one", None, "The same beginning, two"]),
     "number": pa.array([1, None, 3], pa.int32()),

@@ -6,7 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -14,8 +15,10 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
+import pytest
 
 from batchgen.config import EngineConfig, ModelConfig
+from batchgen.devices import transport, worker
 from batchgen.devices.transport import Channel, Processes, WorkerSetup
 from batchgen.devices.worker import serve
 from batchgen.devices.workers import Workers
@@ -117,6 +120,32 @@ class ThreadProcess:
         assert not self._thread.is_alive()
         self._socket.close()
         return self._code
+
+
+_loading = threading.Lock()
+
+
+def _load_in_turn(setup: WorkerSetup) -> Any:
+    """transformers patches its classes while it loads, and two threads would put each other's patches back: processes do not meet."""
+    with _loading:
+        return worker.load(setup)
+
+
+@contextmanager
+def threads_as_processes() -> Iterator[list[ThreadProcess]]:
+    """The processes of devices are threads, with engines and models of their own; yields those that were started."""
+    started: list[ThreadProcess] = []
+
+    def start(connection: Connection[Any, Any], said: IO[bytes]) -> ThreadProcess:
+        started.append(ThreadProcess(connection, said, _load_in_turn))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "start_process", start)
+        yield started
+    for process in started:
+        process.kill()
+        process.wait(10)
 
 
 class PacedProcesses(Processes):
