@@ -21,6 +21,10 @@ the `generate` of the whole multimodal model, with the vision and audio settings
 
 Models with recurrent layers (gated delta rule, Mamba, lightning attention, RG-LRU, short convolutions) share prefixes as all other models do: see [recurrent.md](recurrent.md).
 
+BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo and MPT have attention code of their own in transformers, in the place of which batchgen puts its own. An encoder with a decoder (T5, BART, Whisper) is refused, whatever its name.
+
+DeepSeek V3.2, GLM 5, Qwen 3.8 Flash Next, MiniMax M3, Mistral Large 4, Hy 4, dots3-note and A.X K2 have an indexer that chooses which keys a query sees. It chooses all of them up to a certain length (2,048 tokens in published checkpoints), where the context ends here.
+
 Rotary embeddings of the kinds plain, partial, linear, proportional, Llama 3 and YaRN are exact, and so are absolute positions. LongRoPE and dynamic NTK depend on the longest sequence of the whole batch, also in transformers. Below a certain length they do not, so the
 context ends at this length: at `original_max_position_embeddings` for LongRoPE, at `max_position_embeddings` for dynamic NTK. Other kinds are refused.
 

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.plan import AttentionPlan
+from batchgen.attention.sizes import BIAS_WIDTH
 from batchgen.errors import ModelError
 
 NAME = "batchgen"
@@ -120,6 +121,10 @@ def attention_forward(
 
     Raises `ModelError` for anything that the plan does not cover: no answer is better than a wrong one.
     """
+    if getattr(module, "mask_is_key_bias", False) and isinstance(attention_mask, torch.Tensor) and scaling is not None:
+        bias_KT = attention_mask[0, :: query.shape[1] // key.shape[1], 0]
+        query, key = with_key_bias(query, key, bias_KT, scaling)
+        attention_mask = EVERY_KEY
     if step_attention is None:
         raise ModelError(f"{type(module).__name__} does not pass keyword arguments on to attention")
     unknown = [
@@ -152,6 +157,21 @@ def attention_forward(
         query = query_scale(query)
     out = step_attention(layer, query[0], key[0], value[0], options)
     return out.unsqueeze(0).contiguous(), None  # some models ask for a view of it
+
+
+def with_key_bias(
+    query: torch.Tensor, key: torch.Tensor, bias_KT: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns queries [1, H, T, D + 16] and keys [1, K, T, D + 16] whose scores, scaled, have the bias of their key [K, T] in them."""
+    left = bias_KT.float() / scaling
+    parts = []
+    for _ in range(3):  # of 16 bits each, they are together as exact as float32
+        parts.append(left.to(key.dtype))
+        left = left - parts[-1].float()
+    tail = torch.stack(parts, -1)[None]
+    tail = torch.nn.functional.pad(tail, (0, BIAS_WIDTH - len(parts)))
+    ones = query.new_ones((*query.shape[:-1], BIAS_WIDTH))
+    return torch.cat([query, ones], -1), torch.cat([key, tail], -1)
 
 
 def _slides(module: torch.nn.Module) -> bool:

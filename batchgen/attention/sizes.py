@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+BIAS_WIDTH = 16
+"""Numbers by which keys with a bias are wider (`attention/base.py`)."""
+
 
 def kv_numbers(config: Any, attention_layers: int | None = None) -> int:
     """Returns how many numbers are kept of a token; 0 if the configuration does not say. `config` is a language model's.
@@ -42,6 +45,11 @@ def _layer_numbers(config: Any, kind: str | None) -> int:
         if getattr(config, "attention_k_eq_v", False):
             kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
     model_type = getattr(config, "model_type", None)
+    if model_type == "falcon":
+        shared = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
+        kv_heads = heads if config.alibi else shared
+    if model_type in ("bloom", "doge", "mpt") or (model_type == "falcon" and config.alibi):
+        return int(kv_heads * (2 * width + BIAS_WIDTH))
     if model_type == "mimo_v2_flash" and kind == "sliding_attention":
         kv_heads *= 2
     if model_type == "jetmoe":  # a copy for each expert of a token's queries

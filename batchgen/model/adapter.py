@@ -20,6 +20,7 @@ from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 from batchgen.kernels.transfer import put
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.device_check import Verdict
+from batchgen.model.own_attention import hand_over
 from batchgen.prompts.tokenizer import text_config
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
@@ -108,6 +109,7 @@ def prepare(
     module.eval()
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1
+    hand_over(module)
     _number_shared_attention(module)
     if kernels is not None:
         fuse_small_parts(module)
@@ -181,10 +183,10 @@ class _QueryScale:
 
 
 def _pass_on_to_attention(module: torch.nn.Module) -> None:
-    """Hands a step's attention from the layers of Nemotron to their attention, to which they pass named arguments only."""
+    """Hands a step's attention from the layers of Nemotron and StableLM to their attention, to which they pass named arguments only."""
     layer: Any
     for layer in module.modules():
-        if type(layer).__name__ == "NemotronDecoderLayer":
+        if type(layer).__name__ in ("NemotronDecoderLayer", "StableLmDecoderLayer"):
             step: list[Any] = []
 
             def note(_: Any, args: Any, kwargs: dict[str, Any], step: list[Any] = step) -> None:

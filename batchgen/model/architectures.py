@@ -21,7 +21,7 @@ RECURRENT = frozenset({
 """Of those in `VERIFIED` and `INNER` the ones with recurrent layers."""
 
 INDEXED = frozenset({
-    "axk2", "deepseek_v32", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "mistral_large4_text",
+    "axk2", "deepseek_v32", "doge", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "mistral_large4_text",
     "qwen4_exp_text",
 })  # fmt: skip
 """Of those in `VERIFIED` and `INNER` the ones with an indexer that chooses which keys a query sees. Contexts end where it begins to leave any out."""
@@ -35,16 +35,16 @@ INNER = frozenset({
 """`model_type`s of language models that exist only inside a multimodal wrapper."""
 
 VERIFIED = frozenset({
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe",
     "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
-    "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
+    "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+    "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj",
     "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2",
     "jetmoe", "kolibri1", "laguna", "llama", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
-    "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
+    "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
-    "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 }) | (RECURRENT | INDEXED) - INNER  # fmt: skip
 """`model_type`s whose greedy output and logits equal those of `generate` (tests/parity)."""
 
@@ -73,33 +73,42 @@ _BIAS = "they add their own bias to the scores of attention"
 REFUSED = {
     "bert": _ENCODER,
     "bert-generation": _ENCODER,
+    "big_bird": _ENCODER,
     "blip": _IMAGE,
     "blip-2": _IMAGE,
     "camembert": _ENCODER,
     "data2vec-text": _ENCODER,
     "deepseek_v4": "some of their keys and values stand for several tokens each",
     "diffusion_gemma": "they generate blocks of text by diffusion, not token by token",
-    "doge": "one of their attention masks depends on the contents of the keys",
     "electra": _ENCODER,
     "ernie": _ENCODER,
     "florence2": _BOTH,
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
     "hrm_text": _PREFIX,
+    "idefics": _IMAGE,
     "inkling2": _BIAS,
     "inkling_mm_model": _BIAS,
     "instructblip": _IMAGE,
     "instructblipvideo": _IMAGE,
     "kosmos-2": _IMAGE,
     "kosmos-2.5": "their positions depend on the tokens of the whole batch",
+    "kyutai_speech_to_text": _IMAGE,
+    "megatron-bert": _ENCODER,
+    "moshi": _IMAGE,
     "paligemma": _PREFIX,
+    "pi0": _IMAGE,
     "pix2struct": _BOTH,
     "pp_formulanet": _BOTH,
+    "rembert": _ENCODER,
     "roberta": _ENCODER,
     "roberta-prelayernorm": _ENCODER,
     "roc_bert": _ENCODER,
+    "roformer": _ENCODER,
     "rwkv": "their recurrence (RWKV) is not implemented",
+    "trocr": _BOTH,
     "unlimited_ocr": "some of their layers see only the first tokens and a window",
+    "vision-encoder-decoder": _BOTH,
     "voxtral_realtime": _IMAGE,
     "xlm-roberta": _ENCODER,
     "xlm-roberta-xl": _ENCODER,
@@ -145,11 +154,15 @@ def _refusal(config: Any) -> str | None:
     reason = REFUSED.get(_model_type(config))
     if reason is not None:
         return reason
+    if getattr(config, "is_encoder_decoder", None) is True:
+        return _BOTH
     if (
         getattr(config, "use_bidirectional_attention", None) in (True, "all")
         or getattr(config, "is_causal", None) is False
     ):
         return _ENCODER
+    if _model_type(config) == "doge" and getattr(config, "is_moe", False):
+        return "the experts of a token depend on the other tokens of the batch"
     layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if _model_type(config) == "llama4_text":  # as full attention up to the chunk's length, where the context ends
         layers -= {"chunked_attention"}

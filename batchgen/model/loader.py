@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils.quantization_config import GgufConfig
 
-from batchgen.attention.base import NAME, register
+from batchgen.attention.base import register
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
@@ -301,7 +301,7 @@ def _from_pretrained(
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 dtype=dtype,
-                attn_implementation="eager" if multimodal else NAME,  # some vision parts are not even made with another
+                attn_implementation="eager",  # some parts are not even made with another
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # we refuse them below, by name
                 output_loading_info=True,

@@ -19,6 +19,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_MAPPING,
+)
 
 from batchgen.attention.base import StepAttention
 from batchgen.attention.kv_cache import KVCache
@@ -300,6 +305,9 @@ SEEDS = (0, 1, 2)
 def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | None = None) -> None:
     """Raises `ModelError`, in one line, unless a small model of this kind runs as in transformers. Takes about a second, on the CPU."""
     name = getattr(config, "model_type", "unknown")
+    kind = type(language_config(config))
+    if not trust_remote_code and kind in MODEL_MAPPING and not _generates(kind):
+        raise _refused(name, "transformers has no class of them that generates text")
     try:
         small = shrink(language_config(config))
         with torch.random.fork_rng(devices=[]), torch.inference_mode(), quiet():
@@ -313,6 +321,11 @@ def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | 
         raise _refused(name, f"a small one of the kind does not run: {what[:200]}") from e
     if reason:
         raise _refused(name, reason)
+
+
+def _generates(kind: type) -> bool:
+    """Whether transformers has a class for models with this kind of configuration that writes text."""
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
 def _refused(name: str, reason: str) -> ModelError:

@@ -245,10 +245,11 @@ def _chunk(part: Any) -> int:
 
 
 def indexed_length(part: Any) -> int:
-    """Returns the length up to which an indexer chooses every key (DeepSeek V3.2 and others); 0 without an indexer."""
+    """Returns the length up to which an indexer (of DeepSeek V3.2 and others) or a dynamic mask (Doge) chooses every key; 0 without one."""
     if "minimax_m3_sparse" in (getattr(part, "layer_types", None) or ()):  # it chooses blocks of keys
         return int(part.index_block_size * part.index_topk_blocks)
-    return _positive(getattr(part, "index_topk", None)) or _positive(getattr(part, "indexer_budget", None)) or 0
+    names = ("index_topk", "indexer_budget", "keep_window_size")
+    return next(filter(None, (_positive(getattr(part, name, None)) for name in names)), 0)
 
 
 def _yarn_length(part: Any) -> int:

@@ -15,7 +15,10 @@ from support.shapes import SHAPES
 
 # transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-NO_GROUPS = {"biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "modernbert-decoder", "opt", "persimmon"}
+NO_GROUPS = {
+    "biogpt", "bloom", "codegen", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "modernbert-decoder", "mpt", "opt",
+    "persimmon",
+}  # fmt: skip
 """Families without groups of query heads, whose configurations do not have the number of key heads that the tests' common settings give them."""
 QUICK = {"llama", "deepseek_v3", "gemma4_text", "diffllama"}
 NAMES = sorted(s for s in SHAPES if s.split("/")[0] not in RECURRENT and s.split("/")[0] in CONFIG_MAPPING)

@@ -34,6 +34,16 @@ def test_a_model_around_a_refused_text_model_is_refused():
     assert refusal(config) == "their recurrence (mLSTM) is not implemented"
 
 
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
+def test_models_with_an_encoder_and_a_decoder_are_refused(name):
+    assert refusal(AutoConfig.for_model(name)) == "they have an encoder and a decoder"
+
+
+def test_doge_is_refused_where_its_experts_depend_on_the_batch():
+    reason = "the experts of a token depend on the other tokens of the batch"
+    assert refusal(AutoConfig.for_model("doge", is_moe=True)) == reason
+
+
 def test_an_indexer_that_leaves_out_the_newest_tokens_is_refused():
     config = SimpleNamespace(model_type="glm5_next_text", index_kpool_always_select_tail=False)
     assert (

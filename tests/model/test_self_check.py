@@ -249,3 +249,10 @@ def test_code_of_the_model_itself_that_is_not_exact_is_refused_before_its_weight
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     with pytest.raises(ModelError, match=OTHER_LOGITS):
         load_model(config, load_tokenizer(config))
+
+
+@pytest.mark.parametrize("name", ["clip", "deberta-v2"])
+def test_models_that_generate_no_text_are_refused_with_this_reason(name):
+    assert refused(AutoConfig.for_model(name)).endswith(
+        "they are not on the verified list, and transformers has no class of them that generates text"
+    )

@@ -49,6 +49,8 @@ def features_of(shape: str) -> set[str]:
             logits_to_keep=torch.tensor([1]),
         )  # fmt: skip
     config = model.config
+    alibi = config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False)
+    biased = alibi or config.model_type == "doge"  # with wider keys, in which the bias is
     sliding = [o.window is not None for o in asked.options]
     found = {
         "alternating sliding windows": any(sliding) and not all(sliding),
@@ -56,23 +58,25 @@ def features_of(shape: str) -> set[str]:
         "soft cap": any(o.softcap is not None for o in asked.options),
         "sinks": any(o.sinks is not None for o in asked.options),
         "MLA": "kv_lora_rank" in vars(config),
-        "K and V of different widths": any(k != v for k, v in asked.widths),
+        "K and V of different widths": not biased and any(k != v for k, v in asked.widths),
+        "ALiBi": alibi,
+        "a dynamic mask": config.model_type == "doge",
         "shared KV": bool(getattr(config, "num_kv_shared_layers", 0)),
         **{kind: recurrent is not None and kind in recurrent.kinds for kind in MIXERS},
         "short convolution": recurrent is not None and recurrent.kinds == {"convolution"},
-        "an indexer": config.model_type in INDEXED,
+        "an indexer": config.model_type in INDEXED - {"doge"},
         "n-gram embeddings": bool(getattr(config, "ple_layer_ids", None)),
         "attention twice in a layer": config.model_type == "diffllama",
         "no attention": not asked.options,
         "experts": any("expert" in name for name, _ in model.named_modules()),
     }
-    return {name for name, there in found.items() if there} | _positions(config)
+    return {name for name, there in found.items() if there} | (set() if alibi else _positions(config))
 
 
 def _positions(config: Any) -> set[str]:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
-        return {"absolute positions"}
+        return {"partial rope" if getattr(config, "rotary_dim", None) else "absolute positions"}
     parts = [p for p in (rope, *rope.values()) if isinstance(p, dict)]
     kinds = {ROPES[p["rope_type"]] for p in parts if p.get("rope_type", "default") != "default"}
     if any(p.get("partial_rotary_factor", 1.0) != 1.0 for p in parts):

@@ -42,9 +42,14 @@ class Numbers:
 
 def build(model_type: str, **changes: Any) -> Any:
     """A random float32 model; the same for the same arguments."""
-    config = AutoConfig.for_model(model_type.split("/")[0], **(COMMON | SHAPES[model_type] | changes))
+    settings = COMMON | SHAPES[model_type] | changes
+    if model_type.split("/")[0] == "falcon":  # whose width of a head cannot be set
+        del settings["head_dim"]
+    config = AutoConfig.for_model(model_type.split("/")[0], **settings)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    # Falcon's own attention adds ALiBi twice when it is eager.
+    attention = "sdpa" if model_type.startswith("falcon/alibi") else "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     return randomize(model)
 
 

@@ -1,0 +1,154 @@
+"""Attention for models that call no `AttentionInterface` of transformers: their modules hand queries, keys and values to ours.
+
+A bias that depends on the key alone, such as ALiBi (https://arxiv.org/abs/2108.12409; what it subtracts by the position of the query is the same for
+all keys, and does not change a softmax), is kept in the key: as more numbers of it, which the query multiplies by one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from batchgen.attention.base import NAME, attention_forward, with_key_bias
+
+# T packed tokens, H query heads, K key/value heads, D key size.
+
+
+class Step:
+    """What attention needs of the present step, which these models do not pass on to their layers."""
+
+    def __init__(self) -> None:
+        self.attention: Any = None
+        self.positions = torch.empty(0)
+
+    def note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before the model is run."""
+        self.attention, self.positions = kwargs.get("step_attention"), kwargs["position_ids"]
+
+
+def hand_over(module: Any) -> None:
+    """Makes the attention of such a model ours, in place. Other models are left as they are."""
+    found = {part: name for part in module.modules() if (name := type(part).__name__) in _MODULES}
+    if not found:
+        return
+    step = Step()
+    for part, name in found.items():
+        _MODULES[name](part, step)
+    module.register_forward_pre_hook(step.note, with_kwargs=True)
+    if "MptAttention" not in found.values():  # that model's code cannot do without a mask, which nothing reads
+        module.config._attn_implementation = NAME  # so that no masks are made
+
+
+def _attend(
+    module: Any, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Returns [1, T, H, V]."""
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    return attention_forward(
+        module, q, k, v, None, scaling=scaling, sliding_window=window, step_attention=step.attention
+    )[0]
+
+
+def _gpt_neo(module: Any, step: Step) -> None:
+    module.layer_idx = module.layer_id
+    # A lower triangle of the window's width for the layers that see a window, of the longest text's for the others.
+    window = int(module.bias[0, 0, -1].sum()) if module.attention_type == "local" else None
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any = None) -> tuple[torch.Tensor, None]:
+        return _attend(module, step, q, k, v, 1.0, window).transpose(1, 2), None
+
+    module._attn = attend
+
+
+def _gpt_j(module: Any, step: Step) -> None:
+    """CodeGen too."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any = None) -> tuple[torch.Tensor, None]:
+        return _attend(module, step, q, k, v, module.head_dim**-0.5).transpose(1, 2), None
+
+    module._attn = attend
+
+
+def _bloom(module: Any, step: Step) -> None:
+    slopes_H = _alibi_slopes(module)
+
+    def forward(hidden_states: torch.Tensor, residual: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        q, k, v = module._reshape(module.query_key_value(hidden_states))
+        bias_HT = slopes_H.to(q.device)[:, None] * step.positions
+        q, k = with_key_bias(q, k, bias_HT, module.inv_norm_factor)
+        out = _attend(module, step, q, k, v, module.inv_norm_factor).flatten(2)
+        return residual + module.dense(out), None
+
+    _set_forward(module, forward)
+
+
+def _alibi_slopes(module: Any) -> torch.Tensor:
+    """ALiBi's slopes [H] as the module's own code has them, in float32."""
+    build = vars(sys.modules[type(module).__module__])["build_alibi_tensor"]
+    of_two = build(torch.ones((1, 2), dtype=torch.int64), module.num_heads, torch.float32)
+    return cast(torch.Tensor, of_two.view(module.num_heads, 2)[:, 1])
+
+
+def _mpt(module: Any, step: Step) -> None:
+    def forward(hidden_states: torch.Tensor, position_bias: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        qkv = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        q, k, v = (x.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=2))
+        slopes_H = position_bias[:, 0, -1] - position_bias[:, 0, -2]
+        q, k = with_key_bias(q, k, slopes_H[:, None] * step.positions, module.softmax_scale)
+        return module.out_proj(_attend(module, step, q, k, v, module.softmax_scale).flatten(2)), None
+
+    _set_forward(module, forward)
+
+
+def _falcon(module: Any, step: Step) -> None:
+    groups = module.num_heads // module.num_kv_heads if module.new_decoder_architecture else 1
+    rotate = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
+    slopes_H = _alibi_slopes(module).bfloat16()  # with which its own code multiplies positions
+
+    def forward(
+        hidden_states: torch.Tensor, alibi: torch.Tensor | None, *_: Any, position_embeddings: Any = None, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
+        k, v = k[:, ::groups], v[:, ::groups]  # transformers repeats them
+        if alibi is None:
+            q, k = rotate(q, k, *position_embeddings)
+        else:
+            bias_HT = (slopes_H.to(q.device)[:, None] * step.positions) * module.inv_norm_factor
+            k = k.expand(-1, q.shape[1], -1, -1)  # heads that share a key have a bias of their own each
+            v = v.expand(-1, q.shape[1], -1, -1)
+            q, k = with_key_bias(q, k, bias_HT, module.inv_norm_factor)
+        return module.dense(_attend(module, step, q, k, v, module.inv_norm_factor).flatten(2)), None
+
+    _set_forward(module, forward)
+
+
+def _doge(module: Any, _: Step) -> None:
+    """Its mask is a bias of keys as long as it keeps every key, which it does up to the end of the context (`prompts/tokenizer.py`)."""
+
+    def mask(dt_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return dt_states[:, :, None]
+
+    module.prepare_dynamic_mask = mask
+    module.mask_is_key_bias = True
+
+
+def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
+    # accelerate keeps a module's own forward under this name and calls it from its hooks.
+    setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", forward)
+
+
+_MODULES: dict[str, Callable[[Any, Step], None]] = {
+    "BloomAttention": _bloom,
+    "CodeGenAttention": _gpt_j,
+    "DogeAttention": _doge,
+    "FalconAttention": _falcon,
+    "GPTJAttention": _gpt_j,
+    "GPTNeoSelfAttention": _gpt_neo,
+    "MptAttention": _mpt,
+}
+"""By the name of an attention module's class: what changes it."""
