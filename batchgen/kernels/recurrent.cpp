@@ -293,12 +293,15 @@ void scan_channels(const Scan& s, int64_t span, int64_t i, floats* state) {
 }
 
 void scan(const Scan& s) {
-    const int64_t vectors = (s.channels + LANES - 1) / LANES, tasks = s.spans * vectors;
-    in_parallel(tasks, tasks > 8 ? s.threads : 1, [&](Tasks& queue) {
+    const int64_t vectors = (s.channels + LANES - 1) / LANES, count = s.spans * vectors;
+    // Neighbours run in one thread, so that no other core writes the lines that this one's prefetcher fetches.
+    const int64_t threads = count > 8 ? s.threads : 1, pieces = threads > 1 ? std::min(count, 8 * threads) : 1;
+    in_parallel(pieces, threads, [&](Tasks& queue) {
         std::vector<float> scratch((s.size + 1) * LANES);
         const uintptr_t at = ((uintptr_t)scratch.data() + sizeof(floats) - 1) / sizeof(floats) * sizeof(floats);
-        for (int64_t task; (task = queue.take()) >= 0;)
-            scan_channels(s, task / vectors, task % vectors * LANES, (floats*)at);
+        for (int64_t piece; (piece = queue.take()) >= 0;)
+            for (int64_t i = count * piece / pieces; i < count * (piece + 1) / pieces; i++)
+                scan_channels(s, i / vectors, i % vectors * LANES, (floats*)at);
     });
 }
 
