@@ -571,7 +571,7 @@ def _finish_job(job: Store, setup: _Setup, model: _Model, outcomes: Outcomes) ->
     _tell_notes(job, outcomes.tracker)
     write_stats(setup.config.stats, stats)
     if isinstance(job, ShardFolder):
-        outcomes.tracker.note(job.what_is_left())
+        outcomes.tracker.note(job.what_is_left(merges=setup.config.merge))
     return JobReport(
         stats,
         setup.output,

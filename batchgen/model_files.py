@@ -195,6 +195,8 @@ def adapter_folder(lora: str) -> Path:
     """Returns the folder with an adapter's configuration and weights: the user's, or the download of a hub adapter. Raises `ModelError`."""
     folder = Path(lora).expanduser()
     if not folder.is_dir():
+        if _is_path(lora):
+            raise ModelError(f"there is no adapter folder {lora!r}", "give a folder, or a hub name such as org/adapter")
         from huggingface_hub import snapshot_download
 
         try:

@@ -378,6 +378,15 @@ def test_the_first_reading_tells_how_far_it_is_and_the_status_names_every_shard(
     assert recorder.notes[-1] == "all 2 shards are done: batchgen merge o.jsonl writes the output"
 
 
+def test_a_shard_that_merges_does_not_ask_for_a_merge(tiny_model_dir: Path, source: Path) -> None:
+    shard(tiny_model_dir, "1/2")
+    notes: list[str] = []
+    recorder = Silent()
+    recorder.note = notes.append  # type: ignore[method-assign]
+    report = run_job(config_of(tiny_model_dir, shard="2/2", merge=True), recorder)
+    assert (report.shard, notes[-1]) == ("", "all 2 shards are done")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

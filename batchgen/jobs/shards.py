@@ -408,12 +408,14 @@ class ShardFolder:
         """Requests of this shard."""
         return self._share.last - self._share.first
 
-    def what_is_left(self) -> str:
-        """Returns a sentence that says what to do about the other shards."""
+    def what_is_left(self, *, merges: bool) -> str:
+        """Returns a sentence that says what to do about the other shards. `merges`: this run merges them if it can."""
         left = len(unfinished_shards(self._folder, self._plan))
         if left:
             return f"shard {self.number}/{self.count} is done; {left} of {self.count} are not"
-        return f"all {self.count} shards are done: batchgen merge {self.output} writes the output"
+        return (
+            f"all {self.count} shards are done{'' if merges else f': batchgen merge {self.output} writes the output'}"
+        )
 
     def windows(self) -> Iterator[list[Request]]:
         """The requests of this shard, in prefix order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import count
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
+from batchgen.options import flag_of
 from batchgen.prompts.columns import check_task, task_option
 from batchgen.prompts.encoding import Encoder, TextEncoder, Texts
 from batchgen.prompts.params import CHOICES_NAMES, RowParams
@@ -62,6 +64,7 @@ class PromptBuilder:
         self.sampling_from = self._params.sources() if generates else {}
         """The values that rows without parameters of their own are sampled with, and where each is from: see `RowParams.sources`."""
         self._check_sampling(sampling)
+        self._note_unused(sampling)
         if (
             getattr(tokenizer.hf_tokenizer, "fix_mistral_regex", None) is False
         ):  # set by transformers, whose own advice is not shown
@@ -80,6 +83,22 @@ class PromptBuilder:
         unknown = self._unknown_stop_token(sampling)
         if unknown is not None:
             raise UsageError(f"--stop-token-id {unknown}", "give ids of the model's vocabulary")
+
+    def _note_unused(self, sampling: SamplingParams) -> None:
+        """Notes sampling options that have no effect because nothing is generated."""
+        task = task_option(self._prompts, self._head) or ("--choices" if sampling.choices else "")
+        if not task:
+            if sampling.reasoning_budget is not None and self._tokenizer.thinking is None:
+                self._renderer.note(
+                    "--reasoning-budget has no effect: batchgen does not know how this model marks thoughts"
+                )
+            return
+        used = {"seed", "reasoning", *(("choices", "temperature") if task == "--choices" else ())}
+        unused = [flag_of(SamplingParams, f.name) for f in fields(sampling) if f.name in {*sampling.given} - used]
+        if unused:
+            names = " and ".join(filter(None, (", ".join(unused[:-1]), unused[-1])))
+            verb = "has" if len(unused) == 1 else "have"
+            self._renderer.note(f"{names} {verb} no effect with {task}, which generates nothing")
 
     def _unknown_stop_token(self, params: SamplingParams) -> str | None:
         over = [token for token in params.stop_token_ids if token >= self._tokenizer.vocab_size]

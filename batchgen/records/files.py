@@ -35,6 +35,7 @@ _PACKED = (
         ".zst",
     ),  # or a frame to skip, as pzstd writes it
 )
+_UNPACKED_BY = {b"BZh": ("bzip2", "bzip2 -dc"), b"\xfd7zXZ": ("xz", "xz -dc"), b"PK\x03\x04": ("zip", "unzip -p")}
 _PARQUET = (b"PAR1", b"PARE")  # plain, encrypted
 _LFS = b"version https://git-lfs"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
@@ -91,7 +92,7 @@ class InputFile:
         with self._raw() as raw:
             stream = raw if self.compression is None else decompressed(raw, self.compression)
             if self.name == "-":
-                stream = _decompressed(raw)
+                stream = self._checked(raw)
             if self.format != "parquet" or (self.name != "-" and self.compression is None and raw.seekable()):
                 yield stream
                 return
@@ -166,6 +167,24 @@ class InputFile:
                 f"convert it: jq -c {filters[first]} {name} > {to}",
             )
 
+    def _checked(self, raw: BinaryIO) -> BinaryIO:
+        """Returns standard input, decompressed if its first bytes are those of gzip or zstd. Raises `UsageError` if they show another format."""
+        stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[type-var]
+        start = stream.peek(8)[:8]
+        for magic, _, suffix in _PACKED:
+            if magic.match(start):
+                return decompressed(stream, COMPRESSIONS[suffix])
+        for foreign, (program, unpack) in _UNPACKED_BY.items():
+            if start.startswith(foreign):
+                raise UsageError(
+                    f"standard input is compressed with {program}", f"unpack it first: {unpack} | batchgen run -"
+                )
+        if start.startswith(_PARQUET) and self.format != "parquet":
+            raise UsageError("standard input is a Parquet file", "use --input-format parquet")
+        if start.startswith(_UTF16) and self.format != "parquet":
+            raise UsageError("standard input is in UTF-16, not in UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
+        return stream
+
     def forget(self) -> None:
         """Drops the cached listing of a store, so that the next `fingerprint` is up to date."""
         if is_url(self.name) and not _AT_COMMIT.match(self.name):
@@ -184,16 +203,6 @@ class InputFile:
         if is_url(self.name):
             return open_remote(self.name)
         return self._path.open("rb")
-
-
-def _decompressed(raw: BinaryIO) -> BinaryIO:
-    """Standard input, decompressed if its first bytes are those of gzip or zstd."""
-    stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[type-var]
-    start = stream.peek(4)[:4]
-    for magic, _, suffix in _PACKED:
-        if magic.match(start):
-            return decompressed(stream, COMPRESSIONS[suffix])
-    return stream
 
 
 def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:

@@ -230,7 +230,7 @@ def _values(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f.name: _option_value(config, f, given[f.name])
         for f in fields(config)
-        if "option" in f.metadata and given.get(f.name) not in (None, [])
+        if "option" in f.metadata and given.get(f.name) not in (None, [], ())
     }
 
 

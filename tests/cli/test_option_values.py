@@ -171,3 +171,7 @@ def test_without_the_package_ray_says_how_to_install_it(
 def test_options_of_a_cluster_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         ModelConfig(model="m", **options)
+
+
+def test_an_option_that_is_not_given_does_not_count_as_given() -> None:
+    assert parsed("--seed", "3").sampling.given == ("seed",)

@@ -108,6 +108,14 @@ def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path: Path
     )
 
 
+def test_an_adapter_folder_that_does_not_exist_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    write(build("llama"), tmp_path)
+    (tmp_path / "adapter").rename(tmp_path / "other")
+    assert refusal(tmp_path) == (
+        f"there is no adapter folder '{tmp_path}/adapter'; give a folder, or a hub name such as org/adapter"
+    )
+
+
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(build("llama"), tmp_path)
     monkeypatch.setattr("batchgen.model.lora.find_spec", lambda name: None)

@@ -171,3 +171,32 @@ def test_other_columns_that_the_command_names_must_be_there_too(tools):
     b.check_columns(rows, [("--keep", "x")])
     with pytest.raises(UsageError, match=r"^no row has the column 'nope' of --id-column; the input has 'prompt', 'x'$"):
         b.check_columns(rows, [("--id-column", "nope")])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options", "note"),
+    [
+        ({"max_tokens": 3}, {"score": True}, "--max-tokens has no effect with --score, which generates nothing"),
+        (
+            {"top_p": 0.5, "stop": "x", "temperature": 1.0, "seed": 3},
+            {"prompt_logprobs": True},
+            "--temperature, --top-p and --stop have no effect with --prompt-logprobs, which generates nothing",
+        ),
+        (
+            {"choices": ("a", "b"), "temperature": 1.0, "ignore_eos": True, "max_tokens": 3},
+            {},
+            "--max-tokens and --ignore-eos have no effect with --choices, which generates nothing",
+        ),
+        ({"choices": ("a", "b"), "temperature": 1.0}, {}, None),
+        ({"max_tokens": 3, "top_p": 0.5}, {}, None),
+        ({"seed": 3}, {"score": True}, None),
+        (
+            {"reasoning_budget": 5},
+            {},
+            "--reasoning-budget has no effect: batchgen does not know how this model marks thoughts",
+        ),
+    ],
+)
+def test_sampling_options_without_an_effect_are_named(tools, sampling, options, note):
+    b = tools.builder(sampling=SamplingParams(**sampling), bos=False, **options)
+    assert b.notes == ([] if note is None else [note])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import sys
 import tracemalloc
 from types import SimpleNamespace
@@ -359,3 +361,24 @@ def test_memory_does_not_grow_with_the_file(folder, name):
         return used
 
     assert peak(30_000 if FULL else 10_000) < 500_000  # the rows together take more than 10 MB, or 3 MB
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"PAR1", "standard input is a Parquet file; use --input-format parquet"),
+        (bz2.compress(JSONL), "standard input is compressed with bzip2; unpack it first: bzip2 -dc | batchgen run -"),
+        (lzma.compress(JSONL), "standard input is compressed with xz; unpack it first: xz -dc | batchgen run -"),
+        (b"PK\x03\x04", "standard input is compressed with zip; unpack it first: unzip -p | batchgen run -"),
+        (
+            JSONL.decode().encode("utf-16"),
+            "standard input is in UTF-16, not in UTF-8; convert it: iconv -f UTF-16 -t UTF-8",
+        ),
+    ],
+)
+def test_standard_input_that_is_not_what_is_said_is_refused_when_it_is_read(monkeypatch, data, message):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    source = opened("-")
+    with pytest.raises(UsageError) as error:
+        list(source.rows())
+    assert str(error.value) == message
