@@ -14,14 +14,15 @@ def kv_numbers(config: Any, attention_layers: int | None = None) -> int:
 
     `attention_layers`: how many of the layers attend, in a model where others do not.
     """
-    layers = getattr(config, "num_hidden_layers", None)
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
+    count = getattr(config, "num_hidden_layers", None)
+    layers = list(_layers(config, count)) if isinstance(count, int) else []
+    needed = ("num_attention_heads", "hidden_size")
+    if not layers or not all(isinstance(getattr(of, name, None), int) for of, _ in layers for name in needed):
         return 0
     if attention_layers is not None:
         return attention_layers * _layer_numbers(config, None)
     times = 2 if getattr(config, "model_type", None) == "diffllama" else 1  # keys beside each half of the values
-    return times * sum(_layer_numbers(layer, kind) for layer, kind in _layers(config, layers))
+    return times * sum(_layer_numbers(layer, kind) for layer, kind in layers)
 
 
 def _layers(config: Any, count: int) -> Iterator[tuple[Any, str | None]]:
