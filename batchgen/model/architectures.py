@@ -16,7 +16,7 @@ VERIFIED_ON = ("5.17", "5.23")
 RECURRENT = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
     "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "qwen4_exp_text", "recurrent_gemma", "zamba2",
+    "qwen4_exp_text", "recurrent_gemma", "zamba2", "zaya",
 })  # fmt: skip
 """Of those in `VERIFIED` and `INNER` the ones with recurrent layers."""
 
@@ -63,7 +63,6 @@ WRAPPERS = frozenset({
 })  # fmt: skip
 """Multimodal `model_type`s around a language model: text equals that of the wrapper's own `generate` (tests/parity/wrappers.py)."""
 
-_CONVOLUTION = "they have a kind of convolution that is not implemented"
 _DRAFTS = "they are draft models, which read the keys and values of another model"
 _ENCODER = "they are encoders, in which a token also sees the tokens after it"
 _IMAGE = "they run only with an image or sound"
@@ -115,13 +114,12 @@ REFUSED = {
     "xlstm": "their recurrence (mLSTM) is not implemented",
     "xmod": _ENCODER,
     "zamba": "each head of their Mamba layers has its own weights, which is not implemented",
-    "zaya": _CONVOLUTION,
 }
 """`model_type`s that cannot be exact, and why."""
 
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 # Of families in `RECURRENT`: elsewhere the names may stand for something else.
-_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "moe", "mlp"})
+_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"})
 # "dynamic" and "longrope" change with the longest sequence of a batch, but not below the length to which the context is
 # capped for them (prompts/tokenizer.py).
 _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope"})

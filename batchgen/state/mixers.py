@@ -41,7 +41,7 @@ class Recurrence(Protocol):
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
     ) -> torch.Tensor: ...
     def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor: ...
-    def earlier(self, layer: int, x_T: torch.Tensor, count: int) -> torch.Tensor: ...
+    def window(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor: ...
 
 
 class RecurrentLayers:
@@ -233,11 +233,10 @@ def _per_layer_embedding(layers: RecurrentLayers, module: Any) -> str:
 
     def embed(input_ids: torch.Tensor, _: Any = None) -> torch.Tensor:
         """[1, T]"""
-        ids = input_ids[0]
         # No earlier token is as an end of text. Tokens are counted from 1, because 0 stands for none.
-        before = layers.step.earlier(module.layer_idx, (ids + 1).float(), tokens.context_len).long() - 1
-        before = before.where(before >= 0, tokens.eos_token_id)
-        texts = torch.cat([before.flip(1), ids[:, None]], 1)
+        counted = (input_ids[0] + 1).float()[:, None]
+        texts = layers.step.window(module.layer_idx, counted, tokens.context_len, exact=True)[:, :, 0].long() - 1
+        texts = texts.where(texts >= 0, tokens.eos_token_id)
         return cast(torch.Tensor, type(tokens).forward(tokens, texts, None)[:, -1]).unsqueeze(0)
 
     def convolve(x: torch.Tensor, _: Any = None) -> torch.Tensor:
@@ -250,6 +249,32 @@ def _per_layer_embedding(layers: RecurrentLayers, module: Any) -> str:
     _set_forward(tokens, embed)
     module._short_conv = convolve
     return "convolution"
+
+
+def _compressed_attention(layers: RecurrentLayers, module: Any) -> str:
+    """The projections of Zaya (compressed convolutional attention, arXiv:2510.04476): two convolutions, and values of the token before."""
+    index, size, taps = module.layer_idx, module.head_dim, module.conv_kernel_size
+
+    def forward(hidden_states: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[1, T, hidden size]"""
+        q, k = module.q_proj(hidden_states), module.k_proj(hidden_states)
+        # Before a text is a token whose hidden state is zero.
+        first = module.v_proj_delayed(torch.zeros_like(hidden_states[:, :1]))[0]
+        inputs = torch.cat([q, k, module.v_proj_delayed(hidden_states) - first], -1)[0]
+        window = layers.step.window(index, inputs, taps)
+        channels = q.shape[-1] + k.shape[-1]
+        convolved = module.conv_qk_depthwise(window[:, :, :channels].transpose(1, 2))
+        mixed = module.conv_qk_grouped(convolved)[None, :, :, 0]
+        q, k, mixed = (x.unflatten(-1, (-1, size)) for x in (q, k, mixed))
+        both = (q + k.repeat_interleave(module.num_key_value_groups, 2)) * 0.5
+        of_keys = both.view(*q.shape[:2], -1, module.num_key_value_groups, size).mean(3)
+        delayed = window[None, :, -2, channels:] + first
+        values = torch.cat([module.v_proj_current(hidden_states), delayed], -1).view(*q.shape[:2], -1, size)
+        heads = q.shape[2]
+        return mixed[:, :, :heads] + both, mixed[:, :, heads:] + of_keys, values
+
+    _set_forward(module, forward)
+    return "compressed convolutional attention"
 
 
 def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
@@ -276,6 +301,7 @@ _WHOLE: dict[str, Callable[[RecurrentLayers, Any], str]] = {
     "RecurrentGemmaRecurrentBlock": _rg_lru,
     "MiniMaxLightningAttention": _lightning,
     "Qwen4ExpTextPLELayer": _per_layer_embedding,
+    "ZayaCCAProjection": _compressed_attention,
 }
 """By the name of a layer's class that calls no function along the sequence by name: what changes such a layer, and returns its kind."""
 
@@ -332,9 +358,12 @@ class StateProbe:
         self._note(layer, (x.shape[1],), x.device)
         return x
 
-    def earlier(self, layer: int, x_T: torch.Tensor, count: int) -> torch.Tensor:
-        self._note(layer, (count,), x_T.device)
-        return x_T[:, None].expand(-1, count)
+    def window(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor:
+        if exact:
+            self._note(layer, (taps, x_TC.shape[1]), x_TC.device)
+        else:
+            self.layers[layer] = StateShape(taps, x_TC.shape[1], (), x_TC.device)
+        return x_TC[:, None].expand(-1, taps + 1, -1)
 
     def _note(self, layer: int, recurrent: tuple[int, ...], device: torch.device) -> None:
         known = self.layers.get(layer, StateShape(0, 0, (), device))  # lightning attention has no convolution

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-ATTENDS = frozenset({"full_attention", "sliding_attention", "indexed_attention", "attention", "hybrid"})
+ATTENDS = frozenset(
+    {"full_attention", "sliding_attention", "indexed_attention", "attention", "hybrid", "hybrid_sliding"}
+)
 """Types of layers that have keys and values."""
-RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "recurrent"})
+RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "recurrent"})
 """Types of layers that have a state."""
 
 MAMBA = frozenset({"falcon_mamba", "jamba", "mamba"})
@@ -63,6 +65,12 @@ def state_bytes(config: Any, dtype_bytes: int) -> int:
 def _layer_bytes(config: Any, dtype_bytes: int) -> int:
     if hasattr(config, "conv_L_cache"):  # a short convolution alone
         return int((config.conv_L_cache - 1) * config.hidden_size * dtype_bytes)
+    if hasattr(config, "cca_time0"):  # compressed convolutional attention
+        taps, heads = (
+            config.cca_time0 + config.cca_time1 - 2,
+            config.num_attention_heads + 1.5 * config.num_key_value_heads,
+        )
+        return int(taps * heads * config.head_dim * dtype_bytes)
     if hasattr(config, "linear_num_value_heads"):  # gated delta rule
         key, value = config.linear_key_head_dim, config.linear_value_head_dim
         heads = config.linear_num_value_heads

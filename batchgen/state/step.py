@@ -15,7 +15,7 @@ from batchgen.kernels import recurrent
 from batchgen.state import delta_rule, mamba, mamba2
 from batchgen.state.cache import StateCache
 from batchgen.state.chunks import Chunks, chunks_of
-from batchgen.state.convolution import convolve_spans
+from batchgen.state.convolution import convolve_spans, window_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +170,15 @@ class StateStep:
             states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
         return out
 
-    def earlier(self, layer: int, x_T: torch.Tensor, count: int) -> torch.Tensor:
-        """Returns the numbers [T, count] of the tokens before each token in its text, the nearest first, for float32 numbers; 0 where there is none."""
-        at, states = self._layout(x_T.device), self._cache.recurrent[layer]
-        before = states.index_select(0, at.read)[:, :, None].expand(-1, -1, count)
-        nearest = torch.eye(count + 1, device=x_T.device)[:count].flip(0)  # a convolution that only picks
-        x_TC = x_T[:, None].expand(-1, count)
-        out, after = convolve_spans(x_TC, nearest, None, None, before, at.starts, at.lengths, at.owners)
-        states.index_copy_(0, at.write, after[:, :, 0])
+    def window(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor:
+        """Returns the input of each token behind the `taps` inputs before it in its text [T, taps + 1, C], zeros before its first.
+
+        The state keeps inputs in the model's dtype, or with `exact` in float32.
+        """
+        at, kept = self._layout(x_TC.device), self._cache.recurrent if exact else self._cache.convolution
+        before = kept[layer].index_select(0, at.read)
+        out, after = window_spans(x_TC, before, at.starts, at.lengths, at.owners)
+        kept[layer].index_copy_(0, at.write, after.to(before.dtype))
         return out
 
     def _layout(self, device: torch.device) -> _Layout:

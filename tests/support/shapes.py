@@ -318,6 +318,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 32, "chunk_size": 16, "num_mem_blocks": 2, "adapter_rank": 8,
         "use_shared_attention_adapter": True, "use_mem_rope": True,
     },
+    "zaya": TOKENS | {
+        "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "router_hidden_size": 16, "num_hidden_layers": 3,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 24, "attention_bias": True, "lm_head_bias": True,
+    },
 }  # fmt: skip
 
 
