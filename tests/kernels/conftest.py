@@ -20,9 +20,9 @@ def smaller():
     return [name for name in sets[1 : sets.index(instruction_set())] if isa.allowed(name, sets, has) == name]
 
 
-@pytest.fixture(scope="module", params=["", *slow_but({"avx2"}, smaller())])
+@pytest.fixture(scope="module", params=["", *slow_but((), smaller())])
 def kernels(request):
-    """As they are compiled here, and as for lesser processors."""
+    """As they are compiled here, and as for lesser processors, which takes another compilation (`make test-slow`)."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
             patch.setenv("BATCHGEN_ISA", request.param)

@@ -499,7 +499,7 @@ def never(out):
 
 
 JOB_FAULTS = [
-    pytest.param({}, [], "triton", id="nothing is wrong"),
+    pytest.param({}, [], "triton", id="nothing is wrong", marks=pytest.mark.slow),
     pytest.param({"attention": faulty(rounding)}, [], "triton", id="kernels round otherwise", marks=pytest.mark.slow),
     *(pytest.param({"attention": faulty(f)}, ["triton"], "packed", id=f"kernels: {f.__name__}", marks=pytest.mark.slow) for f in KERNEL_FAULTS),
     pytest.param({"attention": faulty(never)}, ["triton"], "packed", id="kernels never return", marks=pytest.mark.slow),
