@@ -41,7 +41,14 @@ from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
 from batchgen.scheduling.rehearsal import Rehearsal
-from batchgen.scheduling.sizes import AUTO_SHARE, SNAPSHOTS, MemoryShare, free_host_memory, limits_for, most_blocks
+from batchgen.scheduling.sizes import (
+    AUTO_SHARE,
+    SNAPSHOTS,
+    MemoryShare,
+    free_host_memory,
+    limits_for,
+    max_useful_blocks,
+)
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.signals import Signals
 from batchgen.state.sizes import attention_layers, state_bytes
@@ -246,7 +253,7 @@ class _PlanBuilder:
         limits = limits_for(engine, device, self.tokenizer.vocab_size)
         num_slots, num_blocks = (
             limits.batch_size + SNAPSHOTS,
-            most_blocks(limits, self.tokenizer.context_length, self.block_size),
+            max_useful_blocks(limits, self.tokenizer.context_length, self.block_size),
         )
         wish = parse_memory(engine.kv_memory)
         room: int | None = wish if isinstance(wish, int) else None

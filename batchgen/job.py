@@ -65,22 +65,16 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     are kept.
     """
     with shown_progress(progress) as shown:
-        return _run_to_its_end(config, shown)
-
-
-def _run_to_its_end(config: JobConfig, progress: Progress) -> JobReport:
-    """Runs what `run_job` says."""
-    report = replace(_run_job(config, progress), work_dir=config.work_dir)
-    if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
-        with suppress(OutputLocked):  # another shard that ended at the same moment merges
-            report = merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=progress)
-    if config.report is not None:
-        report.page().save(config.report)
-        progress.note(f"the report is in {config.report}")
-    if config.push is not None and not report.shard:
-        pushed = push_output(config, report.output, report.stats, progress.note)
-        report = replace(report, pushed=pushed)
-    return report
+        report = replace(_run_job(config, shown), work_dir=config.work_dir)
+        if config.merge and report.shard and is_last_shard(report.output, config.work_dir):
+            with suppress(OutputLocked):  # another shard that ended at the same moment merges
+                report = merge_job(report.output, work_dir=config.work_dir, stats=config.stats, progress=shown)
+        if config.report is not None:
+            report.page().save(config.report)
+            shown.note(f"the report is in {config.report}")
+        if config.push is not None and not report.shard:
+            report = replace(report, pushed=push_output(config, report.output, report.stats, shown.note))
+        return report
 
 
 def _run_job(config: JobConfig, progress: Progress) -> JobReport:

@@ -53,6 +53,23 @@ def test_a_class_and_a_public_function_have_a_name_of_their_own() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
+def test_a_private_name_means_one_thing_in_its_package() -> None:
+    homes = defaultdict(list)
+    for path, tree in modules().items():
+        for name in private_names(tree):
+            homes[path.parent, name].append(path.name)
+    assert {where: files for where, files in homes.items() if len(files) > 1} == {}
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The private functions, classes and constants of a module."""
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
 def test_a_folder_can_be_looked_through() -> None:
     files = Counter(path.parent for path in modules() if not path.stem.startswith("__"))
     assert {str(folder): count for folder, count in files.items() if count > FOLDER_FILES} == {}

@@ -27,7 +27,7 @@ class Cascade:
     def __init__(
         self, plan: AttentionPlan, device: torch.device, max_scores: int = MAX_SCORES, dense: float = DENSE
     ) -> None:
-        """`max_scores` and `dense` are what the constants of these names say."""
+        """`max_scores` and `dense` are documented at the constants of these names."""
         self.plan = plan
         self._max_scores = max_scores
         self.positions = torch.from_numpy(plan.positions).to(device)

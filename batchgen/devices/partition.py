@@ -32,7 +32,7 @@ class Piece:
 
 
 def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
-    """A window in pieces of at most 1 / (devices * PIECES) of its cost, in depth-first order. `leaves` are those of the plan.
+    """Cuts a window into pieces of at most 1 / (devices * PIECES) of its cost, in depth-first order. `leaves` are those of the plan.
 
     A node that costs more is opened: its children are pieces of their own. What cannot be cut (a request, with all its leaves) may
     cost more, and so may the first piece in a node that was opened: it has the node's tokens.
@@ -86,7 +86,7 @@ def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
 
 
 def deal(pieces: Sequence[Piece], devices: int) -> list[list[Piece]]:
-    """Each device's run of the pieces, so that no cost is far from the mean: a little less even where that leaves a group whole."""
+    """Returns the pieces of each device: consecutive ones, of about equal cost. Costs may differ a little more where that keeps a group whole."""
     ends = [0.0, *accumulate(p.cost for p in pieces)]
     bounds = [0]
     for device in range(1, devices):
@@ -101,7 +101,7 @@ def deal(pieces: Sequence[Piece], devices: int) -> list[list[Piece]]:
 
 
 def consecutive_pieces(requests: Iterable[Request], pieces: int) -> list[Piece]:
-    """The requests in about so many pieces of equal cost, in this order, whatever they share."""
+    """Returns the requests as about `count` pieces of equal cost, in this order, whatever they share."""
     requests = list(requests)
     costs = [float(r.cost) for r in requests]
     most = sum(costs) / max(1, pieces)
@@ -142,7 +142,7 @@ class Shares:
             self._give(self._shares[device], pieces)
 
     def take(self, device: int, leaves: int) -> list[Piece]:
-        """The next pieces for a device, of at least so many leaves where there are; none where others had better keep what is left."""
+        """Returns the next pieces for a device, with at least `leaves` leaves if there are as many. Empty if the other devices had better keep the rest."""
         taken: list[Piece] = []
         own = self._shares[device] or self._common
         if own:
@@ -154,7 +154,7 @@ class Shares:
         return taken
 
     def _take_over(self, leaves: int) -> list[Piece]:
-        """From the back of the longest share, up to half of it: but nothing whose prefix costs more than the wait for its device."""
+        """Takes up to half of the costliest share, from its end. Leaves a piece whose shared prefix would cost more to compute again than its device needs to reach it."""
         share = max(self._shares.values(), key=_total_cost)
         left = half = _total_cost(share) / 2
         taken: deque[Piece] = deque()
@@ -167,11 +167,11 @@ class Shares:
         return list(taken)
 
     def join(self, device: int) -> None:
-        """One more device. Until the next window comes it takes what belongs to nobody, or takes over from others."""
+        """Adds a device. Until the next window it takes pieces that no device has, or some of another device's share."""
         self._shares[device] = deque()
 
     def lost(self, device: int, requests: Iterable[Request]) -> None:
-        """A device is gone: its share, and the requests that it had begun, are for the others, after what these have."""
+        """Removes a device. The others get its share, and the requests that it had begun, after their own."""
         share = self._shares.pop(device)
         self._common += share
         self._give(self._common, consecutive_pieces(requests, max(1, len(self._shares)) * PIECES))

@@ -133,7 +133,7 @@ async def _cancel_others() -> None:
 
 
 def _path_on_workers(path: str, working_dir: str | None) -> str:
-    """Where the workers find a folder or file of this machine: in the copy of the working directory, which is their current folder, or else
+    """Returns where the workers find a folder or file of this machine: in the copy of the working directory, which is their current folder, or else
     at the same absolute path. A name on the hub stays as it is."""
     if not os.path.exists(path):  # noqa: PTH110
         return path
@@ -280,7 +280,7 @@ class _Outgoing:
 
 
 def _with_place(failed: WorkerFailed) -> WorkerFailed:
-    """A model that one machine cannot load is a matter of where it lies."""
+    """Turns an error about the model into one that says where the machines of the cluster look for it."""
     error = failed.error
     if isinstance(error, ModelError | UsageError):
         hint = "name a model of the hub or a folder that every machine of the cluster sees, or use --ray-working-dir"

@@ -45,11 +45,11 @@ class Channel:
         self._reader.start()
 
     def send(self, message: Any) -> None:
-        """As it is now; changes made to it later are not seen. Where the other process has gone nothing happens."""
+        """Sends a message as it is now; later changes to it are not seen. Does nothing if the other process is gone."""
         self._outgoing.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def flush(self, seconds: float) -> None:
-        """No more will be sent: waits, but not for longer, until what was sent is on its way."""
+        """Waits, for a limited time, until all messages are on their way. Nothing may be sent afterwards."""
         self._outgoing.put(None)
         self._writer.join(seconds)
 
@@ -190,7 +190,7 @@ def start_process(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
 
 
 def how_it_ended(process: Process, said: IO[bytes], seconds: float = END_SECONDS) -> str:
-    """The signal or exit code of a process that has closed its connection without a word, and the last line that it printed. Waits for `seconds`."""
+    """Returns how a process ended that has closed its connection: its signal or exit code, and the last line that it printed. Waits up to `seconds`."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -220,7 +220,7 @@ class Link(Protocol):
         """Waits a while for the end of a worker that was killed, and frees what is left of it."""
 
     def how_it_ended(self) -> str:
-        """In words, of a worker that is gone."""
+        """Returns how a lost worker ended, in words."""
         ...
 
 
@@ -233,7 +233,7 @@ class Transport(Protocol):
     """Whether a worker that is lost can be started again, and work can begin before all are ready."""
 
     def setups(self, model: ModelConfig, engine: EngineConfig) -> list[WorkerSetup]:
-        """One for each worker that is to be started."""
+        """Returns the setup of each worker to start."""
         ...
 
     def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
@@ -241,7 +241,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more will be started."""
+        """Releases what starting workers needs. No worker may be started afterwards."""
 
 
 class Processes:

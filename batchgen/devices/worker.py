@@ -49,7 +49,7 @@ LAST_WORDS_SECONDS = 5.0
 
 
 def main() -> None:
-    """With the number of an open socket as the argument (`processes.start_process`)."""
+    """Runs a worker. The argument is the number of an open socket (`transport.start_process`)."""
     # A terminal's Ctrl-C goes to all of its processes; what becomes of this one, the job's process says.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """For when the connection outlives the job's process: a copy of its end may be in a child that it forked."""
+    """Ends this process when its parent has ended. The connection alone does not tell: a child that the job forked may hold a copy of its end."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(0)
@@ -168,7 +168,7 @@ class _Worker:
         self._channel.flush(LAST_WORDS_SECONDS)
 
     def _between(self) -> str | None:
-        """Between two steps: what has been heard, what there is to tell."""
+        """Takes the messages that have arrived, and sends what is due; called between two steps."""
         while self._wish != "now":
             try:
                 message = self._next(wait=False)

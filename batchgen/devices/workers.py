@@ -235,7 +235,7 @@ class Workers:
         self._shares.add(leaves, plan, arrival=self._arrival)
 
     def run(self, stop: Callable[[], str | None] | None = None) -> None:
-        """Until all requests are done. `stop()` is asked several times a second (`Engine.run`)."""
+        """Runs until all requests are done. Calls `stop()` several times a second; see `Engine.run` for what it returns."""
         if not self._alive:
             raise DevicesLost(f"the processes of {self.device} have ended")
         try:
@@ -256,7 +256,7 @@ class Workers:
                 self._abandon()
 
     def under_way(self) -> dict[int, dict[int, Completion]]:
-        """What there is of completions of rows that are not done, as the processes told it last."""
+        """Returns the unfinished completions, by row and number, as the processes reported them last."""
         return {row: begun for worker in self._workers for row, begun in worker.under_way.items() if row in self._rows}
 
     def cancel(self, request: Request) -> None:
@@ -271,7 +271,7 @@ class Workers:
     # -- work goes out
 
     def _hand_out(self) -> None:
-        """Enough that a batch stays full until the next time; near the end no more than a batch, so that whoever is done first has the rest."""
+        """Gives each worker enough that its batch stays full until the next call. Near the end of the work it gets no more than a batch, so that the worker that is done first gets the rest."""
         for worker in sorted(self._alive.values(), key=lambda worker: worker.leaves):
             if not worker.batch_size:
                 continue
@@ -313,7 +313,7 @@ class Workers:
                     row.worker.send(Cancel(number))
 
     def _abandon(self) -> None:
-        """What is not done is dropped, here and there."""
+        """Drops all unfinished rows, here and in the workers."""
         self._pass_on("now")
         self._rows.clear()
         self._shares.clear()
@@ -367,7 +367,7 @@ class Workers:
             self._ended(worker, DevicesLost(f"the process of {worker.device} ended ({how})"))
 
     def _note(self, text: str) -> None:
-        """All of them may say the same."""
+        """Adds a note, once: several workers may say the same."""
         if text not in self._noted:
             self._noted.add(text)
             self.notes.append(text)
@@ -387,8 +387,10 @@ class Workers:
         self._alive[setup.place] = worker
 
     def _ended(self, worker: _WorkerHandle, error: BatchgenError) -> None:
-        """A worker is lost. Its rows are begun again elsewhere, after all others: should it be one of them that ends processes, the others
-        are done by then."""
+        """Handles the loss of a worker: starts it again if that may help, or leaves its rows to the others; else raises `error`.
+
+        These rows come after all others, so that a row that ends every process which runs it does its harm last.
+        """
         del self._alive[worker.place]
         worker.link.kill()
         worker.lost = True

@@ -39,7 +39,7 @@ class Store(Protocol):
         ...
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
-        """Keep what there is of completions that are not finished, by the key of the row and the number of the completion."""
+        """Stores the tokens so far of unfinished completions, by row key and the completion's number."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class Store(Protocol):
         ...
 
     def finish(self, stats: dict[str, Any]) -> None:
-        """Every row has a result, and those of a job are written: put the output in its place."""
+        """Puts the output in its place. Every row has a result by then, and all rows of a job are written."""
         ...
 
 

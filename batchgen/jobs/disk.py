@@ -108,13 +108,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces the file `path` by `value` as JSON. After a power cut, the old or the new file is there, never a part of one."""
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    _replace(path, path.with_name(path.name + ".new"), json.dumps(value, indent=1).encode() + b"\n")
     sync_folder(path.parent)
 
 
@@ -133,7 +127,7 @@ def write_whole(path: str | Path, text: str) -> None:
         Path(path).write_bytes(data)
     else:
         try:
-            _replace(place, data)
+            _replace(place, place.with_name(f".batchgen-{os.getpid()}.new"), data)
         except OSError as e:
             if e.errno not in _NOT_REPLACED or not place.is_file():
                 raise
@@ -149,8 +143,8 @@ def _standard_stream(path: str | Path) -> int | None:
     return None
 
 
-def _replace(place: Path, data: bytes) -> None:
-    new = place.with_name(f".batchgen-{os.getpid()}.new")
+def _replace(place: Path, new: Path, data: bytes) -> None:
+    """Writes `data` to the file `new` and renames that to `place`. `new` never stays. Raises `OSError`."""
     try:
         with new.open("wb") as file:
             if place.exists():

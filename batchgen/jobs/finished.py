@@ -25,7 +25,7 @@ def finished_manifest(
     prune: bool,
     leftovers: Collection[str],
 ) -> tuple[Manifest, dict[str, Any]] | None:
-    """The manifest and the figures of a finished job of this command whose output stands; None if there is something to do, or may be.
+    """Returns the manifest and the figures of the job if this command has finished it and its output is unchanged; None if there is, or may be, something to do.
 
     `command`: what `identity.command_digest` gives. `request`: some entries of `Manifest.request`; the others follow from the command.
     `leftovers`: files of the folder that a run removes when it is finished.

@@ -87,9 +87,9 @@ def find_finished(
     retry: Collection[str] = (),
     prune: bool = False,
 ) -> tuple[dict[str, Any], bool] | None:
-    """The figures of the job of an output, and whether its prompts are chats, if this command has finished it: `open_job` would find nothing to do.
+    """Returns the figures of an output's job, and whether its prompts are chats, if this command has finished it and `open_job` would find nothing to do.
 
-    None if there is something to do, or only `open_job` can tell. The arguments are those of `open_job`. Changes nothing.
+    Returns None if there is something to do, or if only `open_job` can tell. The arguments are those of `open_job`. Changes nothing.
     """
     if output == "-":
         return None
@@ -129,7 +129,7 @@ def open_job(
     lease: Lease | None = None,
     merging: bool = False,
 ) -> Job:
-    """The job of an output: begun, continued or already finished. This process holds it until it is closed.
+    """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lock until it is closed.
 
     `command`: `identity.command_digest`, by which the next run may find the job finished (`find_finished`); empty where it cannot be known.
     `settings`, a flat dictionary of plain values, is what changes results: a job continues with equal ones only. `mentions`: a difference is only noted.
@@ -182,7 +182,7 @@ def _make_folder(folder: Path, needed: int) -> None:
 
 @contextmanager
 def _shards_held(job: JobFolder) -> Iterator[None]:
-    """While what the shards of a job did becomes the job's own, no shard begins."""
+    """Keeps shards from starting while the job takes over their results."""
     if load_plan(job.folder) is None:
         yield
         return
@@ -333,7 +333,7 @@ class JobFolder:
             self._opened = opened.pop_all()
 
     def _take_results(self) -> None:
-        """The results that this run may use: those of the database, of shards, and of a finished output."""
+        """Gathers the results that this run may use: those of the database, of shards, and of a finished output."""
         old, results = self._old, self._results
         if load_plan(self._folder) or stores(self._folder):
             taken = take_results(self._folder, results)
@@ -600,14 +600,14 @@ class JobFolder:
             self._results.flush()
 
     def forget_reading(self) -> None:
-        """No later run is to use it. What shards have done is the job's own by now."""
+        """Removes the first reading, and the plan of the shards, whose results the job has taken over."""
         with writing(self._folder):
             self._results.forget_reading()
             self._results.flush()
             forget_plan(self._folder)
 
     def end_reading(self) -> None:
-        """The requests are in the plan of the shards: the sorted ones are not needed any more."""
+        """Removes the first reading and its sorted requests: the plan of the shards holds them now."""
         with writing(self._folder):
             self._results.forget_reading()
             self._remove((SORTED_FOLDER,))
@@ -617,7 +617,7 @@ class JobFolder:
         return self._folder
 
     def without_results(self, windows: Iterator[list[Request]]) -> Iterator[list[Request]]:
-        """The requests of these windows that have no result yet."""
+        """Yields the requests of these windows that have no result yet."""
         for window in windows:
             stored = self.stored([request.key for request in window])
             if lacking := [request for request in window if request.key not in stored]:

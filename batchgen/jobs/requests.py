@@ -199,12 +199,12 @@ class SameInput:
         """Of the first reading."""
 
     def check(self) -> None:
-        """Raises `InputCorrupt` unless it is."""
+        """Raises `InputCorrupt` if the input has changed since the first reading."""
         if self._source.fingerprint() != self.fingerprint:
             raise self.changed()
 
     def changed(self) -> InputCorrupt:
-        """What to raise if it is not: no later run may use the reading."""
+        """Makes sure that no later run uses the reading, and returns the error to raise for a changed input."""
         self._job.forget_reading()
         names = ", ".join(file.shown for file in self._source.files[:3])
         return InputCorrupt(

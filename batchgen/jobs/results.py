@@ -215,7 +215,7 @@ class Results:
         return {key: dict(begun) for key, begun in self._begun.items()}
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
-        """Keep what there is of completions that are not finished. Only what has come since the last call is written.
+        """Stores the tokens so far of unfinished completions. Only what has come since the last call is written.
 
         A power cut takes what came after the last `flush`; a process that is killed loses nothing.
         """

@@ -18,7 +18,7 @@ from batchgen.sampling.sampler import AT_ONCE
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence
-from batchgen.scheduling.sizes import AUTO_SHARE, MemoryShare, free_host_memory, limits_for, most_blocks
+from batchgen.scheduling.sizes import AUTO_SHARE, MemoryShare, free_host_memory, limits_for, max_useful_blocks
 from batchgen.state.cache import StateCache, bytes_per_slot
 
 
@@ -168,7 +168,7 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     num_slots = min(share.slots(limits.batch_size) for share in shares) if slot else 0
     num_blocks = min(share.blocks(num_slots) for share in shares)
     if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
-        num_blocks = min(num_blocks, most_blocks(limits, context_length, block_size))
+        num_blocks = min(num_blocks, max_useful_blocks(limits, context_length, block_size))
     if num_blocks < 1 or (slot and num_slots < 2):
         states = f" beside two states of {slot} bytes" if slot else ""
         raise UsageError(

@@ -74,7 +74,7 @@ def shrink(config: Any) -> Any:
 
 
 # Names of settings.
-_LAYERS = r"num_hidden_layers|n_layers?|num_layers"
+_LAYER_COUNTS = r"num_hidden_layers|n_layers?|num_layers"
 _BOUNDARY = r"first_k_dense_replace|max_window_layers|(num|n)_dense_layers|moe_layer_(start|end)_index"
 _PERIOD = r".*(interval|period|every_n_layers|layer_freq|sparse_step|layer_step|window_pattern)"
 _LEFT = (  # of no consequence, or no number to shrink
@@ -195,7 +195,7 @@ def _small(name: str, value: Any, layers: _Layers | None, rules: _Rules) -> Any:
         return value
     if not isinstance(value, int):
         raise Unshrinkable(f"its setting {name} is of an unknown kind")
-    if layers is not None and _matches(_LAYERS, name):
+    if layers is not None and _matches(_LAYER_COUNTS, name):
         return len(layers.kept)
     if layers is not None and _matches(_BOUNDARY, name):
         return layers.boundary(value)
@@ -214,7 +214,7 @@ def _sections(sizes: Sequence[int], divisor: int) -> list[int]:
 
 def _choose_layers(settings: Mapping[str, Any]) -> _Layers | None:
     """The layers to keep: the first few where all kinds are among them, else one or two of each kind."""
-    total = next((v for n, v in settings.items() if _matches(_LAYERS, n) and isinstance(v, int)), None)
+    total = next((v for n, v in settings.items() if _matches(_LAYER_COUNTS, n) and isinstance(v, int)), None)
     if total is None:
         return None
     # What may make a layer another kind of layer, a list over the layers each.

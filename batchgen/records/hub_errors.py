@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from batchgen.errors import BatchgenError, UsageError, causes_of
 from batchgen.records.remote import short_reason
 
-_TOKEN = "set HF_TOKEN or run `hf auth login`"
+_GIVE_TOKEN = "set HF_GIVE_TOKEN or run `hf auth login`"
 
 
 @contextmanager
@@ -37,11 +37,11 @@ def _explained(repo: str, revision: str | None, error: BaseException) -> tuple[s
     if caused_by(hub.RevisionNotFoundError):
         return f"dataset {repo} has no revision {revision!r}", "use a branch, a tag or a commit of it"
     if caused_by(hub.GatedRepoError):
-        return f"dataset {repo} is gated, and you have no access to it", f"ask for access on its page and {_TOKEN}"
+        return f"dataset {repo} is gated, and you have no access to it", f"ask for access on its page and {_GIVE_TOKEN}"
     if caused_by(hub.LocalTokenNotFoundError) or status == 401:
-        return f"dataset {repo} needs a token of the hub", _TOKEN
+        return f"dataset {repo} needs a token of the hub", _GIVE_TOKEN
     if caused_by(hub.RepositoryNotFoundError):
-        return f"there is no dataset {repo} on the hub", f"check the name; for a private dataset, {_TOKEN}"
+        return f"there is no dataset {repo} on the hub", f"check the name; for a private dataset, {_GIVE_TOKEN}"
     if status == 403:
         return f"the token gives no access to dataset {repo}", "use a token that has the permission"
     if caused_by(hub.OfflineModeIsEnabled):

@@ -32,7 +32,7 @@ ENDPOINTS = (CHAT, RAW, EMBEDDINGS, RESPONSES)
 CREATED = 0
 """The time that the form asks for. It is always 0, so that the same rows give the same bytes."""
 _REASONS = ("stop", "length")
-_CALLS = "tool_calls"
+_CALLS_REASON = "tool_calls"
 """The finish reason, in this form, of a completion that calls tools."""
 _UNLIKELIEST = -9999.0
 """The form's value for minus infinity, which JSON cannot write."""
@@ -220,7 +220,7 @@ def _choice(index: int, completion: Completion, *, chat: bool) -> dict[str, Any]
     known = completion.finish_reason in _REASONS
     choice["finish_reason"] = completion.finish_reason if known else "length"  # a time limit is also a limit
     if chat and completion.tool_calls and completion.finish_reason == "stop":
-        choice["finish_reason"] = _CALLS
+        choice["finish_reason"] = _CALLS_REASON
     if not known:
         choice["stop_reason"] = completion.finish_reason
     return choice
@@ -243,7 +243,7 @@ def _logprob_entry(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _raw_logprobs(tokens: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
-    """An offset is the number of characters before a token. It never passes the end of the text, where end tokens and stop strings are."""
+    """Returns the log-probabilities in the form of /v1/completions. An offset is the number of characters before a token, at most the length of the text: end tokens and stop strings come after it."""
     offsets, place = [], 0
     for token in tokens:
         offsets.append(min(place, len(text)))
@@ -348,6 +348,6 @@ def _completion_of_choice(choice: Mapping[str, Any]) -> Completion:
     if not isinstance(text, str) and not (text is None and isinstance(reasoning, str)):
         raise TypeError(f"not text: {text!r}")
     reason = choice.get("stop_reason", choice["finish_reason"])
-    reason = "stop" if reason == _CALLS else reason
+    reason = "stop" if reason == _CALLS_REASON else reason
     ids = tuple(choice.get("token_ids") or ())
     return Completion(text=text, finish_reason=reason, reasoning=reasoning, tool_calls=calls, token_ids=ids)

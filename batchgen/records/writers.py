@@ -43,14 +43,14 @@ class GroupLimits:
 
 DEFAULT_LIMITS = GroupLimits()
 
-_TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float64())]
+_TOKEN_FIELDS = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float64())]
 _CHOICE = [
     ("index", pa.int32()),
     ("text", pa.string()),
     ("finish_reason", pa.string()),
-    ("logprobs", pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))),
+    ("logprobs", pa.list_(pa.struct([*_TOKEN_FIELDS, ("top", pa.list_(pa.struct(_TOKEN_FIELDS)))]))),
 ]
-_CALLS = pa.list_(
+_CALLS_TYPE = pa.list_(
     pa.struct(
         [
             ("id", pa.string()),
@@ -65,11 +65,11 @@ RESULT_FIELDS = {
     "reasoning": pa.string(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
     "truncated": pa.bool_(),
-    "tool_calls": _CALLS,
+    "tool_calls": _CALLS_TYPE,
     "choices": pa.list_(pa.struct([*_CHOICE, ("token_ids", pa.list_(pa.int32()))])),
     "choice_probs": pa.map_(pa.string(), pa.float64()),
     "score": pa.struct([("logprob", pa.float64()), ("tokens", pa.int64()), ("greedy", pa.bool_())]),
-    "prompt_logprobs": pa.list_(pa.struct(_TOKEN)),
+    "prompt_logprobs": pa.list_(pa.struct(_TOKEN_FIELDS)),
     "embedding": pa.list_(pa.float32()),
     "reward": pa.float64(),
     "token_ids": pa.list_(pa.int32()),
@@ -167,7 +167,7 @@ def result_types(form: RowForm) -> dict[str, pa.DataType]:
     else:
         del types["reasoning"]  # a column of the input may be called so
     if form.tool_calls:
-        types["choices"] = pa.list_(pa.struct([*types["choices"].value_type, ("tool_calls", _CALLS)]))
+        types["choices"] = pa.list_(pa.struct([*types["choices"].value_type, ("tool_calls", _CALLS_TYPE)]))
     return types
 
 

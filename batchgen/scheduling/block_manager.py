@@ -207,7 +207,7 @@ class BlockManager:
         self._release(node_span)
 
     def evict_all(self, kept: Container[PrefixNodeSpan | None] = ()) -> None:
-        """Evicts the cached nodes, and all complete ones that leaves need but those in `kept`."""
+        """Evicts all cached nodes, and of the complete nodes that leaves still need all but those in `kept`."""
         for node_span in [*self.cached, *(b for b in self.live if b.complete and b not in kept)]:
             if node_span in self.cached:
                 self._swap_out(node_span)
@@ -233,7 +233,7 @@ class BlockManager:
         return self.slots is None or self.slots.num_free + len(self.cached) >= count
 
     def advance(self, span: Span, computed: int) -> None:
-        """A forward is launched that computes the span's positions before `computed`. From now on its state is in its own slot."""
+        """Notes that a forward is launched which computes the span's positions before `computed`. From now on the span's state is in its own slot."""
         span.computed = computed
         if span.read_slot != span.state_slot:
             if span.read_slot >= 0 and self.slots is not None:

@@ -67,14 +67,14 @@ class RunningSet:
         self.window_of(seq).add_sequence(seq)
 
     def preempt(self, seq: GenerationSequence) -> None:
-        """A running sequence gives up its blocks; its leaf waits again, in its start order."""
+        """Preempts a running sequence: frees its blocks, and lets its leaf wait again, in its start order."""
         assert not seq.num_pending_tokens, "a sequence with pending tokens cannot be preempted"
         self._stop(seq, State.PREEMPTED)
         self._ended.append(seq)
         self.queue.push(Cursor(self.window_of(seq), seq.parent.node.index if seq.parent else -1, [seq.item]))
 
     def start_finishing(self, seq: GenerationSequence) -> None:
-        """All of a sequence's work is launched: its leaf has nothing more to run. `end` follows when its last numbers are on the host.
+        """Marks a sequence all of whose work is launched: its leaf has nothing more to run. `end` follows when its last numbers are on the host.
 
         What it held may go to others at once: the device runs them after it, in the order of the launches.
         """
@@ -145,7 +145,7 @@ class RunningSet:
         self._close_if_done(w)
 
     def complete(self, node_span: PrefixNodeSpan) -> None:
-        """A node is computed: what waits for it may start."""
+        """Lets what waits for a node start, which is computed now."""
         w, n = self.window_of(node_span), node_span.node.index
         self.queue.complete(w, n)
         if not w.is_needed(n):

@@ -53,7 +53,7 @@ def limits_for(config: EngineConfig, device: str, vocab_size: int) -> Limits:
     )
 
 
-def most_blocks(limits: Limits, context_length: int, block_size: int) -> int:
+def max_useful_blocks(limits: Limits, context_length: int, block_size: int) -> int:
     """Returns the blocks of a full batch of the longest sequences, twice: more are of no use."""
     return 2 * limits.batch_size * -(-context_length // block_size)
 

@@ -161,12 +161,12 @@ class Window:
         return self._unfinished[n] > 0
 
     def open_node(self, node_span: PrefixNodeSpan) -> None:
-        """Node has got its blocks."""
+        """Registers the span of a node that has its blocks."""
         self._node_spans[node_span.node.index] = node_span
         self._restarting.pop(node_span.node.index, None)
 
     def close_node(self, n: int) -> None:
-        """Node n is given up, or no longer needed."""
+        """Removes the span of node n, which was evicted or is not needed any more."""
         self._node_spans[n] = None
 
     def begins_at(self, n: int) -> bool:
@@ -182,7 +182,7 @@ class Window:
         return [c for c in (*self._waiters.get(n, ()), self._cursors[n]) if c.next < len(c.items)]
 
     def wait(self, cursor: Cursor) -> None:
-        """The cursor waits until its node is computed."""
+        """Puts the cursor aside until its node is computed."""
         if cursor is not self._cursors[cursor.node]:
             self._waiters.setdefault(cursor.node, []).append(cursor)
 
@@ -313,20 +313,20 @@ class Queue:
         return cursor
 
     def advance(self) -> None:
-        """The top goes on to its next item."""
+        """Moves the top to its next item."""
         cursor = self.pop()
         cursor.next += 1
         if cursor.next < len(cursor.items):
             self.push(cursor)
 
     def wait(self) -> None:
-        """The node of the top is not computed: the top waits for it, and the node is started if it is not resident."""
+        """Puts the top aside until its node is computed, and starts the node if it is not resident."""
         cursor = self.pop()
         cursor.window.wait(cursor)
         self._restart(cursor.window, cursor.node, cursor.start_order)
 
     def complete(self, w: Window, n: int) -> None:
-        """Node n is computed: what waits for it may start."""
+        """Lets what waits for node n start, which is computed now."""
         for cursor in w.end_waiting(n):
             self.push(cursor)
 
