@@ -19,7 +19,12 @@
 namespace {
 
 constexpr int WIDTH = VECTORS * LANES;  // columns of a panel, summed at a time
-constexpr int DEPTH = 512;  // words of the inner dimension that are summed at a time: their part of a panel stays in the cache
+// Words of the inner dimension that are summed at a time: their part of a panel stays in the cache.
+#if defined(__AVX512F__)
+constexpr int DEPTH = 512;
+#else
+constexpr int DEPTH = 256;
+#endif
 constexpr int MOST_ROWS = 288;  // of a task
 constexpr int WIDENED_ROWS = 2 * ROWS;  // from which on weights are made float32 once for all rows, and not in each block
 constexpr int64_t LEAST = 1500;  // words of panels times blocks of rows, 12 cycles or so each, that are worth a thread
@@ -58,11 +63,11 @@ void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t grou
         for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-// As many rows as a block takes of those that are left; returns how many.
+// As many rows as a block takes of those that are left; returns how many. 8 are two blocks of 4: one of 2 takes as long as one of 4.
 template <class E>
 int64_t some_rows(int64_t left, const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums,
                   bool more, const int32_t* from) {
-    if (left >= ROWS) return block<E, ROWS>(x, x_row, panel, group, words, sums, more, from), ROWS;
+    if (left >= ROWS && left != 8) return block<E, ROWS>(x, x_row, panel, group, words, sums, more, from), ROWS;
     if (left >= 4) return block<E, 4>(x, x_row, panel, group, words, sums, more, from), 4;
     if (left >= 2) return block<E, 2>(x, x_row, panel, group, words, sums, more, from), 2;
     return block<E, 1>(x, x_row, panel, group, words, sums, more, from), 1;
@@ -100,11 +105,26 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
     put(y, columns, gated);
 }
 
+// Weights that are read next, asked for in parts while others are multiplied.
+class Ahead {
+   public:
+    Ahead() = default;
+    Ahead(const uint32_t* weights, int64_t words, int64_t parts) : at_(weights), end_(weights + words), part_((words / parts + 15) / 16 * 16) {}
+    INLINE void fetch() {  // a part
+        for (const uint32_t* end = std::min(end_, at_ + part_); at_ < end; at_ += 16) __builtin_prefetch(at_, 0, 2);
+    }
+
+   private:
+    const uint32_t *at_ = nullptr, *end_ = nullptr;
+    int64_t part_ = 0;
+};
+
 // Rows [begin, end) of x times `words` words of a panel, from word k on; finished where these are the last.
 template <class E, class T>
-INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums) {
+INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums, Ahead ahead) {
     const bool last = (k + words) * E::per_word == p.inner;
     for (int64_t row = begin; row < end;) {
+        ahead.fetch();
         const uint32_t* x = p.x + row * p.x_row + k * E::a_words;
         uint32_t* here = sums + (row - begin) * WIDTH;
         const int64_t rows = some_rows<E>(end - row, x, p.x_row, weights, p.group, words, here, k > 0,
@@ -202,10 +222,15 @@ void run(Product p) {
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);
-                        slice<typename E::wide, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums);
+                        // Next comes more of the panel, or probably that of the task after those that other threads take meanwhile.
+                        const int64_t from = k + words < p.words ? k + words : 0, next = from > 0 ? task : task + threads;
+                        Ahead ahead;
+                        if (next < tasks && !p.w_row)
+                            ahead = {p.weights + (next % panels * p.words + from) * WIDTH, std::min(depth, p.words - from) * WIDTH, (end - begin) / ROWS};
+                        slice<typename E::wide, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead);
                         continue;
                     }
-                slice<E, T>(p, panel, begin, end, weights, k, words, sums);
+                slice<E, T>(p, panel, begin, end, weights, k, words, sums, {});
             }
         }
     });
