@@ -9,14 +9,12 @@
 #include <mutex>
 #include <thread>
 
-#include "vec.h"
-
 namespace {
 
 constexpr auto SPIN = std::chrono::microseconds(100);  // how long a thread looks for work before it sleeps
 constexpr uint64_t OPEN = uint64_t(1) << 31, ROUND = uint64_t(1) << 32, BUSY = OPEN - 1;
 
-INLINE void pause() {
+inline void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
