@@ -649,3 +649,9 @@ def parse_max_errors(text: str) -> int | float:
     if m and float(m[2]) <= 100:
         return float(m[2]) / 100
     raise UsageError(f"--max-errors {text!r} is not a limit", "use a number of rows such as 10, or a share such as 5%")
+
+
+def check_config(config: object) -> None:
+    """Raises `TypeError` for anything that is not a `JobConfig`."""
+    if not isinstance(config, JobConfig):
+        raise TypeError(f"config must be a JobConfig, not {repr(config)[:60]}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.attention.sizes import kv_numbers
 from batchgen.collector import few_collections
-from batchgen.config import JobConfig, ModelConfig, parse_memory
+from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.errors import memory_errors
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.shares import PrefixCosts, Share
@@ -156,6 +156,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
 
     Loads the tokenizer but not the weights. Writes nothing but the report, if the configuration names one. Raises `BatchgenError`.
     """
+    check_config(config)
     if config.report is not None:
         check_report_file(config.report, "--report")
     if shards is not None:

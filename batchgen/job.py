@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
 from batchgen.collector import few_collections
-from batchgen.config import JobConfig
+from batchgen.config import JobConfig, check_config
 from batchgen.devices import AnyEngine, Workers, open_engine
 from batchgen.errors import (
     DevicesLost,
@@ -64,6 +64,7 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     Without a `progress`, a notebook shows a bar, and any other program nothing. Raises `BatchgenError`; the rows that were finished by then
     are kept.
     """
+    check_config(config)
     with shown_progress(progress) as shown:
         report = replace(_run_job(config, shown), work_dir=config.work_dir)
         if config.merge and report.shard and is_last_shard(report.output, config.work_dir):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from batchgen import LLM, EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen import LLM, EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
+from batchgen.errors import ModelError
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 USER = {"role": "user", "content": "hi"}
@@ -212,3 +216,35 @@ def test_the_engine_says_which_of_its_values_has_a_type_that_it_cannot_have(tiny
     with pytest.raises(TypeError, match=r"^engine must be an EngineConfig, not 'fast'$"):
         LLM(tiny_model_dir, engine="fast")  # type: ignore[arg-type]
     assert LLM(tiny_model_dir, engine=EngineConfig(batch_size=2)).config.batch_size == 2
+
+
+@pytest.mark.parametrize("call", [run_job, plan_job])
+@pytest.mark.parametrize("given", [None, {"inputs": "x.jsonl"}, "x.jsonl"])
+def test_a_job_is_a_job_config(call: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"^config must be a JobConfig, not "):
+        call(given)
+
+
+def test_several_threads_may_load_a_model_at_once_and_they_take_turns(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading, most = [], []
+
+    def load(*given: Any) -> Any:
+        loading.append(given)
+        most.append(len(loading))
+        time.sleep(0.05)
+        loading.pop()
+        raise ModelError("not loaded", "in this test")
+
+    def make() -> None:
+        with suppress(ModelError):
+            LLM(tiny_model_dir)
+
+    monkeypatch.setattr("batchgen.model.loader.load_model", load)
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]

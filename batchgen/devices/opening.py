@@ -6,6 +6,7 @@ A caller need not know which. With several devices neither torch nor a model is 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
 
 _logger = logging.getLogger("batchgen")
+_LOADING = threading.Lock()
+"""Held while a model is loaded. transformers changes torch's default dtype and device meanwhile, for all threads of the process."""
 
 
 class AnyEngine(Protocol):
@@ -105,6 +108,7 @@ def engine_here(
         from batchgen.model.device_check import check_device
         from batchgen.model.loader import load_model, pick_device
 
-    verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.block_size)
-    loaded = load_model(model, tokenizer, config.processes, texts)
+    with _LOADING:
+        verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.block_size)
+        loaded = load_model(model, tokenizer, config.processes, texts)
     return Engine(replace(loaded, verdict=verdict), tokenizer, config)

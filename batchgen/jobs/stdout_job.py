@@ -110,10 +110,10 @@ def write_stdout(data: bytes, *, flush: bool = False) -> None:
     except BrokenPipeError:
         _discard_stdout()
         raise ClosedPipe from None
-    except OSError:
+    except OSError as e:
         _discard_stdout()
-        with writing("standard output"):
-            raise
+        hint = "nothing is kept of a job without an output file: name one with -o"
+        raise OutputError(f"standard output cannot be written: {e.strerror or e}", hint) from e
 
 
 def _discard_stdout() -> None:
