@@ -17,6 +17,7 @@ import torch
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import contiguous_parts, split_step
+from batchgen.kernels.ops import Call, Heads
 from batchgen.scheduling.batch import ScheduledSpan
 
 VECTOR = 16
@@ -53,6 +54,14 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q_head", "q_token", "k_head", "k_token", "v_head", "v_token")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("sinks", "q", "k", "v", "keys", "values", "out")),
+    ]  # fmt: skip
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` of attention.cpp."""
+
+    _fields_ = [
+        ("plan", ctypes.c_void_p), ("layer", ctypes.c_void_p), ("is_bfloat16", ctypes.c_int32), ("threads", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -94,18 +103,26 @@ class PackedAttention:
     ) -> torch.Tensor:
         """[T, H, V]"""
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
-        heads, tokens, size = q.shape
-        out = torch.empty((tokens, heads, v.shape[2]), dtype=q.dtype)
-        sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        plan = _Plan(*self._counts, max(1, TILE_ROWS * k.shape[0] // heads), *self._pointers)
-        what = _Layer(
-            heads, k.shape[0], size, v.shape[2], self._cache.num_blocks, options.window or 0,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            options.scale, options.softcap or 0.0, None if sinks is None else sinks.data_ptr(),
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        kind, threads = int(q.dtype == torch.bfloat16), torch.get_num_threads()
-        self._library.batchgen_write(ctypes.byref(plan), ctypes.byref(what), kind, threads)
-        self._library.batchgen_attend(ctypes.byref(plan), ctypes.byref(what), kind, threads)
+        out = torch.empty((q.shape[1], q.shape[0], v.shape[2]), dtype=q.dtype)
+        call, _kept = self.prepared(layer, Heads.of(q), Heads.of(k), Heads.of(v), out.data_ptr(), q.dtype, options)
+        call.run()
         return out
+
+    def prepared(
+        self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: LayerOptions | float
+    ) -> tuple[Call, object]:
+        """The kernel's call for one layer, and what must be kept until it has run. `out` is where [T, H, V] goes; a number as `options` is the scale alone."""
+        if not isinstance(options, LayerOptions):
+            options = LayerOptions(options)
+        sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
+        plan = _Plan(*self._counts, max(1, TILE_ROWS * k.heads // q.heads), *self._pointers)
+        what = _Layer(
+            q.heads, k.heads, q.size, v.size, self._cache.num_blocks, options.window or 0,
+            q.to_head, q.to_token, k.to_head, k.to_token, v.to_head, v.to_token,
+            options.scale, options.softcap or 0.0, None if sinks is None else sinks.data_ptr(), q.at, k.at, v.at,
+            self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr(), out,
+        )  # fmt: skip
+        attention = _Attention(
+            ctypes.addressof(plan), ctypes.addressof(what), dtype == torch.bfloat16, torch.get_num_threads()
+        )
+        return Call(self._library.batchgen_attention, attention), (sinks, plan, what, attention)

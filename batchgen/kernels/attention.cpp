@@ -72,6 +72,12 @@ struct Layer {  // `_Layer` in cpu_backend.py is the same
     void* out;              // [num_tokens][heads][v_size]
 };
 
+struct Attention {  // `_Attention` in cpu_backend.py is the same
+    const Plan* plan;
+    const Layer* layer;
+    int32_t is_bfloat16, threads;
+};
+
 INLINE int64_t words_of(int64_t n, int64_t per_word) { return (n + per_word - 1) / per_word; }
 INLINE int64_t width_of(int64_t v_size) { return (v_size + 15) / 16 * 16; }
 
@@ -551,10 +557,12 @@ void write(const Plan& plan, const Layer& layer, int threads) {
 
 }  // namespace
 
-EXPORT void batchgen_attend(const Plan* plan, const Layer* layer, int is_bfloat16, int threads) {
-    is_bfloat16 ? attend<Tiled>(*plan, *layer, threads) : attend<Float>(*plan, *layer, threads);
-}
-
 EXPORT void batchgen_write(const Plan* plan, const Layer* layer, int is_bfloat16, int threads) {
     is_bfloat16 ? write<Bfloat>(*plan, *layer, threads) : write<Float>(*plan, *layer, threads);
+}
+
+// Writes the step's KV, then attends.
+EXPORT void batchgen_attention(const Attention* a) {
+    batchgen_write(a->plan, a->layer, a->is_bfloat16, a->threads);
+    a->is_bfloat16 ? attend<Tiled>(*a->plan, *a->layer, a->threads) : attend<Float>(*a->plan, *a->layer, a->threads);
 }

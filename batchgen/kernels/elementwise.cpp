@@ -29,7 +29,7 @@ INLINE void store_at(T* p, int64_t i, int64_t size, floats v) {
         store_some(p + i, v, size - i);
 }
 
-struct Norm {  // `_Norm` in ops.py is the same
+struct Norm {  // `NormArguments` in ops.py is the same
     int64_t outer, inner, size;       // rows [outer][inner] of so many elements
     int64_t x_outer, x_inner;         // elements from one to the next
     int64_t rounds_first;             // x / rms is rounded before it is multiplied by the weight
@@ -91,7 +91,7 @@ void norm(const Norm& n) {
     });
 }
 
-struct Rotary {  // `_Rotary` in ops.py is the same
+struct Rotary {  // `RotaryArguments` in ops.py is the same
     int64_t tokens, q_heads, k_heads, size, turned;  // the first `turned` elements of each head are rotated
     int64_t q_token, q_head, k_token, k_head, cos_token;  // elements from one to the next; sin lies as cos does
     int64_t threads;

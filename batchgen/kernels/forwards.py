@@ -3,7 +3,7 @@
 A module is taken for one of these if its own forward compiles to the same bytecode: nothing is known by its name.
 """
 
-# ruff: noqa: RET504
+# ruff: noqa: RET504, F821
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+
+# Imported, since Python calls a method of an imported name by other bytecode than that of a name it does not know.
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def is_written_as(function: Any, known: Callable[..., Any]) -> bool:
@@ -194,6 +197,18 @@ def rotary_phi(q, k, cos, sin, unsqueeze_dim=1):
     return q_embed, k_embed
 
 
+class LlamaRotary:
+    """Cos and sin of most models."""
+
+    def forward(self, x, position_ids):
+        freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos = emb.cos() * self.attention_scaling
+        sin = emb.sin() * self.attention_scaling
+
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
 class LlamaMLP:
     """Llama and most others."""
 
@@ -223,6 +238,50 @@ class GraniteMLP:
         hidden_states = self.activation(chunked_hidden_states[0]) * chunked_hidden_states[1]
         hidden_states = self.output_linear(hidden_states)
         return hidden_states
+
+
+class LlamaAttention:
+    """Llama, and others without norms of queries and keys or windows."""
+
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+
+        if past_key_values is not None:
+            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            **kwargs,
+        )
+
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
 
 
 class LlamaLayer:

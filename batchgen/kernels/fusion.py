@@ -17,6 +17,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from batchgen.kernels import forwards, recurrent
 from batchgen.kernels.build import DTYPES
+from batchgen.kernels.dense_layer import DenseLayer, can_join
 from batchgen.kernels.forwards import is_written_as
 from batchgen.kernels.ops import (
     Activation,
@@ -38,6 +39,8 @@ ACTIVATIONS = {
     SiLUActivation: Activation.SILU,
     GELUTanh: Activation.GELU_TANH,
 }
+MIN_POSITIONS = 2048
+"""Positions that a table of cos and sin has at first."""
 ROTARIES = (forwards.rotary, forwards.rotary_kept, forwards.rotary_partial, forwards.rotary_phi)
 
 
@@ -103,6 +106,8 @@ def fuse_linear(model: torch.nn.Module, packing: Packing, *, own_kernels: bool =
         if own_kernels:
             _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count)
         _replace(model, "linear layers", lambda part: _linear(part, shared, packing, own_kernels), count)
+        for module in model.modules():
+            _join(module)
     return count
 
 
@@ -345,7 +350,7 @@ def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def _fuse_forward(module: Any, count: Counter[str]) -> None:
-    """Gives a decoder layer or an embedding a forward of its own, in which torch's threads have no part.
+    """Gives a decoder layer, an embedding, or cos and sin a forward of its own, in which torch's threads have no part.
 
     Torch has a pool of threads beside ours: each of the two waits for a core while the other's threads look for work.
     """
@@ -353,6 +358,9 @@ def _fuse_forward(module: Any, count: Counter[str]) -> None:
     if _is_plain_embedding(module) and forward is not None:
         module.forward = MethodType(_embed, module)
         count["embeddings"] += 1
+    if forward is not None and _is_plain_rotary(module, forward):
+        module.forward = MethodType(_cos_and_sin, module)
+        count["tables of cos and sin"] += 1
     for known, fused in _LAYERS:
         if forward is not None and is_written_as(inspect.unwrap(forward), known):
             module.forward = MethodType(fused, module)
@@ -374,7 +382,41 @@ def _embed(self: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
     return take_rows(self.weight, input)
 
 
+def _is_plain_rotary(module: Any, forward: Callable[..., Any]) -> bool:
+    """Whether cos and sin of a position are the same in every step."""
+    kind = getattr(module, "rope_type", None)
+    return (
+        is_written_as(inspect.unwrap(forward), forwards.LlamaRotary.forward)
+        and isinstance(kind, str)
+        and kind != "longrope"
+        and "dynamic" not in kind
+    )
+
+
+def _cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cos and sin [1, T, R] from a table of positions, which the module's own forward makes, larger when needed."""
+    table = self.__dict__.get("table")
+    positions = int(position_ids.max()) + 1 if position_ids.numel() else 0
+    if table is None or table.dtype != x.dtype or len(table) < positions:
+        every = torch.arange(max(MIN_POSITIONS, 1 << (positions - 1).bit_length()))
+        self.table = table = torch.cat(type(self).forward(self, x, every[None]), -1)[0]
+    size = table.shape[1] // 2
+    rows = take_rows(table, position_ids)
+    return rows[..., :size], rows[..., size:]
+
+
 def _llama_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    dense, attention = self.__dict__.get("dense"), kwargs.get("step_attention")
+    if (
+        dense is not None
+        and hasattr(attention, "prepared")
+        and kwargs.get("attention_mask") is None
+        and kwargs.get("past_key_values") is None
+    ):
+        cos, sin = kwargs["position_embeddings"]
+        if dense.takes(hidden_states, cos, sin):
+            y: torch.Tensor = dense(hidden_states, cos, sin, attention)
+            return y
     mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
     return _after_mixing(self, hidden_states, mixed)
 
@@ -400,6 +442,40 @@ def _qwen_hybrid_layer(
             **kwargs,
         )
     return _after_mixing(self, hidden_states, mixed)
+
+
+def _join(layer: Any) -> None:
+    """Gives a decoder layer whose parts are all replaced the means to run them in one call (`_llama_layer`)."""
+    if getattr(getattr(layer, "forward", None), "__func__", None) is not _llama_layer:
+        return
+    attention, mlp, norms = layer.self_attn, layer.mlp, (layer.input_layernorm, layer.post_attention_layernorm)
+    forward = attention.__dict__.get("forward")
+    if not (
+        is_written_as(type(attention).forward, forwards.LlamaAttention.forward)
+        and isinstance(getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb"), FusedRotary)
+        and not attention._forward_hooks
+        and not attention._forward_pre_hooks
+        and isinstance(mlp, FusedMLP)
+        and all(isinstance(norm, FusedNorm) for norm in norms)
+    ):
+        return
+    linear: tuple[Any, ...] = (
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        mlp.gate_up,
+        mlp.down,
+    )
+    if not all(type(part) is PackedLinear for part in linear) or any(norm.dtype != linear[0].dtype for norm in norms):
+        return
+    heads, kv_heads = (part.out_features // attention.head_dim for part in linear[:2])
+    if can_join(linear):
+        q, k, v, o, gate_up, down = linear
+        layer.dense = DenseLayer(
+            attention.layer_idx, heads, kv_heads, attention.head_dim, attention.scaling,
+            norms[0], q, k, v, o, norms[1], gate_up, down,
+        )  # fmt: skip
 
 
 def _after_mixing(layer: Any, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +14,48 @@ from batchgen.kernels.build import DTYPES, kernel, library
 from batchgen.kernels.isa import X86, instruction_set
 
 
-class _Norm(ctypes.Structure):
+class Call(NamedTuple):
+    """A kernel of one argument. What the argument points to must be kept until the kernel has run."""
+
+    kernel: Any
+    argument: ctypes.Structure
+
+    def run(self) -> None:
+        self.kernel(ctypes.byref(self.argument))
+
+
+class Heads(NamedTuple):
+    """Where queries, keys or values [heads, tokens, size] of a step lie. The numbers of a head lie side by side."""
+
+    at: int
+    """Address of the first number."""
+    heads: int
+    size: int
+    to_head: int
+    """Numbers from one head to the next."""
+    to_token: int
+
+    @classmethod
+    def of(cls, x_HTD: torch.Tensor) -> Heads:
+        """Those of a tensor, whose last stride must be 1."""
+        return cls(x_HTD.data_ptr(), x_HTD.shape[0], x_HTD.shape[2], x_HTD.stride(0), x_HTD.stride(1))
+
+
+class _Call(ctypes.Structure):
+    """`Call` in calls.cpp is the same."""
+
+    _fields_ = (("kernel", ctypes.c_void_p), ("argument", ctypes.c_void_p))
+
+
+def run_all(calls: Sequence[Call]) -> None:
+    """Runs the kernels in this order."""
+    entries = (_Call * len(calls))(
+        *(_Call(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(what)) for kernel, what in calls)
+    )
+    library().batchgen_run(entries, len(calls))
+
+
+class NormArguments(ctypes.Structure):
     """`Norm` in elementwise.cpp is the same."""
 
     _fields_ = (
@@ -44,7 +87,7 @@ class _RowTable(ctypes.Structure):
     )
 
 
-class _Rotary(ctypes.Structure):
+class RotaryArguments(ctypes.Structure):
     """`Rotary` in elementwise.cpp is the same."""
 
     _fields_ = (
@@ -71,7 +114,7 @@ def add_rows(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     """x + more. Both are [..., D], contiguous, of the same shape and type, one of `DTYPES`."""
     size = x.shape[-1]
     total = torch.empty_like(x)
-    norm = _Norm(
+    norm = NormArguments(
         x.numel() // max(1, size), 1, size, size, 0, threads=torch.get_num_threads(),
         x=x.data_ptr(), more=more.data_ptr(), sum=total.data_ptr(),
     )  # fmt: skip
@@ -117,7 +160,7 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def norm_arguments(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None
-) -> tuple[_Norm, torch.Tensor, torch.Tensor]:
+) -> tuple[NormArguments, torch.Tensor, torch.Tensor]:
     """What the kernel of `norm_after_sum` is given, where its result goes, and where x + more goes (x without `more`).
 
     With `more` the norm is that of the sum; `can_add` says whether both are as they must be.
@@ -129,7 +172,7 @@ def norm_arguments(
     y = torch.empty(x.shape, dtype=x.dtype)
     outer = y.numel() // max(1, inner * size)
     x_outer = x.stride(-3) if x.dim() > 2 else x.stride(0) if x.dim() == 2 else 0
-    norm = _Norm(
+    norm = NormArguments(
         outer, inner, size, x_outer, x.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
         weight.data_ptr(), x.data_ptr(), y.data_ptr(),
     )  # fmt: skip
@@ -153,7 +196,7 @@ def rotate(
     (_, heads, tokens, size), kv_heads = q.shape, k.shape[1]
     q_out = torch.empty((1, tokens, heads, size), dtype=q.dtype)
     k_out = torch.empty((1, tokens, kv_heads, size), dtype=q.dtype)
-    rotary = _Rotary(
+    rotary = RotaryArguments(
         tokens, heads, kv_heads, size, cos.shape[2], q.stride(2), q.stride(1), k.stride(2), k.stride(1), cos.stride(1),
         torch.get_num_threads(), q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_out.data_ptr(), k_out.data_ptr(),
     )  # fmt: skip
@@ -230,20 +273,21 @@ class PackedLinear(torch.nn.Module):
         self.out_features, self.in_features = weights[0].shape
         self.dtype = weights[0].dtype
         self.activation = activation
-        self._kind = ""
+        self.kind = ""
+        """What follows the type in the kernel's name."""
         self._x_dtype = self.dtype
         if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
             weights = [weight.detach().bfloat16() for weight in weights]
-            self._kind = "_by_bfloat16"
+            self.kind = "_by_bfloat16"
         elif self.dtype == torch.bfloat16 and library().batchgen_linear_widens():
             self._x_dtype = torch.float32
         self._weight_dtype = weights[0].dtype
         words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
-        self._words = words[0].shape[1]
+        self.words = words[0].shape[1]
         bfloat16 = self.dtype == torch.bfloat16
         side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()
         # Plain tensors: torch takes microseconds to find parameters and buffers.
-        self.weights = panels(words).view(-1, side, self._words).transpose(1, 2).contiguous()
+        self.weights = panels(words).view(-1, side, self.words).transpose(1, 2).contiguous()
         """[sides of panels, words of K, columns of a side]"""
         self.bias = biases[0] if len(biases) == 1 else None
         self.biases: torch.Tensor | None = None
@@ -257,13 +301,18 @@ class PackedLinear(torch.nn.Module):
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
         rows = x.reshape(-1, self.in_features).to(self._x_dtype)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
-        _multiply(rows, self.weights, self.biases, y, self._words, self.activation, self._kind)
+        _multiply(rows, self.weights, self.biases, y, self.words, self.activation, self.kind)
         return y
+
+    @property
+    def widens(self) -> bool:
+        """Whether x is made float32 before it is multiplied."""
+        return self._x_dtype != self.dtype
 
     @property
     def weight(self) -> torch.Tensor:
         """[N, K] of a plain layer, unpacked each time: for models that look at it."""
-        rows = self.weights.transpose(1, 2).reshape(-1, self._words)[: self.out_features]
+        rows = self.weights.transpose(1, 2).reshape(-1, self.words)[: self.out_features]
         return rows.contiguous().view(self._weight_dtype).to(self.dtype)
 
     def extra_repr(self) -> str:

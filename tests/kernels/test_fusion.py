@@ -20,7 +20,7 @@ from batchgen.kernels.fusion import FusedMLP, FusedNorm
 from batchgen.kernels.ops import PackedLinear
 from support.fusing import fuse
 
-FORWARDS = {"embeddings": 1, "rotary embeddings": 2, "decoder layers": 2}
+FORWARDS = {"embeddings": 1, "rotary embeddings": 2, "decoder layers": 2, "tables of cos and sin": 1}
 ALL = {**FORWARDS, "norms": 5, "gated MLPs": 2, "linear layers": 9}
 IDS = torch.arange(7)[None]
 
@@ -148,7 +148,9 @@ def test_a_part_that_is_written_alike_but_gives_other_numbers_stays(monkeypatch)
     plain = logits(model)
     monkeypatch.setattr(fusion, "norm_after_sum", lambda x, *_: (x, x * 1.01))
     monkeypatch.setattr(fusion, "rotate", lambda q, k, *_: (q * 1.2, k))
-    assert fuse(model) == {"embeddings": 1, "decoder layers": 2, "gated MLPs": 2, "linear layers": 9}
+    assert fuse(model) == {
+        "embeddings": 1, "decoder layers": 2, "tables of cos and sin": 1, "gated MLPs": 2, "linear layers": 9,
+    }  # fmt: skip
     same(model, plain)
 
 
