@@ -24,7 +24,7 @@ from batchgen.model.own_attention import hand_over
 from batchgen.prompts.tokenizer import text_config
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
-from batchgen.state.sizes import embeddings_with_state, recurrent_layers
+from batchgen.state.sizes import num_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def prepare(
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
     config = text_config(module.config)
-    wanted = recurrent_layers(config) + embeddings_with_state(config) if config.model_type in RECURRENT else 0
+    wanted = num_states(config) if config.model_type in RECURRENT else 0
     if wanted and len(states.layers) != wanted:
         raise ModelError(
             f"of {wanted} recurrent layers of {type(module).__name__} only {len(states.layers)} run as they should: this version of "
@@ -260,11 +260,11 @@ def _keep_chosen(module: Any) -> None:
 
 
 def _number_shared_attention(module: torch.nn.Module) -> None:
-    """Gives the attention that Zamba2's layers share the index of its layer, which transformers tells it only when it is called."""
+    """Gives the attention that the layers of Zamba and Zamba2 share the index of its layer, which transformers tells it only when it is called."""
     for layers in module.modules():
         if isinstance(layers, torch.nn.ModuleList):
             for i, layer in enumerate(layers):
-                shared: Any = getattr(layer, "shared_transformer", None)
+                shared: Any = getattr(layer, "shared_transformer", getattr(layer, "shared_transf", None))
                 if shared is not None:
                     shared.self_attn.layer_idx = i
 

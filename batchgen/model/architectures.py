@@ -16,7 +16,7 @@ VERIFIED_ON = ("5.17", "5.23")
 RECURRENT = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
     "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "qwen4_exp_text", "recurrent_gemma", "zamba2", "zaya",
+    "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2", "zaya",
 })  # fmt: skip
 """Of those in `VERIFIED` and `INNER` the ones with recurrent layers."""
 
@@ -113,7 +113,6 @@ REFUSED = {
     "xlm-roberta-xl": _ENCODER,
     "xlstm": "their recurrence (mLSTM) is not implemented",
     "xmod": _ENCODER,
-    "zamba": "each head of their Mamba layers has its own weights, which is not implemented",
 }
 """`model_type`s that cannot be exact, and why."""
 

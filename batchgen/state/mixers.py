@@ -90,6 +90,8 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
             raise ModelError(f"{type(module).__name__} has no layer index")
         seams = {name: seam for name, seam in _SEAMS.items() if name in names}
         ours = {name: made(layers, index) for name, (_, made) in seams.items()}
+        if type(module).__name__ == "ZambaMambaMixer":
+            ours |= _scans_of_heads(layers, module, ours["causal_conv1d_fn"])
         # The wrapper that transformers puts around the forward is for weights on another device, which are refused.
         packed = FunctionType(
             forward.__code__, forward.__globals__ | ours, forward.__name__, forward.__defaults__, forward.__closure__
@@ -185,6 +187,25 @@ def _mamba(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
         return out.t().unsqueeze(0)
 
     return mamba_selective_scan
+
+
+def _scans_of_heads(
+    layers: RecurrentLayers, mixer: Any, convolution: Callable[..., torch.Tensor]
+) -> dict[str, Callable[..., torch.Tensor]]:
+    """The functions of a Mamba layer of Zamba, which convolves once and then scans once for each head. The heads' states are numbered
+    behind those of all layers, but for the first head's.
+    """
+    scans = [_mamba(layers, mixer.layer_idx + h * mixer.config.num_hidden_layers) for h in range(mixer.n_mamba_heads)]
+    left: list[Callable[..., torch.Tensor]] = []
+
+    def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
+        left[:] = scans[::-1]
+        return convolution(*args, **kwargs)
+
+    def scan(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return left.pop()(*args, **kwargs)
+
+    return {"causal_conv1d_fn": convolve, "mamba_selective_scan": scan}
 
 
 def _rg_lru(layers: RecurrentLayers, block: Any) -> str:

@@ -12,7 +12,7 @@ ATTENDS = frozenset(
 RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "recurrent"})
 """Types of layers that have a state."""
 
-MAMBA = frozenset({"falcon_mamba", "jamba", "mamba"})
+MAMBA = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
 """Families with layers of Mamba's first version."""
 WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2"})
 """Families all of whose layers have a state and nothing else."""
@@ -35,18 +35,22 @@ def _kinds(config: Any) -> Sequence[str] | None:
 
 
 def recurrent_layers(config: Any) -> int:
-    """Returns the number of layers with a state. `config` is of a verified family with recurrent layers (`model/architectures.py`).
-
-    A per-layer embedding of Qwen4-exp is not counted; see `embeddings_with_state`.
-    """
+    """Returns the number of layers with a state. `config` is of a verified family with recurrent layers (`model/architectures.py`)."""
     kinds = _kinds(config)
     if kinds is None or config.model_type in WITHOUT_ATTENTION | {"falcon_h1"}:
         return int(config.num_hidden_layers)
     return sum(kind in RECURS for kind in kinds)
 
 
-def embeddings_with_state(config: Any) -> int:
-    """Returns the number of per-layer embeddings, whose states are beside those of the layers (Qwen4-exp)."""
+def num_states(config: Any) -> int:
+    """Returns the number of states that a sequence has: one for each recurrent layer, for each head of such a layer of Zamba, and for each
+    per-layer embedding of Qwen4-exp. `config` is as for `recurrent_layers`.
+    """
+    heads = config.n_mamba_heads if config.model_type == "zamba" else 1
+    return recurrent_layers(config) * heads + _embeddings(config)
+
+
+def _embeddings(config: Any) -> int:
     return len(getattr(config, "ple_layer_ids", None) or ())
 
 
@@ -56,9 +60,9 @@ def state_bytes(config: Any, dtype_bytes: int) -> int:
     `config` is as for `recurrent_layers`.
     """
     total = recurrent_layers(config) * _layer_bytes(config, dtype_bytes)
-    if embeddings_with_state(config):
+    if _embeddings(config):
         taps, channels = (config.ple_conv_kernel_size - 1) * config.ngram_size, config.hc_count * config.hidden_size
-        total += embeddings_with_state(config) * (taps * channels * dtype_bytes + 4 * (config.ngram_size - 1))
+        total += _embeddings(config) * (taps * channels * dtype_bytes + 4 * (config.ngram_size - 1))
     return total
 
 
@@ -85,8 +89,8 @@ def _layer_bytes(config: Any, dtype_bytes: int) -> int:
         size = config.head_dim or config.hidden_size // config.num_attention_heads
         return int(4 * config.num_attention_heads * size * size)
     if config.model_type in MAMBA:
-        jamba = config.model_type == "jamba"
-        channels = config.mamba_expand * config.hidden_size if jamba else config.intermediate_size
+        expands = config.model_type in ("jamba", "zamba")
+        channels = config.mamba_expand * config.hidden_size if expands else config.intermediate_size
         taps = _first(config, "mamba_d_conv", "conv_kernel") - 1
         return int(channels * (taps * dtype_bytes + 4 * _first(config, "mamba_d_state", "state_size")))
     heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")

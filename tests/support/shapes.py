@@ -313,6 +313,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 24},
     "vaultgemma": WINDOW | {"attn_logit_softcapping": 1.0},
     "youtu": MLA,
+    "zamba": {
+        "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["hybrid"], "n_mamba_heads": 2, "mamba_d_state": 8,
+        "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 6, "num_key_value_heads": 4, "attention_head_dim": 32,
+    },
     "zamba2": MAMBA2 | {
         "num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3, "mamba_ngroups": 2, "n_mamba_heads": 8,
         "num_key_value_heads": 4, "head_dim": 32, "chunk_size": 16, "num_mem_blocks": 2, "adapter_rank": 8,
