@@ -243,8 +243,7 @@ def test_long_lines_have_their_results(run):
 
 def test_a_prompt_longer_than_any_model_takes_is_not_tokenized(run, monkeypatch):
     """That of 100,000,000 characters would need 25 GB. The real limit is 10,000,000."""
-    monkeypatch.setattr(encoding, "_LONGEST_TEXT", 100)
-    monkeypatch.setattr(encoding, "_MAX_CHARACTERS", 20)
+    monkeypatch.setattr(encoding, "DEFAULT_LIMITS", encoding.EncoderLimits(longest_text=100, batch_characters=20))
     rows = run("x.jsonl", b"".join(b'{"prompt": "%s"}\n' % (b"x" * n) for n in (100, 101, 5)), code=3)
     error = ("prompt_too_long", "the prompt has 101 characters; more than 100 are never tokenized")
     assert errors(rows) == [None, error, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -15,22 +16,39 @@ from batchgen.prompts.shared_text import SharedText
 from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
 from batchgen.request import TokenArray
 
-# Limits of one call. The tokenizers library needs about 200 bytes per token during a call, so characters are limited too.
-_MAX_TEXTS = 2048
-_MAX_CHARACTERS = 2_000_000
-_LONGEST_TEXT = 10_000_000  # characters; 100,000,000 would need 25 GB, and no model takes that much
+
+@dataclass(frozen=True, slots=True)
+class EncoderLimits:
+    batch_texts: int = 2048
+    """Texts in one call of the tokenizers library."""
+    batch_characters: int = 2_000_000
+    """Characters in one call, which needs about 200 bytes per token. A longer text has a call of its own."""
+    longest_text: int = 10_000_000
+    """Characters of the longest text that is tokenized. 100,000,000 would need 25 GB, and no model takes that much."""
+    min_shared_call: int = 10_000
+    """Characters below which a call is not searched for shared text."""
+    shared_cache_bytes: int = 1 << 26
+    """Memory for the tokens of shared text."""
+
+
+DEFAULT_LIMITS = EncoderLimits()
 
 
 class Encoder:
     """Tokenizes lists of texts. A text that cannot be tokenized fails alone."""
 
-    def __init__(self, tokenizer: Any, note: Callable[[str], None] = lambda text: None) -> None:
-        """`note` is called with messages for the user."""
+    def __init__(
+        self, tokenizer: Any, note: Callable[[str], None] = lambda text: None, limits: EncoderLimits | None = None
+    ) -> None:
+        """`note` is called with messages for the user. `limits` are `DEFAULT_LIMITS` unless given."""
+        self._limits = limits = limits or DEFAULT_LIMITS
         rust = _rust_encoder(tokenizer)
         self._encode = rust or _python_encoder(tokenizer)
         self._shared: SharedText | None = None
         if rust and not tokenizer.split_special_tokens:
-            self._shared = SharedText(tokenizer.backend_tokenizer, self._each, note)
+            self._shared = SharedText(
+                tokenizer.backend_tokenizer, self._each, note, limits.min_shared_call, limits.shared_cache_bytes
+            )
         adds_bos = self._encode([""], True)[0][:1].tolist() == [tokenizer.bos_token_id]
         self._bos: str | None = tokenizer.bos_token if adds_bos else None
         """The beginning-of-text token, if the tokenizer adds it by itself."""
@@ -42,9 +60,10 @@ class Encoder:
         does not get a second one.
         """
         out: dict[int, TokenArray | RowError] = {}
+        longest = self._limits.longest_text
         for i, text in enumerate(texts):
-            if len(text) > _LONGEST_TEXT:
-                error = f"{what} has {len(text)} characters; more than {_LONGEST_TEXT} are never tokenized"
+            if len(text) > longest:
+                error = f"{what} has {len(text)} characters; more than {longest} are never tokenized"
                 out[i] = RowError("prompt_too_long", error)
         left = [i for i in range(len(texts)) if i not in out]
         for i, tokens in zip(left, self._all([texts[i] for i in left], special), strict=True):
@@ -62,7 +81,7 @@ class Encoder:
     def _each(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:
         """Tokenizes every text as a whole. Returns None for one that cannot be tokenized."""
         out: list[TokenArray | None] = []
-        for batch in _text_batches(texts):
+        for batch in _text_batches(texts, self._limits):
             try:
                 out += self._encode(batch, special)
             except BaseException as e:
@@ -127,10 +146,11 @@ def _python_encoder(tokenizer: Any) -> Callable[[Sequence[str], bool], list[Toke
     return encode
 
 
-def _text_batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+def _text_batches(texts: Sequence[str], limits: EncoderLimits) -> Iterator[Sequence[str]]:
     start = characters = 0
     for i, text in enumerate(texts):
-        if i > start and (i - start == _MAX_TEXTS or characters + len(text) > _MAX_CHARACTERS):
+        full = i - start == limits.batch_texts or characters + len(text) > limits.batch_characters
+        if i > start and full:
             yield texts[start:i]
             start, characters = i, 0
         characters += len(text)

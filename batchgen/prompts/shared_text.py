@@ -28,9 +28,6 @@ _MIN_PIECE = 200
 """Characters below which a shared piece is not worth its own tokenization."""
 _MIN_SAVED = 1_000
 """Characters that a piece must save, because about 700 are tokenized to find where it can be cut."""
-_MIN_CALL = 10_000
-"""Characters below which a call is not searched for shared text."""
-_CACHE_BYTES = 1 << 26
 _CHECKED = 4
 """Texts with a new beginning that are checked in every call, and half as many others."""
 _WINDOWS = (256, 4096)
@@ -64,8 +61,14 @@ class _Node:
 class SharedText:
     """The shared beginnings of the texts of one tokenizer."""
 
-    def __init__(self, backend: Any, encode: Encode, note: Callable[[str], None]) -> None:
-        """`backend` is a `tokenizers.Tokenizer`, `encode` tokenizes whole texts, and `note` is told if the results ever differ."""
+    def __init__(
+        self, backend: Any, encode: Encode, note: Callable[[str], None], min_call: int, cache_bytes: int
+    ) -> None:
+        """`backend` is a `tokenizers.Tokenizer`, `encode` tokenizes whole texts, and `note` is told if the results ever differ.
+
+        Calls with fewer than `min_call` characters are not searched. Tokens of shared text are kept in `cache_bytes` of memory.
+        """
+        self._min_call, self._cache_bytes = min_call, cache_bytes
         self._backend, self._encode, self._note = backend, encode, note
         self._on = True
         self._cache: OrderedDict[str, TokenArray] = OrderedDict()
@@ -82,7 +85,7 @@ class SharedText:
 
     def encode(self, texts: Sequence[str], special: bool) -> list[TokenArray | None] | None:
         """Returns the token ids of each text (None for one that cannot be tokenized), or None if the texts must be tokenized whole."""
-        if not self._on or len(texts) < 2 or sum(map(len, texts)) < _MIN_CALL or not self._cuts.any:
+        if not self._on or len(texts) < 2 or sum(map(len, texts)) < self._min_call or not self._cuts.any:
             return None
         around = self._around if special else (_NO_IDS, _NO_IDS)
         if around is None:
@@ -128,7 +131,7 @@ class SharedText:
                 self._cached += _bytes_kept(piece, new[piece])
             elif piece in self._cache:
                 self._cache.move_to_end(piece)
-        while self._cached > _CACHE_BYTES:
+        while self._cached > self._cache_bytes:
             self._cached -= _bytes_kept(*self._cache.popitem(last=False))
 
     def _checks(

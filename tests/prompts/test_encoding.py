@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 
 from batchgen.prompts import encoding
-from batchgen.prompts.encoding import Encoder
+from batchgen.prompts.encoding import Encoder, EncoderLimits
 
 
-def test_texts_go_to_the_tokenizer_in_large_batches(tools, monkeypatch):
-    monkeypatch.setattr(encoding, "_MAX_TEXTS", 3)
-    monkeypatch.setattr(encoding, "_MAX_CHARACTERS", 10)
+def test_texts_go_to_the_tokenizer_in_large_batches(tools):
+    limits = EncoderLimits(batch_texts=3, batch_characters=10)
     texts = ["a", "b", "c", "d", "0123456789012", "e", "012345678", "f", "g"]
-    assert [list(batch) for batch in encoding._text_batches(texts)] == [
+    assert [list(batch) for batch in encoding._text_batches(texts, limits)] == [
         ["a", "b", "c"], ["d"], ["0123456789012"], ["e", "012345678"], ["f", "g"],
     ]  # fmt: skip
-    out = Encoder(tools.byte_tokenizer()).encode(texts, special=False)
+    out = Encoder(tools.byte_tokenizer(), limits=limits).encode(texts, special=False)
     assert [a.tolist() for a in out] == [tools.byte_ids(text) for text in texts]
     assert Encoder(tools.byte_tokenizer()).encode([], special=True) == []
 

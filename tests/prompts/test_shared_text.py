@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.prompts import shared_text
-from batchgen.prompts.encoding import Encoder
+from batchgen.prompts.encoding import Encoder, EncoderLimits
 from batchgen.prompts.shared_text import common_characters
 
 ROOT = "A task: say whether the film is good.\n" * 10
@@ -20,10 +20,10 @@ GROUPS = [ROOT + f"Examples of kind {kind}: " + "it was fine, it was not. " * 12
 class Watched:
     """An encoder, and what goes to the tokenizer."""
 
-    def __init__(self, tools, monkeypatch, **options):
-        monkeypatch.setattr(shared_text, "_MIN_CALL", 0)
+    def __init__(self, tools, cache_bytes=1 << 26, **options):
+        limits = EncoderLimits(min_shared_call=0, shared_cache_bytes=cache_bytes)
         self.notes: list[str] = []
-        self.encoder = Encoder(tools.byte_tokenizer(**options), self.notes.append)
+        self.encoder = Encoder(tools.byte_tokenizer(**options), self.notes.append, limits)
         self.whole = Encoder(tools.byte_tokenizer(**options))
         self.whole._shared = None
         self.seen: list[str] = []
@@ -46,8 +46,8 @@ class Watched:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
-def test_a_beginning_that_all_have_is_tokenized_once(tools, monkeypatch, special, eos):
-    watched = Watched(tools, monkeypatch, eos=eos)
+def test_a_beginning_that_all_have_is_tokenized_once(tools, special, eos):
+    watched = Watched(tools, eos=eos)
     texts = [f"{ROOT}Film {i}: good?" for i in range(50)]
     watched.same(texts, special)
     head = ROOT.rindex(" good")
@@ -58,16 +58,16 @@ def test_a_beginning_that_all_have_is_tokenized_once(tools, monkeypatch, special
     assert watched.notes == []
 
 
-def test_beginnings_nest_whatever_order_the_texts_are_in(tools, monkeypatch):
-    watched = Watched(tools, monkeypatch)
+def test_beginnings_nest_whatever_order_the_texts_are_in(tools):
+    watched = Watched(tools)
     texts = [f"{group}Now {i}: " + "x" * (i % 7) for group in GROUPS for i in range(20)]
     random.Random(1).shuffle(texts)
     watched.same(texts)
     assert watched.shared(texts) < len(ROOT) + sum(len(g) - len(ROOT) for g in GROUPS) + 60 * 40
 
 
-def test_texts_that_share_little_go_to_the_tokenizer_whole(tools, monkeypatch):
-    watched = Watched(tools, monkeypatch)
+def test_texts_that_share_little_go_to_the_tokenizer_whole(tools):
+    watched = Watched(tools)
     texts = [f"{i} is a number" for i in range(50)]
     watched.same(texts, False)
     assert watched.seen == texts
@@ -81,12 +81,11 @@ def test_texts_that_share_little_go_to_the_tokenizer_whole(tools, monkeypatch):
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_texts_have_the_tokens_of_whole_tokenization(tools, texts, special):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Watched(tools, monkeypatch).same(texts, special)
+    Watched(tools).same(texts, special)
 
 
-def test_a_text_that_cannot_be_tokenized_fails_alone(tools, monkeypatch):
-    watched = Watched(tools, monkeypatch)
+def test_a_text_that_cannot_be_tokenized_fails_alone(tools):
+    watched = Watched(tools)
     texts = [f"{ROOT}Film {i}" for i in range(9)] + [f"{ROOT}Film \ud800"]
     out = watched.encoder.encode(texts, special=True)
     assert (
@@ -97,8 +96,8 @@ def test_a_text_that_cannot_be_tokenized_fails_alone(tools, monkeypatch):
     assert watched.notes == []
 
 
-def test_a_difference_turns_it_off_and_is_said_once(tools, monkeypatch):
-    watched = Watched(tools, monkeypatch)
+def test_a_difference_turns_it_off_and_is_said_once(tools):
+    watched = Watched(tools)
     encode = watched.encoder._encode
 
     def broken(texts, special):
@@ -117,9 +116,8 @@ def test_a_difference_turns_it_off_and_is_said_once(tools, monkeypatch):
     ]
 
 
-def test_what_is_kept_is_bounded(tools, monkeypatch):
-    monkeypatch.setattr(shared_text, "_CACHE_BYTES", 6000)
-    watched = Watched(tools, monkeypatch)
+def test_what_is_kept_is_bounded(tools):
+    watched = Watched(tools, cache_bytes=6000)
     for group in GROUPS * 2:
         watched.same([f"{group}Now {i}" for i in range(5)])
         assert 0 < watched.encoder._shared._cached <= 6000
