@@ -101,7 +101,7 @@ def deal(pieces: Sequence[Piece], devices: int) -> list[list[Piece]]:
 
 
 def consecutive_pieces(requests: Iterable[Request], pieces: int) -> list[Piece]:
-    """Returns the requests as about `count` pieces of equal cost, in this order, whatever they share."""
+    """Returns the requests as about `pieces` pieces of equal cost, in this order, whatever they share."""
     requests = list(requests)
     costs = [float(r.cost) for r in requests]
     most = sum(costs) / max(1, pieces)

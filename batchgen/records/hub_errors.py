@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from batchgen.errors import BatchgenError, UsageError, causes_of
 from batchgen.records.remote import short_reason
 
-_GIVE_TOKEN = "set HF_GIVE_TOKEN or run `hf auth login`"
+_GIVE_TOKEN = "set HF_TOKEN or run `hf auth login`"
 
 
 @contextmanager
