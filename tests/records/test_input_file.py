@@ -63,7 +63,7 @@ def test_keep_names_it_like_a_column_of_the_input(run, two):
 
 
 def test_a_malformed_row_names_its_file_too(run, two):
-    Path("data/y.jsonl").write_text("{\n")
+    Path("data/y.jsonl").write_text("{not JSON\n")
     run(inputs=two)
     assert column() == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
 

@@ -304,9 +304,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "M/tokenizer.json is not JSON: TAIL; copy the file from the model again",
     ),
     # architectures that cannot be exact
-    "sparse attention": (
-        settings(model_type="hy_v4", architectures=["HYV4ForCausalLM"]),
-        "models of type 'hy_v4' are not supported: their indexer chooses which keys a query sees, which is not implemented",
+    "encoder": (
+        settings(model_type="roberta", architectures=["RobertaForCausalLM"]),
+        "models of type 'roberta' are not supported: they are encoders, in which a token also sees the tokens after it",
     ),
     "no length": (
         settings(max_position_embeddings=-1),
