@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,11 @@ class Context:
         self.api: Any = llama_cpp
         llama_cpp.llama_log_set(ctypes.cast(None, llama_cpp.llama_log_callback), None)
         llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        options = llama_cpp.llama_model_default_params()
+        # With Q8_0 in its buffers for AMX, llama-cpp-python 0.3.36 ends in a segmentation fault. A stand-in (stand_in.py) has none.
+        stands_in = "BATCHGEN_ISA" in os.environ
+        options.use_extra_bufts = stands_in or "amx_int8" not in Path("/proc/cpuinfo").read_text()
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), options)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = shared + sequences * own + 64
         params.n_batch, params.n_ubatch, params.n_seq_max = STEP_TOKENS, PHYSICAL_TOKENS, sequences + 1
