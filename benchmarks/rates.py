@@ -15,7 +15,7 @@ QUERIES = (64, 256)
 KEYS = (512, 1024, 2048)
 COPIED_BYTES = 2**28
 REPEATS = 5
-LEAST_SECONDS = 0.05
+MIN_SECONDS = 0.05
 """What is quick is tried until so much time has passed, if that is more often."""
 
 
@@ -23,7 +23,7 @@ def best_seconds(run: Callable[[], object]) -> float:
     """Of some tries: what the machine can do, not what else it does meanwhile."""
     run()
     best, passed, tries = float("inf"), 0.0, 0
-    while tries < REPEATS or passed < LEAST_SECONDS:
+    while tries < REPEATS or passed < MIN_SECONDS:
         began = time.perf_counter()
         run()
         took = time.perf_counter() - began

@@ -22,16 +22,16 @@ from batchgen.scheduling.batch import ScheduledSpan
 
 SHARED_READS = 64
 """A run of blocks becomes a shared part where queries x blocks reaches this (CUDA). To be measured."""
-WIDE_LEAST_KEYS, NARROW_LEAST_KEYS = 512, 256
+WIDE_MIN_KEYS, NARROW_MIN_KEYS = 512, 256
 """A range of keys is not split into shorter ones: the merge would cost more. To be measured."""
 STAGING = 3
 """Host buffers used in turn: so many steps may be planned before the first one's copy must have ended."""
 PARTIALS = 4096
 """Partial results of queries that there is room for at first; two of every query of a large step, if that is more."""
-MOST_SLOTS = 1 << 31
+MAX_SLOTS = 1 << 31
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_SIZE = 512
+MAX_HEAD_SIZE = 512
 BLOCK_T = 16
 """Tokens whose KV a program writes."""
 MERGED = 4096
@@ -56,11 +56,11 @@ def obstacle(cache: KVCache, device: torch.device) -> str:
     if why:
         return f"Triton, which needs a C compiler, Python's headers (python3-dev on Debian) and the driver's libcuda, fails here: {why}"
     for pool in pools:
-        if pool.dtype not in DTYPES or pool.shape[2] > MOST_SIZE:
+        if pool.dtype not in DTYPES or pool.shape[2] > MAX_HEAD_SIZE:
             return (
                 f"the kernels do not have heads of {pool.shape[2]} numbers in {str(pool.dtype).removeprefix('torch.')}"
             )
-        if pool.shape[1] >= MOST_SLOTS:
+        if pool.shape[1] >= MAX_SLOTS:
             return f"the kernels do not have pools of {pool.shape[1]} tokens"
     return ""
 
@@ -88,8 +88,8 @@ class DeviceAttention:
         k_size, v_size = (max(pool.shape[2] for pool in pools) for pools in (keys, values))
         tiles = kernels.tiles(k_size, v_size, keys[0].dtype, group, device)
         self._wide, self._narrow = (
-            Lane(max(1, tile.rows // group), kernels.programs(tile, device), heads, least)
-            for tile, least in zip(tiles, (WIDE_LEAST_KEYS, NARROW_LEAST_KEYS), strict=True)
+            Lane(max(1, tile.rows // group), kernels.programs(tile, device), heads, min_keys)
+            for tile, min_keys in zip(tiles, (WIDE_MIN_KEYS, NARROW_MIN_KEYS), strict=True)
         )
         self._lists = HEADER + 3 * max_tokens  # where what varies in length begins
         self._partials = max(PARTIALS, 2 * max_tokens)

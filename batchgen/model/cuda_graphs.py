@@ -23,7 +23,7 @@ device, a forward to warm up, one to capture, and making the graph of it), so it
 however the job goes on, at most twice the least is paid."""
 MAX_TOKENS = 2048
 """Larger steps keep a device busy for longer than the host needs to launch them."""
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Each takes some megabytes of the device's memory, whatever its shape."""
 
 Replay = Callable[[], None]
@@ -89,7 +89,7 @@ class Graphs:
         shape = Shape(self._tokens[bisect_left(self._tokens, tokens)], self._logits[bisect_left(self._logits, logits)])
         if shape in self._graphs:
             return shape
-        if self._given_up or len(self._graphs) == MOST_GRAPHS:
+        if self._given_up or len(self._graphs) == MAX_GRAPHS:
             return None
         self._met[shape] += 1
         return shape if self._met[shape] > self._after else None

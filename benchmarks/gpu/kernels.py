@@ -39,7 +39,7 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
 }  # fmt: skip
 """Of the tiles that there are, what is tried in another way."""
 SPLITS: dict[str, tuple[int, ...]] = {
-    "WIDE_LEAST_KEYS": (256, 1024), "NARROW_LEAST_KEYS": (128, 512, 1024), "ITEM_KEYS": (16, 32, 128, 256),
+    "WIDE_MIN_KEYS": (256, 1024), "NARROW_MIN_KEYS": (128, 512, 1024), "ITEM_KEYS": (16, 32, 128, 256),
 }  # fmt: skip
 """What is tried of the constants that say how finely long ranges of keys are split."""
 

@@ -44,8 +44,8 @@ def device(request):
 def fine(monkeypatch):
     """Reads are split and shared as finely as can be."""
     monkeypatch.setattr(module, "SHARED_READS", 1)
-    monkeypatch.setattr(module, "WIDE_LEAST_KEYS", 1)
-    monkeypatch.setattr(module, "NARROW_LEAST_KEYS", 1)
+    monkeypatch.setattr(module, "WIDE_MIN_KEYS", 1)
+    monkeypatch.setattr(module, "NARROW_MIN_KEYS", 1)
     monkeypatch.setattr("batchgen.attention.work_list.ITEM_KEYS", 0)
 
 
@@ -170,7 +170,7 @@ def random_case(sim, device, seed, steps, longest):
     }  # fmt: skip
     tokens = rng.choice([9, 40])
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("SHARED_READS", "WIDE_LEAST_KEYS", "NARROW_LEAST_KEYS"):
+        for name in ("SHARED_READS", "WIDE_MIN_KEYS", "NARROW_MIN_KEYS"):
             patch.setattr(module, name, rng.choice([1, 16, 10**9]))
         patch.setattr("batchgen.attention.work_list.ITEM_KEYS", rng.choice([0, 64]))
         random_steps(
@@ -195,8 +195,8 @@ def test_it_is_the_reference_on_many_random_trees(device, seed):
 def test_how_reads_are_split_changes_nothing_but_rounding(device, monkeypatch):
     spans = works_of((list(range(20)), 300, 301), (list(range(20, 30)), 100, 110))
     whole = compare(device, spans, 16)
-    monkeypatch.setattr(module, "WIDE_LEAST_KEYS", 16)
-    monkeypatch.setattr(module, "NARROW_LEAST_KEYS", 16)
+    monkeypatch.setattr(module, "WIDE_MIN_KEYS", 16)
+    monkeypatch.setattr(module, "NARROW_MIN_KEYS", 16)
     monkeypatch.setattr("batchgen.attention.work_list.ITEM_KEYS", 0)
     split = compare(device, spans, 16)
     torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
@@ -282,7 +282,7 @@ def test_a_plan_lies_at_the_same_addresses_in_every_step(device):
 
 def test_a_plan_that_needs_more_room_gets_it_and_says_so(device, monkeypatch):
     monkeypatch.setattr(module, "PARTIALS", 2)
-    monkeypatch.setattr(module, "NARROW_LEAST_KEYS", 1)
+    monkeypatch.setattr(module, "NARROW_MIN_KEYS", 1)
     cache = KVCache({0: LayerShape(1, 16, 16, device)}, BLOCKS, 1, torch.float32)
     attention = DeviceAttention(cache, 1, device)
     words = len(attention._plan)

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from batchgen.model.cuda_graphs import CAPTURE_AFTER, MAX_TOKENS, MOST_GRAPHS, Graphs, Shape, sizes_up_to
+from batchgen.model.cuda_graphs import CAPTURE_AFTER, MAX_GRAPHS, MAX_TOKENS, Graphs, Shape, sizes_up_to
 
 
 class Captures:
@@ -116,12 +116,12 @@ def test_there_are_not_more_graphs_than_memory_is_set_aside_for(captures):
     for shape in dict.fromkeys(shapes):
         if graphs.shape_of(*shape):
             graphs.run(shape, lambda: None)
-    assert len(graphs.captured) == min(MOST_GRAPHS, len(sizes_up_to(2048)))
+    assert len(graphs.captured) == min(MAX_GRAPHS, len(sizes_up_to(2048)))
     for size in range(1, 2048):  # mixed steps, each of a shape of its own
         shape = graphs.shape_of(size, 1)
         if shape:
             graphs.run(shape, lambda: None)
-    assert len(graphs.captured) == MOST_GRAPHS
+    assert len(graphs.captured) == MAX_GRAPHS
 
 
 def test_graphs_of_old_buffers_are_void_and_captured_anew_with_memory_of_their_own(captures):
