@@ -73,6 +73,52 @@ class ReadRows:
     """Requests of the other rows."""
 
 
+class RowIds:
+    """Finds rows that have the id of an earlier row. A row without an id of its own has its number as its id."""
+
+    def __init__(self, config: JobConfig, job: Job) -> None:
+        self._id_column, self._openai = config.id_column, config.output_format == "openai"
+        self._job = job
+        self._found = False
+        """Whether a row had an id of its own. From then on all ids are counted."""
+        self._unnamed = 0
+        """Number of first rows that were read before that, and so were not counted."""
+        self._same = 0
+        """Rows whose id an earlier row has."""
+        self._first = ""
+        """The first of these ids and its place."""
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Takes the next rows of the input."""
+        own = [own_id(row, self._id_column, openai=self._openai) for row in rows]
+        if not self._found and all(value is None for value in own):
+            self._unnamed += len(rows)
+            return
+        self._found = True
+        texts = [id_text(row.number if value is None else value) for row, value in zip(rows, own, strict=True)]
+        digests = [
+            hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16, person=b"id").digest() for text in texts
+        ]
+        for row, text, seen in zip(rows, texts, self._job.occurrences(digests), strict=True):
+            if seen or self._is_uncounted(text):
+                self._same += 1
+                self._first = self._first or f"{text[:_SHOWN_ID]!r}, {row.source}"
+
+    def note(self) -> str | None:
+        """Returns how many rows had the id of an earlier row; None if there are none."""
+        if not self._same:
+            return None
+        has = "row has" if self._same == 1 else "rows have"
+        return (
+            f"{self._same:,} {has} the id of an earlier row (the first: {self._first}): "
+            "every row runs, but the id does not tell them apart"
+        )
+
+    def _is_uncounted(self, text: str) -> bool:
+        """Whether an id is the number of one of the rows that were not counted."""
+        return re.fullmatch(r"0|[1-9][0-9]{,17}", text) is not None and int(text) < self._unnamed
+
+
 class RequestReader:
     """Makes requests of rows, counts the rows that need none, and applies `--limit`.
 
@@ -93,14 +139,9 @@ class RequestReader:
         self._job, self._outcomes = job, outcomes
         self._met = 0
         """Results of earlier runs that rows have asked for."""
-        self._ids = False
-        """Whether a row had an id of its own. From then on all ids are counted."""
-        self._unnamed = 0
-        """Number of first rows that were read before that. Their numbers stand in for their ids."""
-        self._same_ids = 0
-        """Rows whose id an earlier row has."""
-        self._first_same = ""
+        self._ids = RowIds(config, job)
         self._told = 0
+        """Number of the prompts' notes that were shown."""
 
     def take(self, stream: RowStream, size: int) -> list[Row]:
         """Returns the next rows to look at; empty if there are no more."""
@@ -120,7 +161,7 @@ class RequestReader:
         for note in self._prompts.notes[self._told :]:
             self._outcomes.tracker.note(note)
         self._told = len(self._prompts.notes)
-        self._count_ids(rows)
+        self._ids.add(rows)
         found = [b for b in built if isinstance(b, Request)]
         occurrences = self._job.occurrences([request.key for request in found])
         requests = {r.row: r.repeated(n) for r, n in zip(found, occurrences, strict=True)}
@@ -148,33 +189,8 @@ class RequestReader:
 
     def note_same_ids(self) -> None:
         """Notes how many rows had the id of an earlier row. Called after the last row."""
-        if self._same_ids:
-            one = self._same_ids == 1
-            self._outcomes.tracker.note(
-                f"{self._same_ids:,} row{' has' if one else 's have'} the id of an earlier row (the first: {self._first_same}): "
-                "every row runs, but the id does not tell them apart"
-            )
-
-    def _count_ids(self, rows: Sequence[Row]) -> None:
-        openai = self._config.output_format == "openai"
-        own = [own_id(row, self._config.id_column, openai=openai) for row in rows]
-        if not self._ids and all(value is None for value in own):
-            self._unnamed += len(rows)
-            return
-        self._ids = True
-        # A row without an id has its number, which another row may have as its id.
-        texts = [id_text(row.number if value is None else value) for row, value in zip(rows, own, strict=True)]
-        digests = [
-            hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16, person=b"id").digest() for text in texts
-        ]
-        for row, text, seen in zip(rows, texts, self._job.occurrences(digests), strict=True):
-            if seen or self._stands_in(text):
-                self._same_ids += 1
-                self._first_same = self._first_same or f"{text[:_SHOWN_ID]!r}, {row.source}"
-
-    def _stands_in(self, text: str) -> bool:
-        """Whether an id is the number of one of the first rows, none of which had an id."""
-        return re.fullmatch(r"0|[1-9][0-9]{,17}", text) is not None and int(text) < self._unnamed
+        if (note := self._ids.note()) is not None:
+            self._outcomes.tracker.note(note)
 
     def _is_wanted(self, number: int, kept: int = 0) -> bool:
         return self._config.limit is None or number < max(self._config.limit, kept)
