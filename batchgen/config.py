@@ -16,6 +16,7 @@ from typing import Any, Literal
 from batchgen.errors import UsageError
 from batchgen.options import (
     PathText,
+    Rule,
     above,
     at_least,
     check,
@@ -31,6 +32,7 @@ from batchgen.sampling_params import SamplingParams
 RETRY_REASONS = {"errors": "error", "timeout": "timeout", "length": "length", "repetition": "repetition"}
 """The names that `--retry` takes, and the reason (`Result.reason`) of the results that each one means."""
 POLICIES = ("prefix", "prefill-first", "fifo")
+_NAMED: Rule = (lambda v: v != "", "a name that is not empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,6 +411,7 @@ class JobConfig:
         group="Job",
         flags=["--output", "-o"],
         metavar="OUTPUT",
+        rules=[_NAMED],
         shown="beside the input, <stem>.out.jsonl or .parquet",
     )
     input_format: str | None = option(
@@ -541,12 +544,15 @@ class JobConfig:
         shown="nowhere",
     )
     push_public: bool = option(False, "If --push creates the dataset, let everybody read it.", group="Job")
-    stats: PathText | None = option(None, "Also write the run's figures to this file.", group="Job", metavar="FILE")
+    stats: PathText | None = option(
+        None, "Also write the run's figures to this file.", group="Job", metavar="FILE", rules=[_NAMED]
+    )
     report: PathText | None = option(
         None,
         "Also write a report to this file: a page for a browser with the prefix tree, speed, lengths and errors.",
         group="Job",
         metavar="FILE.html",
+        rules=[_NAMED],
     )
 
     def __post_init__(self) -> None:

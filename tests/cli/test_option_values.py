@@ -175,3 +175,9 @@ def test_options_of_a_cluster_are_checked(options: dict[str, Any], said: str) ->
 
 def test_an_option_that_is_not_given_does_not_count_as_given() -> None:
     assert parsed("--seed", "3").sampling.given == ("seed",)
+
+
+@pytest.mark.parametrize("option", ["--output", "--stats", "--report"])
+def test_an_empty_name_as_of_an_unset_variable_is_refused(option: str) -> None:
+    with pytest.raises(UsageError, match=f"^{option} must be a name that is not empty, not ''"):
+        parsed(option, "")
