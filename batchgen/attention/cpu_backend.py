@@ -86,9 +86,9 @@ class PackedAttention:
                 for first, last in chunk.flat:
                     parts += contiguous_parts(chunk.table, first, last, chunk.q_start, chunk.q_end, size)
                 chunk = replace(chunk, flat=[])
-            read = chunk.indices(size)
-            indices += read
-            blocks += [chunk.table[i] for i in read]
+            for first, last in chunk.ranges(size):
+                indices += range(first, last)
+                blocks += chunk.table[first:last]
         chunks.append((cuts.num_tokens, len(blocks)))
         shared = sorted(
             ((p.block, p.num_blocks, p.q_start, p.q_end, p.position) for p in parts), key=lambda part: part[-1]

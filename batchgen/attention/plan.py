@@ -100,11 +100,10 @@ class QueryChunk:
     flat: list[tuple[int, int]]
     """Table ranges [from, to) above the own blocks, too small to be a shared part: read with them."""
 
-    def indices(self, block_size: int) -> list[int]:
-        """Indices in the table of the blocks that it reads, in the order of their positions."""
+    def ranges(self, block_size: int) -> list[tuple[int, int]]:
+        """Table ranges [from, to) of the blocks that it reads, in the order of their positions."""
         last = (self.start + self.q_end - self.q_start - 1) // block_size
-        own = range(self.own_block, last + 1)
-        return [*(i for first, end in sorted(self.flat) for i in range(first, end)), *own]
+        return [*sorted(self.flat), (self.own_block, last + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +265,7 @@ def _causal(chunks: list[QueryChunk], num_tokens: int, block_size: int, max_scor
     """Batches chunks of similar shape, so that padding at most doubles each dimension."""
     shapes: dict[tuple[int, int], list[tuple[QueryChunk, list[int]]]] = {}
     for chunk in chunks:
-        indices = chunk.indices(block_size)
+        indices = [i for first, end in chunk.ranges(block_size) for i in range(first, end)]
         shape = ((chunk.q_end - chunk.q_start - 1).bit_length(), (len(indices) - 1).bit_length())
         shapes.setdefault(shape, []).append((chunk, indices))
     parts: list[CausalPart] = []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from batchgen.attention.base import StepAttention
@@ -131,9 +132,15 @@ class Runner:
                 position_ids=put(attention.positions, device).unsqueeze(0),
                 use_cache=False,
                 step_attention=attention,
-                logits_to_keep=logits_at(packed.logits_places, device, self.model.spread),
+                logits_to_keep=self._wanted(packed),
             )
         return [output.logits[0].to(device)] if len(packed.logits_places) else []
+
+    def _wanted(self, packed: PackedSpans) -> torch.Tensor | list[int] | slice:
+        """The argument `logits_to_keep`: in a step of nothing but decoding sequences all tokens, which need not be copied."""
+        if np.array_equal(packed.logits_places, np.arange(len(packed.tokens))):
+            return slice(None)
+        return logits_at(packed.logits_places, self.model.device, self.model.spread)
 
     def _recurrent(self, spans: Sequence[ScheduledSpan]) -> AbstractContextManager[None]:
         """Returns the context in which the model's recurrent layers use the states of these spans."""
