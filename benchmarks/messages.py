@@ -66,6 +66,10 @@ def misuse(good: Path, work: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         good = save_tiny_llama(Path(name) / "good")
+        # Where a user installs the program, its bytecode is kept. Without it, most of the time would be compilation.
+        ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)
+        first = [sys.executable, "-m", "batchgen_cli", "plan", "-", "-m", str(good)]
+        subprocess.run(first, env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, check=True)
         for table in (models, misuse):
             if sys.argv[1:] in ([], [table.__name__]):
                 (work := Path(name) / table.__name__).mkdir()
