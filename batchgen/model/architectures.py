@@ -183,7 +183,7 @@ def context_note(config: Any) -> str | None:
     text = text_config(config)
     longest = getattr(text, "max_position_embeddings", 0)
     indexed = indexed_length(text) if _model_type(text) in INDEXED else longest
-    if indexed < longest:
+    if 0 < indexed < longest:
         return (
             f"the context ends at {indexed:,} tokens: beyond that the model's indexer chooses which keys a query sees"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import CONFIG_MAPPING
 
@@ -62,3 +64,8 @@ def test_the_context_of_an_indexer_ends_where_it_begins_to_leave_keys_out(tools,
     assert context_note(tokenizer.hf_config) == (
         "the context ends at 96 tokens: beyond that the model's indexer chooses which keys a query sees"
     )
+
+
+def test_nothing_is_said_of_a_context_that_no_indexer_ends():
+    config = SimpleNamespace(model_type="qwen4_exp_text", max_position_embeddings=512, indexer_budget=None)
+    assert context_note(config) is None
