@@ -101,6 +101,8 @@ class EveryKey:
 
 
 EVERY_KEY = EveryKey()
+_BIAS_UNIT = 64.0
+"""What the numbers of a bias are multiplied by: without it float16 would not hold those of 10,000 tokens. A power of 2, so nothing is rounded."""
 
 
 def attention_forward(
@@ -162,16 +164,23 @@ def attention_forward(
 def with_key_bias(
     query: torch.Tensor, key: torch.Tensor, bias_KT: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns queries [1, H, T, D + 16] and keys [1, K, T, D + 16] whose scores, scaled, have the bias of their key [K, T] in them."""
-    left = bias_KT.float() / scaling
+    """Returns queries [1, H, T, D + 16] and keys [1, K, T, D + 16] whose scores, scaled, have the bias of their key [K, T] in them.
+
+    The bias of the query's own token is subtracted, which does not change a softmax: what is left is small for near keys, so that scores
+    of 16 bits tell them apart.
+    """
+    left = bias_KT.float() / (scaling * _BIAS_UNIT)
     parts = []
     for _ in range(3):  # of 16 bits each, they are together as exact as float32
         parts.append(left.to(key.dtype))
         left = left - parts[-1].float()
-    tail = torch.stack(parts, -1)[None]
-    tail = torch.nn.functional.pad(tail, (0, BIAS_WIDTH - len(parts)))
-    ones = query.new_ones((*query.shape[:-1], BIAS_WIDTH))
-    return torch.cat([query, ones], -1), torch.cat([key, tail], -1)
+    bias = torch.stack(parts, -1)[None]
+    own = bias.repeat_interleave(query.shape[1] // key.shape[1], 1).to(query.dtype)
+    fill = BIAS_WIDTH - 2 * len(parts)
+    query_tail = torch.cat([torch.full_like(own, _BIAS_UNIT), -own], -1)
+    key_tail = torch.cat([bias, torch.full_like(bias, _BIAS_UNIT)], -1)
+    pad = torch.nn.functional.pad
+    return torch.cat([query, pad(query_tail, (0, fill))], -1), torch.cat([key, pad(key_tail, (0, fill))], -1)
 
 
 def _slides(module: torch.nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Attention for models that call no `AttentionInterface` of transformers: their modules hand queries, keys and values to ours.
 
 A bias that depends on the key alone, such as ALiBi (https://arxiv.org/abs/2108.12409; what it subtracts by the position of the query is the same for
-all keys, and does not change a softmax), is kept in the key: as more numbers of it, which the query multiplies by one.
+all keys, and does not change a softmax), is kept in the key: as more numbers of it (`with_key_bias`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _bloom(module: Any, step: Step) -> None:
 
     def forward(hidden_states: torch.Tensor, residual: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         q, k, v = module._reshape(module.query_key_value(hidden_states))
-        bias_HT = slopes_H.to(q.device)[:, None] * step.positions
+        bias_HT = slopes_H.to(q.device)[:, None] * step.positions.to(q.device)
         q, k = with_key_bias(q, k, bias_HT, module.inv_norm_factor)
         out = _attend(module, step, q, k, v, module.inv_norm_factor).flatten(2)
         return residual + module.dense(out), None
@@ -99,7 +99,7 @@ def _mpt(module: Any, step: Step) -> None:
             qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
         q, k, v = (x.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=2))
         slopes_H = position_bias[:, 0, -1] - position_bias[:, 0, -2]
-        q, k = with_key_bias(q, k, slopes_H[:, None] * step.positions, module.softmax_scale)
+        q, k = with_key_bias(q, k, slopes_H.to(q.device)[:, None] * step.positions.to(q.device), module.softmax_scale)
         return module.out_proj(_attend(module, step, q, k, v, module.softmax_scale).flatten(2)), None
 
     _set_forward(module, forward)
@@ -118,7 +118,7 @@ def _falcon(module: Any, step: Step) -> None:
         if alibi is None:
             q, k = rotate(q, k, *position_embeddings)
         else:
-            bias_HT = (slopes_H.to(q.device)[:, None] * step.positions) * module.inv_norm_factor
+            bias_HT = (slopes_H.to(q.device)[:, None] * step.positions.to(q.device)).float() * module.inv_norm_factor
             k = k.expand(-1, q.shape[1], -1, -1)  # heads that share a key have a bias of their own each
             v = v.expand(-1, q.shape[1], -1, -1)
             q, k = with_key_bias(q, k, bias_HT, module.inv_norm_factor)

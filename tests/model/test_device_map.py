@@ -16,6 +16,7 @@ from batchgen.errors import ModelError, UsageError
 from batchgen.model import loader
 from batchgen.model.loader import check_device_map, load_model, prepare_model
 from batchgen.prompts import load_tokenizer
+from support.models import build
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PROMPTS = ["the same beginning of every text, and then " + end for end in ("a", "another", "a third one", "")] + [
@@ -81,6 +82,19 @@ def test_a_layer_s_kv_is_where_the_layer_runs(module):
     assert model.layers == {0: LayerShape(2, 16, 16, CPU), 1: LayerShape(2, 16, 16, META)}
     assert model.device == CPU
     assert model.spread
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon/alibi", "mpt"])
+def test_layers_that_add_alibi_run_where_their_weights_are(name):
+    hooks = pytest.importorskip("accelerate.hooks")
+    module = build(name)
+    layers = next(part for part in module.modules() if isinstance(part, torch.nn.ModuleList))
+    for part in [
+        layers[1],
+        *(p for n, p in module.named_modules() if n in ("transformer.ln_f", "transformer.norm_f", "lm_head")),
+    ]:
+        hooks.add_hook_to_module(part, hooks.AlignDevicesHook("meta", place_submodules=True))
+    assert [shape.device for shape in prepare_model(module).layers.values()] == [CPU, META]
 
 
 def test_a_step_s_plan_is_on_each_layer_s_device(tiny_model_dir, completions, monkeypatch):
