@@ -99,6 +99,9 @@ class EveryKey:
     def __and__(self, other: EveryKey) -> EveryKey:
         return self
 
+    def is_floating_point(self) -> bool:
+        return False
+
 
 EVERY_KEY = EveryKey()
 _BIAS_UNIT = 64.0

@@ -165,7 +165,7 @@ def _refusal(config: Any) -> str | None:
         layers -= {"chunked_attention"}
     if _model_type(config) in INDEXED:
         # The second is the older name.
-        layers -= {"indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"}
+        layers -= {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention", "minimax_m3_sparse"}
         if getattr(config, "index_kpool_always_select_tail", True) is False:
             return "this one has an indexer that leaves out the newest tokens, whatever the length of the text"
     if _model_type(config) in RECURRENT:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 ATTENDS = frozenset(
-    {"full_attention", "sliding_attention", "indexed_attention", "attention", "hybrid", "hybrid_sliding"}
+    {
+        "full_attention",
+        "sliding_attention",
+        "indexed_attention",
+        "qwen_sparse_attention",
+        "attention",
+        "hybrid",
+        "hybrid_sliding",
+    }
 )
 """Types of layers that have keys and values."""
 RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "recurrent"})

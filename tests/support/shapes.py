@@ -297,7 +297,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
     "qwen4_exp_text": DELTA | EXPERTS | TOKENS | QSA | {"hc_count": 2},
     "qwen4_exp_text/n-grams": DELTA | EXPERTS | TOKENS | QSA | {
-        "num_hidden_layers": 5, "layer_types": ["linear_attention", "indexed_attention"] * 2 + ["indexed_attention"], "hc_count": 2,
+        "num_hidden_layers": 5, "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"], "hc_count": 2,
         "ple_layer_ids": [1, 3], "ple_conv_kernel_size": 3, "ngram_vocab_size_base": 50, "heads_per_ngram": 2,
         "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2, "output_gate_type": "sigmoid",
         "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},

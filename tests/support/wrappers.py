@@ -91,7 +91,7 @@ TEXTS: dict[str, Text] = {
     "glm5_next": (
         "glm5_next_text",
         MLA | ROUTED | KDA | INDEXER | {
-            "num_hidden_layers": 5, "layer_types": ["linear_attention", "indexed_attention"] * 2 + ["indexed_attention"],
+            "num_hidden_layers": 5, "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
             "mlp_layer_types": ["dense"] + ["sparse"] * 4, "qk_rope_head_dim": 0, "indexer_types": ["full"] * 4 + ["shared"],
             "index_kpool": 8, "hc_mult": 2, "num_local_experts": 4,
         },
