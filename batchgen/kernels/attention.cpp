@@ -412,7 +412,8 @@ class Tile {
     }
 
 #if defined(BATCHGEN_AMX)
-    // The same by tiles, for any number of rows up to TILED_ROWS.
+    // The same by tiles, for any number of rows up to TILED_ROWS. The next keys and values are asked for while these are multiplied: tiles
+    // wait for the second cache otherwise.
     void score(int rows, int64_t r, float* scores, const Keys* keys, int n) {
         const int64_t depth = std::min<int64_t>(TILE, words_ & -words_);  // a power of 2 that the words of a head are a multiple of
         tiles_.set(std::min(rows, TILE), std::max(0, rows - TILE), depth);
@@ -423,7 +424,14 @@ class Tile {
     INLINE void score_tiles(int64_t r, float* scores, const Keys* keys, int n, int64_t depth) {
         const uint32_t* q = &q_[r * words_];
         int i = 0;
-        for (; i + 2 <= n; i += 2) score_columns<LOWER, true>(q, scores, keys[i], keys[i + 1], depth);
+        for (; i + 2 <= n; i += 2) {
+            if (i + 4 <= n)
+                for (int64_t w = 0; w < words_; w++) {
+                    __builtin_prefetch(keys[i + 2].keys + w * plan_.page_size, 0, 3);
+                    __builtin_prefetch(keys[i + 3].keys + w * plan_.page_size, 0, 3);
+                }
+            score_columns<LOWER, true>(q, scores, keys[i], keys[i + 1], depth);
+        }
         if (i < n) score_columns<LOWER, false>(q, scores, keys[i], keys[i], depth);
     }
 
@@ -452,6 +460,11 @@ class Tile {
         Some::load(sums, sums + TILE, width_);
         for (int i = 0; i < n; i += unit_ / 16) {
             const uint32_t* values = keys[i].values + c;
+            if (const int next = i + unit_ / 16; next < n)
+                for (int64_t w = 0; w < unit_ / 2; w++) {
+                    __builtin_prefetch(keys[next].values + c + w * width_, 0, 3);
+                    if (RIGHT) __builtin_prefetch(keys[next].values + c + TILE + w * width_, 0, 3);
+                }
             Some::template add<false>(weights + keys[i].place * 8, ROW, values, values + TILE, width_);
         }
         Some::store(sums, sums + TILE, width_);
