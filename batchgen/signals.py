@@ -37,6 +37,8 @@ class Signals:
         self._drain_until = 0.0
         self._at_once = False
         self._dropped = False
+        self._lock = threading.Lock()
+        """Held while a signal is sent again, so that none is on its way when the context that it is meant for has ended."""
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -81,28 +83,39 @@ class Signals:
     def interruptible(self) -> Iterator[None]:
         """A context in which the first signal raises `Interrupted` at once, even in a blocking read. For work with nothing to lose: loading, reading, planning."""
         self.check()
-        self._at_once = True
         hook = sys.unraisablehook
-        sys.unraisablehook = partial(self._raise_again, hook)
+        if self._before:  # else no exception of ours is ever dropped
+            sys.unraisablehook = partial(self._raise_again, hook)
+        self._at_once = True
         try:
-            yield
+            try:
+                yield
+            finally:
+                self._at_once = False
         except BaseException:
+            self._at_once = False  # a second signal may have come in between
             self.check()  # a library may have turned the handler's exception into another one
             raise
         finally:
-            self._at_once = False
             sys.unraisablehook = hook
+            with self._lock:
+                self._dropped = False
         self.check()
 
     def _raise_again(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
         """Takes what Python could not raise, such as an exception in a `__del__`. If it is the handler's, the signal comes once more."""
-        if isinstance(unraisable.exc_value, _Stop) and self._first is not None:
+        if isinstance(unraisable.exc_value, _Stop):
             self._dropped = True
-            main = threading.main_thread().ident
-            assert main is not None
-            threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, self._first)).start()
+            threading.Timer(_AGAIN_SECONDS, self._send_again).start()
         else:
             hook(unraisable)
+
+    def _send_again(self) -> None:
+        """Sends the first signal to the main thread, unless the job has seen it by now."""
+        main = threading.main_thread().ident
+        with self._lock:
+            if self._at_once and self._dropped and self._first is not None and main is not None:
+                signal.pthread_kill(main, self._first)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -127,3 +128,40 @@ def test_a_signal_in_a_finalizer_where_python_drops_exceptions_comes_again(capsy
         time.sleep(60)
     assert error.value.exit_code == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_no_signal_comes_again_after_the_work_that_it_was_to_end() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
+    try:
+        with pytest.raises(Interrupted), Signals(grace=60) as signals, signals.interruptible():
+            _SendsWhenDeleted()
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+        time.sleep(0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == []
+
+
+def test_after_a_dropped_signal_the_next_one_is_the_second() -> None:
+    with Signals(grace=60) as signals:
+        with pytest.raises(Interrupted), signals.interruptible():
+            _SendsWhenDeleted()
+        with pytest.raises(Interrupted):
+            send(signal.SIGINT)
+
+
+def test_jobs_in_other_threads_leave_python_s_hook_as_it_is() -> None:
+    hooks = []
+
+    def work() -> None:
+        with Signals(grace=5) as signals, signals.interruptible():
+            hooks.append(sys.unraisablehook)
+
+    before = sys.unraisablehook
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert hooks == [before]
