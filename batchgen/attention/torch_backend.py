@@ -141,9 +141,8 @@ def _softmax(
         scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
     if masked is not None:
         scores = scores.masked_fill_(masked, -math.inf)
-    top = scores.amax(-1)
-    if masked is not None:
-        top = top.clamp_min_(torch.finfo(torch.float32).min)
+    # All of them may be -inf: masked, or of keys with a bias (ALiBi's) that float16 has no number for.
+    top = scores.amax(-1).clamp_min_(torch.finfo(torch.float32).min)
     weights = scores.sub_(top.unsqueeze(-1)).exp_()
     total = weights.sum(-1)
     lse = total.log().add_(top)
