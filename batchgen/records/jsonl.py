@@ -69,7 +69,7 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError as e:
         return f"not UTF-8 at byte {e.start + 1}"
     except json.JSONDecodeError as e:
-        return f"not JSON: {e.msg.removesuffix(' at')} at column {e.colno}{_hint(e.doc, e.pos)}"
+        return f"not JSON: {e.msg.removesuffix(' at')} at column {e.colno}{_hint(e)}"
     except RecursionError:
         return f"nested more than {MAX_DEPTH} levels deep"
     except MemoryError:
@@ -121,21 +121,24 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _hint(text: str, place: int) -> str:
-    """Returns how to correct the usual ways of writing a line that is not JSON at `place`; empty for others."""
+def _hint(error: json.JSONDecodeError) -> str:
+    """Returns how to correct the usual ways of writing a line that is not JSON; empty for others."""
+    text, place = error.doc, error.pos
     before, after = text[:place].rstrip(), text[place:].lstrip(" ")
     if text.strip() in ("[", "[{"):
         return _ARRAY_HINT
     if text.strip() == "{":
         return _LINE_HINT
-    if before.endswith((",}", ",]")) or (before.endswith(",") and after.startswith(("}", "]"))):
-        return _COMMA_HINT
-    if after == ",":
+    if error.msg.startswith("Invalid control character"):
+        return f" (in text it is written \\u{ord(text[place]):04x})"
+    if error.msg.startswith("Extra data") and after == ",":
         return " (leave out the comma after the object)"
+    if error.msg.startswith("Expecting ',' delimiter"):
+        return ""  # as a rule because of a quote inside a text, whatever comes after it
+    if error.msg.startswith("Illegal trailing comma") or (before.endswith(",") and after.startswith(("}", "]"))):
+        return _COMMA_HINT
     if re.match(r"'|(True|False|None)\b", after):
         return _PYTHON_HINT
-    if text[:1] == "{" and after and after[0] < " ":
-        return f" (in text it is written \\u{ord(after[0]):04x})"
     return " (JSON has no comments)" if after.startswith(("//", "#")) else ""
 
 

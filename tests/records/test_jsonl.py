@@ -79,6 +79,20 @@ def test_the_usual_ways_of_writing_no_json_are_told_how_to_become_json(line, hin
     assert reason.endswith(hint)
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (rb'{"a": "say "None" now"}', "not JSON: Expecting ',' delimiter at column 13"),
+        (rb'{"a": "it was "#1" then"}', "not JSON: Expecting ',' delimiter at column 16"),
+        (b'{"a": ,', "not JSON: Expecting value at column 7"),
+        (b'{"a": "b,]\tc"}', "not JSON: Invalid control character at column 11 (in text it is written \\u0009)"),
+        (b'{\x0b"a": 1}', "not JSON: Expecting property name enclosed in double quotes at column 2"),
+    ],
+)
+def test_no_hint_is_given_for_what_is_wrong_otherwise(line, reason):
+    assert parse_line(line) == reason
+
+
 def test_nesting_is_accepted_up_to_the_limit_and_brackets_in_text_are_not_nesting():
     depth = MAX_DEPTH - 1
     deep = parse_line(b'{"a": ' + b"[" * depth + b"]" * depth + b"}")
