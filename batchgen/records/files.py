@@ -36,7 +36,8 @@ _PACKED = (
     ),  # or a frame to skip, as pzstd writes it
 )
 _UNPACKED_BY = {b"BZh": ("bzip2", "bzip2 -dc"), b"\xfd7zXZ": ("xz", "xz -dc"), b"PK\x03\x04": ("zip", "unzip -p")}
-_PARQUET = (b"PAR1", b"PARE")  # plain, encrypted
+# Plain and encrypted. A number follows, not text: the first column of a CSV file may be called PARENT.
+_PARQUET = re.compile(rb"PAR[1E][^\x00-\x08\x0b\x0c\x0e-\x1f]{0,3}[\x00-\x08\x0b\x0c\x0e-\x1f]", re.DOTALL)
 _LFS = b"version https://git-lfs"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 _AT_COMMIT = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)@[0-9a-f]{40}/")
@@ -139,9 +140,9 @@ class InputFile:
                 raise UsageError(f"{self.name} is not compressed with {kind}", f"give it a name without {suffix}")
         if self.compression is not None:
             return
-        if start.startswith(_PARQUET) and self.format != "parquet":
+        if _PARQUET.match(start) and self.format != "parquet":
             raise UsageError(f"{self.name} is a Parquet file", "use --input-format parquet")
-        if self.format == "parquet" and not start.startswith((*_PARQUET, bytes(4))):
+        if self.format == "parquet" and not start.startswith((b"PAR1", b"PARE", bytes(4))):
             raise UsageError(
                 f"{self.name} is not a Parquet file", "say what it is with --input-format jsonl, csv or tsv"
             )
@@ -179,7 +180,7 @@ class InputFile:
                 raise UsageError(
                     f"standard input is compressed with {program}", f"unpack it first: {unpack} | batchgen run -"
                 )
-        if start.startswith(_PARQUET) and self.format != "parquet":
+        if _PARQUET.match(start) and self.format != "parquet":
             raise UsageError("standard input is a Parquet file", "use --input-format parquet")
         if start.startswith(_UTF16) and self.format != "parquet":
             raise UsageError("standard input is in UTF-16, not in UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")

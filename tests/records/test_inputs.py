@@ -366,7 +366,7 @@ def test_memory_does_not_grow_with_the_file(folder, name):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"PAR1", "standard input is a Parquet file; use --input-format parquet"),
+        (b"PAR1\x15\x04\x15\x10", "standard input is a Parquet file; use --input-format parquet"),
         (bz2.compress(JSONL), "standard input is compressed with bzip2; unpack it first: bzip2 -dc | batchgen run -"),
         (lzma.compress(JSONL), "standard input is compressed with xz; unpack it first: xz -dc | batchgen run -"),
         (b"PK\x03\x04", "standard input is compressed with zip; unpack it first: unzip -p | batchgen run -"),
@@ -382,3 +382,12 @@ def test_standard_input_that_is_not_what_is_said_is_refused_when_it_is_read(monk
     with pytest.raises(UsageError) as error:
         list(source.rows())
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["PARENT", "PAR1"])
+def test_a_csv_column_may_have_the_name_of_parquet(folder, monkeypatch, name):
+    data = f"{name},prompt\n1,a\n".encode()
+    (folder / "c.csv").write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    for source in (opened("c.csv"), opened("-", format="csv")):
+        assert [row.columns for row in source.rows()] == [{name: "1", "prompt": "a"}]
