@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -31,3 +32,9 @@ def test_the_configuration_tells_what_a_token_takes(name: str) -> None:
     if name.split("/")[0] in NO_GROUPS:
         config.num_key_value_heads = None
     assert 4 * kv_numbers(config) == bytes_per_token(model.layers, model.dtype)
+
+
+def test_layers_that_see_an_image_alone_keep_nothing_of_a_text() -> None:
+    kinds = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    assert kv_numbers(SimpleNamespace(**kinds)) == 4 * 2 * 2 * 16
+    assert kv_numbers(SimpleNamespace(**kinds, cross_attention_layers=[1, 3])) == 2 * 2 * 2 * 16
