@@ -21,9 +21,9 @@ the `generate` of the whole multimodal model, with the vision and audio settings
 
 Models with recurrent layers (gated delta rule, Mamba, lightning attention, RG-LRU, short convolutions) share prefixes as all other models do: see [recurrent.md](recurrent.md).
 
-BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo and MPT have attention code of their own in transformers, in the place of which batchgen puts its own. An encoder with a decoder (T5, BART, Whisper) is refused, whatever its name.
+BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo and MPT have attention code of their own in transformers. batchgen replaces it. An encoder with a decoder (T5, BART, Whisper) is refused, whatever its name.
 
-DeepSeek V3.2, GLM 5, Qwen 3.8 Flash Next, MiniMax M3, Mistral Large 4, Hy 4, dots3-note and A.X K2 have an indexer that chooses which keys a query sees. It chooses all of them up to a certain length (2,048 tokens in published checkpoints), where the context ends here.
+DeepSeek V3.2, GLM 5, Qwen 3.8 Flash Next, MiniMax M3, Mistral Large 4, Hy 4, dots3-note and A.X K2 have an indexer that chooses which keys a query sees. Up to a certain length (2,048 tokens in published checkpoints) it chooses all of them, and batchgen ends the context there. The dynamic mask of Doge keeps every key up to `keep_window_size` tokens, where batchgen ends the context too; Doge with experts is refused.
 
 Rotary embeddings of the kinds plain, partial, linear, proportional, Llama 3 and YaRN are exact, and so are absolute positions. LongRoPE and dynamic NTK depend on the longest sequence of the whole batch, also in transformers. Below a certain length they do not, so the
 context ends at this length: at `original_max_position_embeddings` for LongRoPE, at `max_position_embeddings` for dynamic NTK. Other kinds are refused.
