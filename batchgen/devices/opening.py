@@ -46,7 +46,7 @@ class AnyEngine(Protocol):
     def attention(self) -> str: ...
     @property
     def waiting(self) -> int:
-        """Number of leaves that have not started."""
+        """Number of leaves that are neither done nor running."""
         ...
 
     @property
