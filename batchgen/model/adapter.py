@@ -104,12 +104,11 @@ def prepare(
 ) -> LoadedModel:
     """Switches a model's attention to ours. Raises `ModelError` where that cannot be. `pack_linear`: linear layers are packed too."""
     register()
-    if module.config._attn_implementation != NAME:
+    if not hand_over(module) and module.config._attn_implementation != NAME:
         module.set_attn_implementation(NAME)
     module.eval()
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1
-    hand_over(module)
     _number_shared_attention(module)
     if kernels is not None:
         fuse_small_parts(module)

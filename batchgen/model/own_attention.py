@@ -29,17 +29,18 @@ class Step:
         self.attention, self.positions = kwargs.get("step_attention"), kwargs["position_ids"]
 
 
-def hand_over(module: Any) -> None:
-    """Makes the attention of such a model ours, in place. Other models are left as they are."""
+def hand_over(module: Any) -> bool:
+    """Makes the attention of such a model ours, in place. Returns whether it is such a model; others are left as they are."""
     found = {part: name for part in module.modules() if (name := type(part).__name__) in _MODULES}
     if not found:
-        return
+        return False
     step = Step()
     for part, name in found.items():
         _MODULES[name](part, step)
     module.register_forward_pre_hook(step.note, with_kwargs=True)
     if "MptAttention" not in found.values():  # that model's code cannot do without a mask, which nothing reads
         module.config._attn_implementation = NAME  # so that no masks are made
+    return True
 
 
 def _attend(

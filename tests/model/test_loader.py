@@ -1,4 +1,5 @@
 import json
+import logging
 import shutil
 
 import pytest
@@ -14,6 +15,7 @@ from batchgen.model import loader, multimodal
 from batchgen.model.architectures import REFUSED, check_architecture
 from batchgen.model.loader import load_model, pick_device, prepare_model
 from batchgen.prompts import load_tokenizer
+from support.models import build
 
 
 @pytest.fixture
@@ -220,3 +222,13 @@ def test_attention_that_the_plan_does_not_cover_is_refused(options, message):
     with pytest.raises(ModelError) as e:
         attend(**options)
     assert str(e.value) == message
+
+
+@pytest.mark.parametrize("name", ["bloom", "doge", "mpt"])
+def test_transformers_says_nothing_of_a_model_whose_attention_is_exchanged(name, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        logging.getLogger("transformers.modeling_utils"), "warning", lambda *text, **_: said.append(text)
+    )
+    model = prepare_model(build(name))
+    assert (said, len(model.layers)) == ([], 2)
