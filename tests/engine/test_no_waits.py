@@ -209,14 +209,14 @@ def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
 
 
 def test_a_step_takes_few_copies_to_the_device(monkeypatch):
-    """Of tokens, positions and wanted places; of slots and uniform numbers; no more where all rows are alike."""
+    """Of tokens and positions; of slots and uniform numbers; no more where all rows are alike. A step of decoding alone needs no wanted places."""
     engine = engine_without_values(monkeypatch)
     requests = requests_of([[i] for i in range(20)], [12] * 20, temperature=1.0, top_k=9, ignore_eos=True)
     with guarded(monkeypatch, engine) as copies:
         run(engine, requests)
     assert engine.stats.steps == 12
     # Tokens that are on the device already: their places and slots. When they begin, the slots' parameters.
-    assert copies.count == 12 * (3 + 1) + 11 * 2 + 1
+    assert copies.count == 12 * (2 + 1) + 11 * 2 + 1
 
 
 MISTAKES = {

@@ -77,13 +77,14 @@ def test_logits_in_bfloat16_differ_no_more_than_between_lengths_of_a_batch(name:
 
 
 def test_the_usual_parts_are_found() -> None:
-    """What most models are made of; a change in transformers that hides it from us should not pass num_pending_tokens."""
+    """What most models are made of; a change in transformers that hides it from us should not pass unseen."""
     found = {name: dict(fuse(build(name))) for name in ("llama", "qwen3", "gemma2", "phi3", "olmo2", "gpt_neox/plain")}
     assert found == {
         "llama": {
             "embeddings": 1,
             "decoder layers": 2,
             "rotary embeddings": 2,
+            "tables of cos and sin": 1,
             "norms": 5,
             "gated MLPs": 2,
             "linear layers": 9,
@@ -92,12 +93,26 @@ def test_the_usual_parts_are_found() -> None:
             "embeddings": 1,
             "decoder layers": 2,
             "rotary embeddings": 2,
+            "tables of cos and sin": 1,
             "norms": 9,
             "gated MLPs": 2,
             "linear layers": 9,
         },
-        "gemma2": {"rotary embeddings": 2, "norms": 9, "gated MLPs": 2, "linear layers": 9},
-        "phi3": {"embeddings": 1, "rotary embeddings": 2, "norms": 5, "gated MLPs": 2, "linear layers": 5},
-        "olmo2": {"embeddings": 1, "rotary embeddings": 2, "norms": 9, "gated MLPs": 2, "linear layers": 9},
-        "gpt_neox/plain": {"embeddings": 1, "rotary embeddings": 2, "linear layers": 9},
+        "gemma2": {"rotary embeddings": 2, "tables of cos and sin": 1, "norms": 9, "gated MLPs": 2, "linear layers": 9},
+        "phi3": {
+            "embeddings": 1,
+            "rotary embeddings": 2,
+            "tables of cos and sin": 1,
+            "norms": 5,
+            "gated MLPs": 2,
+            "linear layers": 5,
+        },
+        "olmo2": {
+            "embeddings": 1,
+            "rotary embeddings": 2,
+            "norms": 9,
+            "gated MLPs": 2,
+            "linear layers": 9,
+        },
+        "gpt_neox/plain": {"embeddings": 1, "rotary embeddings": 2, "tables of cos and sin": 1, "linear layers": 9},
     }
