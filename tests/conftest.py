@@ -32,15 +32,18 @@ from support.tiny_model import save_tiny_llama
 hypothesis.settings.register_profile("batchgen", deadline=None, max_examples=examples(10, 100))  # no test measures time
 hypothesis.settings.load_profile("batchgen")
 
+# Triton's kernels run on its interpreter, on the CPU. This is decided when triton is imported, which the conftest of a folder may do.
+os.environ["TRITON_INTERPRET"] = "1"
+
 # Ignored under nohup, or in a shell's background, and so they would be in every run that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton's kernels run on its interpreter, on the CPU, but under `-m gpu`. It is decided when triton is imported, by whomever."""
-    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
-        os.environ["TRITON_INTERPRET"] = "1"
+    """Under `-m gpu` Triton's kernels are compiled."""
+    if "gpu" in config.option.markexpr.replace("not gpu", ""):
+        del os.environ["TRITON_INTERPRET"]
     gc.disable()  # while modules are imported and tests collected
 
 
