@@ -206,7 +206,7 @@ import torch
 from transformers import AutoModelForCausalLM
 said = {}
 def load(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         said[folder.name] = model(torch.arange(1, 20)[None], use_cache=False).logits[0, -1].tolist()
 later = []
