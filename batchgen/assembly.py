@@ -38,9 +38,8 @@ class JobReport:
     stats: dict[str, Any]
     output: str
     """For a shard: the output of the whole job."""
-    exit_code: int
-    """0, or 3 if some rows failed"""
     already_finished: bool
+    """Whether an earlier run had finished the job, so that this one did nothing."""
     chat: bool = False
     """Whether prompts went through a chat template."""
     failures: tuple[str, ...] = ()
@@ -51,6 +50,11 @@ class JobReport:
     """Address of the dataset on the Hub that has the output; empty without `--push`."""
     work_dir: str | None = None
     """The folder that holds the job's folder; None if that is beside the output."""
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 3 if some rows of the output failed."""
+        return 3 if self.stats["job"]["rows_failed"] else 0
 
     def page(self) -> ReportPage:
         """Returns the job as a page for a browser. Raises `UsageError` if rows went to standard output."""
@@ -175,9 +179,7 @@ def _merge_shards(
         assert isinstance(job, JobFolder), "standard output has no shards"
         if job.finished is not None:  # a merge that was killed when all was done but the cleaning up
             write_stats(stats_file, job.finished)
-            return JobReport(
-                job.finished, output, 3 if job.finished["job"]["rows_failed"] else 0, already_finished=True
-            )
+            return JobReport(job.finished, output, already_finished=True)
         outcomes.tracker.total = job.row_count
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):
@@ -194,7 +196,7 @@ def _merge_shards(
         for note in job.notes:
             outcomes.tracker.note(note)
     write_stats(stats_file, stats)
-    return JobReport(stats, output, 3 if outcomes.run.failed else 0, False, chat=bool(manifest.settings.get("chat")))
+    return JobReport(stats, output, already_finished=False, chat=bool(manifest.settings.get("chat")))
 
 
 def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
@@ -249,4 +251,4 @@ def _shard_line(shard: Mapping[str, Any]) -> dict[str, Any]:
 def _already_written(output: str, folder: Path, stats_file: str | None) -> JobReport:
     stats = json.loads((folder / "stats.json").read_bytes())
     write_stats(stats_file, stats)
-    return JobReport(stats, output, 3 if stats["job"]["rows_failed"] else 0, already_finished=True)
+    return JobReport(stats, output, already_finished=True)

@@ -144,6 +144,16 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def caused_by(error: BaseException, *types: type[BaseException]) -> bool:
+    """Whether the error, or one that led to it, is of one of these types."""
+    return any(isinstance(cause, types) for cause in causes_of(error))
+
+
+def in_one_line(error: BaseException, characters: int = 200) -> str:
+    """Returns an error's message on one line, cut to so many characters."""
+    return " ".join(str(error).split())[:characters]
+
+
 @contextmanager
 def memory_errors() -> Iterator[None]:
     """Turns the errors that Python and torch raise when memory runs out into `OutOfMemory`."""

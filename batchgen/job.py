@@ -570,7 +570,6 @@ def _finish_job(job: Store, setup: _Setup, model: _Model, outcomes: Outcomes) ->
     return JobReport(
         stats,
         setup.output,
-        exit_code=3 if outcomes.run.failed else 0,
         already_finished=False,
         chat=setup.prompts.chat,
         failures=tuple(outcomes.failures),
@@ -591,7 +590,6 @@ def _already_finished(asked: _Asked, stats: dict[str, Any], chat: bool, shard: s
     return JobReport(
         stats,
         asked.output,
-        exit_code=3 if stats["job"]["rows_failed"] else 0,
         already_finished=True,
         chat=chat,
         shard=shard,

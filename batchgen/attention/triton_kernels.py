@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from batchgen.attention import work_list
+from batchgen.errors import in_one_line
 
 FIELDS = tl.constexpr(work_list.FIELDS)
 Q_START = tl.constexpr(work_list.Q_START)
@@ -321,5 +322,5 @@ def why_not_here() -> str:
     try:
         triton.runtime.driver.active.get_current_device()
     except Exception as e:  # noqa: BLE001 - whatever a compiler, a loader or a driver may raise
-        return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        return f"{type(e).__name__}: {in_one_line(e)}"
     return ""

@@ -24,7 +24,7 @@ import ray
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.transport import UNDER_WAY_SHARE, Link, WorkerFailed, WorkerSetup
-from batchgen.errors import ModelError, UsageError
+from batchgen.errors import ModelError, UsageError, in_one_line
 
 LISTEN_SECONDS = 10.0
 """Longest time that an actor waits for a message of its own before it answers that there is none."""
@@ -178,8 +178,9 @@ def _connect(model: ModelConfig) -> None:
             "start one with ray start --head, name its address, or use --ray local",
         ) from e
     except (RuntimeError, ValueError, OSError) as e:
-        said = " ".join(str(e).split())[:_LONGEST]
-        raise UsageError(f"Ray cannot be used ({model.ray}): {said}", "see whether ray status works there") from e
+        raise UsageError(
+            f"Ray cannot be used ({model.ray}): {in_one_line(e, _LONGEST)}", "see whether ray status works there"
+        ) from e
     finally:  # Ray takes SIGTERM, which is the job's
         if threading.current_thread() is threading.main_thread():
             for signum, handler in before.items():

@@ -22,7 +22,7 @@ from batchgen.config import EngineConfig
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.kernel_fallback import KernelFallback
 from batchgen.engine.results import ResultAssembler
-from batchgen.errors import BatchgenError, is_out_of_memory
+from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
 from batchgen.model.adapter import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
@@ -136,7 +136,7 @@ def sized(model: LoadedModel, config: EngineConfig, context_length: int) -> tupl
         kernels = model.device.type == "cuda" and model.attention != "torch" and model.verdict.uses("triton")
         if not kernels or isinstance(e, BatchgenError) or is_out_of_memory(e):
             raise
-        why = f"the largest step ended with {type(e).__name__}: {' '.join(str(e).split())[:300]}"
+        why = f"the largest step ended with {type(e).__name__}: {in_one_line(e, 300)}"
         model = replace(model, verdict=model.verdict.without("triton", why))
     return model, size_engine(model, config, context_length)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from batchgen.engine.step_watch import StepWatch
-from batchgen.errors import BatchgenError, is_out_of_memory
+from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
 from batchgen.parsers.heads import Head
@@ -204,7 +204,7 @@ class StepExecutor:
         except Exception as e:
             if self._runner.attention != "triton" or isinstance(e, BatchgenError) or is_out_of_memory(e):
                 raise
-            raise KernelsFailed(f"a step ended with {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
+            raise KernelsFailed(f"a step ended with {type(e).__name__}: {in_one_line(e, 300)}") from e
         finally:
             if self.watch is not None:
                 self.watch.since = None

@@ -27,7 +27,7 @@ from typing import Any
 
 from batchgen.errors import OutputLocked, UsageError
 from batchgen.jobs.disk import file_system, writing
-from batchgen.jobs.lock import lives
+from batchgen.jobs.lock import held_by_another, lives
 
 _SIZE = 4096
 """Bytes of a claim, padded: a beat overwrites it in place by one write."""
@@ -110,9 +110,9 @@ class Lease:
     def _claim(self, tell: Callable[[str], None]) -> tuple[int, int]:
         while True:
             number, holder = last_claim(self._folder)
-            if holder is not None and holder.get("state", "running") == "running":
+            if holder is not None and _is_running(holder):
                 if not self._is_dead(number, holder, tell):
-                    raise _held(self._what, holder)
+                    raise held_by_another(self._what, holder)
                 self.taken_over = holder
             self.before = "" if holder is None else str(holder.get("state", "running"))
             path = self._folder / f"claim-{number + 1:06d}"
@@ -120,8 +120,9 @@ class Lease:
                 return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), number + 1
 
     def _is_dead(self, number: int, holder: dict[str, Any], tell: Callable[[str], None]) -> bool:
-        if is_alive_here(holder) is not None:
-            return not is_alive_here(holder)
+        alive = is_alive_here(holder)
+        if alive is not None:
+            return not alive
         tell(
             f"{self._what} was last held by process {holder.get('pid')} on {holder.get('host')}: looking for up to "
             f"{self._beats.silent:.0f} seconds whether it still runs"
@@ -131,7 +132,7 @@ class Lease:
             time.sleep(self._beats.look)
             now, other = last_claim(self._folder)
             if now != number or other != holder:
-                return other is None or other.get("state", "running") != "running"
+                return other is None or not _is_running(other)
         return True
 
     def _run(self) -> None:
@@ -171,17 +172,22 @@ def last_claim(folder: Path, *, read: bool = True) -> tuple[int, dict[str, Any] 
     return number, claim if isinstance(claim, dict) else {}
 
 
+def _is_running(claim: Mapping[str, Any]) -> bool:
+    """Whether a claim was not released. One that cannot be read was made a moment ago."""
+    return bool(claim.get("state", "running") == "running")
+
+
 def check_free_here(folder: Path, what: str) -> None:
     """Raises `OutputLocked` if a process of this machine holds the lease. Does not take it."""
     _, holder = last_claim(folder)
-    if holder and holder.get("state", "running") == "running" and is_alive_here(holder):
-        raise _held(what, holder)
+    if holder and _is_running(holder) and is_alive_here(holder):
+        raise held_by_another(what, holder)
 
 
 def holder_of_lease(folder: Path) -> dict[str, Any] | None:
     """Returns the holder that a claim names; None if there is none, or if it was a process of this machine that no longer exists."""
     _, holder = last_claim(folder)
-    if holder is None or holder.get("state", "running") != "running" or is_alive_here(holder) is False:
+    if holder is None or not _is_running(holder) or is_alive_here(holder) is False:
         return None
     return holder
 
@@ -196,9 +202,14 @@ def is_alive_here(holder: Mapping[str, Any]) -> bool | None:
 
 def seconds_silent(holder: Mapping[str, Any]) -> float | None:
     """Seconds since the last sign of life of a holder, by its clock and this machine's; None if there was none."""
+    return seconds_since(holder.get("seen"))
+
+
+def seconds_since(time: Any) -> float | None:
+    """Seconds since a time in ISO 8601; None for anything else."""
     try:
-        return (datetime.now(UTC) - datetime.fromisoformat(holder["seen"])).total_seconds()
-    except (KeyError, ValueError, TypeError):
+        return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+    except (ValueError, TypeError):
         return None
 
 
@@ -210,11 +221,6 @@ def check_shared_folder(folder: Path) -> None:
             f"{folder} is on {kind}, where two machines can make the same file, so shards cannot be kept apart",
             "name a folder on a disk, on NFS or on a cluster's file system with --work-dir",
         )
-
-
-def _held(what: str, holder: Mapping[str, Any]) -> OutputLocked:
-    who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}" if holder else "just started"
-    return OutputLocked(f"another run holds {what} ({who})", "wait for it to end, or stop it")
 
 
 def _this_process() -> dict[str, Any]:

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Lock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _output_locked(output, _holder(self._fd)) from None
+            raise held_by_another(output, _holder(self._fd)) from None
         except OSError as e:
             if e.errno not in _NO_FLOCK:
                 raise
@@ -55,7 +56,7 @@ class Lock:
                 f"wait for it; if it is dead, delete {path}",
             )
         if holder and not kernel and not known_dead and _alive(holder.get("pid")):
-            raise _output_locked(output, holder)
+            raise held_by_another(output, holder)
         self.taken_over = holder.get("pid")
         me = {
             "pid": os.getpid(),
@@ -87,7 +88,7 @@ def check_free(path: Path, output: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _output_locked(output, _holder(fd)) from None
+        raise held_by_another(output, _holder(fd)) from None
     except OSError:
         return  # a file system without locks: taking the lock will tell
     finally:
@@ -143,9 +144,10 @@ def _seconds(time: Any) -> float | None:
         return None
 
 
-def _output_locked(output: str, holder: dict[str, Any]) -> OutputLocked:
+def held_by_another(what: str, holder: Mapping[str, Any]) -> OutputLocked:
+    """Returns the error for a lock or a lease that a process holds; `holder` is empty if that has just started."""
     who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}" if holder else "just started"
-    return OutputLocked(f"another run holds {output} ({who})", "wait for it to end, or stop it")
+    return OutputLocked(f"another run holds {what} ({who})", "wait for it to end, or stop it")
 
 
 def _holder(fd: int) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Results:
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""
         found = {}
-        for key, value, checksum in self._asked("SELECT key, value, checksum FROM results WHERE key IN", keys):
+        for key, value, checksum in asked(self._db, "SELECT key, value, checksum FROM results WHERE key IN", keys):
             result = decode(key, value, checksum)
             if result is not None:
                 found[key] = result
@@ -364,9 +364,6 @@ class Results:
         self._db.execute("BEGIN IMMEDIATE")
         self._db.executemany(statement, entries)
         self._db.execute("COMMIT")
-
-    def _asked(self, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
-        return asked(self._db, query, keys)
 
     def commit(self) -> None:
         if self._batched:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.jobs.lease import SILENT_SECONDS, is_alive_here, last_claim, seconds_silent
+from batchgen.jobs.lease import SILENT_SECONDS, is_alive_here, last_claim, seconds_silent, seconds_since
 from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import load_manifest
 from batchgen.jobs.results import read_facts
@@ -153,7 +151,7 @@ def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:
     if results is not None and told:
         done = told["rows_done"] + max(0, results - told["results"])
         figures["rows_done"] = done if told["rows_total"] is None else min(done, told["rows_total"])
-    age, run_age = _seconds_since(figures["updated"]), _seconds_since(started)
+    age, run_age = seconds_since(figures["updated"]), seconds_since(started)
     if state == "running" and (age is None or (run_age is not None and age > run_age)):
         figures |= dict.fromkeys(_OF_ONE_RUN) | {"phase": "starting"}  # the stored figures are an earlier run's
     elif state == "running" and figures["eta_seconds"] is not None:
@@ -188,15 +186,5 @@ def _of_finished(sums: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _stored_sums(folder: Path) -> dict[str, Any] | None:
     """Returns the figures of all runs so far, as stored by the last run that was not killed."""
-    try:
-        sums = json.loads((folder / "stats.json").read_bytes())["job"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
+    sums = (read_stats(folder) or {}).get("job")
     return sums if isinstance(sums, dict) else None
-
-
-def _seconds_since(time: Any) -> float | None:
-    try:
-        return (dt.datetime.now(dt.UTC) - dt.datetime.fromisoformat(time)).total_seconds()
-    except (ValueError, TypeError):
-        return None

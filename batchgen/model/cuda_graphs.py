@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from batchgen.errors import is_out_of_memory
+from batchgen.errors import in_one_line, is_out_of_memory
 
 CAPTURE_AFTER = 4
 """Steps of a shape that run without a graph before one is captured. A capture costs about as much as they did (a wait for the
@@ -116,7 +116,7 @@ class Graphs:
                 "no memory for more CUDA graphs; steps of other sizes run without, which is slower (--kv-memory, given by hand and lower, leaves more)"
                 if is_out_of_memory(e)
                 # torch says of a capture only that it failed: what made it fail came before
-                else f"the model cannot be captured as a CUDA graph and runs without, which is slower: {_line(e.__context__ or e)}"
+                else f"the model cannot be captured as a CUDA graph and runs without, which is slower: {in_one_line(e.__context__ or e)}"
             )
             return False
         return True
@@ -178,7 +178,3 @@ def _waiting_fails() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

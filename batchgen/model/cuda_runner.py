@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental import _config as shapes
 
 from batchgen.attention.kv_cache import KVCache
-from batchgen.errors import is_out_of_memory
+from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import staged
 from batchgen.model.adapter import LoadedModel
 from batchgen.model.cuda_graphs import Capture, CudaCapture, Graphs, Shape
@@ -49,8 +49,9 @@ class Compiled:
                 if is_out_of_memory(e):
                     raise
                 self._compiled = None
-                reason = " ".join(str(e).split())[:200]
-                self._notes.append(f"--compile on: torch.compile fails on this model, which runs without: {reason}")
+                self._notes.append(
+                    f"--compile on: torch.compile fails on this model, which runs without: {in_one_line(e)}"
+                )
         return self._module(**inputs)
 
 

@@ -27,7 +27,7 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.attention.triton_backend import DeviceAttention
-from batchgen.errors import is_out_of_memory
+from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.adapter import AttentionKind, LoadedModel
 from batchgen.model.device_check import Done, Failed, Part, Setup, Trying, Unknown
@@ -124,7 +124,7 @@ def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Unkn
 
 def _error_text(error: BaseException) -> str:
     """An error in a few words."""
-    text = " ".join(str(error).split())[:300]
+    text = in_one_line(error, 300)
     return text if isinstance(error, Differs) else f"{type(error).__name__}: {text}"
 
 

@@ -48,6 +48,7 @@ from batchgen.parsers.heads import Head
 from batchgen.prompts.gguf import alone
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 from batchgen.request import TokenArray
+from batchgen.stats import size_text
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _LANGUAGE_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -72,13 +73,14 @@ def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]
         return
     name = str(dtype).removeprefix("torch.")
     if len(free) > 1 and needed <= sum(free):
-        hint = f"--device-map auto, without --device, spreads it over {len(free)} GPUs, of which {_gib(sum(free))} are free"
+        hint = f"--device-map auto, without --device, spreads it over {len(free)} GPUs, of which {size_text(sum(free))} are free"
     elif dtype == torch.float32 and needed // 2 <= free[device]:
-        hint = f"--dtype bfloat16 needs {_gib(needed // 2)}"
+        hint = f"--dtype bfloat16 needs {size_text(needed // 2)}"
     else:
         hint = "use a quantized checkpoint, or larger or more GPUs"
     raise ModelError(
-        f"the model's weights take {_gib(needed)} in {name}, and of cuda:{device} are {_gib(free[device])} free", hint
+        f"the model's weights take {size_text(needed)} in {name}, and of cuda:{device} are {size_text(free[device])} free",
+        hint,
     )
 
 
@@ -189,10 +191,6 @@ def _path(config: ModelConfig, name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
-
-
 def load_model(
     config: ModelConfig, tokenizer: LoadedTokenizer, processes: int = 1, texts: Sequence[TokenArray] = ()
 ) -> LoadedModel:
@@ -247,7 +245,7 @@ def load_model(
         check_kernels(note)
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
-    model = prepare_model(module, notes + note, library, config.compile, pack_linear=not int8)
+    model = prepare(module, notes + note, library, config.compile, pack_linear=not int8)
     if int8:
         model = quantize(model, texts, checkpoint_scales(tokenizer.hf_config, weight_files(config)))
     return replace(model, attention=config.attention)
@@ -352,19 +350,6 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
     if missing:
         count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, among them {missing[0]}"
         raise ModelError(f"{where} lack {count}", hint)
-
-
-def prepare_model(
-    module: Any,
-    notes: tuple[str, ...] = (),
-    kernels: ctypes.CDLL | None = None,
-    compile: str = "auto",
-    *,
-    pack_linear: bool = True,
-) -> LoadedModel:
-    """A transformers model already in memory, its attention switched to ours. Whether it is exact there is the caller's to know."""
-    check_architecture(module.config)
-    return prepare(module, notes, kernels, compile, pack_linear=pack_linear)
 
 
 def use_exact_float32() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, in_one_line
 from batchgen.model.multimodal import Absent
 from batchgen.model_files import ADAPTER_WEIGHTS
 
@@ -45,7 +45,7 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
             )
         return adapted.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError, KeyError, TypeError) as e:
-        reason = " ".join(str(e).split())[:300]
         raise ModelError(
-            f"the adapter {lora!r} cannot be merged: {reason}", "give the model that the adapter was trained for"
+            f"the adapter {lora!r} cannot be merged: {in_one_line(e, 300)}",
+            "give the model that the adapter was trained for",
         ) from e

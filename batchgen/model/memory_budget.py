@@ -20,6 +20,7 @@ from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence
 from batchgen.scheduling.sizes import AUTO_SHARE, MemoryShare, free_host_memory, limits_for, max_useful_blocks
 from batchgen.state.cache import StateCache, bytes_per_slot
+from batchgen.stats import size_text
 
 
 def step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torch.device, int] | None:
@@ -133,8 +134,8 @@ class Sizes:
         what = "the text to score" if leaf.request.texts else "completion"
         return RowError(
             "does_not_fit",
-            f"prompt ({prompt} tokens) and {what} (up to {leaf.max_kv_tokens - prompt + 1}) need {_size(needed)} of KV memory, "
-            f"there are {_size(self.num_blocks * block)}; "
+            f"prompt ({prompt} tokens) and {what} (up to {leaf.max_kv_tokens - prompt + 1}) need {size_text(needed)} of KV memory, "
+            f"there are {size_text(self.num_blocks * block)}; "
             f"give --kv-memory {_option(needed)}{'' if leaf.request.texts else ' or lower max_tokens'}",
         )
 
@@ -237,10 +238,6 @@ def free_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return free_host_memory()
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _option(count: int) -> str:

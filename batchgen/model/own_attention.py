@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from batchgen.attention.base import NAME, attention_forward, with_key_bias
+from batchgen.state.mixers import set_forward
 
 # T packed tokens, H query heads, K key/value heads, D key size.
 
@@ -83,7 +84,7 @@ def _bloom(module: Any, step: Step) -> None:
         out = _attend(module, step, q, k, v, module.inv_norm_factor).flatten(2)
         return residual + module.dense(out), None
 
-    _set_forward(module, forward)
+    set_forward(module, forward)
 
 
 def _alibi_slopes(module: Any) -> torch.Tensor:
@@ -103,7 +104,7 @@ def _mpt(module: Any, step: Step) -> None:
         q, k = with_key_bias(q, k, slopes_H.to(q.device)[:, None] * step.positions.to(q.device), module.softmax_scale)
         return module.out_proj(_attend(module, step, q, k, v, module.softmax_scale).flatten(2)), None
 
-    _set_forward(module, forward)
+    set_forward(module, forward)
 
 
 def _falcon(module: Any, step: Step) -> None:
@@ -125,7 +126,7 @@ def _falcon(module: Any, step: Step) -> None:
             q, k = with_key_bias(q, k, bias_HT, module.inv_norm_factor)
         return module.dense(_attend(module, step, q, k, v, module.inv_norm_factor).flatten(2)), None
 
-    _set_forward(module, forward)
+    set_forward(module, forward)
 
 
 def _doge(module: Any, _: Step) -> None:
@@ -136,11 +137,6 @@ def _doge(module: Any, _: Step) -> None:
 
     module.prepare_dynamic_mask = mask
     module.mask_is_key_bias = True
-
-
-def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
-    # accelerate keeps a module's own forward under this name and calls it from its hooks.
-    setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", forward)
 
 
 _MODULES: dict[str, Callable[[Any, Step], None]] = {

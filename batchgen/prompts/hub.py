@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError, causes_of
+from batchgen.errors import ModelError, caused_by
 from batchgen.model_files import LOCAL, read_json
 
 
@@ -49,32 +49,27 @@ def _folder_failure(config: ModelConfig, what: str, error: BaseException) -> Mod
 def _hub_failure(config: ModelConfig, error: BaseException) -> ModelError | None:
     from huggingface_hub import errors as hub
 
-    causes = list(causes_of(error))
-
-    def caused_by(*types: type[BaseException]) -> bool:
-        return any(isinstance(cause, types) for cause in causes)
-
     model = config.model
-    if caused_by(hub.HFValidationError):
+    if caused_by(error, hub.HFValidationError):
         return ModelError(
             f"model {model!r} is neither a folder nor a hub name", f"{LOCAL}, or a hub name such as org/model"
         )
-    if caused_by(hub.RevisionNotFoundError):
+    if caused_by(error, hub.RevisionNotFoundError):
         return ModelError(
             f"model {model!r} has no revision {config.revision!r} on the hub",
             "give a branch, a tag or a commit of it, or leave --revision out",
         )
-    if caused_by(hub.GatedRepoError):
+    if caused_by(error, hub.GatedRepoError):
         return ModelError(
             f"model {model!r} is gated, and you have no access to it",
             f"ask for access on its page and log in with `hf auth login`, or {LOCAL}",
         )
-    if caused_by(hub.RepositoryNotFoundError):
+    if caused_by(error, hub.RepositoryNotFoundError):
         return ModelError(
             f"model {model!r} is neither a folder here nor a model on the hub",
             f"check the name (a private model needs `hf auth login`), or {LOCAL}",
         )
-    if caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
+    if caused_by(error, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
         at = "" if config.revision is None else f" at revision {config.revision!r}"
         return ModelError(
             f"model {model!r}{at} is neither a folder here nor in the local cache, and the hub cannot be reached",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from batchgen.errors import BatchgenError, UsageError, causes_of
+from batchgen.errors import BatchgenError, UsageError, caused_by, causes_of
 from batchgen.records.remote import short_reason
 
 _GIVE_TOKEN = "set HF_TOKEN or run `hf auth login`"
@@ -26,25 +26,20 @@ def reaching_hub(repo: str, *, revision: str | None = None, error: type[Batchgen
 def _explained(repo: str, revision: str | None, error: BaseException) -> tuple[str, str]:
     from huggingface_hub import errors as hub
 
-    causes = list(causes_of(error))
-
-    def caused_by(*types: type[BaseException]) -> bool:
-        return any(isinstance(cause, types) for cause in causes)
-
-    status = next((c.response.status_code for c in causes if isinstance(c, hub.HfHubHTTPError)), None)
-    if caused_by(hub.HFValidationError):
+    status = next((c.response.status_code for c in causes_of(error) if isinstance(c, hub.HfHubHTTPError)), None)
+    if caused_by(error, hub.HFValidationError):
         return f"{repo!r} is not the name of a dataset on the hub", "use OWNER/NAME"
-    if caused_by(hub.RevisionNotFoundError):
+    if caused_by(error, hub.RevisionNotFoundError):
         return f"dataset {repo} has no revision {revision!r}", "use a branch, a tag or a commit of it"
-    if caused_by(hub.GatedRepoError):
+    if caused_by(error, hub.GatedRepoError):
         return f"dataset {repo} is gated, and you have no access to it", f"ask for access on its page and {_GIVE_TOKEN}"
-    if caused_by(hub.LocalTokenNotFoundError) or status == 401:
+    if caused_by(error, hub.LocalTokenNotFoundError) or status == 401:
         return f"dataset {repo} needs a token of the hub", _GIVE_TOKEN
-    if caused_by(hub.RepositoryNotFoundError):
+    if caused_by(error, hub.RepositoryNotFoundError):
         return f"there is no dataset {repo} on the hub", f"check the name; for a private dataset, {_GIVE_TOKEN}"
     if status == 403:
         return f"the token gives no access to dataset {repo}", "use a token that has the permission"
-    if caused_by(hub.OfflineModeIsEnabled):
+    if caused_by(error, hub.OfflineModeIsEnabled):
         return f"dataset {repo} is on the hub, and HF_HUB_OFFLINE is set", "unset it, or name a local copy"
     return (
         f"dataset {repo}: the hub failed: {short_reason(error)}",

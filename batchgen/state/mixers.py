@@ -97,7 +97,7 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
             forward.__code__, forward.__globals__ | ours, forward.__name__, forward.__defaults__, forward.__closure__
         )
         packed.__kwdefaults__ = forward.__kwdefaults__
-        _set_forward(module, MethodType(packed, module))
+        set_forward(module, MethodType(packed, module))
         layers.kinds |= {kind for kind, _ in seams.values()}
     return layers if layers.kinds else None
 
@@ -244,7 +244,7 @@ def _lightning(layers: RecurrentLayers, module: Any) -> str:
         out = module.norm(out.flatten(1).to(hidden_states.dtype)).unsqueeze(0)
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
 
-    _set_forward(module, forward)
+    set_forward(module, forward)
     return "lightning attention"
 
 
@@ -267,7 +267,7 @@ def _per_layer_embedding(layers: RecurrentLayers, module: Any) -> str:
         spread[:, ::dilation] = weight_CK
         return layers.step.convolve(module.layer_idx, x[0], spread, None, "silu").unsqueeze(0)
 
-    _set_forward(tokens, embed)
+    set_forward(tokens, embed)
     module._short_conv = convolve
     return "convolution"
 
@@ -294,11 +294,12 @@ def _compressed_attention(layers: RecurrentLayers, module: Any) -> str:
         heads = q.shape[2]
         return mixed[:, :, :heads] + both, mixed[:, :, heads:] + of_keys, values
 
-    _set_forward(module, forward)
+    set_forward(module, forward)
     return "compressed convolutional attention"
 
 
-def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
+def set_forward(module: Any, forward: Callable[..., Any]) -> None:
+    """Replaces a module's forward; hooks of accelerate stay around it."""
     # accelerate keeps a module's own forward under this name and calls it from its hooks.
     setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", forward)
 

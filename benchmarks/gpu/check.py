@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from batchgen.model.adapter import AttentionKind
+from batchgen.model.adapter import AttentionKind, prepare
 from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying
 from batchgen.model.device_trials import attention_trial, run, sampler_trial
-from batchgen.model.loader import prepare_model
 from benchmarks.gpu.device import Bench
 from benchmarks.models import random_model
 
@@ -64,7 +63,7 @@ def timed(trial: Callable[[], None]) -> dict[str, Any]:
 
 def all_parts(bench: Bench, name: str) -> dict[str, Any]:
     """Seconds of each trial, twice: Triton compiles in the first. Raises `RuntimeError` with what would be switched off."""
-    model = prepare_model(random_model(name, str(bench.device), str(bench.dtype).removeprefix("torch.")))
+    model = prepare(random_model(name, str(bench.device), str(bench.dtype).removeprefix("torch.")))
     found: dict[str, Any] = {"model": name}
     for when in ("with_compiling_s", "again_s"):
         marks: list[tuple[Any, float]] = []

@@ -16,8 +16,8 @@ import torch
 
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
-from batchgen.model.adapter import LoadedModel
-from batchgen.model.loader import prepare_model, use_exact_float32
+from batchgen.model.adapter import LoadedModel, prepare
+from batchgen.model.loader import use_exact_float32
 from batchgen.prompts import LoadedTokenizer
 from batchgen.result import Result
 from batchgen.scheduling.sequence import GenerationSequence
@@ -183,7 +183,7 @@ def prepared(reference: Any, compiled: bool = True) -> LoadedModel:
     from support.models import kernels
 
     on_cpu = reference.device.type == "cpu"
-    return prepare_model(copy.deepcopy(reference), kernels=kernels() if on_cpu and compiled else None)
+    return prepare(copy.deepcopy(reference), kernels=kernels() if on_cpu and compiled else None)
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Request, leaves_of, row_key
@@ -59,7 +59,7 @@ class Served:
         context = GPU_CONFIGS[self.name]["max_position_embeddings"]
         tokenizer = LoadedTokenizer(Numbers(), None, context, (), self.vocabulary)
         self.engine = Engine(
-            prepare_model(module), tokenizer, EngineConfig(**(bench.size({}, {"kv_memory": "64MiB"}) | config))
+            prepare(module), tokenizer, EngineConfig(**(bench.size({}, {"kv_memory": "64MiB"}) | config))
         )
         self._random = random.Random(0)
 

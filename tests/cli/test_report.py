@@ -73,7 +73,7 @@ def report_of(*, rows: int = 2, failures: tuple[str, ...] = ()) -> JobReport:
     stats = figures(run, engine, Setting("m", "float32", device, attention, sampling))
     stats["seconds"]["total"] = 3.5
     stats["memory_bytes_peak"] = 1 << 30
-    return JobReport(stats, "out.jsonl", 3 if failures else 0, False, chat=True, failures=failures)
+    return JobReport(stats, "out.jsonl", False, chat=True, failures=failures)
 
 
 def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
@@ -113,7 +113,7 @@ def test_how_rows_ended_is_told_if_not_all_stopped_or_prompts_were_truncated(
     run = RunFigures(rows_truncated=truncated)
     run.finish_reasons.update(reasons)
     stats = figures(run, EngineStats(), Setting("m"))
-    assert dict(summary(JobReport(stats, "out.jsonl", 0, False))).get("ended") == text
+    assert dict(summary(JobReport(stats, "out.jsonl", False))).get("ended") == text
 
 
 def test_a_run_of_labels_tells_rows_per_second_and_no_completions() -> None:
@@ -159,7 +159,7 @@ def test_with_json_the_summary_is_an_event(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_complete_output_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     stats = {"job": {"rows": 1200, "rows_failed": 3}}
-    show_report(JobReport(stats, "o\x1b.jsonl", 3, True))
+    show_report(JobReport(stats, "o\x1b.jsonl", True))
     assert (
         capsys.readouterr().err == "batchgen: o\\x1b.jsonl is complete (1,200 rows, 3 of them failed): nothing to do\n"
     )

@@ -22,7 +22,7 @@ from batchgen.engine import executor as executor_module
 from batchgen.engine.engine import StepLoop
 from batchgen.engine.executor import StepExecutor
 from batchgen.kernels import transfer
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from batchgen.model.runner import Runner
 from batchgen.request import Request
 from batchgen.sampling.sampler import Sampler
@@ -272,7 +272,7 @@ def test_the_loop_on_a_gpu_waits_for_nothing_but_the_step_before(monkeypatch):
     here, _ = models()
     requests = mixed_requests()
     want = run(engine_of(here, eos=(EOS,)), requests)
-    engine = engine_of(prepare_model(deepcopy(here.module).to("cuda"), compile="off"), eos=(EOS,))
+    engine = engine_of(prepare(deepcopy(here.module).to("cuda"), compile="off"), eos=(EOS,))
     assert engine.loop.ahead
     first = run(engine, requests)
     assert {row: r.token_ids for row, r in first.items()} == {row: r.token_ids for row, r in want.items()}

@@ -7,7 +7,7 @@ import torch
 
 from batchgen.kernels import fusion
 from batchgen.kernels.dense_layer import DenseLayer
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from support.models import build, engine_for, kernels, make_requests, run
 
 SHAPE = {
@@ -27,7 +27,7 @@ def compiled(monkeypatch):
 
 
 def prepared(dtype=torch.float32, **changes):
-    return prepare_model(build("llama", **(SHAPE | changes)).to(dtype), kernels=kernels())
+    return prepare(build("llama", **(SHAPE | changes)).to(dtype), kernels=kernels())
 
 
 def runs(monkeypatch):
@@ -79,5 +79,5 @@ def test_a_copy_of_a_model_reads_its_own_weights():
 
 
 def test_layers_with_something_of_their_own_run_part_by_part():
-    qwen = prepare_model(build("qwen3", **SHAPE), kernels=kernels())  # norms of queries and keys
+    qwen = prepare(build("qwen3", **SHAPE), kernels=kernels())  # norms of queries and keys
     assert not any("dense" in layer.__dict__ for layer in qwen.module.model.layers)

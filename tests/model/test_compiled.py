@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchgen.model import cuda_runner
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from support.fake_device import use_fake_device
 from support.models import build as build_type
 from support.tiny import build, engine_of, requests_of, run
@@ -44,7 +44,7 @@ def texts(results):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"])
 def test_a_model_is_traced_whole_and_once_for_steps_of_all_sizes(model_type, traced, monkeypatch):
-    model = prepare_model(build_type(model_type))
+    model = prepare(build_type(model_type))
     requests = requests_of(PROMPTS, LENGTHS)
     want = texts(run(engine_of(model), requests))
     steps = use_fake_device(monkeypatch)

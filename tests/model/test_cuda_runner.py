@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.model import cuda_runner as module
+from batchgen.model.adapter import prepare
 from batchgen.model.cuda_graphs import CAPTURE_AFTER, Shape
-from batchgen.model.loader import prepare_model
 from support.fake_device import Recording, use_fake_device
 from support.models import build as build_type
 from support.params import slow_but
@@ -243,7 +243,7 @@ class Asked(TorchDispatchMode):
     slow_but({"llama", "phi3/longrope"}, ["llama", "qwen2", "gemma2", "mistral", "llama/dynamic", "phi3/longrope"]),
 )
 def test_a_step_asks_the_device_nothing(model_type, monkeypatch):
-    model = prepare_model(build_type(model_type))
+    model = prepare(build_type(model_type))
     use_fake_device(monkeypatch)
     engine = engine_of(model)
     launch = engine.runner.run
@@ -263,7 +263,7 @@ def test_graphs_on_a_gpu_write_what_steps_without_them_write(dtype):
     module = build().module.to("cuda", dtype)
     outcomes = []
     for graphs_are in ("off", "auto"):
-        model = prepare_model(module, compile=graphs_are)
+        model = prepare(module, compile=graphs_are)
         engine = engine_of(model, batch_size=8)
         engine.loop.ahead = True
         requests = requests_of([[i, i + 1] for i in range(8)], [40] * 8)
@@ -276,7 +276,7 @@ def test_graphs_on_a_gpu_write_what_steps_without_them_write(dtype):
 
 @pytest.mark.gpu
 def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_gives_memory_back():
-    model = prepare_model(build().module.to("cuda"))
+    model = prepare(build().module.to("cuda"))
     inner = model.module.model.layers[0].mlp
     inner.register_forward_hook(lambda module, inputs, output: output * (1.0 if output.sum().item() else 0.5))
     engine = engine_of(model, batch_size=8)
@@ -296,7 +296,7 @@ def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_gives_
 
 @pytest.mark.gpu
 def test_ragged_generations_on_a_gpu_are_those_of_the_cpu(model, want):
-    on_gpu = prepare_model(build().module.to("cuda"))
+    on_gpu = prepare(build().module.to("cuda"))
     engine = engine_of(on_gpu, batch_size=12)
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
     assert len(engine.runner._device_step._graphs.captured) > 2
@@ -306,7 +306,7 @@ def test_ragged_generations_on_a_gpu_are_those_of_the_cpu(model, want):
 @pytest.mark.gpu
 def test_steps_on_a_gpu_wait_for_nothing(monkeypatch):
     """torch raises where a step waits for the device, but for captures, which are made beforehand."""
-    engine = engine_of(prepare_model(build().module.to("cuda")), batch_size=8)
+    engine = engine_of(prepare(build().module.to("cuda")), batch_size=8)
     requests = requests_of([[i, i + 1] for i in range(8)], [40] * 8)
     run(engine, requests)
     launch = engine.runner.run

@@ -16,9 +16,8 @@ import torch
 from batchgen.config import ModelConfig
 from batchgen.llm import LLM
 from batchgen.model import device_check, device_trials
-from batchgen.model.adapter import AttentionKind
+from batchgen.model.adapter import AttentionKind, prepare
 from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Unknown, Verdict, check_device
-from batchgen.model.loader import prepare_model
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
 from support.params import slow_but
@@ -553,7 +552,7 @@ def test_the_command_says_what_is_off_and_writes_what_plain_torch_writes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_part_passes_on_a_gpu(dtype):
-    parts, failed, complete = tried(prepare_model(build().module.to("cuda", dtype)))
+    parts, failed, complete = tried(prepare(build().module.to("cuda", dtype)))
     assert (parts, failed, complete) == (list(PARTS), {}, True)
 
 
@@ -562,7 +561,7 @@ def test_every_part_passes_on_a_gpu(dtype):
 def test_without_any_part_a_gpu_writes_the_same(model, part):
     requests = requests_of([[*range(40), i] for i in range(5)], [20] * 5)
     want = {row: r.token_ids for row, r in run(engine_of(model), requests).items()}
-    there = prepare_model(build().module.to("cuda"))
+    there = prepare(build().module.to("cuda"))
     engine = engine_of(replace(there, verdict=Verdict("cuda:0", {part: "a test"})))
     assert engine.loop.ahead == (part not in ("sampler", "step-ahead"))
     assert engine.sampler.device.type == ("cpu" if part == "sampler" else "cuda")

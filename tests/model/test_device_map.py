@@ -14,7 +14,8 @@ from batchgen.attention.torch_backend import Cascade
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import ModelError, UsageError
 from batchgen.model import loader
-from batchgen.model.loader import check_device_map, load_model, prepare_model
+from batchgen.model.adapter import prepare
+from batchgen.model.loader import check_device_map, load_model
 from batchgen.prompts import load_tokenizer
 from support.models import build
 
@@ -66,19 +67,19 @@ def test_a_device_map_on_a_machine_with_one_device_is_that_device(tiny_model_dir
 
 def test_the_hooks_that_move_tensors_between_layers_change_nothing(module, tiny_model_dir, completions):
     accelerate = pytest.importorskip("accelerate")
-    want = completions(prepare_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
+    want = completions(prepare(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "cpu", "model.norm": "cpu"}
     places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
     accelerate.dispatch_model(module, places, force_hooks=True)
     assert hasattr(module.model.layers[1], "_hf_hook")
-    assert completions(prepare_model(module)) == want
+    assert completions(prepare(module)) == want
 
 
 def test_a_layer_s_kv_is_where_the_layer_runs(module):
     hooks = pytest.importorskip("accelerate.hooks")
     for part in (module.model.layers[1], module.model.norm, module.lm_head):
         hooks.add_hook_to_module(part, hooks.AlignDevicesHook("meta", place_submodules=True))
-    model = prepare_model(module)
+    model = prepare(module)
     assert model.layers == {0: LayerShape(2, 16, 16, CPU), 1: LayerShape(2, 16, 16, META)}
     assert model.device == CPU
     assert model.spread
@@ -94,7 +95,7 @@ def test_layers_that_add_alibi_run_where_their_weights_are(name):
         *(p for n, p in module.named_modules() if n in ("transformer.ln_f", "transformer.norm_f", "lm_head")),
     ]:
         hooks.add_hook_to_module(part, hooks.AlignDevicesHook("meta", place_submodules=True))
-    assert [shape.device for shape in prepare_model(module).layers.values()] == [CPU, META]
+    assert [shape.device for shape in prepare(module).layers.values()] == [CPU, META]
 
 
 def test_a_step_s_plan_is_on_each_layer_s_device(tiny_model_dir, completions, monkeypatch):
@@ -115,7 +116,7 @@ def test_a_step_s_plan_is_on_each_layer_s_device(tiny_model_dir, completions, mo
 
     monkeypatch.setattr("batchgen.model.runner.plan_attention", partial(plan_attention, shared_reads=1))
     monkeypatch.setattr("batchgen.model.runner.StepAttention", Both)
-    completions(prepare_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
+    completions(prepare(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
     assert [any(kinds) for kinds in zip(*seen, strict=True)] == [True, True, True]
 
 
@@ -139,10 +140,10 @@ def test_a_map_that_leaves_parts_off_the_devices_is_refused(away):
 @pytest.mark.gpu
 def test_a_model_on_two_devices_writes_what_it_writes_on_one(module, tiny_model_dir, completions):
     accelerate = pytest.importorskip("accelerate")
-    want = completions(prepare_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
+    want = completions(prepare(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.rotary_emb": "cpu"}
     places |= {"model.layers.1": 0, "model.norm": 0, "lm_head": 0}
     accelerate.dispatch_model(module, places, main_device="cpu")  # with it, what is on the CPU also runs there
-    model = prepare_model(module)
+    model = prepare(module)
     assert [shape.device.type for shape in model.layers.values()] == ["cpu", "cuda"]
     assert completions(model) == want

@@ -12,8 +12,9 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model import loader, multimodal
+from batchgen.model.adapter import prepare
 from batchgen.model.architectures import REFUSED, check_architecture
-from batchgen.model.loader import load_model, pick_device, prepare_model
+from batchgen.model.loader import load_model, pick_device
 from batchgen.prompts import load_tokenizer
 from support.models import build
 
@@ -194,7 +195,7 @@ def test_auto_is_the_cpu_where_there_is_nothing_better():
 
 def test_a_model_in_memory_is_prepared_without_a_folder(tiny_model_dir):
     module = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="eager")
-    assert prepare_model(module).layers.keys() == {0, 1}
+    assert prepare(module).layers.keys() == {0, 1}
     assert module.config._attn_implementation == "batchgen"
 
 
@@ -230,5 +231,5 @@ def test_transformers_says_nothing_of_a_model_whose_attention_is_exchanged(name,
     monkeypatch.setattr(
         logging.getLogger("transformers.modeling_utils"), "warning", lambda *text, **_: said.append(text)
     )
-    model = prepare_model(build(name))
+    model = prepare(build(name))
     assert (said, len(model.layers)) == ([], 2)

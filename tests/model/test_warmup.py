@@ -3,7 +3,7 @@ import torch
 
 from batchgen.attention.kv_cache import KVCache
 from batchgen.model import memory_budget
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from batchgen.model.memory_budget import largest_spans, step_bytes
 from batchgen.model.runner import Runner
 from batchgen.scheduling.batch import Limits, ScheduledBatch
@@ -90,7 +90,7 @@ def test_other_errors_of_the_step_are_not_swallowed(memory, monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_pool_and_the_largest_step_fit_beside_one_another():
-    model = prepare_model(build().module.to("cuda"))
+    model = prepare(build().module.to("cuda"))
     engine = engine_of(model, kv_memory="auto", max_batch_tokens=4096)
     assert engine.notes == []
     assert engine.sizes.limits.max_batch_tokens == 4096

@@ -143,7 +143,7 @@ def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_mo
     check_room(config_of(folder), SimpleNamespace(dtype=F32), cuda)
     free -= 1
     with pytest.raises(
-        ModelError, match=r"^the model's weights take 0.0 GiB in float32, and of cuda:0 are 0.0 GiB free"
+        ModelError, match=r"^the model's weights take 420.2 KiB in float32, and of cuda:0 are 420.2 KiB free"
     ):
         check_room(config_of(folder), SimpleNamespace(dtype=F32), cuda)
     check_room(config_of(folder), SimpleNamespace(dtype=BF16), cuda)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from batchgen.engine.engine import Engine
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of, row_digest, row_key
 from batchgen.sampling.filters import row_sums
@@ -40,7 +40,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @cache
 def model(name: str, dtype: torch.dtype, tied: bool = False) -> Any:
     plain = copy.deepcopy(build(name, **SHAPE, tie_word_embeddings=tied))
-    return prepare_model(plain.to(dtype), kernels=kernels())
+    return prepare(plain.to(dtype), kernels=kernels())
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.engine.engine import Engine
+from batchgen.model.adapter import prepare
 from batchgen.model.heads import without_language_head
-from batchgen.model.loader import load_model, prepare_model
+from batchgen.model.loader import load_model
 from batchgen.parsers.heads import Head
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import NO_TEXT, Request, row_digest, row_key
@@ -61,7 +62,7 @@ def reference(name, auto, **changes):
 def packed(name, head, dtype=torch.float32, **changes):
     auto = AutoModel if head.task == "embed" else AutoModelForSequenceClassification
     module = copy.deepcopy(reference(name, auto, **changes)).to(dtype)
-    return prepare_model(without_language_head(module, head), kernels=kernels())
+    return prepare(without_language_head(module, head), kernels=kernels())
 
 
 def engine_of(model, head, **config):

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_prefixes
 from batchgen.request import leaves_of
 from batchgen.scheduling.waiting import POLICIES
@@ -210,7 +210,7 @@ def test_in_bfloat16_logits_are_those_of_float32_but_for_its_rounding(name: str)
     """Mamba keeps its residual in float32 beside bfloat16 weights."""
     prompts = [numbers(random.Random(6), n) for n in (3, 20, 70)]
     exact = [expect(reference_model(name), p, 1) for p in prompts]
-    model = prepare_model(copy.deepcopy(reference_model(name)).bfloat16(), kernels=kernels())
+    model = prepare(copy.deepcopy(reference_model(name)).bfloat16(), kernels=kernels())
     with watched(model) as seen:
         results = run(engine_for(model), make_requests(prompts, [1] * 3))
     assert [r.error_message for r in results] == [None] * 3

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.kernels.build import NoKernels, library
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Request, leaves_of, row_digest, row_key
@@ -81,7 +81,7 @@ def kernels() -> ctypes.CDLL | None:
 
 @cache
 def packed_model(model_type: str, *, compiled: bool = True) -> Any:
-    return prepare_model(copy.deepcopy(reference_model(model_type)), kernels=kernels() if compiled else None)
+    return prepare(copy.deepcopy(reference_model(model_type)), kernels=kernels() if compiled else None)
 
 
 def tiny_tokenizer(context_length: int = 512, eos: tuple[int, ...] = ()) -> LoadedTokenizer:

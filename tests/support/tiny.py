@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
-from batchgen.model.loader import prepare_model
+from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Request, leaves_of, row_digest, row_key
@@ -44,7 +44,7 @@ def build(poison=None, layers=2):
     module = LlamaForCausalLM(config).float().eval()
     if poison is not None:
         module.model.embed_tokens.weight.data[poison] = float("nan")
-    return prepare_model(module)
+    return prepare(module)
 
 
 def engine_of(model, eos=(), blocks=None, **config):
