@@ -221,7 +221,7 @@ def load_model(
         and cpu_dtype(config, tokenizer.hf_config, processes) == torch.float32
     ):
         dtype = torch.float32
-    module, found = _loaded(
+    module, found = _from_pretrained(
         config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map, tokenizer.head
     )
     _check_found(config, found)
@@ -262,19 +262,6 @@ def _loads_lean(config: ModelConfig, hf_config: Any) -> bool:
     )
 
 
-def _loaded(
-    config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: Head | None
-) -> tuple[Any, Mapping[str, Any]]:
-    """`_from_pretrained`, a second time if that needs a part of torch that is put off."""
-    try:
-        return _from_pretrained(config, hf_config, dtype, device_map, head)
-    except NotImplementedError:
-        # An operation on the device meta that torch has in Python alone, such as `where` in the rotary embeddings of Llama 3.
-        if not finish_torch():
-            raise
-    return _from_pretrained(config, hf_config, dtype, device_map, head)
-
-
 def _from_pretrained(
     config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: Head | None
 ) -> tuple[Any, Mapping[str, Any]]:
@@ -307,6 +294,9 @@ def _from_pretrained(
                 **own,
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
+        # An operation on the device meta that torch has in Python alone, such as `where` in the rotary embeddings of Llama 3.
+        if isinstance(e, NotImplementedError) and finish_torch():
+            return _from_pretrained(config, hf_config, dtype, device_map, head)
         reason = " ".join(str(e).split())
         if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
             raise ModelError(

@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING
 from support.gguf import save_tiny_llama_with_merges, write_gguf
 from support.models import reference_model
 from support.quantized import make
-from support.shapes import SHAPES
+from support.shapes import SCALED_ROPES, SHAPES
+from support.tiny_model import save_tiny_llama
 
 RUN = """
 import atexit, json, sys
@@ -84,6 +85,16 @@ def test_the_command_loads_models_that_transformers_loads_with_accelerate_only(
         [sys.executable, "-c", RUN, *words], env=command_environment, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_llama_3_whose_rotary_embeddings_need_a_part_of_torch_that_is_put_off_runs_through_the_command(
+    start: Start, tmp_path: Path
+) -> None:
+    save_tiny_llama(
+        tmp_path / "llama3", rope_parameters={"rope_theta": 10000.0, **SCALED_ROPES["llama3"], "rope_type": "llama3"}
+    )
+    start("--model", str(tmp_path / "llama3"))
+    assert json.loads((tmp_path / "o.jsonl").read_text())["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.slow
