@@ -109,11 +109,9 @@ class PackedAttention:
         return out
 
     def prepared(
-        self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: LayerOptions | float
+        self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: LayerOptions
     ) -> tuple[Call, object]:
-        """The kernel's call for one layer, and what must be kept until it has run. `out` is where [T, H, V] goes; a number as `options` is the scale alone."""
-        if not isinstance(options, LayerOptions):
-            options = LayerOptions(options)
+        """The kernel's call for one layer, and what must be kept until it has run. `out` is where [T, H, V] goes."""
         sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         plan = _Plan(*self._counts, max(1, TILE_ROWS * k.heads // q.heads), *self._pointers)
         what = _Layer(

@@ -6,15 +6,18 @@ product makes all three.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from batchgen.kernels.build import kernel, library
 from batchgen.kernels.ops import Call, Heads, NormArguments, PackedLinear, Product, RotaryArguments, run_all
+
+T = TypeVar("T")
 
 
 class Norm(Protocol):
@@ -33,53 +36,71 @@ class Attends(Protocol):
     ) -> tuple[Call, object]: ...
 
 
+class LayerNorms(NamedTuple, Generic[T]):
+    """The norms of a decoder layer; None where it has none."""
+
+    before_attention: T | None = None
+    after_attention: T | None = None
+    """Before the sum with the residual."""
+    before_mlp: T | None = None
+    after_mlp: T | None = None
+    """Before the sum with the residual."""
+
+
 def can_join(linear: Sequence[PackedLinear]) -> bool:
     """Whether the kernels of these layers are the same, and read x as it is."""
     return len({(part.dtype, part.kind) for part in linear}) == 1 and not any(part.widens for part in linear)
 
 
-@dataclass(eq=False)
+def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
+    """Layers that read the same x as one layer, whose memory they use from then on; as they are where one of them does not fill its last panel."""
+    panel = library().batchgen_linear_panel()
+    if len(parts) == 1 or any(part.out_features % panel for part in parts):
+        return parts
+    whole = copy.copy(parts[0])
+    whole.out_features = sum(part.out_features for part in parts)
+    whole.weights = torch.cat([part.weights for part in parts])
+    for part, weights in zip(parts, torch.split(whole.weights, [len(part.weights) for part in parts]), strict=True):
+        part.weights = weights
+    if any(part.biases is not None for part in parts):
+        whole.biases = torch.cat(
+            [torch.zeros(p.out_features // panel, panel) if p.biases is None else p.biases for p in parts]
+        )
+    return [whole]
+
+
+@dataclass(frozen=True, eq=False)
 class DenseLayer:
-    """x + o(attention(qkv(norm(x)))) = s; s + down(act(gate(norm(s))) * up(norm(s)))."""
+    """x + o(attention(qkv(norm(x)))) = s; s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has."""
 
     index: int
     heads: int
     kv_heads: int
     head_size: int
-    scale: float
-    input_norm: Norm
-    q: PackedLinear
-    k: PackedLinear
-    v: PackedLinear
+    options: Any
+    """What the layer asks of attention: scale, window and so on."""
+    norms: LayerNorms[Norm]
+    qkv: Sequence[PackedLinear]
+    """One layer that makes q, k and v, or three."""
+    head_norms: Sequence[Norm]
+    """None, or one for the queries and one for the keys: of each head, or of all together."""
     o: PackedLinear
-    second_norm: Norm
     gate_up: PackedLinear
     down: PackedLinear
-    _joined: tuple[torch.Tensor, torch.Tensor | None] | None = field(init=False, default=None)
-    """The weights and biases of q, k and v side by side, where each ends at the end of a panel."""
-
-    def __post_init__(self) -> None:
-        parts, panel = (self.q, self.k, self.v), library().batchgen_linear_panel()
-        if any(part.out_features % panel for part in parts):
-            return
-        joined = torch.cat([part.weights for part in parts])
-        for part, weights in zip(parts, torch.split(joined, [len(part.weights) for part in parts]), strict=True):
-            part.weights = weights  # the same memory
-        biases = None
-        if any(part.biases is not None for part in parts):
-            biases = torch.cat(
-                [torch.zeros(p.out_features // panel, panel) if p.biases is None else p.biases for p in parts]
-            )
-        self._joined = joined, biases
+    float32_cos: bool
+    """Whether cos and sin may be float32 beside heads in another type."""
 
     def takes(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Whether these are x [1, T, hidden] and cos and sin [1, T, R] as the kernels read them."""
+        first = self.qkv[0]
         return (
             x.dim() == cos.dim() == 3
             and x.shape[0] == cos.shape[0] == 1
-            and x.shape[1:] == (cos.shape[1], self.q.in_features)
+            and x.shape[1:] == (cos.shape[1], first.in_features)
             and x.is_contiguous()
-            and x.dtype == cos.dtype == sin.dtype == self.q.dtype
+            and x.dtype == first.dtype
+            and cos.dtype == sin.dtype
+            and (cos.dtype == x.dtype or (self.float32_cos and cos.dtype == torch.float32))
             and cos.shape == sin.shape
             and cos.stride() == sin.stride()
             and cos.stride(2) == 1
@@ -89,80 +110,93 @@ class DenseLayer:
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> torch.Tensor:
         """What the layer gives for x [1, T, hidden]; `takes` says whether it can."""
-        rows, size, number = x.shape[1], self.head_size, x.itemsize
-        q_width, kv_width = self.q.out_features, self.k.out_features
+        rows, hidden, size, norms = x.shape[1], x.shape[2], self.head_size, self.norms
+        q_width, kv_width = self.heads * size, self.kv_heads * size
         qkv_width = q_width + 2 * kv_width
         # What is between the kernels, in one piece of memory.
-        widths = (x.shape[2], qkv_width, q_width, kv_width, q_width, x.shape[2], x.shape[2], self.gate_up.out_features)
+        widths = (hidden, qkv_width, q_width, kv_width, q_width, hidden, hidden, self.gate_up.out_features)
         memory = torch.empty(rows * sum(widths), dtype=x.dtype)
         starts = accumulate(widths[:-1], initial=0)
-        normed, qkv, q, k, mixed, more, total, gated = (memory.data_ptr() + rows * start * number for start in starts)
-        keys, values = qkv + q_width * number, qkv + (q_width + kv_width) * number
+        normed, qkv, q, k, mixed, more, total, gated = (
+            memory.data_ptr() + rows * start * x.itemsize for start in starts
+        )
         out = torch.empty_like(x)
-        turned = RotaryArguments(
-            rows, self.heads, self.kv_heads, size, cos.shape[2], qkv_width, size, qkv_width, size, cos.stride(1),
-            torch.get_num_threads(), qkv, keys, cos.data_ptr(), sin.data_ptr(), q, k,
-        )  # fmt: skip
-        attend, kept = attention.prepared(
-            self.index,
-            Heads(q, self.heads, size, size, q_width),
-            Heads(k, self.kv_heads, size, size, kv_width),
-            Heads(values, self.kv_heads, size, size, qkv_width),
-            mixed, x.dtype, self.scale,
-        )  # fmt: skip
-        if self._joined is None:
-            makes = zip((self.q, self.k, self.v), (qkv, keys, values), strict=True)
-            products = [_product_call(part, rows, normed, at, qkv_width) for part, at in makes]
-        else:
-            weights, biases = self._joined
-            products = [_product_call(self.q, rows, normed, qkv, qkv_width, qkv_width, weights, biases)]
-        run_all((
-            _norm_call(self.input_norm, x, x.data_ptr(), normed),
-            *products,
-            Call(kernel("rotary", x.dtype), turned),
-            attend,
-            _product_call(self.o, rows, mixed, more, x.shape[2]),
-            _norm_call(self.second_norm, x, x.data_ptr(), normed, more, total),
-            _product_call(self.gate_up, rows, normed, gated, self.gate_up.out_features),
-            _product_call(self.down, rows, gated, more, x.shape[2]),
-            _norm_call(self.second_norm, x, total, None, more, out.data_ptr()),
-        ))  # fmt: skip
+        kernels = _Kernels(rows, x.dtype)
+
+        y = kernels.norm(norms.before_attention, x.data_ptr(), normed, hidden)
+        place = qkv
+        for part in self.qkv:
+            kernels.product(part, y, place, qkv_width)
+            place += part.out_features * x.itemsize
+        keys, values = qkv + q_width * x.itemsize, qkv + (q_width + kv_width) * x.itemsize
+        plain = Heads(qkv, self.heads, size, size, qkv_width), Heads(keys, self.kv_heads, size, size, qkv_width)
+        turned = Heads(q, self.heads, size, size, q_width), Heads(k, self.kv_heads, size, size, kv_width)
+        for norm, heads, to in zip(self.head_norms, plain, turned, strict=False):
+            kernels.head_norm(norm, heads, to.at)
+        kernels.rotary(turned if self.head_norms else plain, turned, cos, sin)
+        call, kept = attention.prepared(
+            self.index, *turned, Heads(values, self.kv_heads, size, size, qkv_width), mixed, x.dtype, self.options
+        )
+        kernels.calls.append(call)
+        kernels.product(self.o, mixed, more, hidden)
+        y = kernels.norm(norms.after_attention, more, normed, hidden)
+        y = kernels.norm_of_sum(norms.before_mlp, x.data_ptr(), y, total, normed, hidden)
+        kernels.product(self.gate_up, y, gated, self.gate_up.out_features)
+        kernels.product(self.down, gated, more, hidden)
+        y = kernels.norm(norms.after_mlp, more, normed, hidden)
+        kernels.norm_of_sum(None, total, y, out.data_ptr(), normed, hidden)
+        run_all(kernels.calls)
         del kept
         return out
 
 
-def _product_call(
-    of: PackedLinear, rows: int, x: int, y: int, y_row: int,
-    columns: int | None = None, weights: torch.Tensor | None = None, biases: torch.Tensor | None = None,
-) -> Call:  # fmt: skip
-    """The product of the rows at address x into those at y; with `weights`, these and `biases`, of so many columns, in the place of the layer's."""
-    if weights is None:
-        columns, weights, biases = of.out_features, of.weights, of.biases
-    product = Product(
-        rows, columns, of.words, of.in_features * of.dtype.itemsize // 4, y_row, of.activation, torch.get_num_threads(),
-        x, weights.data_ptr(), None if biases is None else biases.data_ptr(), y,
-    )  # fmt: skip
-    return Call(kernel("linear", of.dtype, of.kind), product)
+class _Kernels:
+    """The calls of a layer's kernels on so many rows, in order. Places are addresses."""
 
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        self.rows, self.dtype, self.threads = rows, dtype, torch.get_num_threads()
+        self.calls: list[Call] = []
 
-def _norm_call(
-    of: Norm, like: torch.Tensor, x: int, y: int | None, more: int | None = None, total: int | None = None
-) -> Call:
-    """The norm at address y of the rows at x, or of x + `more`, which goes to `total`; no norm but the sum where y is None."""
-    _, rows, size = like.shape
-    norm = NormArguments(
-        rows,
-        1,
-        size,
-        size,
-        0,
-        of.rounds_first,
-        torch.get_num_threads(),
-        of.eps,
-        of.factor.data_ptr(),
-        x,
-        y,
-        more,
-        total,
-    )
-    return Call(kernel("norm", like.dtype), norm)
+    def product(self, of: PackedLinear, x: int, y: int, y_row: int) -> None:
+        """The layer's product of the rows at x, into rows at y that begin `y_row` numbers apart."""
+        product = Product(
+            self.rows, of.out_features, of.words, of.in_features * of.dtype.itemsize // 4, y_row, of.activation, self.threads,
+            x, of.weights.data_ptr(), None if of.biases is None else of.biases.data_ptr(), y,
+        )  # fmt: skip
+        self.calls.append(Call(kernel("linear", of.dtype, of.kind), product))
+
+    def norm(self, of: Norm | None, x: int, y: int, size: int) -> int:
+        """The norm of the rows at x, at y. Returns where the result is: at x if there is no norm."""
+        if of is None:
+            return x
+        self._norm(of, 1, size, size, x, y)
+        return y
+
+    def head_norm(self, of: Norm, heads: Heads, y: int) -> None:
+        """The norm of each head, or of all heads together if the norm is as wide, at y, where the rows lie side by side."""
+        size = len(of.factor)
+        self._norm(of, heads.heads * heads.size // size, size, heads.to_token, heads.at, y)
+
+    def norm_of_sum(self, of: Norm | None, x: int, more: int, total: int, y: int, size: int) -> int:
+        """The sum of the rows at x and at `more`, into `total`, and its norm, at y. Returns where the result is: the sum if there is no norm."""
+        self._norm(of, 1, size, size, x, None if of is None else y, more, total)
+        return total if of is None else y
+
+    def _norm(
+        self, of: Norm | None, inner: int, size: int, x_row: int, x: int, y: int | None,
+        more: int | None = None, total: int | None = None,
+    ) -> None:  # fmt: skip
+        rounds_first, eps, factor = (0, 0.0, None) if of is None else (of.rounds_first, of.eps, of.factor.data_ptr())
+        norm = NormArguments(
+            self.rows, inner, size, x_row, size, rounds_first, self.threads, eps, factor, x, y, more, total
+        )
+        self.calls.append(Call(kernel("norm", self.dtype), norm))
+
+    def rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads], cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """The rotary embeddings of queries and keys. `to` may be where they are."""
+        q, k = heads
+        turned = RotaryArguments(
+            self.rows, q.heads, k.heads, q.size, cos.shape[2], q.to_token, q.to_head, k.to_token, k.to_head, cos.stride(1),
+            self.threads, q.at, k.at, cos.data_ptr(), sin.data_ptr(), to[0].at, to[1].at,
+        )  # fmt: skip
+        self.calls.append(Call(kernel("rotary", self.dtype, "" if cos.dtype == self.dtype else "_by_float32"), turned))

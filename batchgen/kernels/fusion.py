@@ -17,14 +17,11 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from batchgen.kernels import forwards, recurrent
 from batchgen.kernels.build import DTYPES
-from batchgen.kernels.dense_layer import DenseLayer, can_join
 from batchgen.kernels.forwards import is_written_as
 from batchgen.kernels.ops import (
     Activation,
     PackedLinear,
     SharedLinear,
-    add_rows,
-    can_add,
     fits,
     is_fast,
     norm_after_sum,
@@ -83,9 +80,9 @@ class ExactPacking:
 
 
 def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
-    """Replaces rotary embeddings, norms, gated norms, embeddings and the sums of decoder layers; returns how many of each kind."""
+    """Replaces rotary embeddings, norms, gated norms and embeddings; returns how many of each kind."""
     count: Counter[str] = Counter()
-    if _can_fuse(model):
+    if can_fuse(model):
         _fuse_rotary(model, count)
         _replace(model, "norms", _norm, count)
         _replace(model, "gated norms", _gated_norm, count)
@@ -101,17 +98,16 @@ def fuse_linear(model: torch.nn.Module, packing: Packing, *, own_kernels: bool =
     Without `own_kernels`, gated MLPs and linear layers with shared weights stay: only our kernels compute them.
     """
     count: Counter[str] = Counter()
-    if _can_fuse(model):
+    if can_fuse(model):
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         if own_kernels:
             _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count)
         _replace(model, "linear layers", lambda part: _linear(part, shared, packing, own_kernels), count)
-        for module in model.modules():
-            _join(module)
     return count
 
 
-def _can_fuse(model: torch.nn.Module) -> bool:
+def can_fuse(model: torch.nn.Module) -> bool:
+    """Whether our kernels may stand in for parts of this model."""
     return not getattr(model, "is_quantized", False) and all(p.device.type == "cpu" for p in model.parameters())
 
 
@@ -184,7 +180,7 @@ NORMS = (
 
 
 def _norm(part: Any) -> torch.nn.Module | None:
-    forward = _own_forward(part)
+    forward = own_forward(part)
     weight: Any = getattr(part, "weight", None)
     if (
         not _is_plain(weight)
@@ -233,7 +229,7 @@ class FusedGatedNorm(torch.nn.Module):
 
 
 def _gated_norm(part: Any) -> torch.nn.Module | None:
-    forward = _own_forward(part)
+    forward = own_forward(part)
     weight: Any = getattr(part, "weight", None)
     if not _is_plain(weight) or weight.dtype not in DTYPES or weight.dim() != 1:
         return None
@@ -265,7 +261,7 @@ class FusedMLP(torch.nn.Module):
 
 
 def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    forward = _own_forward(part)
+    forward = own_forward(part)
     if is_written_as(forward, forwards.LlamaMLP.forward):
         gates, down, activation = [part.gate_proj, part.up_proj], part.down_proj, part.act_fn
     elif is_written_as(forward, forwards.PhiMLP.forward):
@@ -315,13 +311,13 @@ def _can_replace(part: Any) -> bool:
     bias = getattr(part, "bias", None)
     return (
         type(part) is torch.nn.Linear
-        and _own_forward(part) is not None
+        and own_forward(part) is not None
         and _is_plain(part.weight)
         and (bias is None or _is_plain(bias))
     )
 
 
-def _own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
+def own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
     """The forward of the module's class; None where hooks or another forward stand before it."""
     hooked = [*part._forward_hooks, *part._forward_pre_hooks, *(part.__dict__.keys() & {"forward", "_hf_hook"})]
     return None if hooked else type(part).forward
@@ -350,21 +346,17 @@ def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def _fuse_forward(module: Any, count: Counter[str]) -> None:
-    """Gives a decoder layer, an embedding, or cos and sin a forward of its own, in which torch's threads have no part.
+    """Gives an embedding, or cos and sin, a forward of its own, in which torch's threads have no part.
 
     Torch has a pool of threads beside ours: each of the two waits for a core while the other's threads look for work.
     """
-    forward = _own_forward(module)
+    forward = own_forward(module)
     if _is_plain_embedding(module) and forward is not None:
         module.forward = MethodType(_embed, module)
         count["embeddings"] += 1
     if forward is not None and _is_plain_rotary(module, forward):
         module.forward = MethodType(_cos_and_sin, module)
         count["tables of cos and sin"] += 1
-    for known, fused in _LAYERS:
-        if forward is not None and is_written_as(inspect.unwrap(forward), known):
-            module.forward = MethodType(fused, module)
-            count["decoder layers"] += 1
 
 
 def _is_plain_embedding(module: Any) -> bool:
@@ -405,105 +397,11 @@ def _cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tupl
     return rows[..., :size], rows[..., size:]
 
 
-def _llama_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    dense, attention = self.__dict__.get("dense"), kwargs.get("step_attention")
-    if (
-        dense is not None
-        and hasattr(attention, "prepared")
-        and kwargs.get("attention_mask") is None
-        and kwargs.get("past_key_values") is None
-    ):
-        cos, sin = kwargs["position_embeddings"]
-        if dense.takes(hidden_states, cos, sin):
-            y: torch.Tensor = dense(hidden_states, cos, sin, attention)
-            return y
-    mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-    return _after_mixing(self, hidden_states, mixed)
-
-
-def _qwen_hybrid_layer(
-    self: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: Any,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    y = self.input_layernorm(hidden_states)
-    kwargs |= {"hidden_states": y, "attention_mask": attention_mask}
-    if self.block_type == "linear_attention":
-        mixed = self.linear_attn(cache_params=past_key_values, **kwargs)
-    else:
-        mixed, _ = self.self_attn(
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-    return _after_mixing(self, hidden_states, mixed)
-
-
-def _join(layer: Any) -> None:
-    """Gives a decoder layer whose parts are all replaced the means to run them in one call (`_llama_layer`)."""
-    if getattr(getattr(layer, "forward", None), "__func__", None) is not _llama_layer:
-        return
-    attention, mlp, norms = layer.self_attn, layer.mlp, (layer.input_layernorm, layer.post_attention_layernorm)
-    forward = attention.__dict__.get("forward")
-    if not (
-        is_written_as(type(attention).forward, forwards.LlamaAttention.forward)
-        and isinstance(getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb"), FusedRotary)
-        and not attention._forward_hooks
-        and not attention._forward_pre_hooks
-        and isinstance(mlp, FusedMLP)
-        and all(isinstance(norm, FusedNorm) for norm in norms)
-    ):
-        return
-    linear: tuple[Any, ...] = (
-        attention.q_proj,
-        attention.k_proj,
-        attention.v_proj,
-        attention.o_proj,
-        mlp.gate_up,
-        mlp.down,
-    )
-    if not all(type(part) is PackedLinear for part in linear) or any(norm.dtype != linear[0].dtype for norm in norms):
-        return
-    heads, kv_heads = (part.out_features // attention.head_dim for part in linear[:2])
-    if can_join(linear):
-        q, k, v, o, gate_up, down = linear
-        layer.dense = DenseLayer(
-            attention.layer_idx, heads, kv_heads, attention.head_dim, attention.scaling,
-            norms[0], q, k, v, o, norms[1], gate_up, down,
-        )  # fmt: skip
-
-
-def _after_mixing(layer: Any, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-    """What a decoder layer does after attention or what it has in its place: the sum, the norm, the MLP and another sum."""
-    norm = layer.post_attention_layernorm
-    if can_add(x, mixed) and hasattr(norm, "after_sum"):
-        x, y = norm.after_sum(x, mixed)
-    else:
-        x = x + mixed
-        y = norm(x)
-    y = layer.mlp(y)
-    if isinstance(y, tuple):  # with the scores of a router
-        y, _ = y
-    return add_rows(x, y) if can_add(x, y) else x + y
-
-
-_LAYERS = (
-    (forwards.LlamaLayer.forward, _llama_layer),
-    (forwards.Qwen35Layer.forward, _qwen_hybrid_layer),
-    (forwards.Qwen3NextLayer.forward, _qwen_hybrid_layer),
-)
-
-
 def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:
     """Gives the attention modules a forward of their own that looks up our function where it says `apply_rotary_pos_emb`."""
     made: dict[Callable[..., Any], FunctionType | None] = {}
     for module in model.modules():
-        forward = _own_forward(module)
+        forward = own_forward(module)
         if forward is None or "apply_rotary_pos_emb" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
             continue
         if forward not in made:

@@ -16,6 +16,7 @@ from batchgen.attention.cpu_backend import VECTOR, storage
 from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.errors import ModelError
 from batchgen.kernels.build import DTYPES
+from batchgen.kernels.decoder_layers import fuse_layers
 from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 from batchgen.kernels.transfer import put
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
@@ -118,6 +119,8 @@ def prepare(
     _pass_on_to_attention(module)
     _see_every_key(module)
     _number_halves(module)
+    if kernels is not None:
+        fuse_layers(module)
     recurrent = install(module)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)

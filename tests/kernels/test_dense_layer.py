@@ -26,8 +26,8 @@ def compiled(monkeypatch):
     monkeypatch.setattr(fusion, "is_fast", lambda dtype: True)  # also where torch's own layers are faster
 
 
-def prepared(dtype=torch.float32, **changes):
-    return prepare(build("llama", **(SHAPE | changes)).to(dtype), kernels=kernels())
+def prepared(dtype=torch.float32, kind="llama", **changes):
+    return prepare(build(kind, **(SHAPE | changes)).to(dtype), kernels=kernels())
 
 
 def runs(monkeypatch):
@@ -47,25 +47,42 @@ def logprobs(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"num_key_value_heads": 1}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 40, "num_key_value_heads": 4}],
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"num_key_value_heads": 1}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"head_dim": 40, "num_key_value_heads": 4}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 24}),
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {}),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+        ("gemma2", {}),
+        ("gemma3_text", {}),
+        ("olmo2", {}),
+    ],
     ids=str,
 )  # fmt: skip
-def test_a_layer_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatch, dtype, changes):
-    model = prepared(dtype, **changes)
+def test_a_layer_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatch, dtype, kind, changes):
+    model = prepared(dtype, kind, **changes)
+    layers = model.module.model.layers
+    widens = layers[0].mlp.down.widens
+    assert all(("dense" in layer.__dict__) == (not widens) for layer in layers)
     found = runs(monkeypatch)
     together = logprobs(model)
-    assert (len(found) > 0) == (dtype == torch.float32 or not model.module.model.layers[0].self_attn.q_proj.widens)
-    for layer in model.module.model.layers:
-        layer.__dict__.pop("dense", None)
+    assert set(found) == (set() if widens else set(range(len(layers))))
+    monkeypatch.setattr(DenseLayer, "takes", lambda *_: False)
     assert logprobs(model) == together
 
 
 def test_weights_of_q_k_and_v_are_kept_once():
     layer = prepared().module.model.layers[0]
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    assert len({part.weights.untyped_storage().data_ptr() for part in parts}) == 1
-    assert layer.dense._joined[0].untyped_storage().nbytes() == sum(part.weights.nbytes for part in parts)
+    (joined,) = layer.dense.qkv
+    assert {part.weights.untyped_storage().data_ptr() for part in parts} == {joined.weights.data_ptr()}
+    assert joined.weights.untyped_storage().nbytes() == sum(part.weights.nbytes for part in parts)
     assert [part.weight.shape for part in parts] == [(128, 128), (64, 128), (64, 128)]
 
 
@@ -73,11 +90,17 @@ def test_a_copy_of_a_model_reads_its_own_weights():
     model = prepared()
     other = copy.deepcopy(model.module)
     layer = other.model.layers[0]
-    assert layer.dense.q is layer.self_attn.q_proj
-    assert layer.dense._joined[0].data_ptr() == layer.self_attn.q_proj.weights.data_ptr()
+    assert layer.dense.o is layer.self_attn.o_proj
+    assert layer.dense.qkv[0].weights.data_ptr() == layer.self_attn.q_proj.weights.data_ptr()
     assert layer.self_attn.q_proj.weights.data_ptr() != model.module.model.layers[0].self_attn.q_proj.weights.data_ptr()
 
 
-def test_layers_with_something_of_their_own_run_part_by_part():
-    qwen = prepare(build("qwen3", **SHAPE), kernels=kernels())  # norms of queries and keys
-    assert not any("dense" in layer.__dict__ for layer in qwen.module.model.layers)
+def test_a_layer_asks_attention_for_what_its_module_asks_for():
+    layers = prepared(kind="gemma2", sliding_window=24).module.model.layers
+    options = [layer.dense.options for layer in layers]
+    assert [(of.window, of.softcap, of.scale) for of in options] == [(24, 1.0, 0.0625), (None, 1.0, 0.0625)]
+
+
+@pytest.mark.parametrize("kind", ["granite", "smollm3", "mixtral"])
+def test_layers_with_something_of_their_own_run_part_by_part(kind):
+    assert not any("dense" in layer.__dict__ for layer in prepared(kind=kind).module.model.layers)

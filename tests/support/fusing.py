@@ -2,6 +2,7 @@
 
 import torch
 
+from batchgen.kernels.decoder_layers import fuse_layers
 from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 
 
@@ -10,4 +11,5 @@ def fuse(model, packing=None):
     """Replaces what can be replaced, in place. Returns how many parts of each kind."""
     count = fuse_small_parts(model)
     count.update(fuse_linear(model, packing or ExactPacking()))
-    return count
+    count["decoder layers"] = fuse_layers(model)
+    return +count

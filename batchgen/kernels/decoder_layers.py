@@ -1,0 +1,207 @@
+"""Gives decoder layers forwards in which torch's threads have no part: one call of the library where all parts of a layer are our kernels.
+
+A layer and its attention are known by their code (`forwards`). What a layer asks of the attention function is found by running it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+
+from batchgen.kernels import forwards
+from batchgen.kernels.dense_layer import DenseLayer, LayerNorms, can_join, joined
+from batchgen.kernels.forwards import is_usual_attention, is_written_as
+from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary, can_fuse, own_forward
+from batchgen.kernels.ops import PackedLinear, add_rows, can_add
+
+
+@torch.inference_mode()
+def fuse_layers(model: torch.nn.Module) -> int:
+    """Gives decoder layers whose parts have been replaced (`fusion`) forwards of their own; returns how many."""
+    count = 0
+    module: Any
+    for module in model.modules() if can_fuse(model) else ():
+        plain = own_forward(module)
+        kind = None if plain is None else _kind_of(plain)
+        if plain is None or kind is None:
+            continue
+        dense = None if kind.norms is None else _dense_layer(module, kind.norms)
+        by_parts = plain if kind.by_parts is None else kind.by_parts
+        if dense is not None:
+            module.dense = dense
+            module.forward = MethodType(_in_one_call(by_parts), module)
+        elif kind.by_parts is not None:
+            module.forward = MethodType(by_parts, module)
+        count += "forward" in module.__dict__
+    return count
+
+
+def _kind_of(forward: Callable[..., Any]) -> _Kind | None:
+    return next((kind for kind in _KINDS if is_written_as(inspect.unwrap(forward), kind.written.forward)), None)
+
+
+def _in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward of a layer that has a `DenseLayer`; `by_parts` is for what that does not take."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attention: Any = kwargs.get("step_attention")
+        if (
+            hasattr(attention, "prepared")
+            and kwargs.get("attention_mask") is None
+            and kwargs.get("past_key_values") is None
+        ):
+            dense: DenseLayer = self.dense
+            cos, sin = kwargs["position_embeddings"]
+            if dense.takes(hidden_states, cos, sin):
+                return dense(hidden_states, cos, sin, attention)
+        return by_parts(self, hidden_states, **kwargs)
+
+    return forward
+
+
+def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
+    """The layer for one call; None where some part of it is not one of our kernels. `names` are those of its norms."""
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    rotary, own_mlp = _own_rotary(attention), isinstance(mlp, FusedMLP)
+    if rotary is None or not own_mlp:
+        return None
+    fused = hasattr(attention, "qkv_proj")
+    qkv = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
+    norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
+    head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    if not _run_as_kernels([*qkv, attention.o_proj, mlp.gate_up, mlp.down], [*norms, *head_norms]):
+        return None
+    asked = _asked_of_attention(attention, qkv[0])
+    if asked is None:
+        return None
+    index, q_HTD, k_KTD, v_KTV, options = asked
+    heads, kv_heads, size = len(q_HTD), len(k_KTD), q_HTD.shape[2]
+    if v_KTV.shape != k_KTD.shape or sum(part.out_features for part in qkv) != (heads + 2 * kv_heads) * size:
+        return None
+    return DenseLayer(
+        index, heads, kv_heads, size, options, norms, joined(qkv), head_norms,
+        attention.o_proj, mlp.gate_up, mlp.down, rotary.keeps_type,
+    )  # fmt: skip
+
+
+def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:
+    """Whether a layer's linear layers are all packed, its norms, some of which are None, all ours, and all of one type."""
+    return (
+        all(type(part) is PackedLinear for part in linear)
+        and can_join(linear)
+        and all(isinstance(norm, FusedNorm) and norm.dtype == linear[0].dtype for norm in norms if norm is not None)
+    )
+
+
+def _own_rotary(attention: Any) -> FusedRotary | None:
+    """Our rotary embeddings in an attention module that computes what `DenseLayer` does; None in others."""
+    forward = attention.__dict__.get("forward")  # `fusion` puts it there
+    rotary = getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
+    hooked = attention._forward_hooks or attention._forward_pre_hooks
+    usual = is_usual_attention(type(attention).forward)
+    return rotary if isinstance(rotary, FusedRotary) and usual and not hooked else None
+
+
+class _AttentionProbe:
+    """In the place of a step's attention: keeps what a layer asks of it."""
+
+    given: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any] | None = None
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: Any
+    ) -> torch.Tensor:
+        self.given = layer, q_HTD, k_KTD, v_KTV, options
+        return q_HTD.new_zeros(q_HTD.shape[1], q_HTD.shape[0], v_KTV.shape[2])
+
+
+def _asked_of_attention(
+    attention: Any, first: PackedLinear
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any] | None:
+    """The layer's index, queries, keys, values and options of one token; None where the attention function is not ours."""
+    asked = _AttentionProbe()
+    x = torch.zeros(1, 1, first.in_features, dtype=first.dtype)
+    cos = torch.ones(1, 1, attention.head_dim, dtype=first.dtype)
+    attention(
+        hidden_states=x, position_embeddings=(cos, cos), attention_mask=None, past_key_values=None, step_attention=asked
+    )
+    return asked.given
+
+
+def _llama_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    return _after_mixing(self, hidden_states, mixed)
+
+
+def _qwen_hybrid_layer(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    y = self.input_layernorm(hidden_states)
+    kwargs |= {"hidden_states": y, "attention_mask": attention_mask}
+    if self.block_type == "linear_attention":
+        mixed = self.linear_attn(cache_params=past_key_values, **kwargs)
+    else:
+        mixed, _ = self.self_attn(
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+    return _after_mixing(self, hidden_states, mixed)
+
+
+def _after_mixing(layer: Any, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """What a decoder layer does after attention or what it has in its place: the sum, the norm, the MLP and another sum."""
+    norm = layer.post_attention_layernorm
+    if can_add(x, mixed) and hasattr(norm, "after_sum"):
+        x, y = norm.after_sum(x, mixed)
+    else:
+        x = x + mixed
+        y = norm(x)
+    y = layer.mlp(y)
+    if isinstance(y, tuple):  # with the scores of a router
+        y, _ = y
+    return add_rows(x, y) if can_add(x, y) else x + y
+
+
+class _Kind(NamedTuple):
+    """A decoder layer as transformers' modules have it."""
+
+    written: Any
+    """The class in `forwards`."""
+    norms: LayerNorms[str] | None
+    """The names of its norms, where it may run in one call."""
+    by_parts: Callable[..., torch.Tensor] | None = None
+    """Its forward part by part, with our sums of residuals; None for its own."""
+
+
+_KINDS = (
+    _Kind(
+        forwards.LlamaLayer,
+        LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
+        _llama_layer,
+    ),
+    _Kind(forwards.PhiLayer, LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")),
+    _Kind(
+        forwards.GemmaLayer,
+        LayerNorms(
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        ),
+    ),
+    _Kind(
+        forwards.OlmoLayer,
+        LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
+    ),
+    _Kind(forwards.Qwen35Layer, None, _qwen_hybrid_layer),
+    _Kind(forwards.Qwen3NextLayer, None, _qwen_hybrid_layer),
+)
