@@ -5,15 +5,10 @@ The other transport is `ray_cluster.RayCluster`.
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -22,6 +17,7 @@ from typing import IO, Any, Protocol
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import BatchgenError
+from batchgen.model.child_process import Process, exit_code, how_it_ended, start_module
 from batchgen.request import Request, TokenArray
 from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats
@@ -156,55 +152,13 @@ class WorkerFailed:
     error: BatchgenError
 
 
-END_SECONDS = 10.0
-"""For a process to be gone once it is killed, or has closed its end."""
-
-
-class Process(Protocol):
-    """A process that was started."""
-
-    pid: int
-
-    def kill(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
 Start = Callable[["Connection[Any, Any]", IO[bytes]], Process]
 """Starts a process that serves one end of a connection, and prints to a file."""
 
 
 def start_process(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
-    """A new interpreter that runs `worker.main` with this end of a connection; what it prints goes to the file `said`.
-
-    Not multiprocessing's: that would run the main module of a user's program again.
-    """
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100 - "" is the present folder
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "batchgen.devices.worker", str(connection.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=said,
-        stderr=said,
-        pass_fds=(connection.fileno(),),
-        env=os.environ | {"PYTHONPATH": path},
-    )
-
-
-def how_it_ended(process: Process, said: IO[bytes], seconds: float = END_SECONDS) -> str:
-    """Returns how a process ended that has closed its connection: its signal or exit code, and the last line that it printed. Waits up to `seconds`."""
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return "it hangs"
-    how = f"exit code {code}"
-    if code < 0:
-        try:
-            how = signal.Signals(-code).name
-        except ValueError:
-            how = f"signal {-code}"
-    said.seek(max(0, said.seek(0, os.SEEK_END) - 10_000))
-    lines = said.read().decode(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"{how}: {last[:300]}" if last else how
+    """Starts the process of a worker (`worker.main`); what it prints goes to the file `said`."""
+    return start_module("batchgen.devices.worker", connection, said)
 
 
 class Link(Protocol):
@@ -290,12 +244,11 @@ class _ProcessLink:
         self._process.kill()
 
     def wait(self) -> None:
-        with suppress(subprocess.TimeoutExpired):  # a device's driver may hold it back, and nothing more can be done
-            self._process.wait(END_SECONDS)
+        exit_code(self._process)  # a device's driver may hold it back, and nothing more can be done
         self._said.close()
 
     def how_it_ended(self) -> str:
-        return how_it_ended(self._process, self._said)
+        return how_it_ended(exit_code(self._process), self._said)
 
 
 def end_all(links: list[Link], transport: Transport) -> None:

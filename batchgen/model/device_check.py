@@ -10,11 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +26,7 @@ import torch
 
 from batchgen.config import ModelConfig
 from batchgen.lean_imports import cache_folder
+from batchgen.model.child_process import Process, exit_code, how_it_ended, start_module
 from batchgen.stats import version_of
 from batchgen.version import __version__
 
@@ -48,8 +46,6 @@ INSTEAD: dict[Part, str] = {
 }
 TRIAL_SECONDS = 300.0
 """A trial that takes longer hangs. Triton compiles its kernels meanwhile: a minute for two kinds of layers on a busy machine."""
-END_SECONDS = 10.0
-"""For a process to be gone once it is killed."""
 _SOURCES = ("attention/*.py", "model/cuda_*.py", "model/device_trials.py", "model/runner.py", "sampling/*.py")
 _NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 
@@ -138,8 +134,7 @@ class Done:
     """All trials are over."""
 
 
-TrialProcess = subprocess.Popen[bytes]
-StartTrials = Callable[["Connection[Any, Any]", IO[bytes]], TrialProcess]
+StartTrials = Callable[["Connection[Any, Any]", IO[bytes]], Process]
 
 
 def parts_on(device: torch.device) -> tuple[Part, ...]:
@@ -289,7 +284,8 @@ def _one_process(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict
                 elif isinstance(message, Done):
                     return off, None, ""
         except (EOFError, OSError):
-            code, how = _how(process, said)
+            code = exit_code(process)
+            how = how_it_ended(code, said)
             if trying in off:  # with the device
                 return off, trying, ""
             if (
@@ -299,33 +295,9 @@ def _one_process(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict
             return {**off, trying: f"its trial ended the process ({how})"}, trying, ""
         finally:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # the driver may hold it back, and nothing more can be done
-                process.wait(END_SECONDS)
+            exit_code(process)  # the driver may hold it back, and nothing more can be done
 
 
-def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> TrialProcess:
-    """A new interpreter that runs `device_trials.main` with this end of a connection; what it prints goes to the file `said`."""
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100 - "" is the present folder
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "batchgen.model.device_trials", str(connection.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=said,
-        stderr=said,
-        pass_fds=(connection.fileno(),),
-        env=os.environ | {"PYTHONPATH": path},
-    )
-
-
-def _how(process: TrialProcess, said: IO[bytes]) -> tuple[int | None, str]:
-    """How a process has ended that says nothing more: its exit code, and in words with the last line that it printed."""
-    try:
-        code = process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None, "it hangs"
-    how = f"exit code {code}"
-    if code < 0:
-        with suppress(ValueError):
-            how = signal.Signals(-code).name
-    said.seek(max(0, said.seek(0, os.SEEK_END) - 10_000))
-    lines = [line.strip() for line in said.read().decode(errors="replace").split("\n") if line.strip()]
-    return code, f"{how}: {lines[-1][:200]}" if lines else how
+def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
+    """Starts the process of trials (`device_trials.main`); what it prints goes to the file `said`."""
+    return start_module("batchgen.model.device_trials", connection, said)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.transport import Processes, how_it_ended, start_process
+from batchgen.devices.transport import Processes, start_process
 from batchgen.devices.workers import Workers
 from batchgen.errors import ModelError
+from batchgen.model.child_process import exit_code, how_it_ended
 
 
 @pytest.mark.parametrize(
@@ -26,13 +27,13 @@ from batchgen.errors import ModelError
 def test_a_signal_or_an_exit_code_and_the_last_line_that_it_printed(program: str, words: str) -> None:
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=said, stderr=said)
-        assert how_it_ended(process, said) == words
+        assert how_it_ended(exit_code(process), said) == words
 
 
 def test_one_that_does_not_end_is_not_waited_for_for_ever() -> None:
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
-        assert how_it_ended(process, said, seconds=0.01) == "it hangs"
+        assert how_it_ended(exit_code(process, seconds=0.01), said) == "it hangs"
         process.kill()
         process.wait()
 
