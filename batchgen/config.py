@@ -525,7 +525,7 @@ class JobConfig:
         rules=[at_least(0)],
     )
     work_dir: PathText | None = option(
-        None, "Folder in which the job's folder is created.", group="Job", metavar="DIR", shown="beside the output"
+        None, "Folder that holds the job's folder.", group="Job", metavar="DIR", shown="beside the output"
     )
     shard: str | None = option(
         None,
@@ -545,7 +545,7 @@ class JobConfig:
     )
     push_public: bool = option(False, "If --push creates the dataset, let everybody read it.", group="Job")
     stats: PathText | None = option(
-        None, "Also write the run's figures to this file.", group="Job", metavar="FILE", rules=[_NAMED]
+        None, "Also write the job's figures to this file.", group="Job", metavar="FILE", rules=[_NAMED]
     )
     report: PathText | None = option(
         None,

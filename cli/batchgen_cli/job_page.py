@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from batchgen_cli.options import Command
+from batchgen.config import JobConfig
+from batchgen_cli.options import Command, JobOutput, option_of
 from batchgen_cli.stderr import exit_code_of, printable, write_line
 
 
 @dataclass(kw_only=True)
 class ReportOptions:
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of a run.", show_default=False)]
+    output: JobOutput
     file: Annotated[
         str | None,
         typer.Option(
@@ -24,12 +25,7 @@ class ReportOptions:
             show_default="beside OUTPUT, <stem>.report.html",
         ),
     ] = None
-    work_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--work-dir", metavar="DIR", help="Folder that holds the job's folder.", show_default="beside the output"
-        ),
-    ] = None
+    work_dir: Annotated[str | None, option_of(JobConfig, "work_dir")] = None
 
 
 class ReportCommand(Command):

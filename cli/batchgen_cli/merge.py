@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from batchgen_cli.options import Command
+from batchgen.config import JobConfig
+from batchgen_cli.options import Command, Display, option_of
 from batchgen_cli.progress import progress_for
 from batchgen_cli.stderr import exit_code_of
 
@@ -15,16 +16,9 @@ from batchgen_cli.stderr import exit_code_of
 @dataclass(kw_only=True)
 class MergeOptions:
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of the shards.", show_default=False)]
-    work_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--work-dir", metavar="DIR", help="Folder that holds the job's folder.", show_default="beside the output"
-        ),
-    ] = None
-    stats: Annotated[
-        str | None, typer.Option("--stats", metavar="FILE", help="Also write the job's figures to this file.")
-    ] = None
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.", show_default=False)] = False
+    work_dir: Annotated[str | None, option_of(JobConfig, "work_dir")] = None
+    stats: Annotated[str | None, option_of(JobConfig, "stats")] = None
+    quiet: Annotated[bool, option_of(Display, "quiet")] = False
 
 
 class MergeCommand(Command):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from batchgen.config import ModelConfig
 from batchgen.stats import size_text as size
-from batchgen_cli.options import Command
+from batchgen_cli.options import AsJson, Command, option_of
 from batchgen_cli.progress import calm_libraries, progress_for
 from batchgen_cli.stderr import exit_code_of, printable
 
@@ -30,13 +31,8 @@ class ModelsOptions:
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="A folder, or a name on the hub.", show_default=False)
     ] = None
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            "--revision", metavar="NAME", help="Branch, tag or commit of a model on the hub.", show_default="main"
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False
+    revision: Annotated[str | None, option_of(ModelConfig, "revision")] = None
+    as_json: AsJson = False
 
 
 class ModelsCommand(Command):
@@ -52,7 +48,6 @@ class ModelsCommand(Command):
 
 
 def _models(model: str | None, revision: str | None, *, as_json: bool) -> int:
-    from batchgen.config import ModelConfig
     from batchgen.model_report import known_models, report_model
 
     if model is None:

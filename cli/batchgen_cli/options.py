@@ -41,6 +41,17 @@ class Display:
         check(self)
 
 
+JobOutput = Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of a run.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)]
+
+
+def option_of(config: type, name: str) -> Any:
+    """Returns the option of one field of a configuration, for a command that has only a few options and does not group them."""
+    declared = _typer_option(config, next(f for f in fields(config) if f.name == name))
+    declared.rich_help_panel = None
+    return declared
+
+
 def run_options() -> type:
     """Returns a dataclass whose fields are the inputs and all options of a job. Typer takes its constructor as the command.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchgen.stats import size_text as size
-from batchgen_cli.options import Command, Display, build, job_config
+from batchgen_cli.options import AsJson, Command, Display, build, job_config
 from batchgen_cli.progress import calm_libraries, progress_for
 from batchgen_cli.run import RunOptions
 from batchgen_cli.stderr import exit_code_of, printable
@@ -22,7 +22,7 @@ EXCERPT_CHARACTERS = 48
 PlanOptions = make_dataclass(
     "PlanOptions",
     [
-        ("as_json", Annotated[bool, typer.Option("--json", help="Print one JSON object.")], False),
+        ("as_json", AsJson, False),
         (
             "shards",
             Annotated[

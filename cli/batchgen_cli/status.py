@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from batchgen.config import JobConfig
 from batchgen.progress import rounded_duration, share, speed
-from batchgen_cli.options import Command
+from batchgen_cli.options import AsJson, Command, JobOutput, option_of
 from batchgen_cli.stderr import exit_code_of, printable
 
 SHOWN_WORKERS = 16
@@ -20,14 +21,9 @@ SHOWN_WORKERS = 16
 
 @dataclass(kw_only=True)
 class StatusOptions:
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of a run.", show_default=False)]
-    work_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--work-dir", metavar="DIR", help="Folder that holds the job's folder.", show_default="beside the output"
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False
+    output: JobOutput
+    work_dir: Annotated[str | None, option_of(JobConfig, "work_dir")] = None
+    as_json: AsJson = False
 
 
 class StatusCommand(Command):
