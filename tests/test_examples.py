@@ -98,7 +98,8 @@ def test_every_example_runs_and_prints_what_the_page_says(
 ) -> None:
     python, sampled = "", False
     for block in blocks(page):
-        if ("answers.jsonl" in block.text and "batchgen run" in block.text) or block.language == "python":
+        code = python + block.text if block.language == "python" else block.text
+        if "answers.jsonl" in code and re.search(r"batchgen run|run_job\(", code):
             shutil.rmtree(tmp_path / "answers.jsonl.job", ignore_errors=True)  # each example's own output
             (tmp_path / "answers.jsonl").unlink(missing_ok=True)
         if block.language == "jinja":
