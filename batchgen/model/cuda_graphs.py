@@ -1,7 +1,7 @@
 """Forwards of fixed shapes, captured once and replayed: which shapes there are, when a capture pays, and how CUDA does it.
 
-Knows nothing of models and plans: a forward is a function without arguments that reads and writes static buffers. This code has not
-run on a GPU yet; tests run it with a capture in name only.
+Knows nothing about models and plans: a forward is a function without arguments that reads and writes static buffers. This code has not
+run on a GPU yet; tests run it with a stand-in for a capture.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from batchgen.errors import in_one_line, is_out_of_memory
 
 CAPTURE_AFTER = 4
-"""Steps of a shape that run without a graph before one is captured. A capture costs about as much as they did (a wait for the
-device, a forward to warm up, one to capture, and making the graph of it), so it is made when what it saves has been spent once:
-however the job goes on, at most twice the least is paid."""
+"""Steps of a shape that run without a graph before one is captured. A capture costs about as much as a graph would have saved in these
+steps (a wait for the device, a forward to warm up, one to capture, and building the graph). So however many steps of the shape follow,
+the cost is at most twice the smallest possible one."""
 MAX_TOKENS = 2048
 """Larger steps keep a device busy for longer than the host needs to launch them."""
 MAX_GRAPHS = 64
@@ -28,7 +28,7 @@ MAX_GRAPHS = 64
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-"""Captures what a forward does on the device, which runs at least once for it; what it gives does the same again."""
+"""Captures what a forward does on the device, and runs it at least once. Returns a function that does the same again."""
 
 
 class Shape(NamedTuple):
@@ -39,14 +39,14 @@ class Shape(NamedTuple):
     """Tokens after which logits are wanted."""
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """1, 2, 4, 8, and on in steps of 8 or, where that is more, an eighth of the power of two below; `most` is the last."""
+def sizes_up_to(largest: int) -> list[int]:
+    """Returns 1, 2, 4, 8, then sizes in steps of 8 or of an eighth of the power of two below, whichever is larger; `largest` is the last."""
     sizes = []
     size = 1
-    while size < most:
+    while size < largest:
         sizes.append(size)
         size += size if size < 8 else max(8, (1 << size.bit_length()) // 16)
-    return [*sizes, most]
+    return [*sizes, largest]
 
 
 class Graphs:
@@ -60,7 +60,7 @@ class Graphs:
         notes: list[str],
         after: int = CAPTURE_AFTER,
     ) -> None:
-        """`new_capture` gives what captures with memory of its own. `notes` is what the user hears."""
+        """`new_capture` makes a `Capture` with memory of its own. Messages for the user are added to `notes`."""
         self._new_capture = new_capture
         self._capture = new_capture()
         max_tokens = min(max_tokens, max(MAX_TOKENS, max_logits))
@@ -79,11 +79,11 @@ class Graphs:
 
     @property
     def captured(self) -> tuple[Shape, ...]:
-        """In the order of their capture."""
+        """The captured shapes, in the order of their capture."""
         return tuple(self._graphs)
 
     def shape_of(self, tokens: int, logits: int) -> Shape | None:
-        """The smallest shape that holds such a step, where it is run as a graph from now on; None where it runs as it is."""
+        """Returns the smallest shape that holds such a step if it should run as a graph, else None. Counts how often a shape was asked for."""
         if not logits or tokens > self._tokens[-1] or logits > self._logits[-1]:
             return None
         shape = Shape(self._tokens[bisect_left(self._tokens, tokens)], self._logits[bisect_left(self._logits, logits)])
@@ -95,7 +95,7 @@ class Graphs:
         return shape if self._met[shape] > self._after else None
 
     def run(self, shape: Shape, forward: Callable[[], None]) -> None:
-        """Runs the forward of that shape: its graph, captured where there is none yet."""
+        """Runs the forward of that shape as a graph, which is captured first if there is none."""
         replay = self._graphs.get(shape)
         if replay is not None:
             replay()
@@ -103,7 +103,7 @@ class Graphs:
             forward()
 
     def capture(self, shape: Shape, forward: Callable[[], None]) -> bool:
-        """Whether there is a graph of the shape now. A capture that fails is the last: without graphs everything runs as well."""
+        """Captures a graph of the shape if there is none. Returns whether there is one. After a failed capture no other is tried."""
         if shape in self._graphs:
             return True
         if self._given_up:
@@ -113,26 +113,26 @@ class Graphs:
         except (MemoryError, RuntimeError) as e:
             self._given_up = True
             self._notes.append(
-                "no memory for more CUDA graphs; steps of other sizes run without, which is slower (--kv-memory, given by hand and lower, leaves more)"
+                "no memory for more CUDA graphs; steps of other sizes run without, which is slower (a smaller --kv-memory leaves more)"
                 if is_out_of_memory(e)
-                # torch says of a capture only that it failed: what made it fail came before
+                # torch's own error says only that the capture failed; the one before it says why
                 else f"the model cannot be captured as a CUDA graph and runs without, which is slower: {in_one_line(e.__context__ or e)}"
             )
             return False
         return True
 
     def void(self) -> None:
-        """Drops all graphs because the buffers that they read have been replaced. Graphs are captured again once that pays."""
+        """Drops all graphs because the buffers that they read have been replaced. Shapes are counted again from 0."""
         self._capture = self._new_capture()
         self._graphs.clear()
         self._met.clear()
 
 
 class CudaCapture:
-    """Captures on one CUDA device; the graphs share memory, so a forward must keep no tensor that it makes."""
+    """Captures on one CUDA device; the graphs share memory, so a forward must not keep a tensor that it makes."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)  # graphs that it takes the place of may still run
+        torch.cuda.synchronize(device)  # graphs that this one replaces may still run
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -145,7 +145,7 @@ class CudaCapture:
             self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):
-                    # Libraries make their workspaces and kernels are compiled: neither can be captured.
+                    # Here libraries allocate workspaces and kernels are compiled, which cannot be captured.
                     forward()
                     if not self._tried:  # a forward that waits for the device cannot be captured either
                         with _waiting_fails():
@@ -158,18 +158,18 @@ class CudaCapture:
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     forward()
             except BaseException:
-                # torch 2.11's allocator goes on as if the capture did (pytorch#180395): it gives nothing back any more.
+                # torch 2.11's allocator acts as if the capture continued, and frees no memory any more (pytorch#180395).
                 with suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
                 raise
         finally:
-            torch.cuda.set_stream(current)  # torch leaves the other one current where a capture fails
+            torch.cuda.set_stream(current)  # after a failed capture, torch leaves the other stream current
         return graph.replay
 
 
 @contextmanager
 def _waiting_fails() -> Iterator[None]:
-    """In the block whatever waits for a CUDA device raises `RuntimeError`."""
+    """Within the block, anything that waits for a CUDA device raises `RuntimeError`."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that the mode is a prototype

@@ -1,7 +1,6 @@
-"""Runs a step on one CUDA device: the inputs lie in a static buffer that one asynchronous copy fills, and the forward is a CUDA graph
-where that pays.
+"""Runs steps on one CUDA device. The inputs lie in a static buffer that one asynchronous copy fills; the forward is a CUDA graph if that pays.
 
-Nothing here waits for the device except the capture of a graph. This code has not run on a GPU yet; tests run it on the CPU.
+Nothing here waits for the device, except the capture of a graph. This code has not run on a GPU yet; tests run it on the CPU.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ if TYPE_CHECKING:
 
 
 class Compiled:
-    """Calls the model's compiled forward, or where it cannot be compiled the model as it is.
+    """Calls the model's compiled forward, or, if it cannot be compiled, the model as it is.
 
-    A dimension of 1 (or 0) would be compiled for itself: callers pad token ids and wanted logits to 2. Sizes that happen to be equal
-    when it is compiled may differ later; a model's own numbers (scales, epsilons) are constants.
+    torch would compile sizes of 0 and 1 as constants, so callers pad token ids and wanted logits to 2. Sizes that happen to be equal
+    at the compilation may differ later; the model's own numbers (scales, epsilons) are compiled as constants.
     """
 
     def __init__(self, module: Any, notes: list[str]) -> None:
-        """What the user should know goes into `notes`."""
+        """Messages for the user are added to `notes`."""
         self._module = module
         self._compiled: Any = torch.compile(module, fullgraph=True, dynamic=True)
         self._notes = notes
 
     def __call__(self, **inputs: Any) -> Any:
         if self._compiled is not None:
-            from torch._dynamo import config  # here, for it takes as long to import as torch
+            from torch._dynamo import config  # not at the top: this import takes as long as that of torch
 
             try:
                 with shapes.patch(use_duck_shape=False), config.patch(specialize_float=True):  # type: ignore[attr-defined]
@@ -56,11 +55,11 @@ class Compiled:
 
 
 OLDEST = (8, 0)
-"""Compute capability from which on our kernels run."""
+"""Lowest compute capability that batchgen's kernels run on."""
 
 
 def device_step(model: LoadedModel, cache: KVCache, limits: Limits, notes: list[str]) -> DeviceStep | None:
-    """How the model runs a step where that is on one CUDA device with Triton; else None: there plain torch attends."""
+    """Returns what runs the model's steps on one CUDA device with Triton's kernels; None if plain torch attends instead."""
     if model.device.type != "cuda" or model.spread or model.attention == "torch" or not model.verdict.uses("triton"):
         return None
     if model.recurrent is not None:
@@ -80,7 +79,7 @@ def device_step(model: LoadedModel, cache: KVCache, limits: Limits, notes: list[
 
 
 class DeviceStep:
-    """Runs packed spans. The inputs lie at the same addresses in every step of a shape."""
+    """Runs the packed spans of a step. Steps of one shape have their inputs at the same addresses."""
 
     def __init__(
         self,
@@ -90,37 +89,36 @@ class DeviceStep:
         notes: list[str],
         new_capture: Callable[[], Capture],
     ) -> None:
-        """`new_capture` as `Graphs` has it. What the user should know goes into `notes`."""
+        """`new_capture`: see `Graphs`. Messages for the user are added to `notes`."""
         self.attention = attention
         self._device = model.device
         self._model = model.module
-        self._least = 0
+        self._smallest = 0
         self._graphs: Graphs | None = None
         if model.compile != "off" and model.verdict.uses("graphs"):
             self._graphs = Graphs(new_capture, limits.max_batch_tokens, limits.batch_size, notes)
         if model.compile == "on" and limits.max_batch_tokens > 1:
             self._model = Compiled(model.module, notes)
-            self._least = 2
+            self._smallest = 2
             if self._graphs is not None:
-                most = max(2, limits.batch_size)
-                self._graphs = Graphs(new_capture, limits.max_batch_tokens, most, notes, after=0)
-        # A step's token ids, the places of its wanted logits, and for tokens that only the device knows: their places, and whose they are.
+                self._graphs = Graphs(new_capture, limits.max_batch_tokens, max(2, limits.batch_size), notes, after=0)
+        # A step's token ids, the places of its wanted logits, and, of tokens that only the device knows, their places and sampler slots.
         self._inputs = torch.zeros(4 * limits.max_batch_tokens + 1, dtype=torch.int64, device=model.device)
         self._logits: torch.Tensor | None = None
         self._generation = attention.generation
 
     def __call__(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
-        """The wanted logits [N, vocabulary], if any, valid until the next call. `last` as `Runner.run` has it."""
+        """The wanted logits [N, vocabulary], if any, valid until the next call. `last`: see `Runner.run`."""
         wanted = len(packed.logits_places)
-        least = Shape(max(len(packed.tokens), self._least), max(wanted, self._least))
+        needed = Shape(max(len(packed.tokens), self._smallest), max(wanted, self._smallest))
         graphs = self._graphs
-        shape = graphs.shape_of(*least) if graphs is not None else None
+        shape = graphs.shape_of(*needed) if graphs is not None else None
         if graphs is None or shape is None:
-            self._fill(least, packed, last)
-            logits = self._forward(least)
+            self._fill(needed, packed, last)
+            logits = self._forward(needed)
         else:
             if not graphs.captured and shape.tokens < graphs.largest.tokens:
-                # The memory of the largest serves the others, but not the other way round.
+                # The largest comes first, because the others can use its memory.
                 self._fill(graphs.largest, packed, last)
                 graphs.capture(graphs.largest, partial(self._keep, graphs.largest))
             self._fill(shape, packed, last)
@@ -130,7 +128,7 @@ class DeviceStep:
         return [logits[:wanted]] if wanted else []
 
     def _fill(self, shape: Shape, packed: PackedSpans, last: torch.Tensor | None) -> None:
-        """Sends the step's plan and inputs to the device, padded to the shape: token 0 that writes nowhere, logits that nobody reads."""
+        """Sends the step's plan and inputs to the device, padded to the shape with tokens 0, which write no KV, and logits that nobody reads."""
         self.attention.plan(packed.spans, shape.tokens)
         if self._graphs is not None and self.attention.generation != self._generation:
             self._graphs.void()
@@ -170,7 +168,7 @@ class DeviceStep:
 
 
 def _logits_at(shape: Shape) -> int:
-    """Where the places of logits begin in the inputs: behind the token ids, at a multiple of 16 bytes, which compiled code asks for."""
+    """Returns where the places of logits begin in the inputs: after the token ids, at a multiple of 16 bytes, which compiled code requires."""
     return shape.tokens + shape.tokens % 2
 
 

@@ -1,8 +1,8 @@
-"""Which parts of batchgen run on an accelerator: each is tried there once, beside plain torch, and the outcome is kept.
+"""Decides which parts of batchgen run on an accelerator. Each part is tried there once and compared with plain torch; the findings are stored.
 
-The trials (`device_trials.py`) run in a process of their own, which loads the model: a kernel that never returns, or that breaks the device's
-context, is lost with its process. A part that raises, hangs, or differs by more than rounding is switched off, and the model runs without it.
-The outcome is kept in the user's cache folder by GPU, driver, versions, and the shape and type of the model.
+The trials (`device_trials.py`) run in a process of their own, which loads the model, because a kernel that never returns, or that breaks the
+device's context, can only be ended with its process. A part that raises, hangs, or differs by more than rounding is switched off.
+The findings are stored in the user's cache folder by GPU, driver, versions, and the shape and type of the model.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ PARTS: dict[Part, str] = {
     "graphs": "CUDA graphs",
     "step-ahead": "launching a step before the tokens of the last one are known",
 }
-"""What can be switched off, in the order of the trials, and its name in messages."""
+"""The parts that can be switched off, in the order of their trials, with their names in messages."""
 INSTEAD: dict[Part, str] = {
     "sampler": "tokens are sampled on the CPU",
     "triton": "plain torch attends",
     "graphs": "steps run without graphs",
     "step-ahead": "each step waits for the last one",
 }
+"""What happens without the part, in messages."""
 TRIAL_SECONDS = 300.0
-"""A trial that takes longer hangs. Triton compiles its kernels meanwhile: a minute for two kinds of layers on a busy machine."""
+"""A trial that takes longer is taken to hang. Part of this is Triton's compiler: a minute for two kinds of layers on a busy machine."""
 _SOURCES = ("attention/*.py", "model/cuda_*.py", "model/device_trials.py", "model/runner.py", "sampling/*.py")
 _NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 
@@ -54,27 +55,27 @@ _logger = logging.getLogger("batchgen")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What runs on a device. An empty one, as for a CPU, switches nothing off."""
+    """Which parts are switched off on a device. An empty verdict, as for a CPU, switches nothing off."""
 
     device: str = ""
-    """Its name in messages: that of its kind, so that several of a kind say the same."""
+    """Its name in messages. Devices of one kind have one name, so that they give the same message."""
     off: Mapping[Part, str] = field(default_factory=dict)
-    """The parts that are switched off, and why."""
+    """The parts that are switched off, with the reason."""
     file: Path | None = None
-    """Where it is kept; None where it is not."""
+    """The file that stores the verdict; None if it is not stored."""
     key: Mapping[str, str] = field(default_factory=dict)
 
     def uses(self, part: Part) -> bool:
         return part not in self.off
 
     def without(self, part: Part, why: str) -> Verdict:
-        """The verdict with this part off too, kept for the next start."""
+        """Returns the verdict with this part switched off too, and stores it for the next start."""
         verdict = replace(self, off={**self.off, part: why})
         verdict.keep()
         return verdict
 
     def keep(self) -> None:
-        """Writes the file, whole or not at all. A folder that cannot be written costs the trials of the next start, and nothing else."""
+        """Writes the file atomically. If the folder cannot be written, the next start repeats the trials."""
         if self.file is None:
             return
         with suppress(OSError), tempfile.TemporaryDirectory(dir=self.file.parent, prefix="unfinished-") as folder:
@@ -83,11 +84,11 @@ class Verdict:
             made.replace(self.file)
 
     def notes(self) -> list[str]:
-        """What the user should know, a line for each part that is off."""
+        """Returns a line for the user for each part that is off."""
         return [self.note(part) for part in PARTS if part in self.off]
 
     def note(self, part: Part) -> str:
-        """What is off, why, and how to report it."""
+        """Returns a line that says what is off, why, and how to report it."""
         where = f" with {self.file}, which keeps this (remove the file to try again)" if self.file is not None else ""
         return (
             f"{self.device}: {PARTS[part]}: switched off, {INSTEAD[part]}, which is slower, because {self.off[part]}; "
@@ -97,26 +98,26 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a process of trials hears."""
+    """The first message to a process of trials."""
 
     model: ModelConfig
     block_size: int
     parts: tuple[Part, ...]
-    """To be tried, in this order."""
+    """The parts to try, in this order."""
     passed: tuple[Part, ...] = ()
-    """Passed in a process before this one."""
+    """The parts that passed in an earlier process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trying:
-    """The next trial begins."""
+    """Message: the trial of this part begins."""
 
     part: Part
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The part is not to be used."""
+    """Message: this part must not be used."""
 
     part: Part
     why: str
@@ -124,21 +125,21 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The trials end here, and nothing is known of the part that was being tried and of those after it."""
+    """Message: the trials end here; nothing is known about the part that was being tried and those after it."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All trials are over."""
+    """Message: all trials have ended."""
 
 
 StartTrials = Callable[["Connection[Any, Any]", IO[bytes]], Process]
 
 
 def parts_on(device: torch.device) -> tuple[Part, ...]:
-    """What there is to try on a device."""
+    """Returns the parts to try on a device."""
     return tuple(PARTS) if device.type == "cuda" else () if device.type == "cpu" else ("sampler",)
 
 
@@ -150,10 +151,10 @@ def check_device(
     start: StartTrials | None = None,
     trial_seconds: float = TRIAL_SECONDS,
 ) -> Verdict:
-    """Tries the parts on this device, or reads what an earlier start has found. `start` starts the process of trials.
-    A trial that takes longer than `trial_seconds` has failed.
+    """Tries the parts on this device, or reads what an earlier start found. `start` starts the process of trials.
+    A trial that takes longer than `trial_seconds` fails.
 
-    Nothing is tried on a CPU, for a model on several devices, or where `--attention triton` asks for the kernels whatever they do.
+    Nothing is tried on a CPU, for a model on several devices, or with `--attention triton`, which uses the kernels without a check.
     """
     parts = parts_on(device)
     if not parts or config.device_map is not None:
@@ -178,7 +179,7 @@ def check_device(
 
 
 def device_identity(device: torch.device) -> tuple[str, str]:
-    """The name of a device and the version of its driver."""
+    """Returns the name of a device and the version of its driver."""
     if device.type != "cuda":
         return device.type, platform.platform()
     try:
@@ -189,7 +190,7 @@ def device_identity(device: torch.device) -> tuple[str, str]:
 
 
 def _key(config: ModelConfig, hf_config: Any, block_size: int, name: str, driver: str) -> dict[str, str]:
-    """What the outcome depends on."""
+    """Returns what the findings depend on."""
     settings = {k: v for k, v in hf_config.to_dict().items() if k not in _NO_SETTINGS}
     sources = hashlib.sha256()
     package = Path(__file__).parents[1]
@@ -209,7 +210,7 @@ def _key(config: ModelConfig, hf_config: Any, block_size: int, name: str, driver
 
 
 def _kept(verdict: Verdict) -> Verdict | None:
-    """What an earlier start has found; None where there is nothing, or what is there cannot be read."""
+    """Returns what an earlier start found; None if nothing is stored or it cannot be read."""
     assert verdict.file is not None
     try:
         found = json.loads(verdict.file.read_text(encoding="utf-8"))
@@ -221,15 +222,15 @@ def _kept(verdict: Verdict) -> Verdict | None:
 
 @contextmanager
 def _locked(verdict: Verdict) -> Iterator[None]:
-    """Of several processes that start on GPUs of one kind the first one tries, and the others read what it has found."""
+    """Holds the verdict's lock: of several processes on GPUs of one kind, the first tries the parts and the others read what it found."""
     assert verdict.file is not None
-    import fcntl  # not on every system; those have no CUDA devices that we know
+    import fcntl  # missing on Windows
 
     try:
         verdict.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = verdict.file.with_suffix(".lock").open("w")
     except OSError:
-        yield  # each tries for itself
+        yield  # without a lock, each process tries the parts itself
         return
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -237,9 +238,10 @@ def _locked(verdict: Verdict) -> Iterator[None]:
 
 
 def _tried(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], bool]:
-    """The parts that are not to be used, and whether that is to be kept. What could not be tried is not used, but tried again the next time.
+    """Returns the parts that must not be used, with reasons, and whether to store them. A part that could not be tried is not used in this
+    run and is tried again in the next.
 
-    A process that was lost in a trial is followed by one for the trials after it.
+    If a trial ends its process, another process makes the trials after it.
     """
     off: dict[Part, str] = {}
     while True:
@@ -253,7 +255,7 @@ def _tried(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part,
             return off, True
         passed = tuple(part for part in setup.parts[: setup.parts.index(at)] if part not in off)
         parts = setup.parts[setup.parts.index(at) + 1 :]
-        if at == "triton":  # graphs are of steps with these kernels
+        if at == "triton":  # graphs capture steps with these kernels
             parts = tuple(part for part in parts if part != "graphs")
         if not parts:
             return off, True
@@ -261,7 +263,8 @@ def _tried(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part,
 
 
 def _one_process(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], Part | None, str]:
-    """The parts that failed in a process of trials; the one that it ended in, if that was before its time; and why nothing is known of that one."""
+    """Runs one process of trials. Returns the failed parts with reasons; the part in whose trial the process ended early, or None; and, if the
+    end says nothing about that part, what it was."""
     off: dict[Part, str] = {}
     trying: Part | None = None
     ours, theirs = Pipe()
@@ -286,16 +289,16 @@ def _one_process(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict
         except (EOFError, OSError):
             code = exit_code(process)
             how = how_it_ended(code, said)
-            if trying in off:  # with the device
+            if trying in off:  # its error has broken the device
                 return off, trying, ""
             if (
                 trying is None or code == -signal.SIGKILL
-            ):  # somebody else's doing, such as memory of the host that ran out
+            ):  # the trial is not the cause: the host ran out of memory, for example
                 return off, trying, how
             return {**off, trying: f"its trial ended the process ({how})"}, trying, ""
         finally:
             process.kill()
-            exit_code(process)  # the driver may hold it back, and nothing more can be done
+            exit_code(process)  # waits only so long: a process inside the driver may outlive its kill
 
 
 def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> Process:

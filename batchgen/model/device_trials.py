@@ -1,9 +1,9 @@
-"""The trials of `device_check.py`, in a process that can be killed: each part of batchgen that runs on an accelerator beside its plain form.
+"""The trials of `device_check.py`, in a process that can be killed. Each part of batchgen that runs on an accelerator is compared with its plain form:
 
-- attention: the kernels on steps of small random trees, by the shapes and options of the model's own layers, against plain torch in float32.
+- attention: the kernels with plain torch in float32, on steps of small random trees, with the shapes and options of the model's own layers.
   Every element of the output and of the KV is compared.
 - sampling: on the device and on the CPU, from the same logits and random numbers.
-- the model: some steps of the loaded model with given tokens, by the kernels, as CUDA graphs, and a step ahead, against plain torch.
+- the model: with plain torch, on some steps of the loaded model with given tokens: with the kernels, as CUDA graphs, and a step ahead.
 
 None of this has run on a GPU yet; tests run it on the CPU.
 """
@@ -47,57 +47,61 @@ from batchgen.scheduling.scheduler import Scheduler
 from batchgen.state.cache import StateCache
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2 * 2**-10, torch.bfloat16: 2 * 2**-7}
-"""Attention outputs may differ by so much, as a share of the same attention over the values' magnitudes: weights and outputs are rounded
-to the type, and float32 scores of a large magnitude carry into the weights."""
+"""Largest allowed difference of attention outputs, relative to the same attention over the values' magnitudes. Weights and outputs are
+rounded to the type, and the rounding of large float32 scores reaches the weights."""
 SAMPLED_ROWS = 48
 MOVED = 2
-"""Tokens, of all, that may be sampled otherwise: where the random number lies so close to the border of two tokens that the last bit decides."""
+"""Number of sampled tokens that may differ: a random number can lie so close to the border of two tokens that the last bit decides."""
 NOISE = 6.0
-"""Logits may differ by so many times the difference between two orders of plain torch's own sums."""
+"""Largest allowed difference of logits, in multiples of the difference between two orders of plain torch's own sums."""
 ULPS = 4.0
-"""Or by so many units in the last place of the largest logit, where that difference is smaller."""
+"""Or in units in the last place of the largest logit, if that is more."""
 ROUTED = 0.1
-"""Share of tokens whose logits may differ more in a model with experts: rounding sends some tokens to other experts."""
-TREES = (  # tokens in a step; tokens of the common beginning, of the group's, at most of a row's own; rows; completion tokens
+"""Share of tokens whose logits may differ by more in a model with experts: rounding sends some tokens to other experts."""
+TREES = (  # tokens in a step; tokens of the common beginning, of a group, at most of a row alone; rows; completion tokens
     (1024, (0, 21, 70), 70, 3),
     (160, (200, 60, 70), 9, 3),
     (512, (1100, 100, 40), 12, 2),
 )
-"""Random trees. The first has rows of every length modulo the keys that a kernel reads at a time, the second tiles of queries in the middle
-of a prompt, the third keys that are split over programs and merged."""
+"""Random trees. In the first, rows have every length modulo the keys that a kernel reads at a time; in the second, tiles of queries lie in
+the middle of a prompt; in the third, keys are split over programs and merged."""
 MODEL_TREE = (48, (67, 20, 24), 8, 14)
 
 
 class Differs(Exception):
-    """A part gives other numbers than its plain form; the message says which and by how much."""
+    """The numbers of a part differ from those of its plain form; the message says which and by how much."""
 
 
 def main() -> None:
-    """With the number of an open socket as the argument (`device_check.start_trials`)."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process that started it decides
+    """Runs the trials. The argument is the number of an open socket (`device_check.start_trials`)."""
+    for signum in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # the process that started this one decides when to end
         signal.signal(signum, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     setup = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         model = load_model(setup.model, load_tokenizer(setup.model))
-    except Exception as e:  # noqa: BLE001 - the job's own load tells of it
+    except Exception as e:  # noqa: BLE001 - the job's own load reports it
         connection.send(Unknown(_error_text(e)))
         os._exit(1)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # Triton launches its kernels on the current one
     run(setup, model, connection.send)
-    os._exit(0)  # libraries' threads are not waited for
+    os._exit(0)  # without waiting for the threads of libraries
 
 
 def _end_with(connection: Connection[Any, Any]) -> None:
-    """Ends this process with the one that started it, which sends nothing more."""
+    """Ends this process when the one that started it ends: that one sends nothing more, so `poll` returns at the end of the connection."""
     connection.poll(None)
     os._exit(1)
 
 
 def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Unknown | Done], None]) -> None:
-    """Tries the parts of `setup` in their order. Ends without `Done` where the device is lost."""
+    """Tries the parts of `setup` in their order. Ends without `Done` if the device cannot be used any more."""
     passed = setup.passed
     trials = Trials(model, setup.block_size, "triton" in passed, "graphs" in passed)
     off: set[Part] = set()
@@ -107,7 +111,7 @@ def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Unkn
         tell(Trying(part))
         try:
             with torch.inference_mode():
-                trials.of(part)
+                trials.make(part)
                 _synchronize(model.device)
         except Exception as e:  # noqa: BLE001 - whatever a compiler, a driver or a library may raise
             if is_out_of_memory(e):
@@ -117,7 +121,7 @@ def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Unkn
             tell(Failed(part, _error_text(e)))
             try:
                 _synchronize(model.device)
-            except RuntimeError:  # an error of CUDA stays for as long as the process
+            except RuntimeError:  # after such an error, CUDA does nothing more in this process
                 return
     tell(Done())
 
@@ -145,8 +149,8 @@ class Trials:
     plain: dict[tuple[int, int], torch.Tensor] | None = None
     limit: float = 0.0
 
-    def of(self, part: Part) -> None:
-        """Raises `Differs`, or whatever the part raises."""
+    def make(self, part: Part) -> None:
+        """Makes the trial of one part. Raises `Differs`, or whatever the part raises."""
         if part == "sampler":
             sampler_trial(self.model.vocab_size, self.model.device)
         elif part == "triton":
@@ -186,7 +190,7 @@ class Trials:
         )
 
     def _compare(self, what: str, model: LoadedModel, ahead: int = 0) -> None:
-        """Raises `Differs` unless the model's logits are plain torch's, but for rounding."""
+        """Raises `Differs` if the model's logits differ from plain torch's by more than rounding."""
         if self.plain is None:
             plain = self._variant(kernels=False, graphs=False)
             self.plain = model_steps(plain, self.block_size)
@@ -207,7 +211,7 @@ class Trials:
 
 
 def compare_logits(what: str, got: torch.Tensor, want: torch.Tensor, limit: float, routed: bool) -> None:
-    """Raises `Differs` where logits [N, V] are further apart than `limit`: for any token, or with experts for more than a few."""
+    """Raises `Differs` if logits [N, V] differ by more than `limit`: for any token, or, if `routed` (a model with experts), for too many."""
     infinite = ~want.isfinite()
     if bool((~got.isfinite() & ~infinite).any()):
         raise Differs(f"{what} the model gives logits that are not numbers, and plain torch gives numbers")
@@ -228,7 +232,7 @@ def _stacked(logits: dict[tuple[int, int], torch.Tensor], order: dict[tuple[int,
 
 
 def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int, seed: int) -> list[Request]:
-    """Rows in two groups below one beginning, and one row that shares nothing; no row is the beginning of another."""
+    """Returns rows in two groups with one common beginning, and one row that shares nothing; no row is the beginning of another."""
     _, (common, group, own), rows, length = tree
     rng = np.random.default_rng(seed)
 
@@ -252,7 +256,7 @@ def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int,
 def _scheduled(
     requests: Sequence[Request], block_size: int, tokens: int, window: int | None, share: bool, slots: int = 0
 ) -> tuple[Scheduler, Limits, int]:
-    """A scheduler with these requests, its limits, and the number of blocks that it has: twice as many as they need."""
+    """Returns a scheduler with these requests, its limits, and its number of blocks: twice as many as the requests need."""
     blocks = 2 * sum(-(-(len(r.tokens) + r.max_tokens) // block_size) for r in requests)
     limits = Limits(len(requests), max(tokens, len(requests)), tokens)
     manager = BlockManager(BlockPool(blocks), block_size, window, 0, BlockPool(slots) if slots else None)
@@ -264,7 +268,7 @@ def _scheduled(
 
 
 def _steps(scheduler: Scheduler, launch: Callable[[ScheduledBatch], Callable[[], Sequence[int]]], ahead: int) -> None:
-    """Runs all steps. `launch` launches one and returns what waits for its tokens; so many are launched `ahead` of that."""
+    """Runs all steps. `launch` launches one and returns a function that waits for its tokens. `ahead`: steps launched beyond the one waited for."""
     in_flight: list[tuple[ScheduledBatch, Callable[[], Sequence[int]]]] = []
 
     def land() -> None:
@@ -289,7 +293,7 @@ def _steps(scheduler: Scheduler, launch: Callable[[ScheduledBatch], Callable[[],
 def model_steps(
     model: LoadedModel, block_size: int, ahead: int = 0, *, share: bool = True
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """The model's logits [V], float32, by row and number of the token, where the tokens of all completions are given."""
+    """Returns the model's logits [V], float32, by row and number of the token, for completions whose tokens are given."""
     tokens, _, rows, length = MODEL_TREE
     requests = _requests(MODEL_TREE, model.vocab_size, seed=7)
     given = np.random.default_rng(8).integers(0, model.vocab_size, (rows, length))
@@ -330,7 +334,7 @@ def model_steps(
 
 
 def attention_trial(kind: AttentionKind, model: LoadedModel, block_size: int) -> None:
-    """Raises `Differs` where the kernels' attention, or the KV that they write, is not plain torch's on steps of the random trees."""
+    """Raises `Differs` if the kernels' attention, or the KV that they write, differs from plain torch's on steps of the random trees."""
     for seed, tree in enumerate(TREES):
         tokens, _, _, _ = tree
         requests = _requests(tree, 1 << 20, seed)
@@ -340,7 +344,7 @@ def attention_trial(kind: AttentionKind, model: LoadedModel, block_size: int) ->
 
 
 class _AttentionSteps:
-    """One layer's attention of the steps of a tree, twice: by the kernels, and by plain torch in float32."""
+    """The attention of one layer over the steps of a tree, computed by the kernels and by plain torch in float32."""
 
     def __init__(
         self,
@@ -357,7 +361,7 @@ class _AttentionSteps:
         self._cache = KVCache(shape, blocks, block_size, dtype)
         self._plain = KVCache(shape, blocks, block_size, torch.float32)
         self._magnitudes = KVCache(shape, blocks, block_size, torch.float32)
-        """As `_plain`, with the values' magnitudes for the values."""
+        """Like `_plain`, with the magnitudes of the values."""
         self._kernels = DeviceAttention(self._cache, max_tokens, device, kind.group)
         self._random = torch.Generator(device).manual_seed(seed)
         sinks = None if kind.sinks is None else self._normal(kind.heads * kind.group, dtype=kind.sinks)
@@ -368,14 +372,14 @@ class _AttentionSteps:
         return torch.randn(shape, generator=self._random, device=self._device).to(dtype)
 
     def launch(self, batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
-        """Raises `Differs`."""
+        """Computes one step both ways. Returns the tokens that a batch is given. Raises `Differs`."""
         kind, count = self._kind, batch.num_tokens
         copies = [(move.source, move.to) for move in batch.moves if isinstance(move, CopyBlock)]
         for cache in (self._cache, self._plain, self._magnitudes):
             cache.copy(copies)
         self._steps += 1
         padded = min(self._max_tokens, count + (0, 1, 9)[self._steps % 3])
-        # Laid out as a model's. Sharp weights, in every other step, give every key some query that sees little else.
+        # In the layout of a model. In every other step, scores are four times as large, so that a query's weight lies on few keys.
         sharp = 4.0 if self._steps % 2 else 1.0
         q = self._normal(padded, kind.heads * kind.group, kind.k_size, dtype=kind.dtype).mul_(sharp).transpose(0, 1)
         k = self._normal(padded, kind.heads, kind.k_size, dtype=self._dtype).transpose(0, 1)
@@ -429,7 +433,7 @@ _PARAMS: tuple[dict[str, Any], ...] = (
 
 
 def sampler_trial(vocabulary: int, device: torch.device) -> None:
-    """Raises `Differs` where tokens, their log-probabilities, or the scores of given tokens are others than the CPU's."""
+    """Raises `Differs` if tokens, their log-probabilities, or the scores of given tokens differ from the CPU's."""
     generator = torch.Generator().manual_seed(0)
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, vocabulary, 50, dtype=np.int32)
@@ -443,7 +447,7 @@ def sampler_trial(vocabulary: int, device: torch.device) -> None:
     mask[::5, ::2] = 0x5A5A5A5A
     differing = 0
     for position in range(3):
-        # Float32, so that no two logits are equal: which of them wins is anybody's.
+        # Float32, so that no two logits are equal: of equal ones, any could win.
         logits = torch.randn(SAMPLED_ROWS, vocabulary, generator=generator) * 3
         want = here.sample(logits, rows, [position] * len(rows), mask if position == 1 else None)
         got = there.sample(logits.to(device), rows, [position] * len(rows), mask if position == 1 else None)
@@ -463,7 +467,7 @@ def sampler_trial(vocabulary: int, device: torch.device) -> None:
 
 
 def _compare_numbers(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Raises `Differs` for numbers that are further apart than float32 rounds log-probabilities: token ids must be equal."""
+    """Raises `Differs` if numbers differ by more than the rounding of float32 log-probabilities; token ids must be equal."""
     apart = (got.double() - want.double()).abs()
     if not bool((apart < 1e-3).all()):
         raise Differs(f"{what} differ from those on the CPU by up to {float(apart.max()):.3g}")

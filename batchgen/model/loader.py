@@ -1,4 +1,5 @@
-"""Loads a transformers model with our attention in it: refused by name, on the verified list, or checked in small beforehand."""
+"""Loads a transformers model and gives it batchgen's attention. Refused types end here; types that are not verified are first checked with a
+small model."""
 
 from __future__ import annotations
 
@@ -56,19 +57,19 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
-    """Raises `ModelError` where the model's files are on the disk and say that its weights do not fit on this CUDA device."""
+    """Raises `ModelError` if the model's files are on the disk and their weights do not fit on this CUDA device."""
     dtype = dtype_of(config, hf_config)
     as_stored = quant_method(hf_config) is not None and not is_dequantized(hf_config)
     needed = _bytes_on_disk(config, hf_config, None if as_stored else dtype)
     if needed is None:
         return
-    if needed > torch.cuda.mem_get_info(device)[0]:  # asking the others takes some of their memory
+    if needed > torch.cuda.mem_get_info(device)[0]:  # asking about the other devices takes some of their memory
         free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
         check_fits(needed, dtype, device.index or 0, free)
 
 
 def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]) -> None:
-    """Raises `ModelError` unless so many bytes fit on CUDA device `device`; `free` are the bytes of all of them."""
+    """Raises `ModelError` unless `needed` bytes fit on CUDA device number `device`; `free` has the free bytes of every device."""
     if needed <= free[device]:
         return
     name = str(dtype).removeprefix("torch.")
@@ -79,13 +80,13 @@ def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]
     else:
         hint = "use a quantized checkpoint, or larger or more GPUs"
     raise ModelError(
-        f"the model's weights take {size_text(needed)} in {name}, and of cuda:{device} are {size_text(free[device])} free",
+        f"the model's weights take {size_text(needed)} in {name}, and cuda:{device} has {size_text(free[device])} free",
         hint,
     )
 
 
 def dtype_of(config: ModelConfig, hf_config: Any) -> torch.dtype:
-    """What the weights are loaded as."""
+    """Returns the type that the weights are loaded as."""
     own: Any = config.dtype
     if own == "auto":
         own = getattr(hf_config, "dtype", None) or getattr(text_config(hf_config), "dtype", None)
@@ -94,10 +95,10 @@ def dtype_of(config: ModelConfig, hf_config: Any) -> torch.dtype:
 
 
 def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.dtype:
-    """What the weights are loaded as on a CPU, where `processes` of this machine do so.
+    """Returns the type that the weights are loaded as on a CPU. `processes`: how many processes of this machine load them.
 
     `--dtype auto` is float32 for a 16-bit checkpoint on a processor that multiplies float32 faster, if that takes at most half of
-    the machine's memory: all numbers of the checkpoint stay as they are.
+    the machine's memory. The numbers of the checkpoint do not change.
     """
     own = dtype_of(config, hf_config)
     fast = isa.has_bfloat16() if own == torch.bfloat16 else isa.has_float16()
@@ -117,7 +118,7 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
 
 
 def _bytes_on_disk(config: ModelConfig, hf_config: Any, dtype: torch.dtype | None) -> int | None:
-    """Bytes of the weights as `dtype` (None: as they are), by the headers of their files; None where these are not all on the disk."""
+    """Returns the bytes of the weights as `dtype` (None: as stored), from the headers of their files; None if some files are not on the disk."""
     gguf, files = gguf_file(config), weight_files(config)
     if gguf is not None:
         from gguf import GGUFReader
@@ -130,7 +131,7 @@ def _bytes_on_disk(config: ModelConfig, hf_config: Any, dtype: torch.dtype | Non
 
 
 def _bytes_on_the_hub(config: ModelConfig) -> int | None:
-    """Bytes of a hub model's weights in float32; None where the hub does not say."""
+    """Returns the bytes of a hub model's weights in float32; None if the hub does not say."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
 
@@ -142,7 +143,7 @@ def _bytes_on_the_hub(config: ModelConfig) -> int | None:
 
 
 def weight_files(config: ModelConfig) -> list[Path] | None:
-    """The model's safetensors files, of a folder or in the hub's cache; None where they are not all on the disk."""
+    """Returns the model's safetensors files, in its folder or in the hub's cache; None if some are not on the disk."""
     if gguf_file(config) is not None:
         return None
     index = _path(config, _INDEX)
@@ -161,9 +162,9 @@ def loaded_bytes(
     *,
     unpacked: int = 0,
 ) -> int:
-    """Bytes of the tensors in the files without those of the modules named: floating-point ones as `dtype` (None: as they are).
+    """Returns the bytes of the files' tensors, without those of modules named in `without`: floating-point tensors as `dtype` (None: as stored).
 
-    `unpacked`: quantized ones too, whose packed words have numbers of so many bits; 0 leaves them as they are.
+    `unpacked`: bits of the numbers in packed words; quantized tensors then count as `dtype` too. 0 counts them as stored.
     """
     total = 0
     for path in files:
@@ -194,11 +195,14 @@ def _path(config: ModelConfig, name: str) -> Path | None:
 def load_model(
     config: ModelConfig, tokenizer: LoadedTokenizer, processes: int = 1, texts: Sequence[TokenArray] = ()
 ) -> LoadedModel:
-    """Loads the weights; so do `processes` of this machine, each its own. `texts`: what `--quantize` is measured on. Raises `ModelError` for a model that cannot be loaded or is not supported, the latter before it is loaded."""
+    """Loads the weights. Raises `ModelError` for a model that cannot be loaded, or, before it is loaded, for one that is not supported.
+
+    `processes`: how many processes of this machine load it. `texts`: token ids of the prompts on which `--quantize` is measured.
+    """
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "pip install 'batchgen-llm[device-map]'")
-    check_weight_files(config, tokenizer=False)  # it has been loaded already
+    check_weight_files(config, tokenizer=False)  # the tokenizer has been loaded already
     check_int8(config, tokenizer.hf_config, device)
     if tokenizer.head is not None or not _loads_lean(config, tokenizer.hf_config):
         finish_torch()
@@ -210,8 +214,8 @@ def load_model(
     if on_cuda:
         check_room(config, tokenizer.hf_config, device)
     use_exact_float32()
-    # A tensor at a time from the file to the device, and cast there. Without accelerate the files are mapped, so that the host holds a copy
-    # of the model only where it is cast, and it is moved then.
+    # With accelerate, each tensor goes from the file to the device and is cast there. Without it, the files are mapped and the model is moved
+    # to the device afterwards; the host holds a copy only of what is cast.
     direct = on_cuda and find_spec("accelerate") is not None
     register()
     dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -239,20 +243,20 @@ def load_model(
         module = module.to(device)
     elif config.device_map is not None:
         check_device_map(getattr(module, "hf_device_map", {}))
-    library, note = kernels.wait()
+    compiled, note = kernels.wait()
     int8 = config.quantize == "int8"
-    if int8 and library is None:
+    if int8 and compiled is None:
         check_kernels(note)
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
-    model = prepare(module, notes + note, library, config.compile, pack_linear=not int8)
+    model = prepare(module, notes + note, compiled, config.compile, pack_linear=not int8)
     if int8:
         model = quantize(model, texts, checkpoint_scales(tokenizer.hf_config, weight_files(config)))
     return replace(model, attention=config.attention)
 
 
 def _loads_lean(config: ModelConfig, hf_config: Any) -> bool:
-    """Whether the model is of a kind that loads without the parts of torch that are put off, as tests/cli/test_start_up.py checks."""
+    """Whether the model loads without the parts of torch whose import is postponed (tests/cli/test_start_up.py checks these kinds)."""
     return (
         is_verified(hf_config)
         and not is_multimodal(hf_config)
@@ -265,7 +269,7 @@ def _loads_lean(config: ModelConfig, hf_config: Any) -> bool:
 def _from_pretrained(
     config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: Head | None
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The module, and what transformers found in the files and missed there. Raises `ModelError`."""
+    """Returns the module, and what transformers found and missed in the files. Raises `ModelError`."""
     multimodal, method, kind = is_multimodal(hf_config), quant_method(hf_config), class_for(head, hf_config)
     place: str | None = config.model
     own: dict[str, Any] = {}
@@ -286,9 +290,9 @@ def _from_pretrained(
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 dtype=dtype,
-                attn_implementation="eager",  # some parts are not even made with another
+                attn_implementation="eager",  # transformers makes some parts only for this one
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # we refuse them below, by name
+                ignore_mismatched_sizes=True,  # `_check_found` refuses them by name
                 output_loading_info=True,
                 device_map=device_map,
                 **own,
@@ -308,7 +312,7 @@ def _from_pretrained(
 
 
 def _unpacked(config: ModelConfig, hf_config: Any) -> dict[str, Any]:
-    """The weights of a packed checkpoint, downloaded where they are not on the disk yet."""
+    """Returns the weights of a packed checkpoint, which are downloaded if they are not on the disk."""
     files = weight_files(config)
     if files is None:
         from huggingface_hub import snapshot_download
@@ -322,7 +326,7 @@ def _unpacked(config: ModelConfig, hf_config: Any) -> dict[str, Any]:
 
 
 def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for weights of other shapes than the configuration's, or missing ones: transformers would use random numbers there."""
+    """Raises `ModelError` for weights whose shapes are not the configuration's, and for missing ones: transformers would use random numbers."""
     where, hint = f"the weights in {config.model!r}", "copy config.json and the weights from one model"
     for name, there, wanted in sorted(found.get("mismatched_keys") or (), key=str):
         raise ModelError(
@@ -343,18 +347,17 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
 
 
 def use_exact_float32() -> None:
-    """Keeps float32 products in float32 on GPUs, for all of the process: not in TF32, which has 10 bits of mantissa."""
-    torch.set_float32_matmul_precision(
-        "highest"
-    )  # torch's default, but an environment variable or other code may have changed it
-    torch.backends.cudnn.allow_tf32 = False  # here TF32 is the default
+    """Keeps float32 products on GPUs in float32 in this whole process. TF32 would have 10 bits of mantissa."""
+    # The default, unless an environment variable or other code has changed it.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False  # the default is True
 
 
 class Kernels:
-    """Our kernels for the CPU, being compiled while the model is loaded."""
+    """batchgen's kernels for the CPU, which are compiled while the model is loaded."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        """Raises `ModelError` where they are asked for and not for this device."""
+        """Starts to compile them. Raises `ModelError` if `--compile on` asks for kernels on a device that has none."""
         self._asked = config.compile == "on"
         self._made: Future[ctypes.CDLL] | None = None
         if config.compile == "off":
@@ -367,7 +370,7 @@ class Kernels:
             raise ModelError("--compile on is for the CPU and for one CUDA device", "leave it out")
 
     def wait(self) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
-        """The library, or None and what the user should know. Raises `ModelError` where they were asked for and cannot be had."""
+        """Returns the library, or None and what the user should know. Raises `ModelError` if `--compile on` asks for it and it cannot be compiled."""
         if self._made is None:
             return None, ()
         try:
@@ -379,10 +382,12 @@ class Kernels:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of `--device`. Raises `ModelError` for one that this machine does not have."""
+    """Returns the device of `--device`. Raises `ModelError` for one that this machine does not have."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device = torch.device("cpu" if name.startswith("cpu") else name)  # cpu:N is a process, of which torch knows nothing
+    device = torch.device(
+        "cpu" if name.startswith("cpu") else name
+    )  # cpu:N is one of several processes, which torch does not know
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         found = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
@@ -393,7 +398,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def check_device_map(places: dict[str, int | str | torch.device]) -> None:
-    """Raises `ModelError` where parts of a model were left on the disk, or on the CPU beside accelerators: each step would load them again."""
+    """Raises `ModelError` if parts of a model were left on the disk, or on the CPU beside accelerators: each step would load them again."""
     kinds = [str(place).partition(":")[0] for place in places.values()]
     away = [
         part
@@ -408,7 +413,7 @@ def check_device_map(places: dict[str, int | str | torch.device]) -> None:
 
 
 def _check(config: ModelConfig, hf_config: Any) -> tuple[str, ...]:
-    """What the user should know of the architecture. Raises `ModelError` where it is not supported."""
+    """Returns what the user should know about the architecture. Raises `ModelError` if it is not supported."""
     check_quantization(config.model, hf_config)
     check_architecture(hf_config)
     note = context_note(hf_config)

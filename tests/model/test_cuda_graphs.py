@@ -140,7 +140,7 @@ def test_graphs_of_old_buffers_are_void_and_captured_anew_with_memory_of_their_o
         (
             torch.OutOfMemoryError("CUDA out of memory"),
             "no memory for more CUDA graphs; steps of other sizes run without, which is slower "
-            "(--kv-memory, given by hand and lower, leaves more)",
+            "(a smaller --kv-memory leaves more)",
         ),
         (
             RuntimeError("operation not permitted\nwhen stream is capturing"),
