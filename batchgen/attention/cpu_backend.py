@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
@@ -53,7 +54,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "size", "v_size", "num_blocks", "window")),
         *((name, ctypes.c_int64) for name in ("q_head", "q_token", "k_head", "k_token", "v_head", "v_token")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
-        *((name, ctypes.c_void_p) for name in ("sinks", "q", "k", "v", "keys", "values", "out")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "q", "k", "v", "keys", "values", "out", "wanted")),
     ]  # fmt: skip
 
 
@@ -68,7 +69,14 @@ class _Attention(ctypes.Structure):
 class PackedAttention:
     """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
 
-    def __init__(self, library: ctypes.CDLL, spans: Sequence[ScheduledSpan], cache: KVCache) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        spans: Sequence[ScheduledSpan],
+        cache: KVCache,
+        narrowed: tuple[int, NDArray[np.int64]] | None = None,
+    ) -> None:
+        """`narrowed`: a layer, and the places in the step of the only tokens whose results of that layer are wanted."""
         size = cache.block_size
         cuts = split_step(spans, size, SHARED_READS)
         self.positions = cuts.positions
@@ -97,11 +105,22 @@ class PackedAttention:
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
         counts = (cuts.num_tokens, size, len(shared), len(cuts.chunks))
         self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)
+        self._narrowed = narrowed
+        self._is_wanted = np.zeros(cuts.num_tokens, dtype=np.bool_)
+        if narrowed is not None:
+            self._is_wanted[narrowed[1]] = True
+
+    def wanted(self, layer: int) -> NDArray[np.int64] | None:
+        """The places in the step of the only tokens whose results of a layer are wanted; None if all are.
+
+        `prepared` has the kernel compute these alone. The keys and values of all tokens are written.
+        """
+        return self._narrowed[1] if self._narrowed is not None and self._narrowed[0] == layer else None
 
     def __call__(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """[T, H, V]"""
+        """[T, H, V], of which the rows of tokens that are not `wanted` are unset."""
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
         out = torch.empty((q.shape[1], q.shape[0], v.shape[2]), dtype=q.dtype)
         call, _kept = self.prepared(layer, Heads.of(q), Heads.of(k), Heads.of(v), out.data_ptr(), q.dtype, options)
@@ -119,6 +138,7 @@ class PackedAttention:
             q.to_head, q.to_token, k.to_head, k.to_token, v.to_head, v.to_token,
             options.scale, options.softcap or 0.0, None if sinks is None else sinks.data_ptr(), q.at, k.at, v.at,
             self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr(), out,
+            None if self.wanted(layer) is None else self._is_wanted.ctypes.data,
         )  # fmt: skip
         attention = _Attention(
             ctypes.addressof(plan), ctypes.addressof(what), dtype == torch.bfloat16, torch.get_num_threads()

@@ -10,10 +10,10 @@
 // are added key by key. Whether keys are read as a shared part or as a row's own changes which rows are computed side by side,
 // and nothing else. A key that a row does not see has the weight 0, which changes no sum.
 //
-// On matrix units (Tiled) the two products are those of tiles, of 32 rows at most, whose sums over the head and over 32 keys (16, where
+// On matrix units (Tiled) the two products are those of tiles, of up to 32 rows, whose sums over the head and over 32 keys (16, where
 // blocks are of odd multiples of that) are added as the unit adds them; all else is the same.
 //
-// In the pool a page of keys is [words of D][page_size] and a page of values [words of page_size][V rounded up to 16]: whatever the
+// In the pool a block of keys is [words of D][block_size] and a block of values [words of block_size][V rounded up to 16]: whatever the
 // products read is 16 words that lie side by side. See `vec.h` for words, cpu_backend.py for the same layout in Python.
 #include <algorithm>
 #include <cmath>
@@ -53,23 +53,24 @@ constexpr int FETCHED = 8;  // times 16 keys of the next sequence that are asked
 constexpr int PIECES = 16 / LANES;  // vectors to 16 keys
 
 struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
-    int64_t num_tokens, page_size, num_shared, num_blocks, tile;
+    int64_t num_tokens, block_size, num_shared, num_chunks, tile;
     const int32_t* positions;  // [num_tokens]
-    const int32_t* slots;      // [num_tokens] place in the pool of each token's KV: page * page_size + offset
-    const int32_t* shared;     // [num_shared][5] first page, pages, first query, end of the queries, position of the first key; by position
-    const int32_t* blocks;     // [num_blocks + 1][2] first query, first of its pages; each query is in one, whose keys come after all shared ones
-    const int32_t* pages;      // of all blocks, one after the other
-    const int32_t* starts;     // position of each of these pages' first key, rising within a block
+    const int32_t* slots;      // [num_tokens] place in the pool of each token's KV: block * block_size + offset
+    const int32_t* shared;     // [num_shared][5] first block, blocks, first query, end of the queries, position of the first key; by position
+    const int32_t* chunks;     // [num_chunks + 1][2] first query, first of its blocks; each query is in one, whose keys come after all shared ones
+    const int32_t* blocks;     // of all chunks, one after the other
+    const int32_t* starts;     // position of each of these blocks' first key, rising within a chunk
 };
 
 struct Layer {  // `_Layer` in cpu_backend.py is the same
-    int64_t heads, kv_heads, size, v_size, num_pages, window;  // window 0: none
+    int64_t heads, kv_heads, size, v_size, num_blocks, window;  // window 0: none
     int64_t q_head, q_token, k_head, k_token, v_head, v_token;  // elements from one head, one token, to the next
     double scale, softcap;  // softcap 0: none
     const float* sinks;     // [heads] or null
     const void *q, *k, *v;  // the step's
     void *keys, *values;    // the layer's pool
     void* out;              // [num_tokens][heads][v_size]
+    const uint8_t* wanted;  // [num_tokens] whether a query's row of `out` is wanted; null: all are
 };
 
 struct Attention {  // `_Attention` in cpu_backend.py is the same
@@ -81,7 +82,7 @@ struct Attention {  // `_Attention` in cpu_backend.py is the same
 INLINE int64_t words_of(int64_t n, int64_t per_word) { return (n + per_word - 1) / per_word; }
 INLINE int64_t width_of(int64_t v_size) { return (v_size + 15) / 16 * 16; }
 
-struct Keys {  // 16 keys of a page
+struct Keys {  // 16 keys of a block
     const uint32_t *keys, *values;
     int place;         // among the GROUP of its group
 };
@@ -97,7 +98,7 @@ class Tile {
    public:
     Tile(const Plan& plan, const Layer& layer)
         : plan_(plan), layer_(layer), group_(layer.heads / layer.kv_heads), words_(words_of(layer.size, E::per_word)),
-          width_(width_of(layer.v_size)), unit_(is_tiled && plan.page_size % 32 == 0 ? 32 : 16) {
+          width_(width_of(layer.v_size)), unit_(is_tiled && plan.block_size % 32 == 0 ? 32 : 16) {
         int64_t rows = plan.tile * group_;
         q_.assign(rows * words_ * E::a_words, 0);
         scores_.resize(rows * ROW);
@@ -107,16 +108,26 @@ class Tile {
     }
 
     void run(int64_t tile, int64_t head) {
-        begin_ = tile * plan_.tile;
-        end_ = std::min(begin_ + plan_.tile, plan_.num_tokens);
         head_ = head;
+        const int64_t end = std::min((tile + 1) * plan_.tile, plan_.num_tokens);
+        for (begin_ = tile * plan_.tile; begin_ < end; begin_ = end_) {  // neighbours that are all wanted, or all not
+            for (end_ = begin_ + 1; end_ < end && wanted(end_) == wanted(begin_);) end_++;
+            if (wanted(begin_)) attend();
+        }
+    }
+
+   private:
+    bool wanted(int64_t token) const { return !layer_.wanted || layer_.wanted[token]; }
+
+    // The queries from begin_ to end_.
+    void attend() {
         take_queries();
         const int32_t* position = plan_.positions;
         const int64_t high = *std::max_element(position + begin_, position + end_);
         own_.clear();
-        for (int64_t i = first_block(); i < plan_.num_blocks && plan_.blocks[2 * i] < end_; i++) {
-            const int32_t* block = plan_.blocks + 2 * i;
-            own_.push_back({std::max<int64_t>(block[0], begin_), std::min<int64_t>(block[2], end_), block[1], block[3]});
+        for (int64_t i = first_chunk(); i < plan_.num_chunks && plan_.chunks[2 * i] < end_; i++) {
+            const int32_t* chunk = plan_.chunks + 2 * i;
+            own_.push_back({std::max<int64_t>(chunk[0], begin_), std::min<int64_t>(chunk[2], end_), chunk[1], chunk[3]});
         }
         for (start_ = 0; start_ <= high; start_ += SPAN) {
             gather(start_);
@@ -137,7 +148,6 @@ class Tile {
         give();
     }
 
-   private:
 #if defined(BATCHGEN_AMX)
     static constexpr bool is_tiled = E::per_word == 2;
     Tiles tiles_;
@@ -147,15 +157,15 @@ class Tile {
     struct Run {  // of places in a row of scores
         int begin, end;
     };
-    struct Own {  // queries of one block, and those of its pages that have not been read
-        int64_t from, to, page, end;
+    struct Own {  // queries of one chunk, and those of its blocks that have not been read
+        int64_t from, to, block, end;
     };
 
-    int64_t first_block() const {  // the one that the tile's first query is in
-        int64_t low = 0, high = plan_.num_blocks;
+    int64_t first_chunk() const {  // the one that the tile's first query is in
+        int64_t low = 0, high = plan_.num_chunks;
         while (high - low > 1) {
             int64_t middle = (low + high) / 2;
-            (plan_.blocks[2 * middle] <= begin_ ? low : high) = middle;
+            (plan_.chunks[2 * middle] <= begin_ ? low : high) = middle;
         }
         return low;
     }
@@ -184,7 +194,7 @@ class Tile {
     void gather(int64_t start) {
         keys_.clear();
         parts_.clear();
-        const int64_t size = plan_.page_size;
+        const int64_t size = plan_.block_size;
         for (int64_t i = 0; i < plan_.num_shared; i++) {
             const int32_t* part = plan_.shared + 5 * i;
             const int64_t from = std::max<int64_t>(part[2], begin_), to = std::min<int64_t>(part[3], end_), at = part[4];
@@ -196,12 +206,12 @@ class Tile {
             put({from, to, first, int(keys_.size()) - first, false});
         }
         for (Own& own : own_) {
-            if (own.page == own.end || plan_.starts[own.page] >= start + SPAN) continue;
+            if (own.block == own.end || plan_.starts[own.block] >= start + SPAN) continue;
             const int first = int(keys_.size());
             const auto [low, high] = seen_by(own.from, own.to);
-            for (; own.page < own.end && plan_.starts[own.page] < start + SPAN; own.page++) {
-                take(plan_.pages[own.page], plan_.starts[own.page], start, low, high);
-                if (plan_.starts[own.page] + size > start + SPAN) break;  // the rest of it is the next group's
+            for (; own.block < own.end && plan_.starts[own.block] < start + SPAN; own.block++) {
+                take(plan_.blocks[own.block], plan_.starts[own.block], start, low, high);
+                if (plan_.starts[own.block] + size > start + SPAN) break;  // the rest of it is the next group's
             }
             put({own.from, own.to, first, int(keys_.size()) - first, true});
         }
@@ -220,11 +230,11 @@ class Tile {
         return {layer_.window ? *low - layer_.window + 1 : 0, *high};
     }
 
-    // The keys of a page that are in the group and between `low` and `high`.
-    void take(int64_t page, int64_t position, int64_t start, int64_t low, int64_t high) {
-        const int64_t size = plan_.page_size, key_words = size * words_, value_words = size / E::per_word * width_;
-        const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + (head_ * layer_.num_pages + page) * key_words;
-        const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + (head_ * layer_.num_pages + page) * value_words;
+    // The keys of a block that are in the group and between `low` and `high`.
+    void take(int64_t block, int64_t position, int64_t start, int64_t low, int64_t high) {
+        const int64_t size = plan_.block_size, key_words = size * words_, value_words = size / E::per_word * width_;
+        const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + (head_ * layer_.num_blocks + block) * key_words;
+        const uint32_t* values = static_cast<const uint32_t*>(layer_.values) + (head_ * layer_.num_blocks + block) * value_words;
         for (int64_t unit = 0; unit < size; unit += unit_) {
             const int64_t p = position + unit;
             if (p < start || p >= start + SPAN || p > high || p + unit_ - 1 < low) continue;
@@ -233,16 +243,16 @@ class Tile {
         }
     }
 
-    // A decoding sequence's own pages are read once a step, and so come from memory: asked for while another's are worked on.
+    // A decoding sequence's own blocks are read once a step, and so come from memory: asked for while another's are worked on.
     void fetch(const Part& part) const {
         for (int i = part.first; i < part.first + std::min(part.count, FETCHED); i++) {
             const Keys& some = keys_[i];
-            for (int64_t w = 0; w < words_; w++) __builtin_prefetch(some.keys + w * plan_.page_size, 0, 2);
+            for (int64_t w = 0; w < words_; w++) __builtin_prefetch(some.keys + w * plan_.block_size, 0, 2);
             for (int64_t at = 0; at < 16 / E::per_word * width_; at += 16) __builtin_prefetch(some.values + at, 0, 2);
         }
     }
 
-    // Parts that the same queries read: a block of rows at a time, whose scores stay in the nearest cache.
+    // Parts that the same queries read: some rows at a time, whose scores stay in the nearest cache.
     void together(const Part* part, const Part* end) {
         const Keys* keys = &keys_[part->first];
         int n = 0;
@@ -253,7 +263,7 @@ class Tile {
             keys = some_.data();
         }
         find_runs(part, end, part->from, part->to);
-        in_blocks(row(part->from, 0), row(part->to, 0), [&](auto rows, int64_t r) {
+        by_rows(row(part->from, 0), row(part->to, 0), [&](auto rows, int64_t r) {
             score(rows, r, &scores_[0], keys, n);
             for (int i = 0; i < rows; i++) weigh(r + i, &scores_[i * ROW]);
             add(rows, r, &scores_[0], keys, n);
@@ -264,7 +274,7 @@ class Tile {
     void apart(const Part* parts, const Part* end, int64_t to) {
         for (const Part* p = parts; p < end; p++) {
             if (p + 1 < end && p[1].own) fetch(p[1]);
-            in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { score(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
+            by_rows(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { score(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
         }
         for (const Own& own : own_) {
             if (own.to <= parts->from || own.from >= to) continue;
@@ -272,15 +282,15 @@ class Tile {
             for (int64_t r = row(own.from, 0); r < row(own.to, 0); r++) weigh(r, &scores_[r * ROW]);
         }
         for (const Part* p = parts; p < end; p++)
-            in_blocks(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { add(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
+            by_rows(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { add(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
     }
 
     // Vectors of sums that R rows have in registers: with few rows more, so that enough sums are under way at once.
     static constexpr int vectors_of(int rows) { return rows >= 4 ? VECTORS : 4; }
 
-    // Calls do_rows(R, r) for blocks of R rows, as large as they can be.
+    // Calls do_rows(R, r) for R rows at a time, as many as fit into registers.
     template <class F>
-    INLINE void in_blocks(int64_t r, int64_t end, F do_rows) {
+    INLINE void by_rows(int64_t r, int64_t end, F do_rows) {
         if constexpr (is_tiled) {
             for (; r < end; r += TILED_ROWS) do_rows(int(std::min<int64_t>(TILED_ROWS, end - r)), r);
         } else {
@@ -307,7 +317,7 @@ class Tile {
         const uint32_t* b[N];
         for (int i = 0; i < N; i++) b[i] = keys[(v + i) / PIECES].keys + (v + i) % PIECES * LANES;
         const int64_t a_row = words_ * E::a_words;
-        product<E, R, N>(sums, &q_[r * a_row], a_row, b, plan_.page_size, words_);
+        product<E, R, N>(sums, &q_[r * a_row], a_row, b, plan_.block_size, words_);
         for (int j = 0; j < N; j++) {
             float* to = scores + keys[(v + j) / PIECES].place * 16 + (v + j) % PIECES * LANES;
             for (int i = 0; i < R; i++) store(to + i * ROW, sums[i][j]);
@@ -427,8 +437,8 @@ class Tile {
         for (; i + 2 <= n; i += 2) {
             if (i + 4 <= n)
                 for (int64_t w = 0; w < words_; w++) {
-                    __builtin_prefetch(keys[i + 2].keys + w * plan_.page_size, 0, 3);
-                    __builtin_prefetch(keys[i + 3].keys + w * plan_.page_size, 0, 3);
+                    __builtin_prefetch(keys[i + 2].keys + w * plan_.block_size, 0, 3);
+                    __builtin_prefetch(keys[i + 3].keys + w * plan_.block_size, 0, 3);
                 }
             score_columns<LOWER, true>(q, scores, keys[i], keys[i + 1], depth);
         }
@@ -438,7 +448,7 @@ class Tile {
     template <bool LOWER, bool RIGHT>
     INLINE void score_columns(const uint32_t* q, float* scores, const Keys& left, const Keys& right, int64_t depth) {
         typedef Sums<LOWER, RIGHT> Scores;
-        const int64_t row = plan_.page_size;
+        const int64_t row = plan_.block_size;
         Scores::zero();
         for (int64_t k = 0; k < words_; k += depth) Scores::template add<false>(q + k, words_, left.keys + k * row, right.keys + k * row, row);
         Scores::store(scores + left.place * 16, scores + right.place * 16, ROW);
@@ -527,7 +537,7 @@ INLINE bool finite(const T* v, int64_t count) {
     return rest == 0;
 }
 
-// A token's values among those of its page: words that it has for itself, or shares with its neighbour.
+// A token's values among those of its block: words that it has for itself, or shares with its neighbour.
 INLINE void put_values(float* row, const float* v, int64_t count, int64_t) { std::memcpy(row, v, count * sizeof(float)); }
 INLINE void put_values(bf16* row, const bf16* v, int64_t count, int64_t half) {
     uint32_t* words = reinterpret_cast<uint32_t*>(row);
@@ -536,12 +546,12 @@ INLINE void put_values(bf16* row, const bf16* v, int64_t count, int64_t half) {
 }
 
 // A token whose values are not all numbers gets a NaN key and values of 0: whoever attends to it gets NaN, but not who masks it
-// (0 * NaN is NaN), such as a later sequence in the same page.
+// (0 * NaN is NaN), such as a later sequence in the same block.
 template <class E>
 void write(const Plan& plan, const Layer& layer, int threads) {
     typedef typename E::type T;
     constexpr int64_t U = E::per_word;
-    const int64_t size = plan.page_size, words = words_of(layer.size, U), width = width_of(layer.v_size);
+    const int64_t size = plan.block_size, words = words_of(layer.size, U), width = width_of(layer.v_size);
     const int64_t pieces = std::min<int64_t>(plan.num_tokens, threads > 1 ? 4 * threads : 1);
     // Neighbours that share words are of one piece.
     const auto cut = [&](int64_t piece) {
@@ -555,14 +565,14 @@ void write(const Plan& plan, const Layer& layer, int threads) {
         for (int64_t piece; (piece = tasks.take()) >= 0;)
             for (int64_t head = 0; head < layer.kv_heads; head++)
                 for (int64_t t = cut(piece); t < cut(piece + 1); t++) {
-                    const int64_t page = plan.slots[t] / size, at = plan.slots[t] % size;
+                    const int64_t block = plan.slots[t] / size, at = plan.slots[t] % size;
                     const T* v = static_cast<const T*>(layer.v) + head * layer.v_head + t * layer.v_token;
                     const bool numbers = finite(v, layer.v_size);
                     std::memcpy(key.data(), static_cast<const T*>(layer.k) + head * layer.k_head + t * layer.k_token, layer.size * sizeof(T));
                     const T* from = numbers ? key.data() : nan.data();
-                    T* to = static_cast<T*>(layer.keys) + ((head * layer.num_pages + page) * words * size + at) * U;
+                    T* to = static_cast<T*>(layer.keys) + ((head * layer.num_blocks + block) * words * size + at) * U;
                     for (int64_t w = 0; w < words; w++) std::memcpy(to + w * size * U, from + w * U, sizeof(uint32_t));
-                    T* values = static_cast<T*>(layer.values) + ((head * layer.num_pages + page) * size + at / U * U) * width;
+                    T* values = static_cast<T*>(layer.values) + ((head * layer.num_blocks + block) * size + at / U * U) * width;
                     put_values(values, numbers ? v : zeros.data(), layer.v_size, at % U);
                 }
     });

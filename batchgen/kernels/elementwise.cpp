@@ -11,10 +11,10 @@
 
 namespace {
 
-constexpr int64_t LEAST = 4096;  // elements worth a thread
+constexpr int64_t MIN_ELEMENTS = 4096;  // elements worth a thread
 
 INLINE int threads_for(int64_t elements, int64_t threads) {
-    return int(std::max<int64_t>(1, std::min(threads, elements / LEAST)));
+    return int(std::max<int64_t>(1, std::min(threads, elements / MIN_ELEMENTS)));
 }
 
 template <class T>

@@ -25,9 +25,9 @@ constexpr int DEPTH = 512;
 #else
 constexpr int DEPTH = 256;
 #endif
-constexpr int MOST_ROWS = 288;  // of a task
+constexpr int MAX_ROWS = 288;  // of a task
 constexpr int WIDENED_ROWS = 2 * ROWS;  // from which on weights are made float32 once for all rows, and not in each block
-constexpr int64_t LEAST = 1500;  // words of panels times blocks of rows, 12 cycles or so each, that are worth a thread
+constexpr int64_t MIN_WORK = 1500;  // words of panels times blocks of rows, about 12 cycles each, that are worth a thread
 
 struct Product {  // `Product` in ops.py is the same
     int64_t rows, columns, words;  // columns of y; words of the inner dimension
@@ -201,14 +201,14 @@ void run(Product p) {
     const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
     if (p.rows == 0) return;
     const int64_t work = panels * p.words * ((p.rows + ROWS - 1) / ROWS);
-    const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / LEAST));
-    // Enough tasks for every thread to have several, but no smaller than that needs: each reads its panel anew.
+    const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
+    // Enough tasks for every thread to have several, but no smaller than that needs: each task reads its panel.
     const int64_t wanted = threads == 1 ? 1 : std::max<int64_t>(1, 4 * threads / panels);
     const int64_t share = (p.rows + wanted - 1) / wanted;
-    const int64_t task_rows = std::min<int64_t>((share + ROWS - 1) / ROWS * ROWS, MOST_ROWS);
+    const int64_t task_rows = std::min<int64_t>((share + ROWS - 1) / ROWS * ROWS, MAX_ROWS);
     const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
     in_parallel(tasks, threads, [&](Tasks& some) {
-        uint32_t sums[MOST_ROWS * WIDTH];
+        uint32_t sums[MAX_ROWS * WIDTH];
         uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
         std::vector<uint32_t> packed(p.w_row ? DEPTH * WIDTH : 0);
         for (int64_t task; (task = some.take()) >= 0;) {

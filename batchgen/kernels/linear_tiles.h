@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t TILE_DEPTH = 512;    // words of the inner dimension that are summed at a time
-constexpr int64_t LEAST_TILES = 150;  // of 16 rows by 16 words by a panel, 0.2 us or so each, that are worth a thread
+constexpr int64_t MIN_TILES = 150;  // of 16 rows by 16 words by a panel, about 0.2 us each, that are worth a thread
 
 // One thread's tasks: each is some rows of x times a panel.
 template <class E, class T>
@@ -97,7 +97,7 @@ class TileTask {
     int64_t ahead_at_a_time_ = 0;
     Tiles shapes_;
     std::vector<uint32_t> packed_;
-    alignas(64) uint32_t sums_[MOST_ROWS * WIDTH];
+    alignas(64) uint32_t sums_[MAX_ROWS * WIDTH];
     alignas(64) uint32_t x_rest_[SIDE * TILE] = {}, w_rest_[SIDE * TILE] = {};
 };
 
@@ -107,10 +107,10 @@ void run_tiles(const Product& p) {
     if (p.rows == 0) return;
     const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
     const int64_t work = panels * ((p.words + TILE - 1) / TILE) * ((p.rows + TILE - 1) / TILE);
-    const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / LEAST_TILES));
+    const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_TILES));
     const int64_t wanted = threads == 1 ? 1 : std::max<int64_t>(1, 4 * threads / panels);
     const int64_t share = (p.rows + wanted - 1) / wanted;
-    const int64_t task_rows = std::min<int64_t>((share + SIDE - 1) / SIDE * SIDE, MOST_ROWS);
+    const int64_t task_rows = std::min<int64_t>((share + SIDE - 1) / SIDE * SIDE, MAX_ROWS);
     const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
     in_parallel(tasks, threads, [&](Tasks& some) {
         TileTask<E, T> task(p);

@@ -142,7 +142,7 @@ INLINE floats exp2_of_negative(floats x) {
 }
 
 #if defined(__AVX512F__)
-// 2 to the power of x to about 2 units in the last place, of 2^-100 at the least and 2^100 at the most; NaN of NaN.
+// 2 to the power of x to about 2 units in the last place, x limited to -100 to 100; NaN of NaN.
 INLINE floats exp2_of_bounded(floats x) {
     const floats t = (floats)_mm512_min_ps(_mm512_set1_ps(100.0f), _mm512_max_ps(_mm512_set1_ps(-100.0f), (__m512)x));
     const floats whole = (floats)_mm512_roundscale_ps((__m512)t, 0);

@@ -67,6 +67,9 @@ def compare(kernels, spans, block_size, *, K=2, G=2, D=8, V=8, dtype=torch.float
     want = Reference(spans, block_size).attend(q.reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
     assert got.dtype == dtype
     torch.testing.assert_close(got.view(T, K, G, V).float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    wanted = torch.rand(T, generator=generator) < 0.3
+    narrowed = PackedAttention(kernels, spans, cache, (0, wanted.nonzero()[:, 0].numpy()))
+    assert torch.equal(narrowed(0, q, keys[:, own], values[:, own], layer)[wanted], got[wanted])
 
 
 def random_steps(sim, seed, check, *, block_size=16, longest=60, steps=5, tokens=300):
