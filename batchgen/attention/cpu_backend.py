@@ -105,24 +105,26 @@ class PackedAttention:
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
         counts = (cuts.num_tokens, size, len(shared), len(cuts.chunks))
         self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)
-        self._narrowed = narrowed
+        self._narrowed = None if narrowed is None else narrowed[0]
+        self._wanted = np.arange(0) if narrowed is None else narrowed[1]
         self._is_wanted = np.zeros(cuts.num_tokens, dtype=np.bool_)
-        if narrowed is not None:
-            self._is_wanted[narrowed[1]] = True
+        self._is_wanted[self._wanted] = True
 
-    def wanted(self, layer: int) -> NDArray[np.int64] | None:
+    def wanted(self, layer: int) -> torch.Tensor | None:
         """The places in the step of the only tokens whose results of a layer are wanted; None if all are.
 
         `prepared` has the kernel compute these alone. The keys and values of all tokens are written.
         """
-        return self._narrowed[1] if self._narrowed is not None and self._narrowed[0] == layer else None
+        return torch.from_numpy(self._wanted) if self._narrowed == layer else None
 
     def __call__(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """[T, H, V], of which the rows of tokens that are not `wanted` are unset."""
+        """[T, H, V], 0 for tokens that are not `wanted`."""
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
-        out = torch.empty((q.shape[1], q.shape[0], v.shape[2]), dtype=q.dtype)
+        out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
+        if self.wanted(layer) is not None:
+            out.zero_()
         call, _kept = self.prepared(layer, Heads.of(q), Heads.of(k), Heads.of(v), out.data_ptr(), q.dtype, options)
         call.run()
         return out

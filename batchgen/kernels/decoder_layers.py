@@ -40,6 +40,25 @@ def fuse_layers(model: torch.nn.Module) -> int:
     return count
 
 
+def last_layer(model: torch.nn.Module) -> int | None:
+    """The index of the last decoder layer if only the final norm and the head read what it gives, token by token, and it can leave tokens out.
+
+    None for models with several stacks of decoder layers, and for layers whose forward is not ours.
+    """
+    stacks = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and any(map(_can_narrow, part))]
+    if len(stacks) != 1 or not _can_narrow(stacks[0][-1]):
+        return None
+    last: Any = stacks[0][-1]
+    index: int = last.self_attn.layer_idx
+    return index
+
+
+def _can_narrow(layer: Any) -> bool:
+    """Whether a module is a decoder layer that leaves out what `PackedAttention.wanted` does not name."""
+    forward = getattr(layer.__dict__.get("forward"), "__func__", None)
+    return hasattr(layer, "self_attn") and ("dense" in layer.__dict__ or forward in (_llama_layer, _qwen_hybrid_layer))
+
+
 def _kind_of(forward: Callable[..., Any]) -> _Kind | None:
     return next((kind for kind in _KINDS if is_written_as(inspect.unwrap(forward), kind.written.forward)), None)
 
@@ -134,7 +153,7 @@ def _asked_of_attention(
 
 def _llama_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-    return _after_mixing(self, hidden_states, mixed)
+    return _after_mixing(self, hidden_states, mixed, _wanted(self, kwargs))
 
 
 def _qwen_hybrid_layer(
@@ -157,11 +176,28 @@ def _qwen_hybrid_layer(
             position_embeddings=position_embeddings,
             **kwargs,
         )
-    return _after_mixing(self, hidden_states, mixed)
+    return _after_mixing(self, hidden_states, mixed, _wanted(self, kwargs))
 
 
-def _after_mixing(layer: Any, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-    """What a decoder layer does after attention or what it has in its place: the sum, the norm, the MLP and another sum."""
+def _wanted(layer: Any, given: dict[str, Any]) -> torch.Tensor | None:
+    """The places of the only tokens whose results of a layer are wanted; None if all are. `given` are the arguments of its forward."""
+    attention: Any = given.get("step_attention")
+    if not hasattr(attention, "wanted") or not hasattr(layer, "self_attn"):
+        return None
+    wanted: torch.Tensor | None = attention.wanted(layer.self_attn.layer_idx)
+    return wanted
+
+
+def _after_mixing(
+    layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, wanted: torch.Tensor | None
+) -> torch.Tensor:
+    """What a decoder layer does after attention or what it has in its place: the sum, the norm, the MLP and another sum.
+
+    Rows that are not wanted are 0.
+    """
+    x = hidden_states
+    if wanted is not None:
+        x, mixed = x.index_select(1, wanted), mixed.index_select(1, wanted)
     norm = layer.post_attention_layernorm
     if can_add(x, mixed) and hasattr(norm, "after_sum"):
         x, y = norm.after_sum(x, mixed)
@@ -171,7 +207,8 @@ def _after_mixing(layer: Any, x: torch.Tensor, mixed: torch.Tensor) -> torch.Ten
     y = layer.mlp(y)
     if isinstance(y, tuple):  # with the scores of a router
         y, _ = y
-    return add_rows(x, y) if can_add(x, y) else x + y
+    out = add_rows(x, y) if can_add(x, y) else x + y
+    return out if wanted is None else torch.zeros_like(hidden_states).index_copy_(1, wanted, out)
 
 
 class _Kind(NamedTuple):

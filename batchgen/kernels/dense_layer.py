@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from batchgen.kernels.build import kernel, library
-from batchgen.kernels.ops import Call, Heads, NormArguments, PackedLinear, Product, RotaryArguments, run_all
+from batchgen.kernels.ops import Call, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable, run_all
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ class Attends(Protocol):
     def prepared(
         self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: Any
     ) -> tuple[Call, object]: ...
+
+    def wanted(self, layer: int) -> torch.Tensor | None: ...
 
 
 class LayerNorms(NamedTuple, Generic[T]):
@@ -109,7 +111,7 @@ class DenseLayer:
         )
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> torch.Tensor:
-        """What the layer gives for x [1, T, hidden]; `takes` says whether it can."""
+        """What the layer gives for x [1, T, hidden]; `takes` says whether it can. Rows that `attention` does not want are 0."""
         rows, hidden, size, norms = x.shape[1], x.shape[2], self.head_size, self.norms
         q_width, kv_width = self.heads * size, self.kv_heads * size
         qkv_width = q_width + 2 * kv_width
@@ -120,7 +122,6 @@ class DenseLayer:
         normed, qkv, q, k, mixed, more, total, gated = (
             memory.data_ptr() + rows * start * x.itemsize for start in starts
         )
-        out = torch.empty_like(x)
         kernels = _Kernels(rows, x.dtype)
 
         y = kernels.norm(norms.before_attention, x.data_ptr(), normed, hidden)
@@ -138,16 +139,25 @@ class DenseLayer:
             self.index, *turned, Heads(values, self.kv_heads, size, size, qkv_width), mixed, x.dtype, self.options
         )
         kernels.calls.append(call)
+        residual, wanted = x.data_ptr(), attention.wanted(self.index)
+        if wanted is not None:  # what comes after attention is computed for these rows alone
+            picked = torch.empty(len(wanted) * (hidden + q_width), dtype=x.dtype)
+            places = picked.data_ptr(), picked.data_ptr() + len(wanted) * hidden * x.itemsize
+            kernels.take(wanted, residual, places[0], hidden)
+            kernels.take(wanted, mixed, places[1], q_width)
+            residual, mixed = places
+            kernels.rows = len(wanted)
+        out = torch.empty((1, kernels.rows, hidden), dtype=x.dtype)
         kernels.product(self.o, mixed, more, hidden)
         y = kernels.norm(norms.after_attention, more, normed, hidden)
-        y = kernels.norm_of_sum(norms.before_mlp, x.data_ptr(), y, total, normed, hidden)
+        y = kernels.norm_of_sum(norms.before_mlp, residual, y, total, normed, hidden)
         kernels.product(self.gate_up, y, gated, self.gate_up.out_features)
         kernels.product(self.down, gated, more, hidden)
         y = kernels.norm(norms.after_mlp, more, normed, hidden)
         kernels.norm_of_sum(None, total, y, out.data_ptr(), normed, hidden)
         run_all(kernels.calls)
         del kept
-        return out
+        return out if wanted is None else torch.zeros_like(x).index_copy_(1, wanted, out)
 
 
 class _Kernels:
@@ -164,6 +174,12 @@ class _Kernels:
             x, of.weights.data_ptr(), None if of.biases is None else of.biases.data_ptr(), y,
         )  # fmt: skip
         self.calls.append(Call(kernel("linear", of.dtype, of.kind), product))
+
+    def take(self, places: torch.Tensor, x: int, y: int, size: int) -> None:
+        """Copies the rows of x at these places, which must be there, to y."""
+        row = size * self.dtype.itemsize
+        rows = RowTable(len(places), self.rows, row, self.threads, x, places.data_ptr(), y)
+        self.calls.append(Call(library().batchgen_take_rows, rows))
 
     def norm(self, of: Norm | None, x: int, y: int, size: int) -> int:
         """The norm of the rows at x, at y. Returns where the result is: at x if there is no norm."""

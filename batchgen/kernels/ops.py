@@ -78,7 +78,7 @@ class _Maximum(ctypes.Structure):
     )
 
 
-class _RowTable(ctypes.Structure):
+class RowTable(ctypes.Structure):
     """`RowTable` in elementwise.cpp is the same."""
 
     _fields_ = (
@@ -149,7 +149,7 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Rows of a contiguous table [N, D] by int64 indices of any shape. Raises `IndexError` for one that the table has not."""
     indices = indices.contiguous()
     y = torch.empty((*indices.shape, table.shape[1]), dtype=table.dtype)
-    rows = _RowTable(
+    rows = RowTable(
         indices.numel(), len(table), table.shape[1] * table.itemsize, torch.get_num_threads(),
         table.data_ptr(), indices.data_ptr(), y.data_ptr(),
     )  # fmt: skip

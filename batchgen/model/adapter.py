@@ -16,7 +16,7 @@ from batchgen.attention.cpu_backend import VECTOR, storage
 from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.errors import ModelError
 from batchgen.kernels.build import DTYPES
-from batchgen.kernels.decoder_layers import fuse_layers
+from batchgen.kernels.decoder_layers import fuse_layers, last_layer
 from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 from batchgen.kernels.transfer import put
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
@@ -78,6 +78,8 @@ class LoadedModel:
     """Whether the parameters lie on several devices."""
     kernels: ctypes.CDLL | None = None
     """Our own kernels for the CPU, where they are wanted and compiled."""
+    last_layer: int | None = None
+    """The layer that can leave out all tokens whose logits are not wanted; None where nothing is left out."""
     compile: str = "auto"
     """On one CUDA device: off, steps run as they are; auto, as CUDA graphs where these pay; on, always, and under `torch.compile`."""
     attention: str = "auto"
@@ -136,6 +138,7 @@ def prepare(
         raise ModelError(f"{type(module).__name__} never calls attention")
     windows = [window for window in probe.windows if window is not None]
     sliding = max(windows) if windows and len(windows) == len(probe.windows) else None
+    last = None if kernels is None else last_layer(module)
     return LoadedModel(
         module=module,
         device=device,
@@ -149,6 +152,7 @@ def prepare(
         sliding_window=sliding,
         spread=spread,
         kernels=kernels,
+        last_layer=last if last in probe.layers and last == max([*probe.layers, *states.layers]) else None,
         compile=compile,
         notes=notes,
     )

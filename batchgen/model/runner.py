@@ -120,7 +120,7 @@ class Runner:
             self.attention_parts += self._device_step.attention.num_parts
             return logits
         device = self.model.device
-        attention = self._attention(packed.spans)
+        attention = self._attention(packed)
         self.attention_parts += attention.num_parts
         tokens = put(packed.tokens, device)
         if last is not None and len(packed.pending_places):
@@ -138,7 +138,7 @@ class Runner:
 
     def _wanted(self, packed: PackedSpans) -> torch.Tensor | list[int] | slice:
         """The argument `logits_to_keep`: in a step of nothing but decoding sequences all tokens, which need not be copied."""
-        if np.array_equal(packed.logits_places, np.arange(len(packed.tokens))):
+        if _all_wanted(packed):
             return slice(None)
         return logits_at(packed.logits_places, self.model.device, self.model.spread)
 
@@ -150,11 +150,18 @@ class Runner:
             StateStep([_state_span(scheduled) for scheduled in spans], self.states, self.model.kernels is not None)
         )
 
-    def _attention(self, spans: Sequence[ScheduledSpan]) -> PackedAttention | StepAttention:
+    def _attention(self, packed: PackedSpans) -> PackedAttention | StepAttention:
         if self.model.kernels is not None:
-            return PackedAttention(self.model.kernels, spans, self.cache)
-        plan = plan_attention(spans, self.cache.block_size)
+            last = self.model.last_layer
+            narrowed = None if last is None or _all_wanted(packed) else (last, packed.logits_places)
+            return PackedAttention(self.model.kernels, packed.spans, self.cache, narrowed)
+        plan = plan_attention(packed.spans, self.cache.block_size)
         return StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)
+
+
+def _all_wanted(packed: PackedSpans) -> bool:
+    """Whether the logits of all tokens are wanted."""
+    return np.array_equal(packed.logits_places, np.arange(len(packed.tokens)))
 
 
 def _state_span(scheduled: ScheduledSpan) -> StateSpan:

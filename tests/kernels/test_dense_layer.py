@@ -1,6 +1,7 @@
 """A decoder layer in one call of the library gives the bits that its kernels give one by one."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,25 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatc
     assert set(found) == (set() if widens else set(range(len(layers))))
     monkeypatch.setattr(DenseLayer, "takes", lambda *_: False)
     assert logprobs(model) == together
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_5_text", "granite"])
+def test_the_last_layer_leaves_out_tokens_whose_logits_are_not_wanted(kind):
+    model = prepared(kind=kind)
+    body = model.module.model
+    given = []
+    body.norm.register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
+    whole = logprobs(replace(model, last_layer=None))
+    rows = torch.cat(given)
+    assert rows.any(1).all()
+    given.clear()
+    assert logprobs(model) == whole
+    some = torch.cat(given)
+    left_out = ~some.any(1)
+    # Granite's layers, for one, have a forward of their own.
+    assert (model.last_layer is None) == (kind == "granite")
+    assert left_out.any() == (model.last_layer is not None)
+    assert torch.equal(some[~left_out], rows[~left_out])
 
 
 def test_weights_of_q_k_and_v_are_kept_once():
