@@ -42,7 +42,7 @@ class Numbers:
 
 def build(model_type: str, **changes: Any) -> Any:
     """A random float32 model; the same for the same arguments."""
-    settings = COMMON | SHAPES[model_type] | changes
+    settings = COMMON | copy.deepcopy(SHAPES[model_type]) | changes  # transformers writes into dicts of a configuration
     if model_type.split("/")[0] == "falcon":  # whose width of a head cannot be set
         del settings["head_dim"]
     config = AutoConfig.for_model(model_type.split("/")[0], **settings)

@@ -199,7 +199,7 @@ def with_text_config() -> set[str]:
 
 def config_of(name: str) -> Any:
     """The configuration of a checkpoint; of one that also speaks, the part that writes."""
-    inner, settings = TEXTS[name]
+    inner, settings = copy.deepcopy(TEXTS[name])  # transformers writes into dicts of a configuration
     if not inner:  # the language model's settings are the checkpoint's own
         return AutoConfig.for_model(name, **(COMMON | settings | OWN.get(name, {})))
     text = {"model_type": inner} | COMMON | settings
