@@ -1,11 +1,12 @@
 """Imports torch and transformers in a process of our own without what only training, compiling or a table of 1,600 files needs.
 
-A full import takes twice as long (benchmarks/NOTES.md). Four things make the difference:
+A full import takes twice as long (benchmarks/NOTES.md). Five things make the difference:
 
 - Three parts of torch are put off: their code runs when something asks them for anything.
 - transformers is told that some packages are not installed. It imports them wherever they are, and no model that runs here needs them.
 - transformers makes a table of its classes from all of its source files at every start. The table is kept in the user's cache folder.
 - pyarrow imports pandas where it is installed, to know its objects. The command has none.
+- numpy starts threads for matrix products, of which batchgen has none in numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec
@@ -59,15 +60,36 @@ def allow_lean_imports() -> None:
     _ours = True
 
 
-def keep_pandas_from_arrow() -> None:
-    """Has pyarrow look for pandas now, and find none, if this process is the command. A list that becomes an array may otherwise import pandas."""
+def import_arrow() -> None:
+    """Imports numpy and pyarrow, if this process is the command: numpy with a single thread, pyarrow without pandas.
+
+    numpy's OpenBLAS starts a thread for every core, and they spin for a while. batchgen multiplies no matrices with numpy.
+    """
+    if _ours and "numpy" not in sys.modules:
+        with _one_blas_thread():
+            importlib.import_module("numpy")
     if _ours and "pandas" not in sys.modules:
         pyarrow, finder = importlib.import_module("pyarrow"), _NoPandas()
         sys.meta_path.insert(0, finder)
         try:
-            pyarrow.array([], pyarrow.null())  # it looks once
+            pyarrow.array(
+                [], pyarrow.null()
+            )  # it looks for pandas now, and only once: a list that becomes an array may import it otherwise
         finally:
             sys.meta_path.remove(finder)
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Sets OpenBLAS's own variable, unless the user has. It does not stay set: torch has an OpenBLAS too where it is built for ARM."""
+    if "OPENBLAS_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OPENBLAS_NUM_THREADS"]
 
 
 def import_transformers(config: ModelConfig) -> None:

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}",
-    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 

@@ -34,11 +34,12 @@ class MergeCommand(Command):
 
 
 def _merge(output: str, work_dir: str | None, stats: str | None, *, quiet: bool) -> int:
+    from batchgen.lean_imports import import_arrow
+
+    import_arrow()
     from batchgen.assembly import merge_job
-    from batchgen.lean_imports import keep_pandas_from_arrow
     from batchgen_cli.report import show_report
 
-    keep_pandas_from_arrow()
     with progress_for(None, quiet=quiet) as shown:
         report = merge_job(output, work_dir=work_dir, stats=stats, progress=shown)
     if not quiet:

@@ -62,10 +62,11 @@ def show_plan(given: dict[str, Any]) -> int:
     """Prints the plan of a run with these options; returns the exit code."""
     display = build(Display, given)
     config = job_config(given)
-    from batchgen.dry_run import plan_job  # after the options are known to be good: it takes half a second
-    from batchgen.lean_imports import keep_pandas_from_arrow
+    from batchgen.lean_imports import import_arrow
 
-    keep_pandas_from_arrow()
+    import_arrow()
+    from batchgen.dry_run import plan_job  # after the options are known to be good: it takes half a second
+
     showing = progress_for(display.progress, quiet=display.quiet, as_json=display.log_format == "json")
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = plan_job(config, shown, shards=given.get("shards"))

@@ -36,11 +36,12 @@ def _run(given: dict[str, Any]) -> int:
     display = build(Display, given)
     as_json = display.log_format == "json"
     config = job_config(given | {"output": _named_output(given["output"])})
+    from batchgen.lean_imports import import_arrow
+
+    import_arrow()
     from batchgen.job import run_job
-    from batchgen.lean_imports import keep_pandas_from_arrow
     from batchgen_cli.report import show_report  # takes half a second, so only after the options are checked
 
-    keep_pandas_from_arrow()
     showing = progress_for(display.progress, quiet=display.quiet, as_json=as_json)
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = run_job(config, shown)

@@ -256,3 +256,35 @@ def test_every_verified_architecture_loads_the_same_without_what_is_put_off(
     assert said.keys() == expected.keys()
     for name, logits in expected.items():
         assert said[name] == pytest.approx(logits, rel=1e-4, abs=1e-4), name
+
+
+NUMPY = """
+import os, sys
+class Spy:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            print("while numpy is imported:", os.environ.get("OPENBLAS_NUM_THREADS"))
+sys.meta_path.insert(0, Spy())
+from batchgen.lean_imports import allow_lean_imports, import_arrow
+if sys.argv[1] == "command":
+    allow_lean_imports()
+import_arrow()
+import numpy
+print("afterwards:", os.environ.get("OPENBLAS_NUM_THREADS"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "chosen", "during", "afterwards"),
+    [("command", None, "1", "None"), ("command", "3", "3", "3"), ("program", None, "None", "None")],
+)
+def test_the_command_alone_keeps_numpy_from_starting_threads_and_leaves_the_environment_as_it_was(
+    process: str, chosen: str | None, during: str, afterwards: str, command_environment: dict[str, str]
+) -> None:
+    environment = {name: value for name, value in command_environment.items() if name != "OPENBLAS_NUM_THREADS"}
+    if chosen is not None:
+        environment["OPENBLAS_NUM_THREADS"] = chosen
+    done = subprocess.run(
+        [sys.executable, "-c", NUMPY, process], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"while numpy is imported: {during}\nafterwards: {afterwards}\n"
