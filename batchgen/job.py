@@ -200,6 +200,7 @@ class _Setup:
     """The first rows of the stream: the first window. Without windows, rows to check the columns of."""
 
     def reader(self, job: Job, outcomes: Outcomes) -> RequestReader:
+        self.prompts.keep_keys(job.first_max_tokens)
         return RequestReader(self.config, self.prompts, self.grammars.of_row, job, outcomes)
 
     def quantized_texts(self) -> list[TokenArray]:

@@ -120,9 +120,18 @@ def leaves_of(requests: Iterable[Request]) -> list[Leaf]:
     return leaves
 
 
-def row_digest(tokens: TokenArray, params: SamplingParams, texts: Sequence[TokenArray] = (), tools: str = "") -> bytes:
-    """Digest (16 bytes) of a request's final tokens, effective parameters, texts to score and tools; equal requests have equal digests."""
-    h = hashlib.blake2b(params.digest(), digest_size=16)
+def row_digest(
+    tokens: TokenArray,
+    params: SamplingParams,
+    texts: Sequence[TokenArray] = (),
+    tools: str = "",
+    max_tokens: int | None = None,
+) -> bytes:
+    """Digest (16 bytes) of a request's final tokens, effective parameters, texts to score and tools; equal requests have equal digests.
+
+    `max_tokens` stands for the parameter of that name, if it is given.
+    """
+    h = hashlib.blake2b(params.digest(max_tokens), digest_size=16)
     h.update(tools.encode("utf-8", "backslashreplace"))
     for part in (tokens, *texts):
         h.update(len(part).to_bytes(8, "little"))

@@ -260,9 +260,9 @@ class SamplingParams:
         except (TypeError, ValueError) as e:
             raise RowError("unsupported_parameter", str(e)) from None
 
-    def digest(self) -> bytes:
-        """Returns a digest for the row's key: the same for equal parameters, on every machine."""
-        return _params_digest(self)
+    def digest(self, max_tokens: int | None = None) -> bytes:
+        """Returns a digest for the row's key: the same for equal parameters, on every machine. `max_tokens` replaces the parameter in it."""
+        return _params_digest(self, self.max_tokens if max_tokens is None else max_tokens)
 
 
 _plain_init = SamplingParams.__init__
@@ -281,11 +281,10 @@ SamplingParams.__init__ = _init  # type: ignore[method-assign]
 
 
 @lru_cache(maxsize=1024)  # most rows of a job have the same parameters
-def _params_digest(params: SamplingParams) -> bytes:
+def _params_digest(params: SamplingParams, max_tokens: int) -> bytes:
     # Without parameters that have their defaults, so that a new parameter does not change the keys of rows that do not use it.
-    own = {
-        f.name: getattr(params, f.name) for f in fields(params) if f.compare and getattr(params, f.name) != f.default
-    }
+    values = {f.name: getattr(params, f.name) for f in fields(params) if f.compare} | {"max_tokens": max_tokens}
+    own = {f.name: values[f.name] for f in fields(params) if f.compare and values[f.name] != f.default}
     return hashlib.blake2b(json.dumps(own, sort_keys=True).encode(), digest_size=16).digest()
 
 

@@ -79,6 +79,11 @@ class Job(Store, Protocol):
         """Number of results of earlier runs."""
         ...
 
+    @property
+    def first_max_tokens(self) -> int | None:
+        """The `max_tokens` with which the job began, if `--retry length` has raised it since; else None. Rows keep the keys that they had then."""
+        ...
+
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
         """Returns how often each digest has been asked about before in this run. Must be called once for every row, in row order."""
         ...

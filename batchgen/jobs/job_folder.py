@@ -44,7 +44,16 @@ from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.finished import KEPT_FILE, complete_figures, finished_manifest, keys_are_whole
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
-from batchgen.jobs.manifest import Manifest, as_stored, differences, file_digest, load_manifest
+from batchgen.jobs.manifest import (
+    FIRST_LIMIT,
+    LIMIT,
+    Manifest,
+    as_stored,
+    differences,
+    file_digest,
+    is_larger_limit,
+    load_manifest,
+)
 from batchgen.jobs.place import REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_place, check_space, min_bytes
 from batchgen.jobs.results import Results, read_facts
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
@@ -72,6 +81,9 @@ from batchgen.request import Request
 from batchgen.result import Completion, Result
 
 _START_AGAIN = "use --overwrite to start again, or another -o"
+_RAISE_LIMIT = (
+    "add --retry length to generate the rows again that were cut, and keep all others; --overwrite starts again"
+)
 _FEW = 10
 """An output of fewer finished rows than this may lose all of them at once without `--prune`."""
 
@@ -226,6 +238,8 @@ class JobFolder:
         self._order = DoneOrder(order)
         self._retry, self._prune = sorted(retry), prune
         self._old: Manifest | None = None
+        self._limit_raised = False
+        """Whether this run continues the job with a larger `max_tokens`."""
         self._appended = False
         """Whether this run has a result of its own."""
         self._opened: ExitStack | None = None
@@ -274,8 +288,15 @@ class JobFolder:
             raise UsageError(
                 f"{self._folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
             )
-        if said := differences(old.settings, self._manifest.settings):
-            raise UsageError(f"{self.output} was made with other settings: {said}", _START_AGAIN)
+        larger = is_larger_limit(old.settings, self._manifest.settings)
+        self._limit_raised = larger and "length" in self._retry
+        first = old.settings.get(FIRST_LIMIT) or (old.settings[LIMIT] if self._limit_raised else None)
+        if first is not None:
+            self._manifest = replace(self._manifest, settings=self._manifest.settings | {FIRST_LIMIT: first})
+        said = differences(old.settings, self._manifest.settings)
+        if said and not self._limit_raised:
+            hint = _RAISE_LIMIT if larger else _START_AGAIN
+            raise UsageError(f"{self.output} was made with other settings: {said}", hint)
         if said := differences(old.mentions, self._manifest.mentions):
             self.notes.append(f"{self.output} was started with other versions: {said}")
 
@@ -292,7 +313,7 @@ class JobFolder:
             self._manifest = replace(self._manifest, keys=old.keys)
         if old.state != "finished":
             return
-        if there:
+        if there and not self._limit_raised:
             self.finished = complete_figures(
                 self._folder, old, self._manifest.request, retry=self._retry, prune=self._prune
             )
@@ -355,8 +376,10 @@ class JobFolder:
                 )
                 self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == self._retry
-        if self._retry and not interrupted:  # an interrupted run has dropped them already
+        if self._retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
             results.forget([RETRY_REASONS[name] for name in self._retry])
+        if self._limit_raised:
+            results.forget_cut()
         self.results_at_hand = results.count
 
     def _open_files(self, opened: ExitStack) -> None:
@@ -398,6 +421,11 @@ class JobFolder:
                 self._remove(REMADE_FILES)
 
     # -- results
+
+    @property
+    def first_max_tokens(self) -> int | None:
+        first: int | None = self._manifest.settings.get(FIRST_LIMIT)
+        return first
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
         with writing(self._folder):
@@ -461,7 +489,12 @@ class JobFolder:
         if not gone:
             return
         lost = max(0, gone - new)  # as many rows as are new were changed, not removed
-        if not prune and (10 * lost > finished or (gone == finished and finished >= _FEW)):
+        others = gone == finished and finished >= _FEW
+        if self.first_max_tokens is not None:
+            others = (
+                False  # prompts that were shortened for the smaller limit have changed, and that may be all of them
+            )
+        if not prune and (10 * lost > finished or others):
             if self._old is not None and self._old.state == "finished" and not self._appended:
                 self._put_back(self._old)
             raise UsageError(

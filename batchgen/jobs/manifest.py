@@ -14,6 +14,9 @@ from batchgen.jobs.disk import json_digest, write_json
 
 SCHEMA = "batchgen.job/3"
 DIGEST = "digest"
+LIMIT = "max_tokens"
+FIRST_LIMIT = "first_max_tokens"
+"""The setting that remembers the first `max_tokens` of a job in which `--retry length` has raised it. The rows' keys are made with it."""
 _LONGEST = 60
 _MAX_DIFFERENCES = 6
 _NO_VALUE = object()
@@ -77,6 +80,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
             said.append(f"{name} was {a}, is {b}" if a != b else f"{name} has changed")
     more = len(said) - _MAX_DIFFERENCES
     return "; ".join(said if more <= 0 else [*said[:_MAX_DIFFERENCES], f"and {more} more"])
+
+
+def is_larger_limit(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether the only difference of these settings is a larger `max_tokens`."""
+    was, now = old.get(LIMIT), new.get(LIMIT)
+    if not isinstance(was, int) or not isinstance(now, int) or now <= was:
+        return False
+    return not differences({**old, LIMIT: now, FIRST_LIMIT: None}, {**new, FIRST_LIMIT: None})
 
 
 def _words(value: Any) -> str:

@@ -78,7 +78,8 @@ class Outcomes:
             )
         if _MANY * reasons["length"] > done and reasons["length"] >= _MANY:
             self.tracker.note(
-                f"{reasons['length']:,} of {done:,} rows were cut by their length (--max-tokens, or the end of the context){self._of_them_repeat()}"
+                f"{reasons['length']:,} of {done:,} rows were cut by their length (--max-tokens, or the end of the context); "
+                f"run again with --retry length and a larger --max-tokens to finish them{self._of_them_repeat()}"
             )
 
     def _of_them_repeat(self) -> str:

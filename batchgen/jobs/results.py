@@ -289,6 +289,21 @@ class Results:
         self._db.execute(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
         self.forget_reading()
 
+    def forget_cut(self) -> None:
+        """Drops everything that was cut by its length: results of which at least one completion was, and such completions of unfinished rows."""
+        self.commit()
+        cut = [
+            (key,)
+            for key, result in _read_all(self._db)
+            if result is not None and any(c.finish_reason == "length" for c in result.completions)
+        ]
+        self._many("DELETE FROM results WHERE key = ?", cut)
+        begun = self.under_way().items()
+        ended = [(key, number) for key, parts in begun for number, c in parts.items() if c.finish_reason == "length"]
+        self._many("DELETE FROM under_way WHERE key = ? AND number = ?", ended)
+        self.forget_reading()
+        self.flush()  # before the manifest says that what is left fits the new limit
+
     def forget_unasked(self) -> int:
         """Drops the results that no row of the output asks for. Returns their number."""
         self.commit()

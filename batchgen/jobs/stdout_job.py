@@ -49,6 +49,7 @@ class StdoutJob:
         self.finished: dict[str, Any] | None = None
         self.previous: dict[str, Any] | None = None
         self.kept_rows = 0
+        self.first_max_tokens: int | None = None
         self.results_at_hand = 0
         self.tokens_under_way = 0
         self._form = form

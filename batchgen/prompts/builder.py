@@ -45,6 +45,7 @@ class PromptBuilder:
         self._params = RowParams(prompts.row_params, sampling, model, most)
         self.sampling = self._params.default
         """The command's parameters, with the model's own for those that were not given."""
+        self._first_max_tokens: int | None = None
         self._renderer = Renderer(tokenizer, prompts, self._params)
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
         self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
@@ -130,6 +131,10 @@ class PromptBuilder:
         `more`: further options and the columns that they name.
         """
         self._renderer.columns.check(first, more)
+
+    def keep_keys(self, first_max_tokens: int | None) -> None:
+        """Gives rows the keys that they had when the command's `max_tokens` was this, before a later run raised it. None: it was not raised."""
+        self._first_max_tokens = first_max_tokens
 
     def build(self, rows: Sequence[Row], params: Sequence[SamplingParams] | None = None) -> list[Request | Result]:
         """Returns one item per row, in order: a request, or the result of a row that failed or has nothing to score.
@@ -229,12 +234,23 @@ class PromptBuilder:
             params=params,
             max_tokens=0 if texts else min(params.max_tokens, self._tokenizer.context_length - len(fitted)),
             truncated=truncated,
-            key=row_digest(fitted, params, texts if scored else (), rendered.tools),
+            key=row_digest(
+                fitted, params, texts if scored else (), rendered.tools, self._max_tokens_in_key(params.max_tokens)
+            ),
             texts=texts,
             prompt_logprobs=logprobs,
             priority=rendered.priority,
             tools=rendered.tools,
         )
+
+    def _max_tokens_in_key(self, max_tokens: int) -> int:
+        """Returns what stands for a row's effective `max_tokens` in its key. Different values stay different."""
+        first = self._first_max_tokens
+        if first is None:
+            return max_tokens
+        if max_tokens == self.sampling.max_tokens:
+            return first
+        return 0 if max_tokens == first else max_tokens  # a row's own limit, which is never 0
 
     def _fitted(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> TokenArray:
         """Returns the prompt's tokens if the context can hold them and what follows, else those of a shortened prompt if the user allows it.

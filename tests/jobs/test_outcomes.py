@@ -97,4 +97,7 @@ def test_many_rows_that_were_cut_while_they_repeated_themselves_suggest_to_end_s
         tokens = (1, 2, 3) * 30 if row < repeating else tuple(range(90))
         outcomes.done(Result(row=row, text="x", finish_reason="length", token_ids=tokens))
     outcomes.note_cut_rows()
-    assert told.notes == [f"20 of 20 rows were cut by their length (--max-tokens, or the end of the context){more}"]
+    assert told.notes == [
+        "20 of 20 rows were cut by their length (--max-tokens, or the end of the context); "
+        f"run again with --retry length and a larger --max-tokens to finish them{more}"
+    ]

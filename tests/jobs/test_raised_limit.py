@@ -1,0 +1,264 @@
+"""`--retry length` with a larger `--max-tokens` continues a job: what ended by itself stays, what was cut is generated with the new limit."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, merge_job, run_job
+from batchgen.errors import UsageError
+from batchgen.request import Request
+from batchgen.result import Completion, Result
+from support.params import examples
+from support.runs import Oracle, Runs
+from support.tiny_model import CONTEXT_LENGTH
+
+Rows = list[dict[str, Any]]
+Read = Callable[[Path], Rows]
+Write = Callable[..., Path]
+
+
+def length(prompt: str, choice: int = 0) -> int:
+    """How long a completion is that nothing cuts: 1 to 12 tokens."""
+    return hashlib.blake2b(f"{prompt}/{choice}".encode()).digest()[0] % 12 + 1
+
+
+def completion(prompt: str, limit: int, choice: int = 0) -> Completion:
+    whole = length(prompt, choice)
+    tokens = min(whole, limit)
+    reason = "stop" if whole <= limit else "length"
+    return Completion(text=f"{prompt}/{choice} {tokens}", finish_reason=reason, token_ids=(1,) * tokens)
+
+
+class Cutting(Oracle):
+    """Answers with texts that differ in length, and cuts them."""
+
+    def answer(self, request: Request, prompt: str) -> Result:
+        found = tuple(completion(prompt, request.max_tokens, choice) for choice in range(request.params.n))
+        return Result(
+            row=request.row, text=found[0].text, finish_reason=found[0].finish_reason,
+            prompt_tokens=len(request.tokens), completion_tokens=sum(len(c.token_ids) for c in found),
+            token_ids=found[0].token_ids, completions=found if len(found) > 1 else (),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
+    found = Runs(tmp_path, tiny_model_dir)
+    found.engine = Cutting
+    return found
+
+
+def with_limit(limit: int, **sampling: Any) -> dict[str, Any]:
+    return {"sampling": SamplingParams(max_tokens=limit, **sampling)}
+
+
+PROMPTS = [f"p{i}" for i in range(24)]
+CUT_AT_4 = [p for p in PROMPTS if length(p) > 4]
+CUT_AT_8 = [p for p in PROMPTS if length(p) > 8]
+
+
+def test_only_the_rows_that_were_cut_are_generated_again(runs: Runs) -> None:
+    runs.run(PROMPTS, **with_limit(4))
+    kept = {row["text"] for row in runs.rows() if row["finish_reason"] == "stop"}
+    assert (len(CUT_AT_4), len(CUT_AT_8), len(kept)) == (15, 7, 9)
+    answered, report = runs.run(PROMPTS, retry=("length",), **with_limit(8))
+    assert sorted(answered) == sorted(CUT_AT_4)
+    assert [row["text"] for row in runs.rows()] == [f"{p}/0 {min(length(p), 8)}" for p in PROMPTS]
+    assert report is not None
+    assert report.stats["job"]["finish_reasons"] == {"stop": 17, "length": 7, "timeout": 0, "error": 0}
+    assert runs.run(PROMPTS, **with_limit(8))[0] == []
+    assert sorted(runs.run(PROMPTS, retry=("length",), **with_limit(8))[0]) == sorted(CUT_AT_8)
+    assert sorted(runs.run(PROMPTS, retry=("length",), **with_limit(12))[0]) == sorted(CUT_AT_8)
+    assert [row["finish_reason"] for row in runs.rows()] == ["stop"] * 24
+    assert runs.run([*PROMPTS, "new"], **with_limit(12))[0] == ["new"]
+
+
+def test_a_larger_limit_alone_and_a_smaller_one_are_refused(runs: Runs) -> None:
+    runs.run(PROMPTS, **with_limit(4))
+    before = {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
+    with pytest.raises(UsageError) as error:
+        runs.run(PROMPTS, **with_limit(8))
+    assert str(error.value) == (
+        f"{runs.output} was made with other settings: max_tokens was 4, is 8; "
+        "add --retry length to generate the rows again that were cut, and keep all others; --overwrite starts again"
+    )
+    for options in (
+        {"retry": ("length",), **with_limit(3)},
+        {"retry": ("length",), **with_limit(8, temperature=0.5)},
+        {"retry": ("errors", "timeout"), **with_limit(8)},
+    ):
+        with pytest.raises(UsageError, match="max_tokens was 4, is"):
+            runs.run(PROMPTS, **options)
+    assert before == {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_run_that_is_killed_goes_on_with_the_new_limit_without_retry(runs: Runs, window: int | None) -> None:
+    runs.run(PROMPTS, **with_limit(4))
+    first, report = runs.run(PROMPTS, retry=("length",), most=5, window=window, **with_limit(8))
+    assert (len(first), report) == (5, None)
+    with pytest.raises(UsageError, match="max_tokens was 8, is 4"):
+        runs.run(PROMPTS, window=window, **with_limit(4))
+    second, _ = runs.run(PROMPTS, most=4, window=window, **with_limit(8))
+    third, _ = runs.run(PROMPTS, retry=("length",), window=window, **with_limit(8))
+    # What the second run has cut runs again in the third, which asks for that.
+    cut = [p for p in (*first, *second) if length(p) > 8]
+    assert Counter([*first, *second, *third]) == Counter([*CUT_AT_4, *cut])
+    assert [row["text"] for row in runs.rows()] == [f"{p}/0 {min(length(p), 8)}" for p in PROMPTS]
+
+
+def test_an_unfinished_job_may_be_continued_with_a_larger_limit(runs: Runs) -> None:
+    first, _ = runs.run(PROMPTS, most=10, **with_limit(4))
+    second, _ = runs.run(PROMPTS, retry=("length", "errors"), **with_limit(12))
+    assert Counter([*first, *second]) == Counter([*PROMPTS, *(p for p in first if length(p) > 4)])
+    assert [row["finish_reason"] for row in runs.rows()] == ["stop"] * 24
+
+
+def test_any_completion_of_several_that_was_cut_runs_its_row_again(runs: Runs) -> None:
+    sampled = {"temperature": 1.0, "n": 3}
+    runs.run(PROMPTS, **with_limit(6, **sampled))
+    again, _ = runs.run(PROMPTS, retry=("length",), **with_limit(9, **sampled))
+    cut = [p for p in PROMPTS if any(length(p, choice) > 6 for choice in range(3))]
+    later = [p for p in cut if length(p) <= 6]
+    assert (len(cut), len(later)) == (23, 12)
+    assert sorted(again) == sorted(cut)
+    found = [[choice["text"] for choice in row["choices"]] for row in runs.rows()]
+    assert found == [[f"{p}/{c} {min(length(p, c), 9)}" for c in range(3)] for p in PROMPTS]
+
+
+def test_rows_with_a_limit_of_their_own_keep_it(runs: Runs) -> None:
+    limits = [None, 4, 8, 6, 12]  # that of the first run and that of the second among them
+    rows = [{"prompt": p, "sampling_params": {"max_tokens": limit}} for p in PROMPTS for limit in limits]
+    runs.run(rows, **with_limit(4))
+    for order in (rows, rows[::-1]):
+        runs.run(order, retry=("length",), **with_limit(8))
+        expected = [
+            f"{r['prompt']}/0 {min(length(r['prompt']), r['sampling_params']['max_tokens'] or 8)}" for r in order
+        ]
+        assert [row["text"] for row in runs.rows()] == expected
+
+
+def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    source = write_jsonl([{"prompt": f"{i} {'a' * CONTEXT_LENGTH}"} for i in range(12)])
+    outputs = {}
+    for name, limits in (("raised", (4, 32)), ("fresh", (32,))):
+        outputs[name] = source.with_name(f"{name}.jsonl")
+        for limit in limits:
+            report = run_job(
+                JobConfig(
+                    inputs=(str(source),),
+                    output=str(outputs[name]),
+                    model=ModelConfig(model=str(tiny_model_dir)),
+                    prompts=PromptConfig(on_long_prompt="truncate-left"),
+                    sampling=SamplingParams(max_tokens=limit),
+                    retry=("length",) if limit == 32 else (),
+                )
+            )
+            assert report.exit_code == 0
+    assert all(row["truncated"] for row in read_jsonl(outputs["fresh"]))
+    assert read_jsonl(outputs["raised"]) == read_jsonl(outputs["fresh"])
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 7},
+    "two each": {"temperature": 1.0, "n": 2},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
+def test_with_a_model_a_completion_that_was_cut_goes_on_where_it_was_cut(
+    sampling: Mapping[str, Any], tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
+    source = write_jsonl([{"prompt": f"row {i}"} for i in range(16)])
+    ends = tuple(range(0, 240, 8))  # so that some completions end by themselves
+
+    def run(name: str, limit: int, **options: Any) -> list[tuple[list[int], str]]:
+        output = source.with_name(name)
+        run_job(
+            JobConfig(
+                inputs=(str(source),),
+                output=str(output),
+                model=ModelConfig(model=str(tiny_model_dir)),
+                token_ids=True,
+                sampling=SamplingParams(max_tokens=limit, stop_token_ids=ends, **sampling),
+                **options,
+            )
+        )
+        return [(c["token_ids"], c["finish_reason"]) for row in read_jsonl(output) for c in row.get("choices") or [row]]
+
+    short, longer = run("o.jsonl", 5), run("o.jsonl", 12, retry=("length",))
+    for (begun, reason), (tokens, _) in zip(short, longer, strict=True):
+        assert tokens[: len(begun)] == begun
+        assert (len(tokens) > len(begun)) == (reason == "length")
+    kinds = Counter(reason for _, reason in short)
+    assert kinds["length"] > 2
+    if sampling:
+        assert kinds["stop"] > 2
+    else:
+        assert longer == run("fresh.jsonl", 12)
+
+
+def test_a_merged_job_is_continued_in_shards(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> None:
+    source = write_jsonl([{"prompt": f"row {i}"} for i in range(12)])
+
+    def run(name: str, limit: int, **options: Any) -> Rows:
+        output = source.with_name(name)
+        config = JobConfig(
+            inputs=(str(source),), output=str(output), model=ModelConfig(model=str(tiny_model_dir)),
+            sampling=SamplingParams(max_tokens=limit), **options,
+        )  # fmt: skip
+        run_job(config)
+        return read_jsonl(output) if output.exists() else []
+
+    for limit, retry in ((3, ()), (9, ("length",))):
+        for shard in ("1/2", "2/2"):
+            run("o.jsonl", limit, shard=shard, retry=retry)
+        merge_job(str(source.with_name("o.jsonl")))
+    assert read_jsonl(source.with_name("o.jsonl")) == run("fresh.jsonl", 9)
+    run("o.jsonl", 20, retry=("length",))
+    assert read_jsonl(source.with_name("o.jsonl")) == run("fresh20.jsonl", 20)
+
+
+def rows_of_any_kind() -> st.SearchStrategy[Rows]:
+    own = st.sampled_from(
+        [{}, {}, {"max_tokens": 3}, {"max_tokens": 5}, {"max_tokens": 7}, {"n": 2, "temperature": 1.0}]
+    )
+    row = st.builds(lambda i, params: {"prompt": f"p{i}", "sampling_params": params}, st.integers(0, 5), own)
+    return st.lists(row, min_size=1, max_size=8)
+
+
+@given(data=st.data())
+@settings(max_examples=examples(6, 150), deadline=None, suppress_health_check=list(HealthCheck))
+def test_over_any_runs_every_row_is_cut_where_the_last_limit_or_its_own_says(
+    tiny_model_dir: Path, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder), tiny_model_dir)
+        runs.engine = Cutting
+        rows, limit = data.draw(rows_of_any_kind()), 3
+        for _ in range(data.draw(st.integers(2, 6))):
+            rows = data.draw(st.just(rows) | st.permutations(rows) | rows_of_any_kind())
+            larger = data.draw(st.sampled_from([limit, 5, 7, 12]))
+            retry = ("length",) if larger > limit else data.draw(st.sampled_from([(), ("length",)]))
+            limit = max(limit, larger)
+            most, window = data.draw(st.none() | st.integers(0, 4)), data.draw(st.sampled_from([None, 3]))
+            _, report = runs.run(rows, most=most, retry=retry, prune=True, window=window, **with_limit(limit))
+            if report is None:
+                continue
+            for row, out in zip(rows, runs.rows(), strict=True):
+                own = row["sampling_params"]
+                wanted = [completion(row["prompt"], own.get("max_tokens", limit), c) for c in range(own.get("n", 1))]
+                found = out["choices"] if len(wanted) > 1 else [out]
+                assert [(c["text"], c["finish_reason"]) for c in found] == [(w.text, w.finish_reason) for w in wanted]

@@ -1,0 +1,122 @@
+"""Whole jobs with the real tokenizer and no model: what answers is a digest of the prompt and of its own weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchgen.job
+from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
+from batchgen.prompts import load_tokenizer
+from batchgen.request import Leaf, Request
+from batchgen.result import Completion, Result
+from batchgen.stats import EngineStats
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class Oracle:
+    """In the engine's place. Dies after `most` answers; remembers what it was asked."""
+
+    dtype = device = attention = "none"
+    waiting = unfinished = 0
+
+    def __init__(self, model: str, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.notes: list[str] = []
+        self.stats = EngineStats()
+        self.model = model
+        self.most: int | None = None
+        self.answered: list[str] = []
+        self.reason: Callable[[str], str] = lambda prompt: "stop"
+
+    def add(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None]) -> None:
+        self.added = leaves, on_result
+
+    def run(self, stop: Any) -> None:
+        leaves, on_result = self.added
+        for leaf in leaves:
+            if len(self.answered) == self.most:
+                raise Killed
+            if leaf.choice == 0:
+                prompt = self.decode(leaf.request.tokens.tolist())
+                self.answered.append(prompt)
+                on_result(self.answer(leaf.request, prompt))
+
+    def answer(self, request: Request, prompt: str) -> Result:
+        return Result(
+            row=request.row, text=f"{self.model}: {prompt}", finish_reason=self.reason(prompt),
+            prompt_tokens=len(request.tokens), completion_tokens=1, token_ids=(1,),
+        )  # fmt: skip
+
+    def under_way(self) -> dict[int, dict[int, Completion]]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class Runs:
+    """Runs of one output, with one of several models of the same shapes."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.output = folder, folder / "o.jsonl"
+        self.models = {}
+        for name in "ab":
+            self.models[name] = Path(shutil.copytree(model, folder / name))
+            with (self.models[name] / "model.safetensors").open("r+b") as file:
+                file.seek(-8, 2)
+                file.write(name.encode() * 8)
+        self.tokenizer = load_tokenizer(ModelConfig(model=str(model)))
+        self.reason: Callable[[str], str] = lambda prompt: "stop"
+        self.engine = Oracle
+        self.loaded = 0
+        """How often the tokenizer was loaded."""
+
+    def run(
+        self,
+        rows: Sequence[str | Mapping[str, Any] | None],
+        *,
+        model: str = "a",
+        most: int | None = None,
+        **options: Any,
+    ) -> tuple[list[str], JobReport | None]:
+        """The prompts that were answered, and the report; None if the run was killed after `most` answers. None in `rows` is a malformed row, a text a prompt."""
+        lines = (
+            "[]" if row is None else json.dumps({"prompt": row} if isinstance(row, str) else dict(row)) for row in rows
+        )
+        text, source = "".join(f"{line}\n" for line in lines), self.folder / "in.jsonl"
+        if not source.exists() or source.read_text() != text:
+            source.write_text(text)
+        decode = self.tokenizer.hf_tokenizer.decode
+        oracle = self.engine(model, lambda tokens: str(decode(tokens, skip_special_tokens=True)))
+        oracle.most, oracle.reason = most, self.reason
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
+            patch.setattr(batchgen.job, "load_tokenizer", self._load)
+            config = JobConfig(
+                inputs=(str(self.folder / "in.jsonl"),),
+                output=str(self.output),
+                model=ModelConfig(model=str(self.models[model])),
+                **{"sampling": SamplingParams(max_tokens=4)} | options,
+            )
+            try:
+                return oracle.answered, run_job(config)
+            except Killed:
+                return oracle.answered, None
+
+    def _load(self, _: ModelConfig) -> Any:
+        self.loaded += 1
+        return self.tokenizer
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
+
+    def texts(self) -> list[str | None]:
+        return [row["text"] for row in self.rows()]
