@@ -1,6 +1,6 @@
-"""Which architectures are known to be exact, and which are refused by name: a wrong answer is worse than none.
+"""Which architectures are known to be exact, and which are refused by name, because a wrong answer is worse than none.
 
-What is in neither table is for the check at loading time to decide.
+A type in neither table is checked when a model is loaded (`self_check.py`).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from batchgen.errors import ModelError
 from batchgen.prompts.tokenizer import indexed_length, language_config, text_config
 
 VERIFIED_ON = ("5.17", "5.23")
-"""The versions of transformers that `VERIFIED` was shown for, the newest last."""
+"""The versions of transformers with which `VERIFIED` was tested, the newest last."""
 
 RECURRENT = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
     "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
     "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2", "zaya",
 })  # fmt: skip
-"""Of those in `VERIFIED` and `INNER` the ones with recurrent layers."""
+"""The types in `VERIFIED` and `INNER` that have recurrent layers."""
 
 INDEXED = frozenset({
     "axk2", "deepseek_v32", "doge", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "mistral_large4_text",
     "qwen4_exp_text",
 })  # fmt: skip
-"""Of those in `VERIFIED` and `INNER` the ones with an indexer that chooses which keys a query sees. Contexts end where it begins to leave any out."""
+"""The types in `VERIFIED` and `INNER` that have an indexer, which chooses which keys a query sees. Contexts end before it leaves any out."""
 
 INNER = frozenset({
     "cosmos3_edge_text", "deepseek_ocr2_text", "emu3_text_model", "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm4v_text",

@@ -1,4 +1,4 @@
-"""A model without its language head: the output after a token is its hidden state, or the logits of its classification head."""
+"""Models without a language head: the output after a token is its hidden state, or the logits of a classification head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCORE = "score"
 
 
 def class_for(head: Head | None, config: Any) -> Any:
-    """The class of transformers whose `from_pretrained` loads what a configuration describes, for a head. Raises `ModelError`."""
+    """Returns the class of transformers whose `from_pretrained` loads a model with this head (None: the language head). Raises `ModelError`."""
     if head is None or (head.task == "embed" and is_multimodal(config)):
         return model_class(config)
     if is_multimodal(config):
@@ -26,7 +26,7 @@ def class_for(head: Head | None, config: Any) -> Any:
 
 
 def without_language_head(module: Any, head: Head) -> Headed:
-    """The loaded model, so that it gives what `head` needs in the place of logits. Raises `ModelError` for a head of another kind."""
+    """Returns the loaded model with the outputs of `head` in place of logits. Raises `ModelError` if the model has another kind of head."""
     body = getattr(module, "base_model", module)
     if head.task == "embed":
         return Headed(body, None)
@@ -44,7 +44,7 @@ def without_language_head(module: Any, head: Head) -> Headed:
 
 
 class Headed(torch.nn.Module):
-    """The body of a model under a small head. It is called as a causal language model is, and its `logits` are the head's outputs."""
+    """The body of a model and a small head. It is called like a causal language model, and its `logits` are the head's outputs."""
 
     def __init__(self, body: Any, score: torch.nn.Linear | None) -> None:
         """`score`: the layer that classifies; None for hidden states."""

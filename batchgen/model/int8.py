@@ -1,4 +1,4 @@
-"""`--quantize int8`: a loaded model's linear layers in 8 bits, and what that changes, measured on some texts before and after."""
+"""`--quantize int8`: packs a loaded model's linear layers in 8 bits, and measures on some texts what that changes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
 
 TEXTS = 4
-"""Of a job's rows, so many are compared."""
+"""Number of a job's rows on which the change is measured."""
 PROMPT_TOKENS = 64
-"""Of each, the last tokens of the prompt that are run."""
+"""Only the last tokens of each prompt run."""
 COMPARED_TOKENS = 16
-"""Of each, the last tokens of those, and as many that follow them in greedy decoding, are compared."""
+"""Logits are compared after the last tokens of each prompt, and after as many tokens that greedy decoding adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ class Quantization:
     weights: float
     """Share of the model's weights that are in 8 bits."""
     weight_bytes: int
-    """What all weights take."""
+    """Memory of all weights."""
     rows: int
-    """Rows that were compared, with the unquantized weights and with these."""
+    """Rows on which the quantized model was compared with the unquantized one."""
     tokens: int
-    """Positions of them."""
+    """Compared positions of these rows."""
     mean_kl: float | None
     """Mean Kullback-Leibler divergence, in nats, of the next token's distribution from the unquantized one; None if nothing was compared."""
     equal_tokens: float | None
     """Share of positions with the same likeliest token."""
     seconds: float
-    """What packing and comparing took."""
+    """Time that packing and comparing took."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,7 +64,7 @@ class Quantization:
     def note(self) -> str:
         """The sentence for the user."""
         if self.mean_kl is None or self.equal_tokens is None:
-            return f"int8: {self.layers:,} linear layers; what that changes was not measured, for there was no text"
+            return f"int8: {self.layers:,} linear layers; what that changes was not measured, because there was no text"
         return (
             f"int8: {self.layers:,} linear layers; against the unquantized model, on {self.tokens:,} tokens of {self.rows} rows: "
             f"mean KL divergence {self.mean_kl:.4f} nats, {self.equal_tokens:.1%} of the likeliest tokens are the same "
@@ -73,7 +73,7 @@ class Quantization:
 
 
 def check_int8(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
-    """Raises `ModelError` where the weights cannot be packed in 8 bits."""
+    """Raises `ModelError` if the weights cannot be packed in 8 bits."""
     if config.quantize == "none":
         return
     if device.type != "cpu" or config.device_map is not None:
@@ -83,7 +83,7 @@ def check_int8(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
 
 
 def check_kernels(notes: Sequence[str]) -> None:
-    """Raises `ModelError` where neither our kernels, for which `notes` have the reason, nor oneDNN can compute in 8 bits."""
+    """Raises `ModelError` if oneDNN cannot compute exactly in 8 bits either. `notes` say why batchgen's kernels are missing."""
     if not sums_are_exact():
         why = notes[0].partition(";")[0] if notes else "--compile off leaves them out"
         raise ModelError(
@@ -94,9 +94,9 @@ def check_kernels(notes: Sequence[str]) -> None:
 
 @torch.inference_mode()
 def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, torch.Tensor]) -> LoadedModel:
-    """Packs the linear layers of a model, in place, and compares it with what it was. `scales`: `checkpoint_scales`.
+    """Packs the linear layers of a model, in place, and compares it with the unquantized one on the texts. `scales`: see `checkpoint_scales`.
 
-    Raises `ModelError` where nothing can be packed.
+    Raises `ModelError` if nothing can be packed.
     """
     began = time.perf_counter()
     texts = [text[-PROMPT_TOKENS:] for text in texts if len(text)][:TEXTS]
@@ -113,7 +113,7 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
 
 
 def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[TokenArray], list[torch.Tensor]]:
-    """The texts with `COMPARED_TOKENS` tokens more, the likeliest, and the logits after their last tokens: [N, vocabulary] each."""
+    """Returns the texts, each with the likeliest `COMPARED_TOKENS` tokens after it, and for each the logits [N, V] at the compared positions."""
     steps = _Steps(model, [len(text) + COMPARED_TOKENS for text in texts])
     found = [[rows] for rows in steps.run(texts, [0] * len(texts), [_first_compared(text) for text in texts])]
     for _ in range(COMPARED_TOKENS):
@@ -130,13 +130,13 @@ def _first_compared(text: TokenArray) -> int:
 
 
 def _logits(model: LoadedModel, texts: Sequence[TokenArray]) -> list[torch.Tensor]:
-    """As `_continued` has them, in one run."""
+    """Returns the logits [N, V] at the compared positions of texts that `_continued` has made, from one step."""
     steps = _Steps(model, [len(text) for text in texts])
     return steps.run(texts, [0] * len(texts), [max(0, len(text) - 2 * COMPARED_TOKENS) for text in texts])
 
 
 class _Steps:
-    """Runs steps of a few texts, over a small pool of their own."""
+    """Runs steps of a few texts, with a small KV cache of their own."""
 
     def __init__(self, model: LoadedModel, sizes: Sequence[int]) -> None:
         self._block = EngineConfig().block_size
@@ -149,7 +149,7 @@ class _Steps:
         self._runner = Runner(self._model, cache, limits, [], states)
 
     def run(self, texts: Sequence[TokenArray], starts: Sequence[int], first: Sequence[int]) -> list[torch.Tensor]:
-        """Runs each text from its start on; the logits after its tokens from the first on, in float32."""
+        """Runs each text from position `start` to its end. Returns the logits [N, V] after its tokens from `first` on, in float32."""
         spans = sequences_of(texts, self._sizes, self._block)
         scheduled = [self._scheduled(*parts) for parts in zip(spans, texts, starts, first, strict=True)]
         logits = self._runner.run(ScheduledBatch.of(scheduled))
@@ -184,7 +184,8 @@ def _compared(
 
 
 def checkpoint_scales(hf_config: Any, files: Sequence[Path] | None) -> dict[str, torch.Tensor]:
-    """Of a checkpoint whose weights are whole numbers of 8 bits with a scale for each output column: those scales, by `from_layers` of the layers' names."""
+    """Returns the scales [out, 1] that a checkpoint in whole numbers of 8 bits has for its output columns, by `from_layers` of the layers' names;
+    of any other checkpoint, none."""
     if files is None or not is_int8(hf_config):
         return {}
     found = {}

@@ -218,13 +218,7 @@ def load_model(
     # to the device afterwards; the host holds a copy only of what is cast.
     direct = on_cuda and find_spec("accelerate") is not None
     register()
-    dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    if (
-        device.type == "cpu"
-        and config.device_map is None
-        and cpu_dtype(config, tokenizer.hf_config, processes) == torch.float32
-    ):
-        dtype = torch.float32
+    dtype = _asked_dtype(config, tokenizer.hf_config, device, processes)
     module, found = _from_pretrained(
         config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map, tokenizer.head
     )
@@ -253,6 +247,13 @@ def load_model(
     if int8:
         model = quantize(model, texts, checkpoint_scales(tokenizer.hf_config, weight_files(config)))
     return replace(model, attention=config.attention)
+
+
+def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:
+    """Returns the `dtype` that transformers is asked for: a type, or "auto" for the checkpoint's own."""
+    if device.type == "cpu" and config.device_map is None and cpu_dtype(config, hf_config, processes) == torch.float32:
+        return torch.float32
+    return "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def _loads_lean(config: ModelConfig, hf_config: Any) -> bool:

@@ -1,4 +1,4 @@
-"""An adapter (LoRA) merged into a model's weights as it is loaded, by the library peft."""
+"""Merges a LoRA adapter into a model's weights while it is loaded, with the library peft."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from batchgen.model_files import ADAPTER_WEIGHTS
 
 
 def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
-    """The model with the adapter in `folder` added to its weights; the adapter is gone then. `lora` is what the user called it.
+    """Returns the model with the adapter in `folder` added to its weights. `lora` is the name that the user gave.
 
-    Raises `ModelError` for an adapter of another kind, of another model, or one that would be used in part only.
+    Raises `ModelError` for an adapter of another kind or another model, or if the model has no place for a part of it.
     """
     if find_spec("peft") is None:
         raise ModelError("--lora needs the package peft", "pip install 'batchgen-llm[lora]'")

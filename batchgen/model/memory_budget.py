@@ -1,4 +1,4 @@
-"""The sizes of the block pool and of the steps: what the user says, otherwise what suits the device."""
+"""The sizes of the block pool and of the steps: as the user asks, else as they suit the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from batchgen.stats import size_text
 
 
 def step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torch.device, int] | None:
-    """Most bytes that a step within the limits holds at once on each of the model's CUDA devices, beside the pool; None where it does not fit."""
+    """Runs the largest step within the limits. Returns the most bytes that it held at once on each CUDA device, without the pool; None if it
+    does not fit."""
     try:
         return _step_bytes(model, limits, block_size)
     except (MemoryError, RuntimeError) as e:
@@ -48,7 +49,7 @@ def _step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[tor
 
 
 def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
-    """As many prompts as run at once, of as many tokens as fit into a step; after each the logits are wanted."""
+    """Returns the largest step within the limits: as many prompts as may run at once, which fill it, with logits wanted after each."""
     each, longer = divmod(limits.max_batch_tokens, limits.batch_size)
     texts = [np.zeros(each + (row < longer), dtype=np.int32) for row in range(limits.batch_size)]
     sizes = [len(text) for text in texts]
@@ -59,7 +60,7 @@ def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
 
 
 def sequences_of(texts: Sequence[TokenArray], sizes: Sequence[int], block_size: int) -> list[GenerationSequence]:
-    """A sequence for each text, with blocks of its own, from the first on, for so many tokens each."""
+    """Returns a sequence for each text, with its own blocks for `sizes` tokens. Blocks are numbered from 0."""
     requests = [
         Request(
             row=row,

@@ -1,7 +1,7 @@
 """The language model inside a multimodal checkpoint, loaded without the parts for images, video and sound.
 
-A wrapper of transformers (`…ForConditionalGeneration`) is loaded by its own class, so that text takes the path that it takes there. What text never
-reaches is taken out while the module is still on the meta device, that is, without memory; transformers does not read tensors for which the module
+A wrapper of transformers (`…ForConditionalGeneration`) is loaded by its own class, so that text takes the same path as there. What text never
+reaches is removed while the module is still on the meta device, so it never takes memory. transformers does not read tensors for which the module
 has no place.
 """
 
@@ -29,7 +29,7 @@ def is_multimodal(config: Any) -> bool:
 
 
 def model_class(config: Any) -> Any:
-    """The class of transformers whose `from_pretrained` loads the language model that a configuration describes."""
+    """Returns the class of transformers whose `from_pretrained` loads the language model that a configuration describes."""
     config = language_config(config)
     kind = type(config)
     wrapper = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(kind, None)
@@ -41,7 +41,7 @@ def model_class(config: Any) -> Any:
 
 
 def text_only(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class that is built as `wrapper` is, with an `Absent` module in the place of every part that text never reaches."""
+    """Returns a class that is built like `wrapper`, with an `Absent` module in place of every part that text never reaches."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         with without_timm():
@@ -55,7 +55,7 @@ def text_only(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 class Absent(torch.nn.Module):
-    """In the place of a part that was left out."""
+    """Stands in for a part that was left out."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Absent(torch.nn.Module):
 
 @contextmanager
 def without_timm() -> Iterator[None]:
-    """Towers from the package timm are not even made, so that nobody has to install it for text."""
+    """Within the block, towers from the package timm are not built, so that it need not be installed for text."""
     make = AutoModel.from_config
 
     def from_config(config: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def without_timm() -> Iterator[None]:
 
 
 def _other_parts(module: Any) -> Iterator[tuple[torch.nn.Module, str]]:
-    """What lies beside the way from the model to its language model and its head, as parent and name."""
+    """Yields the modules (parent and name) that are not on the path from the model to its decoder and head."""
     decoder = module.get_decoder()
     needed = {decoder, module.get_output_embeddings()}
     above = [module]
@@ -94,20 +94,20 @@ def _other_parts(module: Any) -> Iterator[tuple[torch.nn.Module, str]]:
         for name, child in parent._modules.items():
             if (
                 child is None or child in needed or hasattr(child, "vocab_offset")
-            ):  # which the path of text reads, too (Gemma 3n)
+            ):  # Gemma 3n reads this offset for text too
                 continue
             if any(part in needed for part in child.modules()):
                 above.append(child)
             else:
                 yield parent, name
-    for parent in decoder.modules():  # and inside of it, whole models of another kind
+    for parent in decoder.modules():  # inside the decoder: whole models of another kind
         for name, child in parent._modules.items():
             if isinstance(child, PreTrainedModel) and type(child.config) is not type(decoder.config):
                 yield parent, name
 
 
 def own_class(kind: Any, config: Any) -> Any:
-    """The model's own class behind one of transformers' Auto classes, which take weights by their files only.
+    """Returns the model's own class behind one of transformers' Auto classes, which can load weights only from files.
 
     Raises `ValueError` for a model whose class is not one of transformers.
     """
@@ -121,7 +121,7 @@ def own_class(kind: Any, config: Any) -> Any:
 
 
 def left_out(config: Any) -> frozenset[str]:
-    """Names of the modules that are not loaded; empty for a model of text alone."""
+    """Returns the names of the modules that are not loaded; empty for a model that has only text."""
     kind = model_class(config)
     if kind is AutoModelForCausalLM or not is_multimodal(config):
         return frozenset()

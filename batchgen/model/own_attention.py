@@ -1,7 +1,7 @@
-"""Attention for models that call no `AttentionInterface` of transformers: their modules hand queries, keys and values to ours.
+"""Attention for models that do not call transformers' `AttentionInterface`: their modules are changed to call batchgen's attention.
 
-A bias that depends on the key alone, such as ALiBi (https://arxiv.org/abs/2108.12409; what it subtracts by the position of the query is the same for
-all keys, and does not change a softmax), is kept in the key: as more numbers of it (`with_key_bias`).
+A bias that depends only on the key is stored in the key, as additional numbers (`with_key_bias`). ALiBi (https://arxiv.org/abs/2108.12409) is such
+a bias: what it subtracts by the position of the query is the same for all keys and does not change a softmax.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from batchgen.state.mixers import set_forward
 # T packed tokens, H query heads, K key/value heads, D key size.
 
 
-class Step:
-    """What attention needs of the present step, which these models do not pass on to their layers."""
+class StepInputs:
+    """What attention needs to know of the present step, because these models do not pass it on to their layers."""
 
     def __init__(self) -> None:
         self.attention: Any = None
         self.positions = torch.empty(0)
 
     def note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Before the model is run."""
+        """Hook before the model runs."""
         self.attention, self.positions = kwargs.get("step_attention"), kwargs["position_ids"]
 
 
 def hand_over(module: Any) -> bool:
-    """Makes the attention of such a model ours, in place. Returns whether it is such a model; others are left as they are."""
+    """Gives such a model batchgen's attention, in place. Returns whether it is such a model; others are not changed."""
     found = {part: name for part in module.modules() if (name := type(part).__name__) in _MODULES}
     if not found:
         return False
-    step = Step()
+    step = StepInputs()
     for part, name in found.items():
         _MODULES[name](part, step)
     module.register_forward_pre_hook(step.note, with_kwargs=True)
-    if "MptAttention" not in found.values():  # that model's code cannot do without a mask, which nothing reads
-        module.config._attn_implementation = NAME  # so that no masks are made
+    if "MptAttention" not in found.values():  # whose code needs a mask, although nothing reads it
+        module.config._attn_implementation = NAME  # no masks are made then
     return True
 
 
 def _attend(
-    module: Any, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None
+    module: Any, step: StepInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns [1, T, H, V]."""
     q, k = q.to(v.dtype), k.to(v.dtype)
@@ -54,9 +54,9 @@ def _attend(
     )[0]
 
 
-def _gpt_neo(module: Any, step: Step) -> None:
+def _gpt_neo(module: Any, step: StepInputs) -> None:
     module.layer_idx = module.layer_id
-    # A lower triangle of the window's width for the layers that see a window, of the longest text's for the others.
+    # `bias` is a lower triangle: as wide as the window in layers with one, else as wide as the longest text.
     window = int(module.bias[0, 0, -1].sum()) if module.attention_type == "local" else None
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any = None) -> tuple[torch.Tensor, None]:
@@ -65,8 +65,8 @@ def _gpt_neo(module: Any, step: Step) -> None:
     module._attn = attend
 
 
-def _gpt_j(module: Any, step: Step) -> None:
-    """CodeGen too."""
+def _gpt_j(module: Any, step: StepInputs) -> None:
+    """GPT-J and CodeGen."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any = None) -> tuple[torch.Tensor, None]:
         return _attend(module, step, q, k, v, module.head_dim**-0.5).transpose(1, 2), None
@@ -74,7 +74,7 @@ def _gpt_j(module: Any, step: Step) -> None:
     module._attn = attend
 
 
-def _bloom(module: Any, step: Step) -> None:
+def _bloom(module: Any, step: StepInputs) -> None:
     slopes_H = _alibi_slopes(module)
 
     def forward(hidden_states: torch.Tensor, residual: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
@@ -88,13 +88,13 @@ def _bloom(module: Any, step: Step) -> None:
 
 
 def _alibi_slopes(module: Any) -> torch.Tensor:
-    """ALiBi's slopes [H] as the module's own code has them, in float32."""
+    """Returns ALiBi's slopes [H] as the module's own code computes them, in float32."""
     build = vars(sys.modules[type(module).__module__])["build_alibi_tensor"]
     of_two = build(torch.ones((1, 2), dtype=torch.int64), module.num_heads, torch.float32)
     return cast(torch.Tensor, of_two.view(module.num_heads, 2)[:, 1])
 
 
-def _mpt(module: Any, step: Step) -> None:
+def _mpt(module: Any, step: StepInputs) -> None:
     def forward(hidden_states: torch.Tensor, position_bias: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         qkv = module.Wqkv(hidden_states)
         if module.clip_qkv:
@@ -107,10 +107,10 @@ def _mpt(module: Any, step: Step) -> None:
     set_forward(module, forward)
 
 
-def _falcon(module: Any, step: Step) -> None:
+def _falcon(module: Any, step: StepInputs) -> None:
     groups = module.num_heads // module.num_kv_heads if module.new_decoder_architecture else 1
     rotate = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
-    slopes_H = _alibi_slopes(module).bfloat16()  # with which its own code multiplies positions
+    slopes_H = _alibi_slopes(module).bfloat16()  # the type in which its own code multiplies positions
 
     def forward(
         hidden_states: torch.Tensor, alibi: torch.Tensor | None, *_: Any, position_embeddings: Any = None, **__: Any
@@ -121,7 +121,7 @@ def _falcon(module: Any, step: Step) -> None:
             q, k = rotate(q, k, *position_embeddings)
         else:
             bias_HT = (slopes_H.to(q.device)[:, None] * step.positions.to(q.device)).float() * module.inv_norm_factor
-            k = k.expand(-1, q.shape[1], -1, -1)  # heads that share a key have a bias of their own each
+            k = k.expand(-1, q.shape[1], -1, -1)  # heads that share a key have different biases
             v = v.expand(-1, q.shape[1], -1, -1)
             q, k = with_key_bias(q, k, bias_HT, module.inv_norm_factor)
         return module.dense(_attend(module, step, q, k, v, module.inv_norm_factor).flatten(2)), None
@@ -129,8 +129,8 @@ def _falcon(module: Any, step: Step) -> None:
     set_forward(module, forward)
 
 
-def _doge(module: Any, _: Step) -> None:
-    """Its mask is a bias of keys as long as it keeps every key, which it does up to the end of the context (`prompts/tokenizer.py`)."""
+def _doge(module: Any, _: StepInputs) -> None:
+    """Doge's mask is a bias of keys as long as it keeps every key. Contexts end before it would leave one out (`prompts/tokenizer.py`)."""
 
     def mask(dt_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return dt_states[:, :, None]
@@ -139,7 +139,7 @@ def _doge(module: Any, _: Step) -> None:
     module.mask_is_key_bias = True
 
 
-_MODULES: dict[str, Callable[[Any, Step], None]] = {
+_MODULES: dict[str, Callable[[Any, StepInputs], None]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _gpt_j,
     "DogeAttention": _doge,
@@ -148,4 +148,4 @@ _MODULES: dict[str, Callable[[Any, Step], None]] = {
     "GPTNeoSelfAttention": _gpt_neo,
     "MptAttention": _mpt,
 }
-"""By the name of an attention module's class: what changes it."""
+"""The function that changes an attention module, by the name of its class."""

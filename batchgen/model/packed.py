@@ -1,7 +1,7 @@
-"""Weights that are packed in formats which transformers reads with another package's kernels only: AWQ, GPTQ, bitsandbytes and ModelOpt.
+"""Reads weights in packed formats that transformers reads only with another package's kernels: AWQ, GPTQ, bitsandbytes and ModelOpt.
 
-The files are read here, and the weights look to transformers like those of a model that was never quantized: each is unpacked when it
-is asked for, so that no more than a few are held twice.
+To transformers, the weights look like those of a model that was never quantized. Each is unpacked when transformers asks for it, so that
+only a few weights at a time are in memory in both forms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchgen.errors import ModelError
 
 _Tensors = Mapping[str, torch.Tensor]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the columns of a block of eight are among the nibbles of AWQ's words."""
+"""Of each column of a block of eight, the number of its nibble in AWQ's word."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
@@ -28,24 +28,24 @@ _PARTS = {
     ),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"),
 }  # fmt: skip
-"""What a weight consists of, behind the name of its layer. Scales of activations and of the KV are not used."""
+"""The tensors of a weight, by the end of their name, which follows the layer's. Scales of activations and of the KV are not used."""
 PACKED = frozenset(_PARTS)
 """The formats, by their `quant_method`."""
 
 
 class PackedWeight:
-    """A weight that is unpacked when it is indexed, as transformers does with the slices of a file."""
+    """A weight that is unpacked when it is indexed. Stands in for a slice of a file of safetensors, which transformers indexes."""
 
     def __init__(self, parts: Mapping[str, Any], unpack: Callable[[_Tensors], torch.Tensor]) -> None:
         self._parts, self._unpack = parts, unpack
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The whole weight, in float32 or as it is in the file; `index` is `...`."""
+        """Returns the whole weight, in float32 or as it is in the file; `index` is `...`."""
         return self._unpack({name: part[...] for name, part in self._parts.items()})[index]
 
 
 def unpacked_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of the files by the names that they have in a model that is not quantized; `settings` are the quantization's.
+    """Returns the weights of the files, by their names in a model that is not quantized. `settings`: the checkpoint's quantization settings.
 
     Raises `ModelError` for a variant of the format that is not known.
     """
@@ -81,7 +81,7 @@ def unpacked_weights(model: str, files: Sequence[Path], settings: Mapping[str, A
 
 
 def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
-    """What of a format's settings is not known here; None where all is."""
+    """Returns in words which setting of a format is not supported; None if all are."""
     bits = settings.get("bits", settings.get("w_bit"))
     if method == "awq":
         version = str(settings.get("version", "gemm")).lower()
@@ -93,13 +93,13 @@ def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def _nibbles(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers of `bits` bits in int32 words, from the lowest on, in a new last dimension."""
+    """Returns the numbers of `bits` bits in int32 words, the lowest first, in a new last dimension."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words[..., None] >> shifts) & ((1 << bits) - 1)
 
 
 def _awq(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
-    """AutoAWQ's `gemm`: int32 [in, out/8], zeros [in/group, out/8] and scales [in/group, out]; each word has its columns in an order of its own."""
+    """AutoAWQ's `gemm`: int32 [in, out/8], zeros [in/group, out/8] and scales [in/group, out]; in a word, columns are in the order `_AWQ_ORDER`."""
     del settings
 
     def columns(words: torch.Tensor) -> torch.Tensor:
@@ -115,9 +115,9 @@ def _awq(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
 
 
 def _gptq(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
-    """AutoGPTQ's and GPTQModel's: int32 [in*bits/32, out], zeros [groups, out*bits/32], scales [groups, out]; `g_idx` [in] is a row's group.
+    """AutoGPTQ's and GPTQModel's: int32 [in*bits/32, out], zeros [groups, out*bits/32], scales [groups, out]; `g_idx` [in] is the group of an input.
 
-    Zeros are stored less one, but for `checkpoint_format` `gptq_v2`. The bits of a layer may differ from the settings' (`dynamic`).
+    Except with `checkpoint_format` `gptq_v2`, stored zeros are too small by one. The bits of a layer may differ from the settings' (`dynamic`).
     """
     shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
 
@@ -135,7 +135,7 @@ def _gptq(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
-    """NF4 and FP4 by a table of 16 numbers, with a scale for each block that may be quantized itself; int8 with a scale for each row."""
+    """NF4 and FP4: codes of a table of 16 numbers, with a scale for each block, which may itself be quantized. int8: a scale for each row."""
     del settings
 
     def unpack(parts: _Tensors) -> torch.Tensor:
@@ -157,7 +157,7 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Ten
 
 
 def _modelopt(settings: Mapping[str, Any]) -> Callable[[_Tensors], torch.Tensor]:
-    """NVIDIA's: FP8 with a scale for the tensor or each row; NVFP4, two numbers in a byte, with an FP8 scale for each 16 and one for the tensor."""
+    """NVIDIA's formats. FP8: a scale for the tensor or for each row. NVFP4: two numbers in a byte, an FP8 scale for 16 numbers and one for the tensor."""
     del settings
 
     def unpack(parts: _Tensors) -> torch.Tensor:

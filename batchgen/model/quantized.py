@@ -1,7 +1,7 @@
 """Checkpoints whose weights are quantized: which of them are read, and what they are in memory.
 
-FP8, MXFP4 and compressed-tensors are dequantized as they are loaded by transformers, AWQ, GPTQ, bitsandbytes and ModelOpt by `packed`, on
-every kind of device: what runs are plain weights of 16 or 32 bits, under all of our kernels. torchao's stay as they are.
+While they are loaded, transformers dequantizes FP8, MXFP4 and compressed-tensors, and `packed` dequantizes AWQ, GPTQ, bitsandbytes and ModelOpt,
+on every kind of device. Then plain weights of 16 or 32 bits run, with all of batchgen's kernels. Weights of torchao stay as they are.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ DEQUANTIZED = {
     "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
     METHOD: "GGUF",
 }  # fmt: skip
-"""What is dequantized at load, by `quant_method`."""
+"""The formats that are dequantized at load, by `quant_method`, with their names in messages."""
 _PACKAGES = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors", "torchao": "torchao"}
 
 
 def quant_method(hf_config: Any) -> str | None:
-    """How a checkpoint's weights are quantized, as its configuration calls it; None where they are not."""
+    """Returns the configuration's name for the way in which weights are quantized; None if they are not."""
     found = quantization(hf_config)
     return None if found is None else str(found.get("quant_method", "unknown"))
 
 
 def is_dequantized(hf_config: Any) -> bool:
-    """Whether the weights become plain ones as they are loaded."""
+    """Whether the weights become plain ones while they are loaded."""
     return quant_method(hf_config) in DEQUANTIZED
 
 
 def is_int8(hf_config: Any) -> bool:
-    """Whether the weights are whole numbers of 8 bits with a scale for each output column, and activations are quantized as they come (W8A8)."""
+    """Whether the weights are whole numbers of 8 bits with a scale for each output column, and activations are quantized in each forward (W8A8)."""
     settings = quantization(hf_config)
     if settings is None or settings.get("quant_method") != "compressed-tensors":
         return False
@@ -58,7 +58,7 @@ def _has(arguments: dict[str, Any] | None, **wanted: Any) -> bool:
 
 
 def check_quantization(model: str, hf_config: Any) -> None:
-    """Raises `ModelError` for a way of quantization that is not read, or needs a package that is not there."""
+    """Raises `ModelError` for a format that batchgen does not read, or that needs a package that is not installed."""
     method = quant_method(hf_config)
     if method in QUANTIZERS:
         raise ModelError(
@@ -74,7 +74,7 @@ def check_quantization(model: str, hf_config: Any) -> None:
 
 
 def with_dequantization(hf_config: Any) -> Any:
-    """A copy of the configuration that has transformers dequantize the weights, or find weights that were dequantized for it."""
+    """Returns a copy of the configuration with which transformers dequantizes the weights, or takes weights that are already plain."""
     asked = copy.deepcopy(hf_config)
     settings = quantization(asked)
     if quant_method(asked) in PACKED or quant_method(asked) == METHOD:
@@ -87,7 +87,7 @@ def with_dequantization(hf_config: Any) -> Any:
 
 
 def plain_layers(module: torch.nn.Module) -> None:
-    """Leaves a dequantized model's layers nothing but their weights, in place; not for a model on several devices.
+    """Removes everything but weights and biases from a dequantized model's layers, in place. Not for a model on several devices.
 
     With transformers 5.17, layers of compressed-tensors keep their scales and a forward that rounds activations, and every part has a
     forward of compressed-tensors' own that moves its weights between devices. With later versions there is nothing to do.
@@ -107,9 +107,9 @@ def plain_layers(module: torch.nn.Module) -> None:
 
 
 def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
-    """How many plain numbers a quantized tensor of a safetensors file becomes; 0 for scales, and for tensors that are not quantized.
+    """Returns how many plain numbers a quantized tensor of a safetensors file holds; 0 for scales, and for tensors that are not quantized.
 
-    `bits`: of a number in a packed word.
+    `bits`: size of a number in a packed word.
     """
     count = math.prod(shape)
     if name.endswith(".qweight"):  # AWQ and GPTQ
@@ -124,7 +124,7 @@ def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
 
 
 def note_of(hf_config: Any, module: torch.nn.Module) -> str:
-    """The sentence for the user about a model that was dequantized."""
+    """Returns a sentence for the user about a model that was dequantized."""
     parameters = list(module.parameters())
     size = sum(p.numel() * p.element_size() for p in parameters)
     dtype = str(max(parameters, key=torch.Tensor.numel).dtype).removeprefix("torch.")
@@ -135,7 +135,7 @@ def note_of(hf_config: Any, module: torch.nn.Module) -> str:
 
 
 def packed_bits(hf_config: Any) -> int:
-    """Bits of a number in a packed word, as the configuration says."""
+    """Returns the bits of a number in a packed word, as the configuration says."""
     bits = (quantization(hf_config) or {}).get("bits")
     return bits if isinstance(bits, int) and bits > 0 else 4
 
@@ -145,7 +145,7 @@ def _configs(hf_config: Any) -> tuple[Any, ...]:
 
 
 def quantization(hf_config: Any) -> dict[str, Any] | None:
-    """The quantization's settings: the checkpoint's own, or of the language model in it; None where it is not quantized."""
+    """Returns the settings of the quantization, of the checkpoint or of the language model in it; None if it is not quantized."""
     for part in _configs(hf_config):
         found = getattr(part, "quantization_config", None)
         if isinstance(found, dict):
