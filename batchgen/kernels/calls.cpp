@@ -1,7 +1,7 @@
 // Several kernels in one call: no Python runs between them, so that the pool's threads do not fall asleep.
 #include <cstdint>
 
-#include "vec.h"
+#include "export.h"
 
 namespace {
 

@@ -3,11 +3,21 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__)
+#if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+// <immintrin.h> without the later instruction sets, which GCC reads whatever it compiles for: a second for each file.
+#define _IMMINTRIN_H_INCLUDED
+#include <smmintrin.h>
+#include <avxintrin.h>
+#include <avx2intrin.h>
+#if defined(__AVXVNNI__)
+#include <avxvnniintrin.h>
+#endif
+#elif defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#include "export.h"
+
 #define INLINE inline __attribute__((always_inline))
 
 #if defined(__AVX512F__)
