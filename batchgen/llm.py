@@ -223,6 +223,7 @@ class LLM:
         self._check_task("generate")
         options = replace(_prompt_options(prompt_options), score=True)
         rows = [_columns(prompt, options) for prompt in _listed(prompts)]
+        _check_order("completions", completions)
         texts = [_checked_completion(one) for one in ([completions] if isinstance(completions, str) else completions)]
         if len(texts) != len(rows):
             raise ValueError(
@@ -381,7 +382,14 @@ def _listed(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a prompt or a list of prompts, not {_shortened(prompts)}")
+    _check_order("prompts", prompts)
     return list(prompts)
+
+
+def _check_order(name: str, given: Any) -> None:
+    """Raises `TypeError` for a set, whose order differs from process to process: results could not be told apart."""
+    if isinstance(given, set | frozenset):
+        raise TypeError(f"{name} must be in an order, and a set has none: give a list, such as sorted({name})")
 
 
 def _rows_of(columns: list[dict[str, Any]]) -> list[Row]:

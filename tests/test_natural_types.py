@@ -120,6 +120,8 @@ def test_a_completion_of_token_ids_has_the_score_of_its_text(llm: LLM) -> None:
         ((5,), "prompts must be a prompt or a list of prompts, not 5"),
         ((None,), "prompts must be a prompt or a list of prompts, not None"),
         ((b"Hello",), "prompts must be a prompt or a list of prompts, not b'Hello'"),
+        (({"a", "b"},), "prompts must be in an order, and a set has none: give a list, such as sorted(prompts)"),
+        ((frozenset("ab"),), "prompts must be in an order, and a set has none: give a list, such as sorted(prompts)"),
         (([5.5],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not 5.5"),
         ((["a", None],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not None"),
         (([{"text": "a"}],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not {'text': 'a'}"),
@@ -132,6 +134,11 @@ def test_anything_else_is_one_type_error_at_the_call(llm: LLM, arguments: Any, m
         llm.generate(*arguments)
     assert str(caught.value) == message
     assert llm.unfinished == 0
+
+
+def test_completions_in_no_order_are_refused(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"^completions must be in an order, and a set has none: "):
+        llm.score(["a", "b"], {"x", "y"})  # type: ignore[arg-type]
 
 
 def test_lists_that_do_not_go_together_are_refused_with_both_lengths(llm: LLM) -> None:

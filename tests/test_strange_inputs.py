@@ -145,6 +145,32 @@ def test_a_parquet_file_without_rows_gives_an_empty_output(run):
     assert run("x.parquet", stream.getvalue(), output="out.parquet", code=0) == []
 
 
+@pytest.mark.parametrize("rows", [3, 0])
+def test_parquet_on_standard_input_keeps_its_types_as_a_file_does(run, rows, tmp_path, tiny_model_dir, monkeypatch):
+    table = pa.table(
+        {
+            "prompt": pa.array(["a", "b", "c"]),
+            "large": pa.array([2**64 - 1, None, 1], pa.uint64()),
+            "map": pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int16())),
+            "time": pa.array([1, 2, None], pa.timestamp("ns", "UTC")),
+            "nothing": pa.array([None, None, None], pa.int8()),
+        }
+    ).slice(0, rows)
+    data = io.BytesIO()
+    pq.write_table(table, data)
+    run("in.parquet", data.getvalue(), output="file.parquet")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data.getvalue())))
+    config = JobConfig(
+        inputs=("-",), input_format="parquet", output=str(tmp_path / "piped.parquet"),
+        model=ModelConfig(model=str(tiny_model_dir)), sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+    )  # fmt: skip
+    run_job(config)
+    piped, file = pq.read_table(tmp_path / "piped.parquet"), pq.read_table(tmp_path / "file.parquet")
+    assert piped.schema == file.schema
+    assert piped.select(table.column_names) == table == file.select(table.column_names)
+    assert piped == file
+
+
 def test_ids_may_be_equal_and_of_any_kind(run):
     ids = ["a", "a", 1, 1, None, True, 1.5, {"b": [1]}, "9" * 1000]
     rows = run("x.jsonl", b"".join(json.dumps({"prompt": "p", "id": i}).encode() + b"\n" for i in ids), code=0)

@@ -155,16 +155,20 @@ class InputFile:
             self._check_lines(path)
 
     def _check_lines(self, path: Path) -> None:
-        """Raises `UsageError` if the first line of a file of JSON lines only begins an array or an object."""
+        """Raises `UsageError` if the first line of a file of JSON lines only begins an array or an object.
+
+        A lone `{` before a line that begins an object of its own is not the file's form but one malformed row.
+        """
         with path.open("rb") as file:
-            lines = (line.removeprefix(BOM).strip() for line in iter(partial(file.readline, _PIECE), b""))
-            first = next(filter(None, lines), b"")
+            pieces = (line.removeprefix(BOM).strip() for line in iter(partial(file.readline, _PIECE), b""))
+            lines = filter(None, pieces)
+            first, second = next(lines, b""), next(lines, b"")
         filters = {b"{": ".", b"[": "'.[]'", b"[{": "'.[]'"}
-        if first in filters:
-            what = "objects over several lines" if first == b"{" else "a JSON array"
+        if first in filters and not (first == b"{" and second.startswith(b"{")):
+            what = "pretty-printed JSON (objects over several lines)" if first == b"{" else "a JSON array"
             name, to = shlex.quote(self.name), shlex.quote(str(path.with_name(f"lines-{path.name}")))
             raise UsageError(
-                f"{self.name} has {what}, not an object on each line",
+                f"{self.name} looks like {what}, not an object on each line",
                 f"convert it: jq -c {filters[first]} {name} > {to}",
             )
 

@@ -111,9 +111,9 @@ class Input:
     def schema(self) -> pa.Schema | None:
         """Columns and types of the input if all files are Parquet and their types can be unified (int32 and int64 can), else None.
 
-        Skips files that cannot be read: `rows` raises the error.
+        Skips files that cannot be read: `rows` raises the error. Of standard input it is known from the first row on.
         """
-        if not self._schema_read:
+        if not self.is_stdin and not self._schema_read:
             self._schema, self._schema_read = self._read_schema(), True
         return self._schema
 
@@ -126,7 +126,7 @@ class Input:
         for file in self.files:
             if limit is not None and number >= limit:
                 return
-            for place, columns, size in _records(file, partial(self._renamed, file.shown)):
+            for place, columns, size in _records(file, partial(self._renamed, file.shown), self._see):
                 source = file.shown + place
                 if isinstance(columns, str):
                     yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source, size, file.shown)
@@ -171,8 +171,12 @@ class Input:
         if note not in self.notes:
             self.notes.append(note)
 
+    def _see(self, schema: pa.Schema) -> None:
+        if self.is_stdin:
+            self._schema = schema
+
     def _read_schema(self) -> pa.Schema | None:
-        if self.is_stdin or any(f.format != "parquet" for f in self.files):
+        if any(f.format != "parquet" for f in self.files):
             return None
         schemas: list[pa.Schema] = []
         for file in self.files:
@@ -227,14 +231,16 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
     return None
 
 
-def _records(file: InputFile, on_rename: Callable[[str, str], None]) -> Iterator[Record]:
+def _records(
+    file: InputFile, on_rename: Callable[[str, str], None], on_schema: Callable[[pa.Schema], None]
+) -> Iterator[Record]:
     """The records of a file. Raises `InputCorrupt` where it breaks off."""
     last = ""
     with _corrupt(file, lambda: last), file.open() as stream:
         if file.format == "jsonl":
             records = read_jsonl(stream)
         elif file.format == "parquet":
-            records = read_parquet(stream, on_rename=on_rename)
+            records = read_parquet(stream, on_rename=on_rename, on_schema=on_schema)
         else:
             records = read_csv(stream, delimiter="\t" if file.format == "tsv" else ",", on_rename=on_rename)
         with closing(records):  # before the stream is

@@ -181,10 +181,11 @@ def open_parquet(stream: BinaryIO) -> pq.ParquetFile | None:
 def parquet_schema(stream: BinaryIO) -> pa.Schema | None:
     """The columns that `read_parquet` yields, all nullable. Returns None if the file is empty."""
     file = open_parquet(stream)
-    if file is None:
-        return None
-    schema = file.schema_arrow
-    fields = zip(schema, _unique_names(schema.names), strict=True)
+    return None if file is None else _columns_read(file)
+
+
+def _columns_read(file: pq.ParquetFile) -> pa.Schema:
+    fields = zip(file.schema_arrow, _unique_names(file.schema_arrow.names), strict=True)
     return pa.schema([field.with_name(name).with_nullable(True) for field, name in fields])
 
 
@@ -192,18 +193,20 @@ def read_parquet(
     stream: BinaryIO,
     *,
     on_rename: Callable[[str, str], None] = _ignore,
+    on_schema: Callable[[pa.Schema], None] = lambda schema: None,
     batch_rows: int = PARQUET_BATCH,
     batch_bytes: int = 1 << 26,
 ) -> Generator[Record, None, None]:
     """Yields (`:row 17`, columns or reason, bytes) of every row, from 0. Columns are `ArrowColumns`.
 
     `batch_rows` rows are made Python objects at a time; fewer, if the rows of a row group are so long that they would pass `batch_bytes`.
-    `on_rename` is called with the old and the new name of each column whose name is repeated. Raises one of `BROKEN_TABLE` if the file is
-    damaged.
+    `on_rename` is called with the old and the new name of each column whose name is repeated, `on_schema` with what `parquet_schema`
+    returns, before the first row. Raises one of `BROKEN_TABLE` if the file is damaged.
     """
     file = open_parquet(stream)
     if file is None:
         return
+    on_schema(_columns_read(file))
     names = _unique_names(file.schema_arrow.names, on_rename)
     number = end = 0
     # One row group after the other, so that a damaged one does not hide those before it.

@@ -27,6 +27,9 @@ def main() -> None:
 
 def _end(signum: int, frame: FrameType | None) -> None:
     """Ends the process at once. An exception could end in the middle of an import, in a library that passes over it."""
+    said_code = getattr(sys.modules.get("batchgen_cli.stderr"), "said_code", None)
+    if said_code is not None:  # the line of an earlier signal, or of another failure, is enough
+        os._exit(said_code)
     if "json" in sys.argv or "--log-format=json" in sys.argv:
         raise KeyboardInterrupt  # told as an event
     try:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from batchgen.errors import UsageError
+from batchgen.options import whole_number
 from batchgen.stats import size_text as size
 from batchgen_cli.options import AsJson, Command, Display, build, job_config
 from batchgen_cli.progress import calm_libraries, progress_for
@@ -26,11 +28,10 @@ PlanOptions = make_dataclass(
         (
             "shards",
             Annotated[
-                int | None,
+                str | None,
                 typer.Option(
                     "--shards",
                     metavar="N",
-                    min=1,
                     help="Show what it costs to run the job in N shards.",
                     show_default="",
                 ),
@@ -62,6 +63,7 @@ def show_plan(given: dict[str, Any]) -> int:
     """Prints the plan of a run with these options; returns the exit code."""
     display = build(Display, given)
     config = job_config(given)
+    shards = _shards(given.get("shards"))
     from batchgen.lean_imports import import_arrow
 
     import_arrow()
@@ -69,13 +71,20 @@ def show_plan(given: dict[str, Any]) -> int:
 
     showing = progress_for(display.progress, quiet=display.quiet, as_json=display.log_format == "json")
     with calm_libraries(verbose=display.verbose), showing as shown:
-        report = plan_job(config, shown, shards=given.get("shards"))
+        report = plan_job(config, shown, shards=shards)
     if given.get("as_json"):
         typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
         for line in plan_lines(report):
             typer.echo(printable(line))
     return 0
+
+
+def _shards(text: str | None) -> int | None:
+    count = None if text is None else whole_number("--shards", text)
+    if count is not None and count < 1:
+        raise UsageError(f"--shards must be at least 1, not {count}")
+    return count
 
 
 def plan_lines(report: PlanReport) -> list[str]:

@@ -110,16 +110,22 @@ def wants_json(arguments: Sequence[str]) -> bool:
     return wanted == "json"
 
 
+said_code: int | None = None
+"""The exit code of the failure that was written; None as long as none was."""
+
+
 def say(message: str, code: int, *, as_json: bool, trace: bool = False) -> None:
     """Writes the line of a failure, and with `trace` the traceback."""
+    global said_code
     if as_json:
         more = {"traceback": traceback.format_exc()} if trace else {}
         write_line(event("error", message=message, exit_code=code, **more))
-        return
-    if trace:
-        for line in traceback.format_exc().splitlines():
-            write_line(printable(line))
-    write_line(f"batchgen: error: {printable(message)}")
+    else:
+        if trace:
+            for line in traceback.format_exc().splitlines():
+                write_line(printable(line))
+        write_line(f"batchgen: error: {printable(message)}")
+    said_code = code
 
 
 def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: bool = False) -> int:

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,20 @@ def test_standard_input_has_every_format_and_compression(
     outcome = cli("run", "-", "-m", tiny_model_dir, "--max-tokens", "2", "-q", *given)
     assert (outcome.code, outcome.err) == (0, "")
     assert [row["prompt"] for row in outcome.rows] == ["a", "b"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(
+    form: str, command_environment: dict[str, str]
+) -> None:
+    code = (
+        "import sys\n"
+        "from batchgen_cli.__main__ import _end\n"
+        "from batchgen_cli.stderr import say\n"
+        "say('interrupted by SIGTERM', 143, as_json=sys.argv[2] == 'json')\n"
+        "_end(2, None)\n"
+    )
+    words = [sys.executable, "-c", code, "--log-format", form]
+    done = subprocess.run(words, env=command_environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (143, "", 1)
+    assert "interrupted by SIGTERM" in done.stderr

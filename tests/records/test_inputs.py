@@ -144,8 +144,8 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
         (["packed.jsonl"], {}, "packed.jsonl is compressed with gzip; give it a name that ends with .gz"),
         (["packed.csv"], {}, "packed.csv is compressed with zstandard; give it a name that ends with .zst"),
         (["utf16.csv"], {}, "utf16.csv is in UTF-16, not in UTF-8; convert it: iconv -f UTF-16 -t UTF-8 utf16.csv > utf8-utf16.csv"),
-        (["array.jsonl"], {}, "array.jsonl has a JSON array, not an object on each line; convert it: jq -c '.[]' array.jsonl > lines-array.jsonl"),
-        (["pretty.jsonl"], {}, "pretty.jsonl has objects over several lines, not an object on each line; convert it: jq -c . pretty.jsonl > lines-pretty.jsonl"),
+        (["array.jsonl"], {}, "array.jsonl looks like a JSON array, not an object on each line; convert it: jq -c '.[]' array.jsonl > lines-array.jsonl"),
+        (["pretty.jsonl"], {}, "pretty.jsonl looks like pretty-printed JSON (objects over several lines), not an object on each line; convert it: jq -c . pretty.jsonl > lines-pretty.jsonl"),
         (["table.jsonl"], {}, "table.jsonl is a Parquet file; use --input-format parquet"),
         (["q*.jsonl"], {}, "no file matches q*.jsonl; check the pattern and the folder it starts from"),
         (["empty"], {}, "no JSONL, Parquet, CSV or TSV file in the folder empty; name the files, or a glob, with --input-format"),
@@ -193,6 +193,14 @@ def test_an_output_that_is_a_link_to_an_input_is_refused(folder):
     (folder / "b.jsonl").symlink_to("a.jsonl")
     with pytest.raises(UsageError):
         opened("a.jsonl", output="b.jsonl")
+
+
+def test_a_lone_bracket_in_a_file_of_json_lines_is_one_malformed_row(folder):
+    (folder / "x.jsonl").write_text('{\n{"a": 1}\n')
+    reason = "x.jsonl:1: not JSON: Expecting property name enclosed in double quotes at column 2"
+    hint = " (objects over several lines become JSONL with: jq -c .)"
+    rows = list(opened("x.jsonl").rows())
+    assert [(row.columns, row.error and row.error.message) for row in rows] == [({}, reason + hint), ({"a": 1}, None)]
 
 
 def test_the_format_can_be_named_where_the_suffix_does_not_say(folder):

@@ -86,6 +86,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --kv-memory lots", 2, f"--kv-memory 'lots' is not a size; {SIZE}"),
     ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
     ("run R -m M --window all --order done", 2, "--window all cannot be combined with --order done; use --window ROWS"),
+    ("plan R -m M --shards 0", 2, "--shards must be at least 1, not 0"),
+    ("plan R -m M --shards two", 2, "--shards must be a whole number, not 'two'"),
     ("run R -m M --limit -1", 2, "--limit must be at least 0, not -1"),
     ("run R -m M --max-errors x", 2, "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),
     ("run R -m M --grace -1", 2, "--grace must be at least 0, not -1.0"),
