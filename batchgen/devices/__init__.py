@@ -1,4 +1,4 @@
-"""A run over several devices of one machine, or of a Ray cluster: an engine for each, one job."""
+"""Runs one job on several devices of a machine, or on a Ray cluster, with an engine for each."""
 
 from batchgen.devices.opening import AnyEngine, open_engine
 from batchgen.devices.workers import Workers

@@ -1,6 +1,6 @@
-"""What generates: an engine in this process, or one in a process for each of several devices.
+"""Opens what generates: an engine in this process, or, for several devices, an engine in a process for each.
 
-A caller need not know which. With several devices neither torch nor a model is in this process.
+The caller need not know which. With several devices, this process has neither torch nor a model.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("batchgen")
 _LOADING = threading.Lock()
-"""Held while a model is loaded. transformers changes torch's default dtype and device meanwhile, for all threads of the process."""
+"""Held while a model is loaded, because transformers then changes torch's default dtype and device for all threads of the process."""
 
 
 class AnyEngine(Protocol):
-    """Requests and their plan in, results out as the rows finish (`Engine`)."""
+    """Takes requests with their plan, and gives each row's result when it is finished (see `Engine`)."""
 
     notes: list[str]
-    """What the user should hear; grows."""
+    """Messages for the user; grows."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -64,7 +64,7 @@ class AnyEngine(Protocol):
 
     def cancel(self, request: Request) -> None: ...
     def close(self) -> None:
-        """Gives processes back, if it has any; it cannot be used any more."""
+        """Ends the engine's processes, if it has any. It cannot be used afterwards."""
         ...
 
 
@@ -78,7 +78,7 @@ def open_engine(
         return Workers(model, config, RayCluster(model), texts)
     if config.threads is not None and config.threads > (cores := usable_cores()):
         _logger.info(
-            f"--threads {config.threads} is more than the cores that this process may use ({cores}): the job is slower for it"
+            f"--threads {config.threads} is more than the cores that this process may use ({cores}), which makes the job slower"
         )
     if len(model.devices) == 1:
         use_threads(config)
@@ -89,12 +89,12 @@ def open_engine(
 
 
 def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> None:
-    """Gives torch and our kernels, for all of this process, its part of the threads: `--threads`, or the cores that it may use."""
-    with quiet():  # torchao, where it is installed, has much to say
+    """Sets the number of threads of torch and of batchgen's kernels in this process: its share of `--threads`, or of the usable cores."""
+    with quiet():  # torchao writes warnings when it is imported
         import torch
 
     total = config.threads
-    if total is None:  # torch knows affinity and OMP_NUM_THREADS, but no quota
+    if total is None:  # torch follows affinity and OMP_NUM_THREADS, but not quotas
         total = min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
     torch.set_num_threads(share_of_threads(total, place, processes))
 
@@ -102,8 +102,8 @@ def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> Non
 def engine_here(
     model: ModelConfig, tokenizer: LoadedTokenizer, config: EngineConfig, texts: Sequence[TokenArray] = ()
 ) -> Engine:
-    """The engine of one device, in this process."""
-    with quiet():  # torchao, where it is installed, has much to say
+    """Loads a model on one device. Returns its engine, in this process. Raises `BatchgenError`."""
+    with quiet():  # torchao writes warnings when it is imported
         from batchgen.engine.engine import Engine  # imports torch
         from batchgen.model.device_check import check_device
         from batchgen.model.loader import load_model, pick_device

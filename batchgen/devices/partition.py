@@ -1,7 +1,8 @@
-"""Decides which of several devices runs what: cuts a window into pieces, deals them out in shares, and lets a device that is done take over pieces of another. Integers and lists only.
+"""Decides which of several devices runs which requests. Cuts a window into pieces and deals them out in shares; a device that has finished
+its share takes over pieces of another's. Integers and lists only.
 
-Each device has a run of pieces that follow one another in depth-first order, so that a prefix is run on one device, but for those at the
-ends of shares. It takes from the front; what others take over comes from the back, the furthest from what its prefixes are resident for.
+Each share is contiguous in depth-first order, so that only prefixes at the ends of shares run on two devices. A device takes pieces from the
+front of its share. Others take pieces from its back, which is furthest from the prefixes that the device has in memory.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from batchgen.prefix import PrefixPlan
 from batchgen.request import DECODE_COST, Leaf, Request
 
 PIECES = 8
-"""Pieces of a device's fair share: a group that costs more than one is cut."""
+"""Pieces in a fair share. A group that costs more than one piece is cut."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Requests that go to one device together: whole prefix groups, or neighbours in one that is too large for that."""
+    """Requests that go to one device together: whole prefix groups, or neighbours within a group that was too large."""
 
     requests: tuple[Request, ...]
     """In depth-first order."""
     leaves: int
     cost: float
-    """In tokens of a prompt, where the piece before it was run on the same device."""
+    """In prompt tokens, if the same device runs the piece before it."""
     shared: int
-    """Tokens of a prefix that the piece before it has too: elsewhere they are run once more."""
+    """Tokens of the prefix that it shares with the piece before it. On another device they run again."""
 
 
 def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
     """Cuts a window into pieces of at most 1 / (devices * PIECES) of its cost, in depth-first order. `leaves` are those of the plan.
 
-    A node that costs more is opened: its children are pieces of their own. What cannot be cut (a request, with all its leaves) may
-    cost more, and so may the first piece in a node that was opened: it has the node's tokens.
+    A node that costs more is opened, so that its children become pieces. A piece may cost more if it is a single request, or the first
+    piece of an opened node, which has the node's own tokens.
     """
     ordered = [leaves[i] for i in plan.order.tolist()]
     parents: list[int] = plan.leaf_parent.tolist()
     nodes = plan.nodes
-    costs = [0.0] * len(ordered)  # a request's, at its first leaf
+    costs = [0.0] * len(ordered)  # a request's cost is at its first leaf
     owners: dict[Request, int] = {}
     for i, leaf in enumerate(ordered):
         shared = nodes[parents[i]].end if parents[i] >= 0 else 0
@@ -52,12 +53,12 @@ def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
             inside[node.parent] += inside[node.index]
     whole = [tokens + sums[node.last] - sums[node.first] for tokens, node in zip(inside, nodes, strict=True)]
     roots = sum(tokens for tokens, node in zip(inside, nodes, strict=True) if node.parent < 0)
-    most = (sums[-1] + roots) / (devices * PIECES)
+    limit = (sums[-1] + roots) / (devices * PIECES)
     opened: list[bool] = []
-    uncut: dict[int, int] = {}  # by its first leaf: a node that is not opened, under one that is or under none
+    uncut: dict[int, int] = {}  # the largest nodes that are not opened, by their first leaf
     for node in nodes:
         inner = node.parent < 0 or opened[node.parent]
-        opened.append(inner and whole[node.index] > most)
+        opened.append(inner and whole[node.index] > limit)
         if inner and not opened[-1]:
             uncut[node.first] = node.index
 
@@ -76,7 +77,7 @@ def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
     while at < len(ordered):
         n = uncut.get(at)
         end, above, more = (at + 1, parents[at], costs[at]) if n is None else (nodes[n].last, nodes[n].parent, whole[n])
-        if first < at and (above != parent or cost + more > most):
+        if first < at and (above != parent or cost + more > limit):
             pieces.append(piece(first, at, parent, cost))
             first, cost = at, 0.0
         parent, cost, at = above, cost + more, end
@@ -86,7 +87,7 @@ def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
 
 
 def deal(pieces: Sequence[Piece], devices: int) -> list[list[Piece]]:
-    """Returns the pieces of each device: consecutive ones, of about equal cost. Costs may differ a little more where that keeps a group whole."""
+    """Returns the pieces of each device: consecutive ones, of about equal cost. Costs may differ a little more if that keeps a group whole."""
     ends = [0.0, *accumulate(p.cost for p in pieces)]
     bounds = [0]
     for device in range(1, devices):
@@ -104,11 +105,11 @@ def consecutive_pieces(requests: Iterable[Request], pieces: int) -> list[Piece]:
     """Returns the requests as about `pieces` pieces of equal cost, in this order, whatever they share."""
     requests = list(requests)
     costs = [float(r.cost) for r in requests]
-    most = sum(costs) / max(1, pieces)
+    limit = sum(costs) / max(1, pieces)
     found: list[Piece] = []
     first, cost = 0, 0.0
     for i, more in enumerate(costs):
-        if first < i and cost + more > most:
+        if first < i and cost + more > limit:
             found.append(_piece(requests[first:i], cost))
             first, cost = i, 0.0
         cost += more
@@ -116,18 +117,18 @@ def consecutive_pieces(requests: Iterable[Request], pieces: int) -> list[Piece]:
 
 
 class Shares:
-    """What waits to be given to devices, by their numbers."""
+    """The pieces that wait for devices, which have numbers."""
 
     def __init__(self, devices: int = 0) -> None:
         self._shares: dict[int, deque[Piece]] = {device: deque() for device in range(devices)}
         self._common: deque[Piece] = deque()
-        """For whoever asks first, in this order."""
+        """Pieces for any device, in this order."""
         self._backwards = False
         self.waiting = 0
-        """Leaves."""
+        """Number of leaves that wait."""
 
     def add(self, leaves: Sequence[Leaf], plan: PrefixPlan, *, arrival: bool = False) -> None:
-        """Takes a window in. `arrival`: rows are to be started in the order they came in, not in prefix order."""
+        """Adds a window. `arrival`: rows start in the order in which they came, not in prefix order."""
         if not self._shares or arrival or len({leaf.request.priority for leaf in leaves}) > 1:
             places = range(len(leaves)) if arrival else plan.order.tolist()
             rows = dict.fromkeys(leaves[i].request for i in places)
@@ -135,7 +136,7 @@ class Shares:
             self._give(self._common, consecutive_pieces(sorted(rows, key=lambda r: r.priority), count))
             return
         shares = deal(cut(leaves, plan, len(self._shares)), len(self._shares))
-        # The group that a window ends with is often the one that the next begins with: the same device goes on with it.
+        # The last group of a window is often the first of the next, so the same device gets it.
         devices = reversed(self._shares) if self._backwards else iter(self._shares)
         self._backwards = not self._backwards
         for device, pieces in zip(devices, shares, strict=True):

@@ -29,7 +29,7 @@ from batchgen.errors import ModelError, UsageError, in_one_line
 LISTEN_SECONDS = 10.0
 """Longest time that an actor waits for a message of its own before it answers that there is none."""
 REPORT_SECONDS = 0.25
-"""Between two reports of an actor: a thousand actors send four thousand messages a second."""
+"""Time between two reports of an actor. At this interval, a thousand actors send four thousand messages a second."""
 _CONNECT_SECONDS = 10.0
 """Longest wait for an answer of a cluster's head. Ray itself tries for minutes."""
 _END_SECONDS = 5.0
@@ -37,7 +37,7 @@ _LONGEST = 300
 
 
 class RayCluster:
-    """The transport to the actors of one job. They end with it, and with the process that made it, however that ends."""
+    """The transport to the actors of one job. They end with it, and with the process that made it, in whatever way that ends."""
 
     replaces = True
 
@@ -61,7 +61,7 @@ class RayCluster:
         self._thread.start()
 
     def _plan(self, model: ModelConfig) -> None:
-        """How many actors there will be, and what each is given."""
+        """Decides how many actors there are, and how many CPUs and GPUs each has."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = sum(int(node.get("GPU", 0)) for node in nodes)
         self._gpu = model.device == "cuda" or (model.device == "auto" and gpus > 0)
@@ -102,7 +102,7 @@ class RayCluster:
             .options(
                 num_cpus=self._cpus,
                 num_gpus=1 if self._gpu else 0,
-                max_restarts=0,  # Workers starts a successor of an actor that is lost, with a place of its own
+                max_restarts=0,  # `Workers` replaces a lost actor by one with another number
                 max_concurrency=4,
                 scheduling_strategy="SPREAD",
             )
@@ -139,7 +139,7 @@ def _path_on_workers(path: str, working_dir: str | None) -> str:
         return path
     here = os.path.abspath(path)  # noqa: PTH100 - links are followed on the worker's machine
     if working_dir is not None and Path(here).is_relative_to(root := os.path.abspath(working_dir)):  # noqa: PTH100
-        return os.path.join(".", os.path.relpath(here, root))  # noqa: PTH118 - with the dot it is no name on the hub
+        return os.path.join(".", os.path.relpath(here, root))  # noqa: PTH118 - the dot keeps it from being a name on the hub
     return here
 
 
@@ -149,7 +149,7 @@ def _check_answers(address: str) -> None:
         address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        return  # no address of a machine
+        return  # not the address of a machine
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as e:
@@ -181,7 +181,7 @@ def _connect(model: ModelConfig) -> None:
         raise UsageError(
             f"Ray cannot be used ({model.ray}): {in_one_line(e, _LONGEST)}", "see whether ray status works there"
         ) from e
-    finally:  # Ray takes SIGTERM, which is the job's
+    finally:  # Ray has set handlers of its own; the job needs its handlers back
         if threading.current_thread() is threading.main_thread():
             for signum, handler in before.items():
                 if handler is not None:
@@ -189,7 +189,7 @@ def _connect(model: ModelConfig) -> None:
 
 
 class _ActorLink:
-    """The way to one actor (`transport.Link`)."""
+    """The connection to one actor (`transport.Link`)."""
 
     def __init__(self, actor: Any, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
         self._actor, self._on_message, self._on_end = actor, on_message, on_end
@@ -197,7 +197,7 @@ class _ActorLink:
         self._why = "it was killed"
 
     def send(self, message: Any) -> None:
-        with suppress(ray.exceptions.RayError):  # `listen` hears that it is gone
+        with suppress(ray.exceptions.RayError):  # `listen` notices that it is gone
             self._actor.deliver.remote(self._sent, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         self._sent += 1
 
@@ -207,7 +207,7 @@ class _ActorLink:
             while True:
                 for data in await self._actor.listen.remote(LISTEN_SECONDS):
                     message = pickle.loads(data)
-                    self._on_message(_with_place(message) if isinstance(message, WorkerFailed) else message)
+                    self._on_message(_for_cluster(message) if isinstance(message, WorkerFailed) else message)
         except Exception as e:  # noqa: BLE001 - whatever it is, there will be no more messages
             self._why = _first_line(e)
         self._on_end()
@@ -223,7 +223,7 @@ class _ActorLink:
 
 
 class EngineActor:
-    """What runs on the cluster: an engine of its own, which it loads when it is made."""
+    """The actor that runs on the cluster, with its own engine, which it loads when it is made."""
 
     def __init__(self, setup: bytes) -> None:
         self._outgoing: SimpleQueue[bytes] = SimpleQueue()
@@ -235,7 +235,7 @@ class EngineActor:
         threading.Thread(target=self._run, name="batchgen-engine", daemon=True).start()
 
     def deliver(self, number: int, data: bytes) -> None:
-        """Takes message `number` in, after those before it."""
+        """Handles message `number` after all messages before it, which Ray may deliver later."""
         with self._delivering:
             heapq.heappush(self._early, (number, data))
             while self._early and self._early[0][0] == self._next and self._on_message is not None:
@@ -243,7 +243,7 @@ class EngineActor:
                 self._next += 1
 
     def listen(self, seconds: float) -> list[bytes]:
-        """The worker's messages since the last call, waited for."""
+        """Returns the worker's messages since the last call. Waits up to `seconds` for the first one."""
         messages: list[bytes] = []
         with suppress(Empty):
             messages.append(self._outgoing.get(timeout=seconds))
@@ -269,7 +269,7 @@ class EngineActor:
 
 
 class _Outgoing:
-    """Where an actor's messages wait to be asked for (`worker.Sender`)."""
+    """Keeps an actor's messages until they are asked for (`worker.Sender`)."""
 
     def __init__(self, queue: SimpleQueue[bytes]) -> None:
         self._queue = queue
@@ -280,8 +280,8 @@ class _Outgoing:
     def flush(self, seconds: float) -> None: ...
 
 
-def _with_place(failed: WorkerFailed) -> WorkerFailed:
-    """Turns an error about the model into one that says where the machines of the cluster look for it."""
+def _for_cluster(failed: WorkerFailed) -> WorkerFailed:
+    """Returns the message with an error about the model that says what the machines of a cluster need. Other errors stay as they are."""
     error = failed.error
     if isinstance(error, ModelError | UsageError):
         hint = "name a model of the hub or a folder that every machine of the cluster sees, or use --ray-working-dir"

@@ -8,27 +8,27 @@ from pathlib import Path
 
 
 def share_of_threads(total: int, place: int, processes: int) -> int:
-    """Threads of the process number `place` of several that have `total` together; at least one."""
+    """Returns the threads of process number `place`, if `processes` of them share `total` threads; at least one."""
     return max(1, (total + place) // processes)
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use: those that it may run on, within the quota of its cgroup."""
+    """Returns the number of cores that this process may use, by its affinity and the quota of its cgroup."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(allowed, cpu_quota() or allowed)
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """Cores' worth of time that this process's cgroup may use, rounded up; None where there is no limit or no cgroup.
+    """Returns the CPU time that this process's cgroup may use, in cores, rounded up; None without a limit or a cgroup.
 
-    `--cpus` of Docker and the CPU limits of Kubernetes and systemd are such quotas; what a process sees of cores is not less for them.
+    `--cpus` of Docker and the CPU limits of Kubernetes and systemd are such quotas. They do not change how many cores a process sees.
     """
     quotas = [*_version_2(root), *_version_1(root)]
     return min((max(1, math.ceil(quota)) for quota in quotas), default=None)
 
 
 def _version_2(root: Path) -> list[float]:
-    """The limits of the process's group and of those above it."""
+    """Returns the limits of the process's group and of the groups above it, in cores (cgroup v2)."""
     mounted = root / "sys/fs/cgroup"
     own = next((line[3:] for line in _file_text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
     group = mounted / own.strip("/")

@@ -24,9 +24,9 @@ from batchgen.stats import EngineStats
 
 
 class Channel:
-    """`on_message` is called with each message and `on_end` once, when the other process has gone; both in a thread of the channel's own.
+    """Sends and receives messages in two threads of its own. Signals do not interrupt these, so no message stays half sent or half read.
 
-    Two threads that nobody interrupts, so that a signal's exception, which may come anywhere, leaves no message half sent or half read.
+    `on_message` is called with each message and `on_end` once, when the other process has gone; both in the receiving thread.
     """
 
     def __init__(
@@ -64,90 +64,90 @@ class Channel:
             self._on_end()
         finally:
             self._outgoing.put(None)
-            self._writer.join()  # its number must not become another file's while something is written to it
+            self._writer.join()  # else the socket's number could become another file's while something is written
             self._connection.close()
 
 
 UNDER_WAY_SHARE = 0.02
-"""Largest part of the driver's time in which it hears what is under way, from all workers together."""
+"""Largest share of the driver's time for receiving the unfinished completions of all workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The first thing a device's process hears: what it is to be."""
+    """The first message to a worker: what to load, and how often to report."""
 
     model: ModelConfig
-    """Its `device` is the process's own."""
+    """With the worker's own `device`."""
     engine: EngineConfig
     place: int
-    """Its number among the processes."""
+    """The worker's number."""
     processes: int
     texts: tuple[TokenArray, ...] = ()
     """Prompts on which `--quantize` is measured."""
     report_seconds: float = 0.02
     """Time between two reports while it runs."""
     under_way_share: float = UNDER_WAY_SHARE
-    """Largest part of its time in which it tells what is under way."""
+    """Largest share of its time for reporting unfinished completions."""
     under_way_seconds: tuple[float, float] = (0.25, 1.0)
-    """Shortest time between two reports that have the completions under way, and the longest, whatever they cost."""
+    """Shortest and longest time between two reports with the unfinished completions. The longest holds whatever they cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests to be done, beside those that are not done yet."""
+    """Message: more requests to run."""
 
     requests: tuple[Request, ...]
     watched: bool
-    """Whether each of their tokens is to be told."""
+    """Whether each of their tokens is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """What is not done is dropped: after the rows that run are done ("drain"), or after this step ("now")."""
+    """Message: stop when the running rows are done ("drain"), or after this step ("now"), and drop what is not done."""
 
     wish: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """A row is to end where it stands."""
+    """Message: end a row with the tokens that it has."""
 
     row: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded."""
+    """Message: the model is loaded."""
 
     dtype: str
     attention: str
     batch_size: int
-    """Most sequences that decode at once."""
+    """The largest number of sequences that decode at once."""
     host: str = ""
     """The machine of the worker, if that may be another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What has happened since the last one."""
+    """Message: what has happened since the last report."""
 
     heard: int
-    """How many messages were taken in so far, after the first."""
+    """How many messages the worker has handled so far, after the first."""
     idle: bool
     """Whether there is nothing left to do."""
     results: tuple[Result, ...]
     tokens: tuple[tuple[int, int, int], ...]
-    """Row, number of the completion, token: of rows that are watched, in the order of sampling."""
+    """(row, number of the completion, token) of the watched rows, in the order of sampling."""
     notes: tuple[str, ...]
     stats: EngineStats
-    """Since the beginning."""
+    """Since the worker started."""
     under_way: dict[int, dict[int, Completion]] | None = None
-    """`Engine.under_way`, now and then."""
+    """`Engine.under_way`; None in most reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The process ends because of an error."""
+    """Message: the process ends because of an error."""
 
     error: BatchgenError
 
@@ -162,13 +162,13 @@ def start_process(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
 
 
 class Link(Protocol):
-    """The way to one worker."""
+    """The connection to one worker."""
 
     def send(self, message: Any) -> None:
         """Sends a message as it is now. Does nothing if the worker is gone."""
 
     def kill(self) -> None:
-        """Ends the worker. Waits for nothing."""
+        """Ends the worker, without waiting for its end."""
 
     def wait(self) -> None:
         """Waits a while for the end of a worker that was killed, and frees what is left of it."""
@@ -244,7 +244,7 @@ class _ProcessLink:
         self._process.kill()
 
     def wait(self) -> None:
-        exit_code(self._process)  # a device's driver may hold it back, and nothing more can be done
+        exit_code(self._process)  # waits only so long: a process inside a driver may outlive its kill
         self._said.close()
 
     def how_it_ended(self) -> str:

@@ -1,4 +1,5 @@
-"""The process of one device of several: loads the model there and runs what it is given. It ends when the job's process does, however that ends."""
+"""The process of one of several devices: loads the model there and runs the requests that it gets. It ends when the job's process ends, in
+whatever way."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def take_device(device: str) -> None:
-    """Makes the process's GPU its own, with no context on another. Raises `ModelError` for one that this machine does not have."""
-    with quiet():  # torchao, where it is installed, has much to say
+    """Makes this GPU the process's current one, so that it has no context on another. Raises `ModelError` if the machine has no such device."""
+    with quiet():  # torchao writes warnings when it is imported
         import torch
 
         from batchgen.model.loader import pick_device
@@ -45,30 +46,32 @@ def take_device(device: str) -> None:
 
 
 PARENT_SECONDS = 5.0
-LAST_WORDS_SECONDS = 5.0
+"""Time between two looks whether the parent still exists."""
+FLUSH_SECONDS = 5.0
+"""Longest time for sending the error that ends this process."""
 
 
 def main() -> None:
     """Runs a worker. The argument is the number of an open socket (`transport.start_process`)."""
-    # A terminal's Ctrl-C goes to all of its processes; what becomes of this one, the job's process says.
+    # A terminal sends Ctrl-C to all of its processes; the job's process decides when this one ends.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     allow_lean_imports()
     with few_collections():
         serve(partial(Channel, Connection(int(sys.argv[1]))), load, gone=lambda: os._exit(0))
-    os._exit(0)  # libraries' threads are not waited for
+    os._exit(0)  # without waiting for the threads of libraries
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ends this process when its parent has ended. The connection alone does not tell: a child that the job forked may hold a copy of its end."""
+    """Ends this process when its parent has ended. The connection alone does not show that: another child of the job may hold a copy of its end."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(0)
 
 
 def load(setup: WorkerSetup) -> Engine:
-    """The engine of this process. Raises `BatchgenError`."""
+    """Returns the engine of this process. Raises `BatchgenError`."""
     tokenizer = load_tokenizer(setup.model)
     use_threads(setup.engine, setup.place, setup.processes)
     take_device(setup.model.device)
@@ -83,18 +86,18 @@ class Sender(Protocol):
 
 
 Connect = Callable[[Callable[[Any], None], Callable[[], None]], Sender]
-"""Connects a worker: takes what is to be called with each message, and at the end."""
+"""Connects a worker. Takes a function to call with each message, and one to call when the other end has gone."""
 
 
 def serve(connect: Connect, load: Callable[[WorkerSetup], Engine], gone: Callable[[], None]) -> None:
-    """Runs until an error, of which it tells, or until the other end has gone: `gone` is then called, in another thread."""
+    """Runs until an error, which it sends, or until the other end has gone; then `gone` is called, in another thread."""
     worker = _Worker(connect, gone)
     try:
         with memory_errors():
             worker.run(load)
     except _OtherEndGone:
-        pass  # there is nobody to tell
-    except Exception as e:  # noqa: BLE001 - whatever it is, the job's process has to know
+        pass  # there is nobody to send anything to
+    except Exception as e:  # noqa: BLE001 - the job's process must know of any error
         worker.fail(e)
 
 
@@ -104,7 +107,7 @@ class _OtherEndGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Work with its plan, which was made while something else ran."""
+    """Work with its plan, which the receiving thread makes while the engine runs."""
 
     work: Work
     leaves: list[Leaf]
@@ -117,7 +120,7 @@ class _Worker:
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._heard = 0
         self._wish: str | None = None
-        self._reported = self._tell_under_way_at = 0.0
+        self._reported = self._next_under_way = 0.0
         self._requests: dict[int, Request] = {}
         """By row."""
         self._results: list[Result] = []
@@ -132,7 +135,7 @@ class _Worker:
         elif isinstance(message, Work):
             try:
                 message = self._planned(message)
-            except Exception as e:  # noqa: BLE001 - raised where it can be told
+            except Exception as e:  # noqa: BLE001 - raised by `_next` in the main thread
                 message = e
         self._inbox.put(message)
 
@@ -165,10 +168,10 @@ class _Worker:
             error = DevicesLost(f"{self._setup.model.device}: {type(error).__name__}: {first}")
             error.add_note(trace)
         self._channel.send(WorkerFailed(error))
-        self._channel.flush(LAST_WORDS_SECONDS)
+        self._channel.flush(FLUSH_SECONDS)
 
     def _between(self) -> str | None:
-        """Takes the messages that have arrived, and sends what is due; called between two steps."""
+        """Handles the messages that have arrived, and sends a report if one is due. Called between two steps. Returns how to stop, if at all."""
         while self._wish != "now":
             try:
                 message = self._next(wait=False)
@@ -207,7 +210,7 @@ class _Worker:
         engine = self._engine
         stats = replace(engine.stats, process_bytes_peak=memory_bytes_peak())
         began = time.monotonic()
-        under_way = engine.under_way() if idle or began >= self._tell_under_way_at else None
+        under_way = engine.under_way() if idle or began >= self._next_under_way else None
         self._channel.send(
             Report(self._heard, idle, tuple(self._results), tuple(self._tokens), tuple(engine.notes), stats, under_way)
         )
@@ -218,7 +221,7 @@ class _Worker:
         if under_way is not None:
             wait = (self._reported - began) / self._setup.under_way_share
             shortest, longest = self._setup.under_way_seconds
-            self._tell_under_way_at = began + min(longest, max(shortest, wait))
+            self._next_under_way = began + min(longest, max(shortest, wait))
 
 
 if __name__ == "__main__":

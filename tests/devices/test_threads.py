@@ -69,7 +69,7 @@ def test_more_threads_than_cores_are_noted(tiny_model_dir, monkeypatch, caplog, 
     model = ModelConfig(model=str(tiny_model_dir))
     with caplog.at_level("INFO", "batchgen"):
         devices.open_engine(model, load_tokenizer(model), EngineConfig(threads=asked))
-    told = ["--threads 1000 is more than the cores that this process may use (3): the job is slower for it"]
+    told = ["--threads 1000 is more than the cores that this process may use (3), which makes the job slower"]
     assert caplog.messages == (told if noted else [])
 
 
