@@ -1,4 +1,4 @@
-"""Runs the scheduler on paper, without a model: how many state slots a job will take. For `batchgen plan`. Integers only."""
+"""Runs the scheduler without a model, to find how many state slots a job will take. For `batchgen plan`. Integers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchgen.scheduling.scheduler import Scheduler
 from batchgen.scheduling.waiting import Policy
 
 MAX_STEPS = 20_000
-"""Steps of all windows together. What these have not shown is taken to be no more."""
+"""Largest number of steps, of all windows together. A peak that comes later is not seen."""
 
 
 class Rehearsal:
@@ -34,17 +34,17 @@ class Rehearsal:
         return self._slots.peak_used
 
     def run(self, leaves: Sequence[Leaf], plan: PrefixPlan) -> None:
-        """Runs a window as far as it can show a higher peak. `leaves` and `plan` are as for `Engine.add`."""
+        """Runs a window until the peak cannot rise any more. `leaves` and `plan`: see `Engine.add`."""
         scheduler = self._scheduler
         ordered = [leaves[i] for i in plan.order]
         room = self._blocks.pool.num_blocks
         unfit = [i for i, leaf in enumerate(ordered) if self._blocks.blocks_for(leaf.max_kv_tokens) > room]
         self._spans += len(plan.nodes)
-        most = min(self._slots.num_blocks, min(scheduler.limits.batch_size, len(ordered)) + self._spans)
-        if self.peak_slots >= most or self._steps >= MAX_STEPS:
+        possible = min(self._slots.num_blocks, min(scheduler.limits.batch_size, len(ordered)) + self._spans)
+        if self.peak_slots >= possible or self._steps >= MAX_STEPS:
             return
         scheduler.load(ordered, plan, unfit)
-        while scheduler.unfinished and self.peak_slots < most and self._steps < MAX_STEPS:
+        while scheduler.unfinished and self.peak_slots < possible and self._steps < MAX_STEPS:
             batch = scheduler.schedule()
             assert batch is not None, "no token is in flight"
             scheduler.advance(batch)

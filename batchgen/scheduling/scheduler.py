@@ -134,7 +134,7 @@ class RunningSet:
         self.unfinished = 0
 
     def end_leaf(self, w: Window, i: int) -> None:
-        """Leaf i has nothing more to run: nodes that no leaf needs any more are retired."""
+        """Ends leaf i, which has nothing more to run. Retires the nodes that no leaf needs any more."""
         self.unfinished -= 1
         for node_span in w.end_leaf(i):
             if node_span.complete:
@@ -145,7 +145,7 @@ class RunningSet:
         self._close_if_done(w)
 
     def complete(self, node_span: PrefixNodeSpan) -> None:
-        """Lets what waits for a node start, which is computed now."""
+        """Lets the children of a node start, which is computed now."""
         w, n = self.window_of(node_span), node_span.node.index
         self.queue.complete(w, n)
         if not w.is_needed(n):
@@ -186,7 +186,7 @@ class Admission:
         self._stops = stops
 
     def admit(self, budget: Budget, started: list[GenerationSequence], scored: list[GenerationSequence]) -> None:
-        """Fills the rest of a step. Adds to `started` the sequences that begin in it, and to `scored` the texts that nodes have scored whole."""
+        """Fills the rest of a step. Adds to `started` the sequences that begin in it, and to `scored` the texts that nodes have scored completely."""
         queue = self._running.queue
         while queue:
             cursor = queue.top
@@ -196,7 +196,9 @@ class Admission:
                 continue
             parent = w.node_span(cursor.node)
             if parent is not None and parent.complete and not self._block_manager.has_state(parent):
-                self._block_manager.evict(parent)  # its state was released: it is run again for what still begins there
+                self._block_manager.evict(
+                    parent
+                )  # its state was released: it runs again for the items that still begin there
             if cursor.node >= 0 and (parent is None or not parent.complete):
                 queue.wait()
                 continue
@@ -205,7 +207,7 @@ class Admission:
                 scored.append(self._score(w, ~item, parent))
                 continue
             if budget.prefill <= 0 and not (item < 0 and w.samples_without_a_forward(~item, parent)):
-                return  # it would only hold blocks
+                return  # a started item would only hold blocks
             span = self._start_node(w, item) if item >= 0 else self._start_leaf(w, ~item, parent)
             if span is None:
                 return
@@ -220,7 +222,7 @@ class Admission:
                 budget.slice(span)
 
     def bring_back(self, w: Window, i: int, tokens: Iterable[int]) -> None:
-        """Leaf i continues after these tokens of an earlier run, as a preempted sequence does."""
+        """Lets leaf i continue after these tokens of an earlier run, like a preempted sequence."""
         seq = self._sequence(w, i)
         assert seq.stops is not None
         for token in tokens:
@@ -230,11 +232,11 @@ class Admission:
         seq.state = State.PREEMPTED
         w.add_sequence(seq)
 
-    def clear(self, path: bool) -> None:
-        """Evicts all nodes but the parent of what comes next and, with `path`, the nodes above that parent."""
+    def evict_idle(self, *, keep_path: bool) -> None:
+        """Evicts all nodes except the parent of the next item and, with `keep_path`, the nodes above that parent."""
         top = self._running.queue.top
         parent = top.window.node_span(top.node)
-        self._block_manager.evict_all({parent, *(parent.path if parent and path else ())})
+        self._block_manager.evict_all({parent, *(parent.path if parent and keep_path else ())})
 
     def _score(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence:
         seq = self._sequence(w, i)
@@ -376,10 +378,10 @@ class Scheduler:
             self._admission.admit(budget, started, scored)
             # If nothing runs, nodes hold the blocks. Those beside the next item's path are evicted first, then those above its
             # parent too. With its parent alone the item fits, or the engine refused its request from the start.
-            for path in (True, False):
+            for keep_path in (True, False):
                 if budget.spans or started or scored or decoding or not self.unfinished:
                     break
-                self._admission.clear(path)
+                self._admission.evict_idle(keep_path=keep_path)
                 self._admission.admit(budget, started, scored)
             idle = not (budget.spans or started or scored or decoding)
             assert not (idle and self.unfinished), "nothing runs and nothing can start"

@@ -128,7 +128,7 @@ class Window:
 
     @property
     def root(self) -> Cursor:
-        """The cursor of what has no node above it."""
+        """The cursor of the items that have no node above them."""
         return self._cursors[-1]
 
     @property
@@ -326,7 +326,7 @@ class Queue:
         self._restart(cursor.window, cursor.node, cursor.start_order)
 
     def complete(self, w: Window, n: int) -> None:
-        """Lets what waits for node n start, which is computed now."""
+        """Lets the children of node n start, which is computed now."""
         for cursor in w.end_waiting(n):
             self.push(cursor)
 
