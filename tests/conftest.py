@@ -15,6 +15,7 @@ import gc
 import io
 import json
 import logging
+import shutil
 import signal
 import sys
 import urllib.request
@@ -26,7 +27,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from support.params import examples
+from support.params import FULL, examples
 from support.tiny_model import save_tiny_llama
 
 hypothesis.settings.register_profile("batchgen", deadline=None, max_examples=examples(10, 100))  # no test measures time
@@ -45,6 +46,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" in config.option.markexpr.replace("not gpu", ""):
         del os.environ["TRITON_INTERPRET"]
     gc.disable()  # while modules are imported and tests collected
+    _write_to_memory()
+
+
+def _write_to_memory() -> None:
+    """Has `tmp_path` lie in memory where there is room. Every job syncs its files, and on a slow disk tests would wait for it longer than they compute.
+
+    `make test-slow` writes to the disk. `TMPDIR` or pytest's `--basetemp` name another place.
+    """
+    memory = Path("/dev/shm")
+    if FULL or "TMPDIR" in os.environ or not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < 4 << 30:
+        return
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))  # read by pytest when the first test asks for a folder
 
 
 def pytest_collection_finish() -> None:
