@@ -282,10 +282,6 @@ class PromptConfig:
         check(self)
 
 
-BLOCK_TOKENS = 32
-"""Measured on CPUs (benchmarks/NOTES.md)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How the work is batched. None means that batchgen chooses a value for the device."""
@@ -365,6 +361,8 @@ class EngineConfig:
     )
     processes: int = 1
     """Number of engines on this machine, this one included. Each gets an equal part of the host's memory."""
+    block_tokens: int = 32
+    """Tokens that blocks are made for. Measured on CPUs (benchmarks/NOTES.md)."""
     debug: bool = option(False, "Check the engine's invariants after every step.", group="Engine")
 
     def __post_init__(self) -> None:
@@ -377,13 +375,13 @@ class EngineConfig:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block: a multiple of the chunk size, and of `BLOCK_TOKENS` if the chunk size is a multiple of 8.
+        """Tokens per block: a multiple of the chunk size, and of `block_tokens` if the chunk size is a multiple of 8.
 
         Matrix units add 32 keys at a time, and results must not depend on the chunk size.
         """
         if self.chunk_size % 8 == 0:
-            return math.lcm(self.chunk_size, BLOCK_TOKENS)
-        return -(-BLOCK_TOKENS // self.chunk_size) * self.chunk_size
+            return math.lcm(self.chunk_size, self.block_tokens)
+        return -(-self.block_tokens // self.chunk_size) * self.chunk_size
 
 
 def _parse_window(name: str, text: str) -> int | Literal["all"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,14 +21,8 @@ from batchgen.attention.plan import split_step
 from batchgen.attention.work_list import BLOCK_TABLE, HEADER, Lane, work_list
 from batchgen.scheduling.batch import ScheduledSpan
 
-SHARED_READS = 64
-"""A run of blocks becomes a shared part where queries x blocks reaches this (CUDA). To be measured."""
-WIDE_MIN_KEYS, NARROW_MIN_KEYS = 512, 256
-"""A range of keys is not split into shorter ones: the merge would cost more. To be measured."""
 STAGING = 3
 """Host buffers used in turn: so many steps may be planned before the first one's copy must have ended."""
-PARTIALS = 4096
-"""Partial results of queries that there is room for at first; two of every query of a large step, if that is more."""
 MAX_SLOTS = 1 << 31
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,6 +31,24 @@ BLOCK_T = 16
 """Tokens whose KV a program writes."""
 MERGED = 4096
 """Elements of the output that a program merges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How finely reads are shared and split: affects speed, and results by rounding only. To be measured on a GPU."""
+
+    shared_reads: int = 64
+    """A run of blocks becomes a shared part where queries x blocks reaches this."""
+    wide_min_keys: int = 512
+    narrow_min_keys: int = 256
+    """Ranges of keys are not split into shorter ones: the merge would cost more."""
+    item_keys: int = 64
+    """The fixed cost of an item, counted in keys."""
+    partials: int = 4096
+    """Partial results of queries that there is room for at first; two of every query of a large step, if that is more."""
+
+
+DEFAULT_TUNING = Tuning()
 
 
 def obstacle(cache: KVCache, device: torch.device) -> str:
@@ -72,7 +85,14 @@ class DeviceAttention:
     of the merge. One copy moves it.
     """
 
-    def __init__(self, cache: KVCache, max_tokens: int, device: torch.device, group: int = 1) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_tokens: int,
+        device: torch.device,
+        group: int = 1,
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> None:
         """`max_tokens`: of the largest padded batch. `group`: query heads to a key/value head; any is right, the model's is fast."""
         from batchgen.attention import triton_kernels as kernels
 
@@ -83,16 +103,17 @@ class DeviceAttention:
         self.num_parts = 0
         """Of the present step."""
         self._cache, self._device, self._max_tokens = cache, device, max_tokens
+        self._shared_reads = tuning.shared_reads
         keys, values = [*cache.keys.values()], [*cache.values.values()]
         heads = max(pool.shape[0] for pool in keys)
         k_size, v_size = (max(pool.shape[2] for pool in pools) for pools in (keys, values))
         tiles = kernels.tiles(k_size, v_size, keys[0].dtype, group, device)
         self._wide, self._narrow = (
-            Lane(max(1, tile.rows // group), kernels.programs(tile, device), heads, min_keys)
-            for tile, min_keys in zip(tiles, (WIDE_MIN_KEYS, NARROW_MIN_KEYS), strict=True)
+            Lane(max(1, tile.rows // group), kernels.programs(tile, device), heads, min_keys, tuning.item_keys)
+            for tile, min_keys in zip(tiles, (tuning.wide_min_keys, tuning.narrow_min_keys), strict=True)
         )
         self._lists = HEADER + 3 * max_tokens  # where what varies in length begins
-        self._partials = max(PARTIALS, 2 * max_tokens)
+        self._partials = max(tuning.partials, 2 * max_tokens)
         self._allocate(self._lists + 8 * max_tokens + (1 << 14))
 
     def _allocate(self, words: int) -> None:
@@ -118,7 +139,7 @@ class DeviceAttention:
         `tokens`: the padded size of the batch; padded places write no KV and give zeros. Raises `ValueError` where it is too small.
         """
         size = self._cache.block_size
-        cuts = split_step(spans, size, SHARED_READS)
+        cuts = split_step(spans, size, self._shared_reads)
         count = cuts.num_tokens
         padded = count if tokens is None else tokens
         if not count <= padded <= self._max_tokens:

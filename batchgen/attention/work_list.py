@@ -29,8 +29,6 @@ FIELDS = 8
 """int32 of an item: its columns, padded to 32 bytes."""
 ALL = 1 << 30
 """FIRST_VISIBLE of items whose queries see every key."""
-ITEM_KEYS = 64
-"""The fixed cost of an item, counted in keys. Not measured yet."""
 EVEN = 1.1
 """A lane is balanced if its busiest program has at most this multiple of the average work."""
 
@@ -49,6 +47,8 @@ class Lane:
     """Key/value heads: each item is so many units."""
     min_keys: int
     """Ranges are not split into parts with fewer keys."""
+    item_keys: int = 64
+    """The fixed cost of an item, counted in keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +207,12 @@ def _split(items: Ints, lane: Lane, block_size: int) -> Ints:
 def _longest(keys: Ints, lane: Lane) -> int:
     """Returns the maximum number of keys of an item: the largest that balances the lane, or the best one if none does."""
     most = int(keys.max(initial=1))
-    share = keys.sum() * lane.heads / lane.programs + ITEM_KEYS
+    share = keys.sum() * lane.heads / lane.programs + lane.item_keys
     best = (np.inf, -most)
     for splits in range(1, most // lane.min_keys + 1):
         longest = -(-most // splits)
         counts = -(-keys // longest)
-        sizes = np.sort(np.repeat(keys / counts, counts))[::-1] + ITEM_KEYS
+        sizes = np.sort(np.repeat(keys / counts, counts))[::-1] + lane.item_keys
         busiest = sizes[np.arange(0, len(sizes) * lane.heads, lane.programs) // lane.heads].sum()
         best = min(best, (busiest, -longest))
         if best[0] <= EVEN * share or len(sizes) * lane.heads > 4 * lane.programs:

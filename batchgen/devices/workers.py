@@ -87,22 +87,21 @@ class _WorkerHandle:
     def place(self) -> int:
         return self.setup.place
 
-    @property
-    def state(self) -> str:
-        """`lost`, `loading`, `idle` (has nothing to do), `silent` or `running`."""
+    def state(self, silent_after: float) -> str:
+        """`lost`, `loading`, `idle` (has nothing to do), `silent` (has sent nothing for more than `silent_after` seconds) or `running`."""
         if self.lost:
             return "lost"
         if not self.batch_size:
             return "loading"
         if self.quiet:
             return "idle"
-        return "silent" if time.monotonic() - self.heard_at > SILENT_SECONDS else "running"
+        return "silent" if time.monotonic() - self.heard_at > silent_after else "running"
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self, silent_after: float) -> dict[str, Any]:
         """How far it is, in the form that docs/status.md describes. Speeds are averages since it was ready; a lost worker has none."""
         seconds = self.heard_at - self.ready_at if self.batch_size and not self.lost else 0.0
         tokens = self.stats.completion_tokens
-        state = self.state
+        state = self.state(silent_after)
         return {
             "device": self.device,
             "state": state,
@@ -210,9 +209,9 @@ class Workers:
             for worker in self._workers
         ]
 
-    def progress(self) -> list[dict[str, Any]]:
-        """How far each worker is, for `batchgen status`."""
-        return [worker.progress() for worker in self._workers]
+    def progress(self, silent_after: float = SILENT_SECONDS) -> list[dict[str, Any]]:
+        """How far each worker is, for `batchgen status`. One that has work and has sent nothing for so many seconds is called silent."""
+        return [worker.progress(silent_after) for worker in self._workers]
 
     @property
     def unfinished(self) -> int:

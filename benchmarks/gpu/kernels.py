@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from batchgen.attention import triton_backend, work_list
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache
-from batchgen.attention.triton_backend import DeviceAttention
+from batchgen.attention.triton_backend import DEFAULT_TUNING, DeviceAttention, Tuning
 from batchgen.scheduling.batch import ScheduledSpan
 from benchmarks.gpu.device import Bench, layer_shape, shape_of
 
@@ -39,9 +38,9 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
 }  # fmt: skip
 """Of the tiles that there are, what is tried in another way."""
 SPLITS: dict[str, tuple[int, ...]] = {
-    "WIDE_MIN_KEYS": (256, 1024), "NARROW_MIN_KEYS": (128, 512, 1024), "ITEM_KEYS": (16, 32, 128, 256),
+    "wide_min_keys": (256, 1024), "narrow_min_keys": (128, 512, 1024), "item_keys": (16, 32, 128, 256),
 }  # fmt: skip
-"""What is tried of the constants that say how finely long ranges of keys are split."""
+"""What is tried of the fields of `Tuning` that say how finely long ranges of keys are split."""
 
 
 @dataclass(eq=False)
@@ -83,9 +82,9 @@ class Layer:
         )
         self.group, self.tokens, self.shape = shape.heads // shape.kv_heads, tokens, shape
 
-    def seconds(self, works: Sequence[ScheduledSpan]) -> float:
+    def seconds(self, works: Sequence[ScheduledSpan], tuning: Tuning = DEFAULT_TUNING) -> float:
         """Of one layer, its KV being written in it; the plan is made and copied before."""
-        attention = DeviceAttention(self.cache, self.tokens, self.bench.device, self.group)
+        attention = DeviceAttention(self.cache, self.tokens, self.bench.device, self.group, tuning)
         attention.plan(works)
         count = sum(w.stop - w.start for w in works)
         q, k, v = (x[:, :count] for x in (self.q, self.k, self.v))
@@ -127,14 +126,13 @@ def crossover(bench: Bench, model: str) -> dict[str, Any]:
             works = decoding(count, prefix, BLOCK_SIZE)
             took = []
             for reads in (ALWAYS, NEVER):
-                with changed(triton_backend, SHARED_READS=reads):
-                    took.append(layer.seconds(works))
+                took.append(layer.seconds(works, Tuning(shared_reads=reads)))
             grid.append({"prefix": prefix, "sharers": count, "shared_ms": ms(took[0]), "flat_ms": ms(took[1])})
     return {
         "model": bench.model(model),
         "grid": grid,
         "best_shared_reads": best_threshold(grid),
-        "used": triton_backend.SHARED_READS,
+        "used": DEFAULT_TUNING.shared_reads,
     }
 
 
@@ -226,7 +224,7 @@ def variants(bench: Bench, lane: str) -> dict[str, Any]:
     found = []
     for change in VARIANTS[lane][: bench.size(None, 2)]:
         tiles = now | {lane: now[lane]._replace(**change)}
-        with changed(triton_kernels, TILES=triton_kernels.TILES | {key: tuple(tiles.values())}):
+        with _tiles(triton_kernels, triton_kernels.TILES | {key: tuple(tiles.values())}):
             try:
                 took = _two(bench, lane)
             except Exception as e:  # too much shared memory, say
@@ -237,21 +235,19 @@ def variants(bench: Bench, lane: str) -> dict[str, Any]:
 
 
 def splits(bench: Bench) -> dict[str, Any]:
-    """The same by how finely long ranges of keys are split: as it is, and with one constant at a time changed."""
-    found = [{"change": {}, **_all(bench)}]
+    """The same by how finely long ranges of keys are split: as it is, and with one field of `Tuning` at a time changed."""
+    found = [{"change": {}, **_all(bench, DEFAULT_TUNING)}]
     for name, values in list(SPLITS.items())[: bench.size(None, 1)]:
-        of = triton_backend if hasattr(triton_backend, name) else work_list
         for value in values[: bench.size(None, 1)]:
-            with changed(of, **{name: value}):
-                found.append({"change": {name: value}, **_all(bench)})
+            found.append({"change": {name: value}, **_all(bench, Tuning(**{name: value}))})
     return {"variants": found}
 
 
-def _all(bench: Bench) -> dict[str, float]:
-    return _two(bench, "narrow") | _two(bench, "wide")
+def _all(bench: Bench, tuning: Tuning) -> dict[str, float]:
+    return _two(bench, "narrow", tuning) | _two(bench, "wide", tuning)
 
 
-def _two(bench: Bench, lane: str) -> dict[str, float]:
+def _two(bench: Bench, lane: str, tuning: Tuning = DEFAULT_TUNING) -> dict[str, float]:
     count, prefix, own = bench.size((256, 4096, OWN), (2, 64, 32))
     kinds = {"decode_shared_ms": decoding(count, prefix, own)}
     if lane == "wide":
@@ -261,21 +257,18 @@ def _two(bench: Bench, lane: str) -> dict[str, float]:
     found = {}
     for name, works in kinds.items():
         layer = Layer(bench, "8b", blocks_of(works), sum(w.stop - w.start for w in works))
-        found[name] = ms(layer.seconds(works))
+        found[name] = ms(layer.seconds(works, tuning))
     return found
 
 
 @contextmanager
-def changed(of: Any, **values: Any) -> Iterator[None]:
-    """A module's constants have these values in the block."""
-    before = {name: getattr(of, name) for name in values}
-    for name, value in values.items():
-        setattr(of, name, value)
+def _tiles(kernels: Any, tiles: Any) -> Iterator[None]:
+    """The kernels use other tiles in the block: a launch looks them up."""
+    before, kernels.TILES = kernels.TILES, tiles
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(of, name, value)
+        kernels.TILES = before
 
 
 def teraflops(flop: float, seconds: float) -> float:

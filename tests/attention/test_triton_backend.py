@@ -9,12 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.attention import triton_backend as module
 from batchgen.attention.base import LayerOptions, StepAttention
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
-from batchgen.attention.triton_backend import DeviceAttention, obstacle
+from batchgen.attention.triton_backend import DEFAULT_TUNING, DeviceAttention, Tuning, obstacle
 from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, pack
 from support import simulation as sim
 from support.params import examples, slow_but
@@ -40,13 +39,8 @@ def device(request):
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
-@pytest.fixture
-def fine(monkeypatch):
-    """Reads are split and shared as finely as can be."""
-    monkeypatch.setattr(module, "SHARED_READS", 1)
-    monkeypatch.setattr(module, "WIDE_MIN_KEYS", 1)
-    monkeypatch.setattr(module, "NARROW_MIN_KEYS", 1)
-    monkeypatch.setattr("batchgen.attention.work_list.ITEM_KEYS", 0)
+FINE = Tuning(shared_reads=1, wide_min_keys=1, narrow_min_keys=1, item_keys=0)
+"""Reads are split and shared as finely as can be."""
 
 
 def slot(scheduled, position, block_size):
@@ -62,7 +56,20 @@ def works_of(*spans):
 
 
 def compare(
-    device, spans, block_size, *, K=2, G=2, D=16, V=16, dtype=torch.float32, seed=0, sinks=False, padding=0, **options
+    device,
+    spans,
+    block_size,
+    *,
+    K=2,
+    G=2,
+    D=16,
+    V=16,
+    dtype=torch.float32,
+    seed=0,
+    sinks=False,
+    padding=0,
+    tuning=DEFAULT_TUNING,
+    **options,
 ):
     """What `DeviceAttention` gives is the reference; what nobody may see is NaN, or large."""
     generator = torch.Generator().manual_seed(seed)
@@ -84,7 +91,7 @@ def compare(
     if sinks:
         options["sinks"] = torch.randn(K * G, generator=generator).to(device)
     layer = LayerOptions(**({"scale": 0.3} | options))
-    attention = DeviceAttention(cache, 400, device, G)
+    attention = DeviceAttention(cache, 400, device, G, tuning)
     attention.plan(spans, T + padding)
     got = attention(0, q, k, v, layer)
     want = Reference(spans, block_size).attend(q[:, :T].reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
@@ -129,9 +136,8 @@ MIXED = ([3, 1, 4], 30, 35), ([9, 2, 6], 0, 33), ([8, 7], 17, 18), ([10, 11, 12]
         ],
     ),
 )  # fmt: skip
-@pytest.mark.usefixtures("fine")
 def test_it_is_the_reference_for_every_shape_of_heads(device, K, G, D, V, spans):
-    compare(device, works_of(*spans), 16, K=K, G=G, D=D, V=V)
+    compare(device, works_of(*spans), 16, K=K, G=G, D=D, V=V, tuning=FINE)
 
 
 OPTIONS = [
@@ -141,16 +147,14 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", slow_but([OPTIONS[6], OPTIONS[7]], OPTIONS), ids=str)
-@pytest.mark.usefixtures("fine")
 def test_it_is_the_reference_under_every_option(device, options):
-    compare(device, works_of(*MIXED), 16, K=1, **options)
+    compare(device, works_of(*MIXED), 16, K=1, tuning=FINE, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.usefixtures("fine")
 def test_it_is_the_reference_on_a_tree_under_every_option(device, options):
-    random_steps(sim, 4, lambda step: compare(device, step.spans, 16, **options))
+    random_steps(sim, 4, lambda step: compare(device, step.spans, 16, tuning=FINE, **options))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 80])
@@ -169,14 +173,11 @@ def random_case(sim, device, seed, steps, longest):
         "dtype": rng.choice([torch.float32, torch.float32, torch.bfloat16]), "padding": rng.choice([0, 3]),
     }  # fmt: skip
     tokens = rng.choice([9, 40])
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("SHARED_READS", "WIDE_MIN_KEYS", "NARROW_MIN_KEYS"):
-            patch.setattr(module, name, rng.choice([1, 16, 10**9]))
-        patch.setattr("batchgen.attention.work_list.ITEM_KEYS", rng.choice([0, 64]))
-        random_steps(
-            sim, seed, lambda step: compare(device, step.spans, block_size, seed=seed % 1000, **options), block_size=block_size,
-            tokens=tokens, steps=steps, longest=longest, sliding=options["window"] if rng.random() < 0.5 else None,
-        )  # fmt: skip
+    options["tuning"] = Tuning(*(rng.choice([1, 16, 10**9]) for _ in range(3)), item_keys=rng.choice([0, 64]))
+    random_steps(
+        sim, seed, lambda step: compare(device, step.spans, block_size, seed=seed % 1000, **options), block_size=block_size,
+        tokens=tokens, steps=steps, longest=longest, sliding=options["window"] if rng.random() < 0.5 else None,
+    )  # fmt: skip
 
 
 @settings(max_examples=examples(1, 4), deadline=None, suppress_health_check=[HealthCheck.differing_executors])
@@ -192,13 +193,10 @@ def test_it_is_the_reference_on_many_random_trees(device, seed):
     random_case(sim, device, seed, steps=5, longest=60)
 
 
-def test_how_reads_are_split_changes_nothing_but_rounding(device, monkeypatch):
+def test_how_reads_are_split_changes_nothing_but_rounding(device):
     spans = works_of((list(range(20)), 300, 301), (list(range(20, 30)), 100, 110))
     whole = compare(device, spans, 16)
-    monkeypatch.setattr(module, "WIDE_MIN_KEYS", 16)
-    monkeypatch.setattr(module, "NARROW_MIN_KEYS", 16)
-    monkeypatch.setattr("batchgen.attention.work_list.ITEM_KEYS", 0)
-    split = compare(device, spans, 16)
+    split = compare(device, spans, 16, tuning=Tuning(wide_min_keys=16, narrow_min_keys=16, item_keys=0))
     torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
     assert not torch.equal(split, whole)
 
@@ -280,11 +278,9 @@ def test_a_plan_lies_at_the_same_addresses_in_every_step(device):
     assert attention.generation == 0
 
 
-def test_a_plan_that_needs_more_room_gets_it_and_says_so(device, monkeypatch):
-    monkeypatch.setattr(module, "PARTIALS", 2)
-    monkeypatch.setattr(module, "NARROW_MIN_KEYS", 1)
+def test_a_plan_that_needs_more_room_gets_it_and_says_so(device):
     cache = KVCache({0: LayerShape(1, 16, 16, device)}, BLOCKS, 1, torch.float32)
-    attention = DeviceAttention(cache, 1, device)
+    attention = DeviceAttention(cache, 1, device, tuning=Tuning(narrow_min_keys=1, partials=2))
     words = len(attention._plan)
     attention.plan(works_of(([0], 0, 1)))
     assert (attention.generation, attention._partials) == (0, 2)
@@ -396,11 +392,10 @@ def logits_of(model, spans, attention, positions):
 
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.usefixtures("fine")
 def test_a_model_gives_the_same_logits_as_with_the_cascade(device):
     model = model_on(device)
     caches = [cache_for(model, device) for _ in range(2)]
-    attention = DeviceAttention(caches[0], 100, device, 2)
+    attention = DeviceAttention(caches[0], 100, device, 2, FINE)
     steps = []
 
     def check(step):

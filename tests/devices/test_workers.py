@@ -155,15 +155,14 @@ def test_what_is_under_way_is_told_several_times_a_second(fleet: Fleet, monkeypa
     assert len([steps for steps in told if 0 < steps < 300]) >= 5
 
 
-def test_how_far_each_worker_is_can_be_seen_while_they_run(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_each_worker_is_can_be_seen_while_they_run(fleet: Fleet) -> None:
     workers = fleet.workers()
     assert [w["device"] for w in workers.progress()] == ["cpu:0", "cpu:1"]
     seen: set[str] = set()
 
     def stop() -> None:
         if workers.stats.completion_tokens > 20:
-            seen.update(w["state"] for w in workers.progress())
-            monkeypatch.setattr("batchgen.devices.workers.SILENT_SECONDS", -1.0)  # as if each were silent for too long
+            seen.update(w["state"] for silent_after in (30.0, -1.0) for w in workers.progress(silent_after))
 
     run(workers, [request(i, [i], max_tokens=40) for i in range(8)], stop)
     assert {"running", "silent"} <= seen

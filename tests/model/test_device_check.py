@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -513,7 +514,7 @@ def test_a_job_ends_right_whatever_is_wrong_with_its_device(tiny_model_dir, want
     with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
         start = ThreadOfTrials(llm.engine.runner.model)
         start.model = replace(start.model, compile="auto")
-    monkeypatch.setattr(device_check, "TRIAL_SECONDS", 10.0)
+    monkeypatch.setattr("batchgen.model.device_check.check_device", partial(check_device, trial_seconds=10.0))
     use_fake_device(monkeypatch, **faults)
     check_as_on_a_gpu(monkeypatch, start)
     texts, attends, notes = job(tiny_model_dir)

@@ -12,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from batchgen import config
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of, row_key
 from batchgen.sampling_params import SamplingParams
@@ -22,14 +21,6 @@ from support.params import slow_but
 
 LONGEST = 30
 preempted = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_blocks():
-    """Of 4 tokens, so that a tree has many."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "BLOCK_TOKENS", 4)
-        yield
 
 
 @cache
@@ -90,6 +81,7 @@ def check(seed, policy, name="llama"):
     options = {
         "policy": policy,
         "chunk_size": 4,
+        "block_tokens": 4,  # so that a tree has many blocks
         "batch_size": min(tokens, rng.choice([3, 20])),
         "max_batch_tokens": tokens,
         "ahead": rng.random() < 0.5,
