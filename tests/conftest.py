@@ -60,11 +60,29 @@ def _write_to_memory() -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))  # read by pytest when the first test asks for a folder
 
 
+_frozen_modules = 0
+"""Number of modules when the garbage collector was last told to leave everything alone."""
+
+
 def pytest_collection_finish() -> None:
     """Whatever has been imported stays: the garbage collector need not look at it again and again."""
-    gc.freeze()
+    _freeze()
     gc.set_threshold(5_000, 20, 20)
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what the tests of a file have imported: transformers, datasets, the clients of stores."""
+    if nextitem is not None and nextitem.path != item.path and len(sys.modules) > _frozen_modules + 100:
+        gc.collect()
+        _freeze()
+
+
+def _freeze() -> None:
+    global _frozen_modules
+    _frozen_modules = len(sys.modules)
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
