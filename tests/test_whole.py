@@ -22,6 +22,7 @@ from batchgen.errors import InputCorrupt, Interrupted, OutputError
 from batchgen.jobs.sorted_requests import SortedRequests, SortLimits
 from batchgen.jobs.windows import PlannedWindows
 from batchgen.progress import Silent, Snapshot
+from support.params import slow_but
 
 Rows = list[dict[str, Any]]
 Write = Callable[..., Path]
@@ -84,7 +85,10 @@ def stopped(config: JobConfig, done: int) -> Path:
     return Path(f"{config.output}.job")
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=4), SamplingParams(max_tokens=6, temperature=1.0, n=2)])
+GREEDY, FORKS = SamplingParams(max_tokens=4), SamplingParams(max_tokens=6, temperature=1.0, n=2)
+
+
+@pytest.mark.parametrize("sampling", slow_but([FORKS], [GREEDY, FORKS]))
 def test_the_output_is_that_of_one_window_and_so_is_what_is_run(
     sampling: SamplingParams, tiny_model_dir: Path, write_jsonl: Write
 ) -> None:
@@ -126,7 +130,7 @@ def test_a_run_that_was_stopped_goes_on_without_reading_again(tiny_model_dir: Pa
     assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "flipped"])
+@pytest.mark.parametrize("damage", slow_but(["flipped"], ["gone", "cut", "flipped"]))
 def test_a_first_reading_that_is_not_whole_is_done_again(damage: str, tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([*shuffled(40), {"other": 1}])
     expected = config_of(tiny_model_dir, source, "expected.jsonl")

@@ -18,6 +18,7 @@ from batchgen.kernels.ops import (
 )
 from batchgen.sampling_params import SamplingParams
 from support.drawing import Sampler
+from support.params import slow_but
 
 PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -40,8 +41,10 @@ def near(got, want, by=1.0):
 
 
 @dtypes
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 64, 289])
-@pytest.mark.parametrize(("inner", "columns"), [(2, 1), (32, 64), (66, 63), (130, 200), (1026, 65)])
+@pytest.mark.parametrize("rows", slow_but([1, 6, 7, 289], [1, 2, 5, 6, 7, 64, 289]))
+@pytest.mark.parametrize(
+    ("inner", "columns"), slow_but([(2, 1), (66, 63), (1026, 65)], [(2, 1), (32, 64), (66, 63), (130, 200), (1026, 65)])
+)
 def test_a_packed_layer_gives_what_the_plain_one_gives(dtype, rows, inner, columns, threads):
     weight, bias = numbers(columns, inner, dtype=dtype), numbers(columns, dtype=dtype, seed=1)
     x = numbers(rows, inner, dtype=dtype, seed=2)

@@ -75,7 +75,11 @@ def test_graphs_that_run_recorded_operators_alone_write_the_same(model, want, mo
 
 
 @pytest.mark.parametrize(
-    "options", [{"blocks": 8}, {"max_batch_tokens": 9}, {"policy": "prefill-first"}, {"share": False}]
+    "options",
+    slow_but(
+        [{"blocks": 8}, {"share": False}],
+        [{"blocks": 8}, {"max_batch_tokens": 9}, {"policy": "prefill-first"}, {"share": False}],
+    ),
 )
 def test_graphs_change_nothing_whatever_the_schedule(model, want, monkeypatch, options):
     steps = use_fake_device(monkeypatch)

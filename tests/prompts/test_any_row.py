@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batchgen.errors import ROW_ERROR_TYPES
 from batchgen.prompts.params import NAMES
 from batchgen.request import Request
-from support.params import examples
+from support.params import examples, slow_but
 
 TEXT = st.text(max_size=8) | st.sampled_from(
     ["", "a", "<s>", "\ud800", "POST", "[]", "{}", "1e999", "user", "assistant", "text"]
@@ -46,7 +46,10 @@ COLUMNS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("options", [{}, {"chat": False}, {"template": "{{ prompt }}", "prefix": "P", "system": "S"}])
+ALL_OF_THEM = {"template": "{{ prompt }}", "prefix": "P", "system": "S"}
+
+
+@pytest.mark.parametrize("options", slow_but([{}, ALL_OF_THEM], [{}, {"chat": False}, ALL_OF_THEM]))
 @settings(max_examples=examples(6, 80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(columns=COLUMNS)
 def test_any_row_becomes_a_draft_or_an_error_row(tools, options, columns):

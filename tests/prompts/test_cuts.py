@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from batchgen.prompts.shared_text import Cuts
+from support.params import examples
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DEEPSEEK = (
@@ -174,7 +175,7 @@ def check_cuts(kind: str, added: str, known: str, more: str) -> None:
 
 @pytest.mark.parametrize(("kind", "added"), [*product(KINDS, ("plain",)), *product(ODD, ("none",))])
 @given(known=TEXTS, more=TEXTS)
-@settings(max_examples=25)
+@settings(max_examples=examples(10, 25))
 def test_the_parts_have_the_tokens_of_the_whole(kind, added, known, more):
     check_cuts(kind, added, known, more)
 

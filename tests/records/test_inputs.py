@@ -19,7 +19,7 @@ import zstandard
 
 from batchgen.errors import InputCorrupt, UsageError
 from batchgen.records import open_input, windows
-from support.params import FULL
+from support.params import FULL, slow_but
 
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]
 JSONL = b'{"prompt": "one"}\n\n{"prompt": "two"}\n'
@@ -349,7 +349,7 @@ def test_urls_without_fsspec_or_with_an_unknown_scheme_say_what_to_do(monkeypatc
     assert caught.value.hint == "pip install 'batchgen-llm[remote]' (fsspec and the store's package)"
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.csv", "x.parquet"])
+@pytest.mark.parametrize("name", slow_but(["x.parquet"], ["x.jsonl.gz", "x.csv", "x.parquet"]))
 def test_memory_does_not_grow_with_the_file(folder, name):
     def peak(n: int) -> int:  # of what Python allocates, in bytes
         rows = [{"n": str(i), "prompt": "word " * 20} for i in range(n)]
