@@ -4,7 +4,7 @@
 
 enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2 };
 
-// Of float32 as exact as a division, of bfloat16 as exact as what it is rounded to.
+// For float32 as exact as a division, for bfloat16 as exact as the result's rounding.
 template <class T>
 INLINE floats activate(int64_t which, floats x) {
     floats power = -x;
@@ -18,7 +18,7 @@ INLINE floats activate(int64_t which, floats x) {
     return x / (1.0f + exp(power));
 }
 
-// As if written in T and read again.
+// The value after it was written in T and read again.
 template <class T>
 INLINE floats rounded(floats x) {
     if (sizeof(T) == 4) return x;
@@ -27,7 +27,7 @@ INLINE floats rounded(floats x) {
     return load_floats(kept);
 }
 
-// The first `count` of a vector, the rest zero.
+// The first `count` numbers of a vector; the others are zero.
 template <class T>
 INLINE floats load_some(const T* p, int64_t count) {
     T all[LANES] = {};

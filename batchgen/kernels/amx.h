@@ -1,5 +1,5 @@
-// Advanced Matrix Extensions: tiles of up to 16 rows of 64 bytes. The instructions are written out, since compilers that know all the
-// rest do not know these. isa.py has asked the system to let this process use them. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.)
+// Advanced Matrix Extensions: tiles of up to 16 rows of 64 bytes. The instructions are written in assembly, because some compilers that
+// know all others do not know these. isa.py has asked the system to let this process use them. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.)
 #pragma once
 #if defined(BATCHGEN_AMX)
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int TILE = 16;        // most rows of a tile, and words of one of its rows
+constexpr int TILE = 16;        // rows of a tile at most, and words in a row
 constexpr int SIDE = 2 * TILE;  // columns of two tiles
 
 #define TILE_LOAD(tile, from, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t(stride)) : "memory")
@@ -16,13 +16,13 @@ constexpr int SIDE = 2 * TILE;  // columns of two tiles
 #define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
 #define TILE_OPERATION(name, sum, x, w) asm volatile(name " %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::)
 
-// The tiles of a thread, for as long as this lives: sums in 0 to 3, two rows of two; rows of x in 4 and 5; columns of weights in 6 and 7.
+// The tiles of a thread while this object lives: 0 to 3 are sums, in two rows of two; 4 and 5 are rows of x; 6 and 7 are columns of weights.
 class Tiles {
    public:
     ~Tiles() {
         if (shapes_.rows[4]) asm volatile("tilerelease" ::);
     }
-    // So many rows in the upper and in the lower tiles, and so many words of the inner dimension in x and in the weights.
+    // Sets the rows of the upper and of the lower tiles, and the words of the inner dimension in x and in the weights.
     void set(int64_t upper, int64_t lower, int64_t words = TILE) {
         if (shapes_.rows[4] == upper && shapes_.rows[5] == lower && shapes_.rows[6] == words) return;
         shapes_.rows[0] = shapes_.rows[1] = shapes_.rows[4] = uint8_t(upper);
@@ -42,7 +42,7 @@ class Tiles {
     } shapes_;
 };
 
-// The sums of 16 rows, or with LOWER 32, by 16 columns on the left and, with RIGHT, 16 on the right.
+// The sums of 16 rows (32 with LOWER) by 16 columns on the left and, with RIGHT, 16 on the right.
 template <bool LOWER, bool RIGHT>
 struct Sums {
     static INLINE void zero() {
@@ -51,7 +51,7 @@ struct Sums {
         if (LOWER) TILE_ZERO(2);
         if (LOWER && RIGHT) TILE_ZERO(3);
     }
-    // `row` words from one row to the next.
+    // `row`: words from one row to the next.
     static INLINE void load(const void* left_, const void* right_, int64_t row) {
         const uint32_t *left = static_cast<const uint32_t*>(left_), *right = static_cast<const uint32_t*>(right_);
         TILE_LOAD(0, left, 4 * row);

@@ -1,7 +1,7 @@
-"""Compiles the kernels with the C++ compiler found on this machine, for this processor, and loads them.
+"""Compiles the kernels for this processor, with the machine's C++ compiler, and loads them.
 
-The library is kept in the user's cache folder, by what it was made from: the sources, the compiler's version and the flags, which
-name the instruction set (`isa`). It knows nothing of torch (pointers and sizes in, nothing out), so any version of torch can use it.
+The library is stored in the user's cache folder, by a digest of what it was made from: the sources, the compiler's version, and the flags,
+which name the instruction set (`isa`). It does not depend on torch: its functions take pointers and sizes, so any version of torch can use it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""What the kernels compute in, by the names that their functions have."""
+"""The types that the kernels compute in, with their names in functions of the library."""
 TIMEOUT = 300.0
-"""Seconds that the compiler may take."""
+"""Longest time for the compiler, in seconds."""
 
 
 class NoKernels(BatchgenError):
@@ -47,17 +47,17 @@ _logger = logging.getLogger("batchgen")
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels; compiled now where that has not been done. Raises `NoKernels` with the reason."""
+    """Returns the compiled kernels, which are compiled first if they are not in the cache. Raises `NoKernels` with the reason."""
     target = _compiled()
     try:
         return _load(target)
-    except NoKernels:  # cut off by a full disk or a power cut, say
+    except NoKernels:  # the file may be damaged, by a full disk or a power cut
         target.unlink(missing_ok=True)
         return _load(_compiled())
 
 
 def _compiled() -> Path:
-    """Compiles the kernels where that has not been done, once for all processes; returns the library's place. Raises `NoKernels`."""
+    """Compiles the kernels if they are not in the cache, in one process at a time. Returns the path of the library. Raises `NoKernels`."""
     if instruction_set() == NONE:
         raise NoKernels(_why_none())
     try:
@@ -70,7 +70,6 @@ def _compiled() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _lock(target.parent):
             if not target.exists():  # another process may have been first
-                # Made in a folder of its own and renamed, so that the library is whole or not there.
                 with tempfile.TemporaryDirectory(dir=target.parent, prefix="unfinished-") as folder:
                     made = Path(folder) / target.name
                     _compile(made)
@@ -82,8 +81,8 @@ def _compiled() -> Path:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Held by one process at a time; a process that ends lets go of it."""
-    import fcntl  # not on every system; `_compiler` has refused the others
+    """Holds a lock on the folder. A process that ends releases it."""
+    import fcntl  # missing on Windows, which `_compiler` refuses
 
     with (folder / "lock").open("w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
@@ -92,7 +91,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 @cache
 def kernel(name: str, dtype: torch.dtype, more: str = "") -> Any:
-    """The function of this name for one of `DTYPES`; it returns nothing. Raises `NoKernels`."""
+    """Returns the library's function `name` for one of `DTYPES`; the function returns nothing. Raises `NoKernels`."""
     function = library()[f"batchgen_{name}_{DTYPES[dtype]}{more}"]
     function.restype = None
     return function
@@ -108,7 +107,7 @@ def _compile(to: Path) -> None:
         subprocess.Popen([compiler, *options, "-c", str(source), "-o", str(made)], stderr=subprocess.PIPE, text=True)
         for source, made in zip(sources, objects, strict=True)
     ]
-    for done, run in enumerate(reversed(runs), 1):  # the first of them takes the longest
+    for done, run in enumerate(reversed(runs), 1):  # the first file takes longest
         _finish(run)
         if done < len(runs):
             _logger.info("compiling kernels: %d of %d files done", done, len(runs))
@@ -140,7 +139,7 @@ def _sources() -> list[Path]:
 
 
 def _target() -> Path:
-    """Where the library is, or goes."""
+    """Returns the path of the library, which need not exist."""
     compiler = _compiler()
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
@@ -155,7 +154,7 @@ def _target() -> Path:
 
 
 def _compiler() -> str:
-    """Raises `NoKernels` where there is none."""
+    """Returns the C++ compiler. Raises `NoKernels` if there is none."""
     if not sys.platform.startswith("linux"):
         raise NoKernels("the kernels are for Linux")
     chosen = os.environ.get("CXX")
@@ -167,12 +166,12 @@ def _compiler() -> str:
 
 
 def _options(compiler: str) -> list[str]:
-    """Returns the flags of the largest set that this compiler knows: GCC 10 has no AVX-VNNI, GCC 9 no bfloat16 of ARM. Larger ones' kernels are left out."""
+    """Returns the flags of the largest set that this compiler knows: GCC 10 has no AVX-VNNI, GCC 9 no bfloat16 of ARM. Kernels for larger sets are then left out."""
     for name in [instruction_set(), *sets_below()]:
         command = [compiler, *FLAGS, *flags(name), "-x", "c++", "-fsyntax-only", os.devnull]
         if subprocess.run(command, capture_output=True, timeout=TIMEOUT).returncode == 0:
             return [*FLAGS, *flags(name)]
-    return [*FLAGS, *flags()]  # what else is wrong, the compiler says for the sources
+    return [*FLAGS, *flags()]  # compiling the sources will show what else is wrong
 
 
 def _why_none() -> str:

@@ -1,7 +1,7 @@
-// Rows of numbers as 8 bits and a scale, each row by itself: x is about q * scale, with q from -127 to 127.
+// Quantizes rows of numbers to 8 bits and a scale for each row: x is about q * scale, with q from -127 to 127.
 //
-// How q lies in memory is what the products of this processor (linear_int8.cpp) read: bytes, from 1 to 255 where an instruction
-// multiplies unsigned bytes by signed ones, else signed; or 16 bits.
+// The layout of q in memory is the one that linear_int8.cpp reads on this processor: signed bytes, or q + 128 in unsigned bytes if an
+// instruction multiplies unsigned by signed bytes, or 16 bits.
 #pragma once
 #include "activation.h"
 #include "vec.h"
@@ -17,9 +17,9 @@ typedef int16_t quantized;
 #else
 typedef int8_t quantized;
 #endif
-constexpr int64_t STEP = 64;  // rows are as long as a multiple of this; what is behind their end is multiplied by zero
+constexpr int64_t STEP = 64;  // the length of rows is a multiple of this; weights behind their end are zero
 
-// To nearest, ties to even, as torch.round.
+// To nearest, ties to even, like torch.round.
 INLINE ints to_ints(floats x) {
 #if defined(__AVX512F__)
     return (ints)_mm512_cvtps_epi32((__m512)x);
@@ -64,18 +64,18 @@ INLINE ints larger(ints a, ints b) {
 #endif
 }
 
-// Writes a row of `size` numbers and returns its scale: the largest magnitude / 127. Infinite or not a number where one of them is.
+// Writes a row of `size` numbers. Returns its scale: the largest magnitude / 127; infinite or NaN if one of the numbers is.
 template <class T>
 INLINE float quantize_row(const T* x, int64_t size, quantized* to) {
-    ints most[4] = {};  // magnitudes compare as integers do, and what is not a number is above all
+    ints highest[4] = {};  // bits of magnitudes, which compare like integers; NaN is above all numbers
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
-        for (int j = 0; j < 4; j++) most[j] = larger(most[j], (ints)load_floats(x + i + j * LANES) & 0x7fffffff);
+        for (int j = 0; j < 4; j++) highest[j] = larger(highest[j], (ints)load_floats(x + i + j * LANES) & 0x7fffffff);
     for (; i < size; i += LANES) {
         const floats v = i + LANES <= size ? load_floats(x + i) : load_some(x + i, size - i);
-        most[0] = larger(most[0], (ints)v & 0x7fffffff);
+        highest[0] = larger(highest[0], (ints)v & 0x7fffffff);
     }
-    const ints all = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    const ints all = larger(larger(highest[0], highest[1]), larger(highest[2], highest[3]));
     int32_t bits = 0;
     for (int lane = 0; lane < LANES; lane++) bits = all[lane] > bits ? all[lane] : bits;
     float largest;

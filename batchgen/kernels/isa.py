@@ -1,6 +1,6 @@
-"""The vector instructions that our kernels are compiled for. `BATCHGEN_ISA` restricts them; no torch.
+"""The vector instructions that the kernels are compiled for. `BATCHGEN_ISA` restricts them. No torch.
 
-The sets of a processor are ordered, the larger ones last; each holds all of the set that it builds on.
+The instruction sets of a processor are ordered, the largest last. Each contains the set that it builds on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NONE = "none"
 X86 = (NONE, "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 ARM = (NONE, "neon", "neon_dot", "neon_bf16")
 _BUILDS_ON = {"avx512": "avx2"}
-"""Where it is not the set before it: desktops have AVX-VNNI without AVX-512, servers AVX-512 without AVX-VNNI."""
+"""The set that a set builds on, if that is not the one before it: desktops have AVX-VNNI without AVX-512, servers AVX-512 without AVX-VNNI."""
 
 _NEEDS = {
     "avx2": ("avx2", "fma", "f16c"),
@@ -30,7 +30,7 @@ _NEEDS = {
     "neon_dot": ("asimddp",),
     "neon_bf16": ("bf16",),
 }
-"""What /proc/cpuinfo says of a processor that has a set but not of one that has only the set that it builds on."""
+"""The features in /proc/cpuinfo that a set needs in addition to those of the set that it builds on."""
 _FLAGS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
     "avx2_vnni": ("-mavxvnni",),
@@ -46,7 +46,7 @@ _FLAGS = {
 
 @cache
 def instruction_set() -> str:
-    """One of `X86` or `ARM`: the largest set that this processor has and that `BATCHGEN_ISA` allows.
+    """Returns the largest set, of `X86` or `ARM`, that this processor has and `BATCHGEN_ISA` allows.
 
     `BATCHGEN_ISA=avx2` lets a processor with AVX-512 stand in for one without. Raises `UsageError` for an unknown name.
     """
@@ -54,7 +54,7 @@ def instruction_set() -> str:
 
 
 def allowed(wish: str | None, sets: tuple[str, ...], has: frozenset[str]) -> str:
-    """The largest of `sets` whose features, and those of the sets that it builds on, a processor has; not beyond `wish`."""
+    """Returns the largest of `sets`, up to `wish`, that a processor with the features `has` supports together with the sets that it builds on."""
     if wish and wish not in {*X86, *ARM}:
         raise UsageError(f"BATCHGEN_ISA {wish!r} is unknown", f"use one of {', '.join(sets)}, or leave it out")
     within = sets[1 : sets.index(wish) + 1] if wish in sets else sets[1:]
@@ -66,15 +66,15 @@ def allowed(wish: str | None, sets: tuple[str, ...], has: frozenset[str]) -> str
 
 
 def _below(name: str, sets: tuple[str, ...]) -> str:
-    """The set that a set builds on."""
+    """Returns the set that a set builds on."""
     return _BUILDS_ON.get(name) or sets[sets.index(name) - 1]
 
 
 def flags(name: str = "") -> list[str]:
-    """The compiler's options for a set, by default `instruction_set`: those of the set and of the sets that it builds on, and no others."""
+    """Returns the compiler's options for a set (by default `instruction_set`) and for the sets that it builds on."""
     sets, name = _sets(), name or instruction_set()
     if sets is ARM:
-        return list(_FLAGS.get(name, ()))  # one -march takes the place of another
+        return list(_FLAGS.get(name, ()))  # only the last -march counts
     names: list[str] = []
     while name != NONE:
         names.insert(0, name)
@@ -83,7 +83,7 @@ def flags(name: str = "") -> list[str]:
 
 
 def sets_below() -> list[str]:
-    """The sets that `instruction_set` builds on, the largest first."""
+    """Returns the sets that `instruction_set` builds on, the largest first."""
     sets, name, found = _sets(), instruction_set(), []
     while name != NONE and (name := _below(name, sets)) != NONE:
         found.append(name)
@@ -93,7 +93,9 @@ def sets_below() -> list[str]:
 def has_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 faster than float32, as far as `BATCHGEN_ISA` allows."""
     wish = os.environ.get("BATCHGEN_ISA")
-    found = allowed(None, _sets(), features()) if wish == NONE else instruction_set()  # plain torch uses what there is
+    found = (
+        allowed(None, _sets(), features()) if wish == NONE else instruction_set()
+    )  # plain torch uses all instructions
     return found in ("avx512_bf16", "amx", "neon_bf16")
 
 
@@ -104,7 +106,7 @@ def has_float16() -> bool:
 
 @cache
 def features() -> frozenset[str]:
-    """The processor's features by their names in /proc/cpuinfo that this process may use; empty where there is no such file."""
+    """Returns the processor's features that this process may use, by their names in /proc/cpuinfo; empty without such a file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

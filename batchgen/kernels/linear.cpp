@@ -4,7 +4,7 @@
 EXPORT int64_t batchgen_linear_panel() { return WIDTH; }
 EXPORT void batchgen_linear_float32(const Product* p) { run<Float, float>(*p); }
 EXPORT void batchgen_linear_float32_by_bfloat16(const Product* p) { run<Widened, float>(*p); }
-// x is float32 where no instruction multiplies bfloat16.
+// x is float32 if no instruction multiplies bfloat16.
 EXPORT void batchgen_linear_bfloat16(const Product* p) {
 #if defined(BATCHGEN_AMX)
     run_tiles<Bfloat, bf16>(*p);
@@ -13,7 +13,7 @@ EXPORT void batchgen_linear_bfloat16(const Product* p) {
 #endif
 }
 EXPORT int64_t batchgen_linear_widens() { return Bfloat::a_words == 2; }
-// Columns of a panel of bfloat16 weights that lie side by side.
+// How many columns of a panel of bfloat16 weights lie side by side.
 EXPORT int64_t batchgen_linear_side_bfloat16() {
 #if defined(BATCHGEN_AMX)
     return SIDE;

@@ -1,7 +1,7 @@
-// Linear layers of 8 bits: y = (q x_scale) (W scale)^T + bias, where q and W are whole numbers from -127 to 127, x_scale belongs to a row
-// and scale to a column. Sums are exact, in 32 bits: a row's result depends on nothing but the row.
+// Linear layers in 8 bits: y = (q x_scale) (W scale)^T + bias. q and W are whole numbers from -127 to 127, x_scale belongs to a row and
+// scale to a column. Sums are exact, in 32 bits, so a row's result depends only on the row.
 //
-// A word of W is four values that follow one another along the inner dimension.
+// A word of W holds four values that are neighbours along the inner dimension.
 #include "int8.h"
 #include "linear_tiles.h"
 
@@ -12,8 +12,8 @@ constexpr int SIDE = WIDTH;
 #endif
 
 #if defined(__AVX2__) && !defined(UNSIGNED_BYTES)
-// No instruction sums four products of bytes exactly (vpmaddubsw saturates), so both are made 16 bits wide. The four values of a word lie
-// in the order 0, 2, 1, 3: its even bytes are two neighbours, and its odd ones.
+// No instruction sums four products of bytes exactly (vpmaddubsw saturates), so both factors are widened to 16 bits. The four values of a
+// word are in the order 0, 2, 1, 3, so that its even bytes are two neighbours, and so are its odd bytes.
 struct Pairs {  // words of two values of 16 bits
     typedef ints sum;
     static constexpr int per_word = 2, a_words = 1;
@@ -87,7 +87,7 @@ struct Bytes {
 #endif
 
 #if defined(BATCHGEN_AMX)
-constexpr int AMX_ROWS = ROWS + 1;  // from so many rows on tiles are faster than vectors
+constexpr int AMX_ROWS = ROWS + 1;  // with this many rows or more, tiles are faster than vectors
 #endif
 
 template <class T>
@@ -99,7 +99,7 @@ void linear(const Product& p) {
 }
 
 struct Rows {  // `_Rows` in int8.py is the same
-    int64_t rows, size, x_row, q_row;  // elements of x, and of q, from one row to the next
+    int64_t rows, size, x_row, q_row;  // x_row, q_row: elements of x and of q from one row to the next
     int64_t threads;
     const void* x;
     quantized* q;
@@ -108,7 +108,7 @@ struct Rows {  // `_Rows` in int8.py is the same
 
 template <class T>
 void quantize(const Rows& r) {
-    constexpr int64_t worth = 8192;  // elements, a thread
+    constexpr int64_t worth = 8192;  // elements for each thread
     for_each(r.rows, std::max<int64_t>(1, std::min(r.threads, r.rows * r.size / worth)), [&](int64_t row) {
         r.scales[row] = quantize_row<T>((const T*)r.x + row * r.x_row, r.size, r.q + row * r.q_row);
     });

@@ -1,4 +1,4 @@
-"""Linear layers of 8 bits through torch's oneDNN, for machines without our kernels: the same whole numbers, scales and exact sums."""
+"""Linear layers in 8 bits with torch's oneDNN, for machines without batchgen's kernels: the same whole numbers, scales and exact sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.kernels.int8 import LARGEST
 
 
 class OneDnnInt8Linear(torch.nn.Module):
-    """x [..., K] to [..., N] as `Int8Linear` computes it."""
+    """Maps x [..., K] to [..., N] with the results of `Int8Linear`."""
 
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
@@ -30,7 +30,7 @@ class OneDnnInt8Linear(torch.nn.Module):
         if not len(rows):
             return x.new_empty((*x.shape[:-1], self.out_features))
         largest = rows.abs().amax(1, keepdim=True)
-        # Divided as our kernels do: torch computes a number over a tensor by its reciprocal, which rounds twice.
+        # The kernels divide; torch divides a number by a tensor through a reciprocal, which rounds twice.
         inverse = torch.where(largest > 0, torch.full_like(largest, LARGEST) / largest, 0.0)
         whole = (rows * inverse).round_().to(torch.int8)
         y = _sums(whole, self.packed, self.out_features) * (largest / LARGEST * self.scales)
@@ -40,7 +40,7 @@ class OneDnnInt8Linear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[N, K], unpacked each time: for models that look at it."""
+        """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
         values: torch.Tensor = self.packed.to_dense()
         return (values.t() * self.scales[:, None]).to(self.dtype)
 
@@ -50,7 +50,7 @@ class OneDnnInt8Linear(torch.nn.Module):
 
 @cache
 def sums_are_exact() -> bool:
-    """Whether oneDNN sums products of 8 bits exactly here: without VNNI or AMX, pairs of them are cut at 16 bits."""
+    """Whether oneDNN sums products of 8 bits exactly on this machine. Without VNNI or AMX, sums of two products saturate at 16 bits."""
     weight = torch.full((64, 64), LARGEST, dtype=torch.int8)
     try:
         y = _sums(weight[:3], _packed(weight), 64)
@@ -64,7 +64,7 @@ def _packed(values: torch.Tensor) -> Any:
 
 
 def _sums(x: torch.Tensor, packed: Any, columns: int) -> torch.Tensor:
-    """int8 [rows, K] times packed int8 [N, K], in float32."""
+    """Returns int8 [rows, K] times packed int8 [N, K], in float32 [rows, N]."""
     y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
         x, 1.0, 0, packed, torch.ones(columns), torch.zeros(columns, dtype=torch.int32),
         None, 1.0, 0, torch.float32, "none", [], "",

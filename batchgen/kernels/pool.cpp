@@ -1,5 +1,5 @@
-// The threads behind pool.h. A thread that finds nothing to do looks for work for a while, since a step's kernels follow each other
-// within microseconds, and then sleeps: on a busy machine a spinning thread takes time from one that has work.
+// The threads of pool.h. A thread without work looks for some for a while, because a step's kernels follow each other within microseconds.
+// Then it sleeps, because on a busy machine a spinning thread takes time from threads that have work.
 #include "pool.h"
 
 #include <pthread.h>
@@ -22,7 +22,7 @@ inline void pause() {
 #endif
 }
 
-// Whether `done()` comes true within SPIN.
+// Returns whether `done()` becomes true within SPIN.
 template <class Done>
 bool spin(Done done) {
     const auto end = std::chrono::steady_clock::now() + SPIN;
@@ -37,7 +37,7 @@ bool spin(Done done) {
 
 class Pool {
    public:
-    // Whether the job was run: not if the pool has another, of another thread.
+    // Runs the job. Returns false, without running it, if the pool has a job of another thread.
     bool run(const Job& job, int64_t threads) {
         std::unique_lock<std::mutex> only(one_job_, std::try_to_lock);
         if (!only.owns_lock()) return false;
@@ -50,7 +50,7 @@ class Pool {
             wake_.notify_all();
         }
         job.run(job.body, *job.tasks);
-        state_.fetch_and(~OPEN);  // whoever has not begun by now is not waited for
+        state_.fetch_and(~OPEN);  // threads that have not begun by now are not waited for
         const auto done = [this] { return !(state_.load() & BUSY); };
         if (!spin(done)) {
             std::unique_lock<std::mutex> lock(mutex_);
@@ -77,7 +77,7 @@ class Pool {
             if (!state_.compare_exchange_weak(state, state + 1)) continue;
             seen = state / ROUND;
             job_.run(job_.body, *job_.tasks);
-            if (((state_.fetch_sub(1) - 1) & (OPEN | BUSY)) == 0) {  // the last one, and the job's thread may wait
+            if (((state_.fetch_sub(1) - 1) & (OPEN | BUSY)) == 0) {  // the last one; the job's thread may be waiting
                 { std::lock_guard<std::mutex> lock(mutex_); }
                 done_.notify_one();
             }
@@ -88,7 +88,7 @@ class Pool {
     int64_t num_threads_ = 0;
     Job job_{};
     std::atomic<int64_t> helpers_{0};
-    std::atomic<uint64_t> state_{0};  // rounds, whether the round is open, and how many threads are at it
+    std::atomic<uint64_t> state_{0};  // number of rounds; whether this round is open; how many threads work on it
     std::atomic<int64_t> asleep_{0};
     std::mutex mutex_;
     std::condition_variable wake_, done_;

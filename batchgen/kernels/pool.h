@@ -1,5 +1,5 @@
-// Threads for the kernels. Work is cut into small tasks that whoever is free takes; a thread that the system has given no core to
-// takes none, and nobody waits for it: where something else runs on a core, the others do its share.
+// Threads for the kernels. Work is cut into small tasks, and each thread takes one when it is free. If another program has taken a thread's
+// core, the other threads do its share, and nobody waits for it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -8,7 +8,7 @@
 class Tasks {
    public:
     explicit Tasks(int64_t count) : count_(count) {}
-    // The number of a task that nobody has taken, or -1.
+    // Returns the number of a task that nobody has taken, or -1.
     int64_t take() {
         const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
         return task < count_ ? task : -1;
@@ -28,7 +28,7 @@ struct Job {
 // Runs the job here and in up to `threads` - 1 other threads; returns when all of its tasks are done.
 void run_job(const Job& job, int64_t threads);
 
-// Calls body(tasks) here and in other threads, each of which takes tasks until there are none.
+// Calls body(tasks) here and in other threads; each takes tasks until none is left.
 template <class Body>
 void in_parallel(int64_t count, int64_t threads, const Body& body) {
     Tasks tasks(count);
@@ -37,7 +37,7 @@ void in_parallel(int64_t count, int64_t threads, const Body& body) {
     run_job({[](const void* b, Tasks& t) { (*static_cast<const Body*>(b))(t); }, &body, &tasks}, threads);
 }
 
-// Calls body(i) for each i below `count`, a run of neighbours in a task; `threads` says how many threads that is worth.
+// Calls body(i) for each i below `count`, with neighbours in one task, in up to `threads` threads.
 template <class Body>
 void for_each(int64_t count, int64_t threads, const Body& body) {
     const int64_t pieces = threads <= 1 ? 1 : std::min(count, 4 * threads);

@@ -1,4 +1,4 @@
-"""`--quantize int8`: the linear layers of a loaded model in 8 bits, packed one after the other, so that memory falls as it goes."""
+"""`--quantize int8`: packs the linear layers of a loaded model in 8 bits, one after the other, so that both forms are never in memory together."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from batchgen.model_files import INT8_SMALL
 
 DTYPES_PACKED = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 0.1
-"""Largest difference from a plain layer on random numbers, relative to the largest: that of 8 bits is 0.01 to 0.03."""
+"""Largest allowed difference from a plain layer on random numbers, relative to the largest; 8 bits give 0.01 to 0.03."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What became of a model's weights."""
+    """How much of a model's weights was packed."""
 
     layers: int
     """Linear layers in 8 bits."""
     weights: int
-    """Their weights."""
+    """Numbers in their weights."""
     all_weights: int
-    """Weights of the model, the embedding's and the head's among them."""
+    """Numbers in all weights of the model, with embedding and head."""
     bytes: int
-    """What all of them take now."""
+    """Memory of all weights afterwards."""
 
 
 def quantize_linear(
     model: torch.nn.Module, scales: Mapping[str, torch.Tensor] | None = None, *, own_kernels: bool = True
 ) -> Quantized:
-    """Puts linear layers of 8 bits in the place of those of the decoder's layers, in place.
+    """Replaces the linear layers of a decoder's layers by layers in 8 bits, in place. Raises `NoKernels`.
 
-    `scales`: by the name of a layer from `layers.` on, those of a checkpoint whose weights were whole numbers times these, [N] or
-    [N, 1]: they are whole numbers again, exactly. Embedding, head, weights that are shared, and layers of a few columns stay.
-    Without `own_kernels` they run through oneDNN. Raises `NoKernels`.
+    `scales` ([N] or [N, 1], by `from_layers` of a layer's name) belong to a checkpoint whose weights were whole numbers times scales:
+    the same whole numbers come out. Embedding, head, shared weights and layers with few columns stay. Without `own_kernels`, oneDNN runs.
     """
     all_weights = sum(p.numel() for p in model.parameters())
     packing = Int8Packing(model, scales or {}, own_kernels=own_kernels)
@@ -90,7 +89,7 @@ class Int8Packing:
         return Int8Linear(values, biases, weights[0].dtype, activation)
 
     def _scales_of(self, layer: torch.nn.Linear, parts: int) -> list[torch.Tensor | None]:
-        """Those of the checkpoint for each of a layer's equal parts."""
+        """Returns the checkpoint's scales for each of a layer's equal parts; None for each if it has none."""
         found = self._scales.get(from_layers(self._names[id(layer)]))
         return [None] * parts if found is None else list(found.flatten().chunk(parts))
 
@@ -99,7 +98,7 @@ class Int8Packing:
 
 
 def from_layers(name: str) -> str:
-    """A module's name from its first number on: checkpoints put other names before it."""
+    """Returns a module's name from its first number on, because checkpoints have other names before it."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[first:])

@@ -36,7 +36,7 @@ def staged(values: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class Readback:
-    """Tensors that one copy takes to the host, after the work that the device has still to do."""
+    """Copies tensors to the host in one copy, after the work that was launched before."""
 
     def __init__(self, parts: Sequence[torch.Tensor], device: torch.device) -> None:
         """`parts` are on the device and have any shapes. They are booleans, integers, or floats of one type that holds the integers exactly."""
