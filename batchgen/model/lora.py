@@ -13,6 +13,7 @@ from safetensors import safe_open
 from batchgen.errors import ModelError, in_one_line
 from batchgen.model.multimodal import Absent
 from batchgen.model_files import ADAPTER_WEIGHTS
+from batchgen.prompts.tokenizer import text_config
 
 
 def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
@@ -33,9 +34,10 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
         )
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         given = set(file.keys())
+    _untie(module, given)
     try:
         adapted = PeftModel.from_pretrained(module, str(folder))
-        used = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        used = set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
         left_out = {part.name for part in module.modules() if isinstance(part, Absent)}
         unused = sorted(name for name in given - used if left_out.isdisjoint(name.split(".")))
         if unused:
@@ -49,3 +51,15 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
             f"the adapter {lora!r} cannot be merged: {in_one_line(e, 300)}",
             "give the model that the adapter was trained for",
         ) from e
+
+
+def _untie(module: Any, given: set[str]) -> None:
+    """Gives the head a weight of its own if it shares that of the embedding and the adapter changes one of the two alone."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    changed = {name for name, part in module.named_modules() if part is embedding or part is head}
+    if any(f".{name}.lora_" in key for key in given for name in changed):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for config in (module.config, text_config(module.config)):
+            config.tie_word_embeddings = False

@@ -31,7 +31,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA": {"use_dora": True},
     "all layers": {"target_modules": "all-linear"},
     "embeddings": {"modules_to_save": ["lm_head"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
 }
+TIED = ("head", "embedding", "embeddings")
+"""Those that change one of two layers that may share a weight."""
 
 
 def write(model: Any, folder: Path, **options: Any) -> Any:
@@ -60,10 +64,11 @@ def tokens(model: Any) -> list[list[int]]:
     return [list(r.token_ids) for r in run(engine_for(model), make_requests(PROMPTS, LENGTHS))]
 
 
-@pytest.mark.parametrize("kind", slow_but(("plain", "DoRA"), KINDS))
+@pytest.mark.parametrize("kind", slow_but(("plain", "DoRA", "head tied"), (*KINDS, *(f"{kind} tied" for kind in TIED))))
 def test_output_is_that_of_peft(kind: str, tmp_path: Path) -> None:
-    plain = [expect(build("llama"), p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
-    adapted = write(build("llama"), tmp_path, **KINDS[kind])
+    settings = {"tie_word_embeddings": kind.endswith(" tied")}
+    plain = [expect(build("llama", **settings), p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    adapted = write(build("llama", **settings), tmp_path, **KINDS[kind.removesuffix(" tied")])
     expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     model = load(tmp_path)
     assert tokens(model) == expected != plain
