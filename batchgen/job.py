@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
@@ -26,7 +27,7 @@ from batchgen.errors import (
 )
 from batchgen.jobs.base import Job, Store
 from batchgen.jobs.disk import write_stats
-from batchgen.jobs.identity import command_digest, dtype_name, job_settings, local_identity
+from batchgen.jobs.identity import command_digest, date_of_job, dtype_name, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder, find_finished, open_job
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.manifest import as_stored
@@ -275,7 +276,14 @@ def _set_up(asked: _Asked, tracker: Tracker, run: RunFigures) -> _Setup:
     tracker.phase("loading tokenizer")
     with run.timed("load"):
         tokenizer = load_tokenizer(config.model)
-    prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
+    date = None if config.overwrite else date_of_job(output, config.work_dir)
+    now = datetime.now().replace(microsecond=0)
+    prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=date or now)
+    if date is not None and date.date() != now.date():
+        tracker.note(
+            f"the chat template writes the date into prompts: {date:%Y-%m-%d}, on which this job began "
+            "(--overwrite starts again with today's)"
+        )
     grammars = GrammarCheck(tokenizer.hf_tokenizer, tokenizer.vocab_size)
     grammars.of_command(config.sampling)
     tracker.phase("reading")
@@ -285,7 +293,12 @@ def _set_up(asked: _Asked, tracker: Tracker, run: RunFigures) -> _Setup:
     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
     resolved = replace(config, sampling=prompts.sampling)
     settings = job_settings(
-        resolved, tokenizer.hf_config, chat=prompts.chat, model=asked.model_files, head=tokenizer.head
+        resolved,
+        tokenizer.hf_config,
+        chat=prompts.chat,
+        model=asked.model_files,
+        head=tokenizer.head,
+        date=prompts.date,
     )
     return _Setup(
         config, source, output, asked.command, tokenizer, prompts, grammars, settings, window_size, stream, rows

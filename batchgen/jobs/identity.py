@@ -6,12 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
+from batchgen.jobs.manifest import load_manifest
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
 from batchgen.parsers.heads import Head
+from batchgen.records.output import job_path
 from batchgen.stats import versions
 
 _SMALL_FILES = (
@@ -37,6 +40,8 @@ _LONG_TEXT = 200
 _FREE = ("device", "device_map", "compile", "attention")
 """Options of `ModelConfig` that a job may change."""
 _DIGEST_CHARACTERS = 16
+_DATE = "date"
+"""The setting that holds the time that a chat template writes into prompts."""
 
 
 def job_settings(
@@ -46,11 +51,12 @@ def job_settings(
     chat: bool,
     model: Mapping[str, Any] | None = None,
     head: Head | None = None,
+    date: datetime | None = None,
 ) -> dict[str, Any]:
     """Returns everything that changes results. Device, batch, memory, limits and the columns of the output do not.
 
     `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, where it is known already. `head`: that of
-    `--embed` or `--classify`.
+    `--embed` or `--classify`. `date`: the time that the chat template writes into prompts, if it does.
     """
     sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
     del sampling["given"]
@@ -64,8 +70,20 @@ def job_settings(
         "quantize": config.model.quantize,
         **_head_settings(head),
         **_prompt_settings(config.prompts, chat=chat),
+        **({} if date is None else {_DATE: date.isoformat()}),
         **sampling,
     }
+
+
+def date_of_job(output: str, work_dir: str | None) -> datetime | None:
+    """Returns the time that a job's chat template writes into prompts: that of the job's first run. None if there is no job or no such template.
+
+    All runs and shards of a job write the same time, since otherwise the prompts of yesterday's results would not be those of today's rows.
+    Raises `UsageError` if the job's manifest is damaged.
+    """
+    manifest = None if output == "-" else load_manifest(job_path(output, work_dir) / "manifest.json")
+    date = None if manifest is None else manifest.settings.get(_DATE)
+    return None if date is None else datetime.fromisoformat(date)
 
 
 def command_digest(config: JobConfig, model: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from datetime import datetime
 from itertools import count
 from typing import Any
 
@@ -33,8 +34,15 @@ class PromptBuilder:
     notes: list[str]
     """Notes for the user, each only once. Grows while windows are built."""
 
-    def __init__(self, tokenizer: LoadedTokenizer, prompts: PromptConfig, sampling: SamplingParams) -> None:
-        """Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
+    def __init__(
+        self,
+        tokenizer: LoadedTokenizer,
+        prompts: PromptConfig,
+        sampling: SamplingParams,
+        *,
+        now: datetime | None = None,
+    ) -> None:
+        """`now`: the time for a chat template that writes the date; None for that of each render. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._head = tokenizer.head
@@ -46,7 +54,9 @@ class PromptBuilder:
         self.sampling = self._params.default
         """The command's parameters, with the model's own for those that were not given."""
         self._first_max_tokens: int | None = None
-        self._renderer = Renderer(tokenizer, prompts, self._params)
+        self._renderer = Renderer(tokenizer, prompts, self._params, now)
+        self.date = now if self._renderer.writes_date else None
+        """The time that the chat template writes into prompts; None if it writes none, or that of each render."""
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
         self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
         self._texts = TextEncoder(tokenizer, self._encoder)

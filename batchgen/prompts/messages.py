@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from batchgen.config import PromptConfig
@@ -156,14 +157,33 @@ def _text_content(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
+_DIRECTIVES = "aAbBcdDeFHIjmMpSTUwWxXyYzZ"
+
+
+def _clock(now: datetime) -> str:
+    """Returns a Jinja macro `strftime_now` that hides transformers' function of this name and always formats this time.
+
+    transformers passes plain data alone to a template, no function. The line end after the macro is not part of the output.
+    """
+    values = {f"%{mark}{d}": now.strftime(f"%{mark}{d}") for d in _DIRECTIVES for mark in ("", "-")}
+    replaced = "".join(f"|replace({name!r},{value!r})" for name, value in values.items() if value != name)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
+
+
 class ChatTemplate:
     """The chat template: the model's, or the user's in its place."""
 
     def __init__(
-        self, tokenizer: Any, source: str | None, variables: Mapping[str, Any], *, whole: bool = False
+        self,
+        tokenizer: Any,
+        source: str | None,
+        variables: Mapping[str, Any],
+        *,
+        whole: bool = False,
+        now: datetime | None = None,
     ) -> None:
-        """`whole`: conversations are rendered as they are, with nothing to be answered or continued. Raises `UsageError` if the template is not
-        valid Jinja, or if `variables` has a reserved name.
+        """`whole`: conversations are rendered as they are, with nothing to be answered or continued. `now`: the time for a template that writes
+        the date; None for that of each render. Raises `UsageError` if the template is not valid Jinja, or if `variables` has a reserved name.
         """
         self._whole = whole
         reserved = sorted(_RESERVED & variables.keys())
@@ -173,7 +193,10 @@ class ChatTemplate:
         self._source = source
         self._variables = variables
         self._roles_in_parts: frozenset[str] = frozenset()
+        self._clock = ""
         self._check_syntax()
+        if now is not None and self.writes_date:
+            self._clock = _clock(now)
         for role in ("user", "system", "assistant"):
             if not self._shows(role, _MARK) and self._shows(role, _text_content(_MARK)):
                 self._roles_in_parts |= {role}
@@ -212,6 +235,11 @@ class ChatTemplate:
         own = self._tokenizer.chat_template if self._source is None else self._source
         return any(name in text for text in (own.values() if isinstance(own, dict) else (own,)))
 
+    @property
+    def writes_date(self) -> bool:
+        """Whether the template may write the date or time of its rendering, as those of Llama 3.1 and gpt-oss do."""
+        return self.uses("strftime_now")
+
     def check_variables(self, variables: Any, where: str) -> Mapping[str, Any]:
         """Checks a row's template variables (`chat_template_kwargs` of a body) and returns them, {} for null. Raises `RowError`."""
         if variables is None:
@@ -244,10 +272,13 @@ class ChatTemplate:
             else m
             for m in messages
         ]
+        source = self._source
+        if self._clock:
+            source = self._clock + self._tokenizer.get_chat_template(source, variables.get("tools"))
         return str(
             self._tokenizer.apply_chat_template(
                 given,
-                chat_template=self._source,
+                chat_template=source,
                 tokenize=False,
                 add_generation_prompt=not (continued or self._whole),
                 continue_final_message=continued,
@@ -274,8 +305,10 @@ class ChatTemplate:
             pass
 
 
-def chosen_template(tokenizer: Any, prompts: PromptConfig, *, whole: bool = False) -> ChatTemplate | None:
-    """Returns the chat template for prompts, which renders conversations `whole` or to be answered; None if prompts are sent raw.
+def chosen_template(
+    tokenizer: Any, prompts: PromptConfig, *, whole: bool = False, now: datetime | None = None
+) -> ChatTemplate | None:
+    """Returns the chat template for prompts, which renders conversations `whole` or to be answered; None if prompts are sent raw. `now`: see `ChatTemplate`.
 
     Raises `UsageError` for options that contradict each other, or need a template if there is none.
     """
@@ -293,7 +326,7 @@ def chosen_template(tokenizer: Any, prompts: PromptConfig, *, whole: bool = Fals
             raise UsageError(f"{given[0]} cannot be combined with --no-chat", "leave one of them out")
         return None
     if prompts.chat_template is not None or ChatTemplate.exists(tokenizer):
-        return ChatTemplate(tokenizer, prompts.chat_template, prompts.chat_template_kwargs, whole=whole)
+        return ChatTemplate(tokenizer, prompts.chat_template, prompts.chat_template_kwargs, whole=whole, now=now)
     several = tokenizer.chat_template
     missing = f"no default among its chat templates ({', '.join(sorted(several))})" if several else "no chat template"
     if several or prompts.chat or given:

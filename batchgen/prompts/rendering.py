@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -93,15 +94,18 @@ class Renderer:
     notes: list[str]
     """Notes for the user, each only once. Grows while rows are rendered."""
 
-    def __init__(self, tokenizer: LoadedTokenizer, prompts: PromptConfig, params: RowParams) -> None:
-        """Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
+    def __init__(
+        self, tokenizer: LoadedTokenizer, prompts: PromptConfig, params: RowParams, now: datetime | None = None
+    ) -> None:
+        """`now`: see `ChatTemplate`. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self.notes = []
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._params = params
         self._head = tokenizer.head
         self._task = task_option(prompts, self._head)
-        self._chat = chosen_template(tokenizer.hf_tokenizer, prompts, whole=self._head is not None)
+        self._chat = chosen_template(tokenizer.hf_tokenizer, prompts, whole=self._head is not None, now=now)
+        self.writes_date = self._chat is not None and self._chat.writes_date
         asked = prompts.chat or prompts.system is not None or prompts.chat_template is not None
         # Other embedding models and classifiers take a text as it is, also where they have a chat template, which is for conversations.
         self.chat = self._chat is not None and (self._head is None or self._head.chat or bool(asked))

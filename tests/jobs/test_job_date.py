@@ -1,0 +1,93 @@
+"""Chat templates that write the date: every run and shard of a job writes that of its first run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+import batchgen.job
+from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen.assembly import merge_job
+from batchgen.prompts.messages import ChatTemplate
+from support.tokenizers_by_hand import byte_tokenizer
+
+# As Llama 3.2 has it.
+TEMPLATE = (
+    "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
+    "{%- else %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}"
+    "{{- 'Today Date: ' + date_string }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+)
+
+
+class _Clock:
+    """Stands for the class `datetime`, whose `now` is a time that a test sets."""
+
+    def __init__(self, *time: int) -> None:
+        self.time = datetime(*time)
+
+    def now(self) -> datetime:
+        return self.time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    made = _Clock(2026, 3, 1, 23, 59, 58)
+    monkeypatch.setattr(batchgen.job, "datetime", made)
+    return made
+
+
+@pytest.fixture
+def config(tiny_model_dir: Path, write_jsonl: Callable[..., Path]) -> JobConfig:
+    source = write_jsonl([{"prompt": "a"}, {"prompt": "b"}])
+    return JobConfig(
+        inputs=(str(source),),
+        output=str(source.with_name("out.jsonl")),
+        model=ModelConfig(model=str(tiny_model_dir)),
+        prompts=PromptConfig(chat_template=TEMPLATE),
+        sampling=SamplingParams(max_tokens=2),
+    )
+
+
+def test_results_of_yesterday_are_those_of_todays_rows(
+    config: JobConfig, clock: _Clock, write_jsonl: Callable[..., Path]
+) -> None:
+    run_job(config)
+    clock.time = datetime(2026, 3, 2, 0, 0, 1)
+    write_jsonl([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    stats = run_job(config).stats
+    assert (stats["rows_resumed"], stats["rows_ok"]) == (2, 1)
+    assert (
+        stats["prefill_tokens"] == len("Today Date: 01 Mar 2026<|user|>c") - len("<|user|>") + 1
+    )  # which is one token
+    stats = run_job(replace(config, overwrite=True)).stats
+    assert (stats["rows_resumed"], stats["rows_ok"]) == (0, 3)
+
+
+def test_shards_of_different_days_are_one_job(config: JobConfig, clock: _Clock) -> None:
+    run_job(replace(config, shard="1/2"))
+    clock.time = datetime(2026, 3, 2)
+    run_job(replace(config, shard="2/2"))
+    assert config.output is not None
+    assert merge_job(config.output).stats["job"]["rows_ok"] == 2
+
+
+def test_a_templates_clock_formats_as_python_does() -> None:
+    now = datetime(2026, 3, 1, 9, 5, 7)
+    asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j"
+    source = "\n {% if true %}{{ strftime_now(" + repr(asked) + ") }}{% endif %}\n{{ messages[0].content }}"
+    template = ChatTemplate(byte_tokenizer(), source, {}, now=now)
+    assert (
+        template.render([{"role": "user", "content": "x"}]) == f"\n{now.strftime(asked)}x"
+    )  # blocks end their lines in chat templates
+
+
+def test_the_clock_is_that_of_the_template_for_tools() -> None:
+    named = {"default": "{{ strftime_now('%Y') }} plain", "tool_use": "{{ strftime_now('%Y') }} {{ tools[0].name }}"}
+    template = ChatTemplate(byte_tokenizer(chat_template=named), None, {}, now=datetime(2001, 1, 1))
+    message = [{"role": "user", "content": "x"}]
+    assert template.render(message) == "2001 plain"
+    assert template.render(message, {"tools": [{"name": "f"}]}) == "2001 f"
