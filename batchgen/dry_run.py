@@ -13,6 +13,7 @@ from batchgen.collector import few_collections
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.errors import memory_errors
 from batchgen.jobs.identity import dtype_name
+from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.windows import KeptPrefixes
@@ -35,7 +36,7 @@ from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 from batchgen.recording import tree_record
-from batchgen.records import DatasetChoice, open_input, window_rows
+from batchgen.records import DatasetChoice, Row, open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
@@ -43,11 +44,14 @@ from batchgen.result import Result
 from batchgen.scheduling.rehearsal import Rehearsal
 from batchgen.scheduling.sizes import (
     AUTO_SHARE,
+    BATCH_SIZE,
     SNAPSHOTS,
     MemoryShare,
     free_host_memory,
     limits_for,
     max_useful_blocks,
+    memory_option,
+    sufficient_memory,
 )
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.signals import Signals
@@ -111,6 +115,10 @@ class PlanReport:
     """Whether the windows cover the whole input in prefix order."""
     cuts: CutFigures | None = None
     """The shards, if their number was given."""
+    failures: tuple[str, ...] = ()
+    """The first few rows that would fail: where, and why."""
+    sufficient_memory: str = ""
+    """A `--kv-memory` that holds the longest row: its KV, and of a model with recurrent layers the states beside it."""
     title: str = ""
     """The inputs, as they were named."""
     prefix_tree: Mapping[str, Any] | None = None
@@ -148,6 +156,7 @@ class PlanReport:
             "tree": [asdict(line) for line in self.tree],
             "largest_groups": [asdict(line) for line in self.groups],
             "shards": None if self.cuts is None else asdict(self.cuts),
+            "failures": list(self.failures),
         }
 
 
@@ -182,7 +191,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
             for rows in source.windows(size or READ_ROWS, config.limit):
                 if plan.rows == 0:
                     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
-                requests = plan.requests(prompts.build(rows))
+                requests = plan.requests(rows, prompts.build(rows))
                 rows.clear()  # freed before the next ones are read
                 tracker.passed(plan.rows)
                 if size is not None:
@@ -226,6 +235,7 @@ class _PlanBuilder:
     weight_bytes: int = field(init=False)
     rows: int = 0
     failed: int = 0
+    failures: list[str] = field(default_factory=list)
     windows: int = 0
     figures: PlanFigures = field(default_factory=PlanFigures)
     _survey: Survey = field(init=False)
@@ -269,10 +279,14 @@ class _PlanBuilder:
             return None
         return Rehearsal(limits, self.block_size, num_blocks, num_slots, POLICIES[engine.policy])
 
-    def requests(self, built: Sequence[Request | Result]) -> list[Request]:
+    def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> list[Request]:
         """Counts rows that were built, and returns those that are requests."""
         self.rows += len(built)
-        self.failed += sum(1 for result in built if isinstance(result, Result) and result.error_type is not None)
+        for row, result in zip(rows, built, strict=True):
+            if isinstance(result, Result) and result.error_type is not None:
+                self.failed += 1
+                if len(self.failures) < FAILURES_KEPT:
+                    self.failures.append(failure_line(result, row.source))
         return [row for row in built if isinstance(row, Request)]
 
     def add_window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
@@ -335,6 +349,10 @@ class _PlanBuilder:
             whole=whole,
             title=", ".join(Path(name).name for name in self.config.inputs),
             prefix_tree=self._tree_record(),
+            failures=tuple(self.failures),
+            sufficient_memory=memory_option(
+                sufficient_memory(found.kv_bytes_min, self.bytes_per_state, self.config.engine.batch_size or BATCH_SIZE)
+            ),
         )
 
     def _tree_record(self) -> dict[str, Any] | None:

@@ -13,7 +13,8 @@ ERROR_SHARE_FROM = 100
 """`--max-errors P%` applies from this many finished rows on."""
 SUGGESTED_REPEATS = 4
 """The `--max-repeats` that is suggested where many rows that were cut repeat themselves so often."""
-_FAILURES_KEPT = 5
+FAILURES_KEPT = 5
+"""Number of failed rows that are shown."""
 _MANY = 10
 """A note says that rows were cut by `--max-tokens` if they are at least this many and more than one row in this many."""
 
@@ -38,6 +39,13 @@ class ErrorLimit:
             )
 
 
+def failure_line(result: Result, source: str = "") -> str:
+    """Returns where and why a row failed, as one line. `source` is its place in its file, if known."""
+    where = source or f"row {result.row}"
+    message = str(result.error_message).removeprefix(f"{where}: ")
+    return f"{where}: {result.error_type}: {message}"
+
+
 class Outcomes:
     """Counts rows as they finish and reports them to the progress."""
 
@@ -55,10 +63,8 @@ class Outcomes:
             self.run.rows_repeating += 1
         if result.error_type is None:
             return
-        where = source or f"row {result.row}"
-        message = str(result.error_message).removeprefix(f"{where}: ")
-        last = f"{where}: {result.error_type}: {message}"
-        if len(self.failures) < _FAILURES_KEPT:
+        last = failure_line(result, source)
+        if len(self.failures) < FAILURES_KEPT:
             self.failures.append(last)
         self._limit.check(failed=self.run.failed, done=self.run.done, last=last)
 

@@ -18,7 +18,15 @@ from batchgen.sampling.sampler import AT_ONCE
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence
-from batchgen.scheduling.sizes import AUTO_SHARE, MemoryShare, free_host_memory, limits_for, max_useful_blocks
+from batchgen.scheduling.sizes import (
+    AUTO_SHARE,
+    MemoryShare,
+    free_host_memory,
+    limits_for,
+    max_useful_blocks,
+    memory_option,
+    sufficient_memory,
+)
 from batchgen.state.cache import StateCache, bytes_per_slot
 from batchgen.stats import size_text
 
@@ -133,11 +141,13 @@ class Sizes:
         needed = self.blocks_for(leaf) * block
         prompt = len(leaf.request.tokens)
         what = "the text to score" if leaf.request.texts else "completion"
+        enough = sufficient_memory(needed, self.bytes_per_slot, self.limits.batch_size)
+        shared = ", which recurrent states share," if self.bytes_per_slot else ""
         return RowError(
             "does_not_fit",
             f"prompt ({prompt} tokens) and {what} (up to {leaf.max_kv_tokens - prompt + 1}) need {size_text(needed)} of KV memory, "
             f"there are {size_text(self.num_blocks * block)}; "
-            f"give --kv-memory {_option(needed)}{'' if leaf.request.texts else ' or lower max_tokens'}",
+            f"give --kv-memory {memory_option(enough)}{shared}{'' if leaf.request.texts else ' or lower max_tokens'}",
         )
 
 
@@ -172,10 +182,12 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
         num_blocks = min(num_blocks, max_useful_blocks(limits, context_length, block_size))
     if num_blocks < 1 or (slot and num_slots < 2):
-        states = f" beside two states of {slot} bytes" if slot else ""
+        parts = [f"a block of {block_size} tokens ({size_text(block_size * token)})"] if token else []
+        parts += [f"two recurrent states ({size_text(slot)} each)"] if slot else []
+        enough = sufficient_memory(block_size * token, slot, limits.batch_size)
         raise UsageError(
-            f"--kv-memory {config.kv_memory} holds no block of {block_size} tokens ({block_size * token} bytes){states}",
-            "give more, or lower --chunk-size",
+            f"--kv-memory {config.kv_memory} does not hold {' and '.join(parts)}",
+            f"give {memory_option(enough)} or more" + (", or lower --chunk-size" if token else ""),
         )
     if config.host_kv_memory is not None and (model.device.type != "cuda" or slot):
         what = "models without recurrent layers" if slot else f"CUDA devices, not for {model.device}"
@@ -239,9 +251,3 @@ def free_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return free_host_memory()
-
-
-def _option(count: int) -> str:
-    """Returns the smallest `--kv-memory` in whole units that is at least `count` bytes."""
-    unit, name = (2**30, "GiB") if count >= 2**32 else (2**20, "MiB") if count >= 2**22 else (2**10, "KiB")
-    return f"{-(-count // unit)}{name}"

@@ -41,6 +41,20 @@ class MemoryShare:
         return max(0, self.room - num_slots * self.slot) // self.block if self.block else MAX_BLOCKS
 
 
+def sufficient_memory(kv: int, slot: int, batch_size: int) -> int:
+    """Returns an amount of memory that `MemoryShare` divides so that KV of `kv` bytes fits beside the state slots, of which there are at least two."""
+    if not slot:
+        return kv
+    slots = min(kv, (batch_size + SNAPSHOTS) * slot)  # half of the memory, or all that a full batch needs
+    return max(kv + slots, int(2 * slot / (STATE_SHARE if kv else 1)))
+
+
+def memory_option(count: int) -> str:
+    """Returns the smallest `--kv-memory` in whole units that is at least `count` bytes."""
+    unit, name = (2**30, "GiB") if count >= 2**32 else (2**20, "MiB") if count >= 2**22 else (2**10, "KiB")
+    return f"{-(-count // unit)}{name}"
+
+
 def limits_for(config: EngineConfig, device: str, vocab_size: int) -> Limits:
     """Returns the limits of steps on a kind of device: cpu, mps or cuda."""
     batch_tokens = config.max_batch_tokens or BATCH_TOKENS[device]

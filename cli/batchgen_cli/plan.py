@@ -104,7 +104,12 @@ def plan_lines(report: PlanReport) -> list[str]:
         lines += [
             f"KV per token       {size(report.bytes_per_token)}",
             f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}) with completions of full length",
-            f"KV for longest row {size(f.kv_bytes_min)}; with less KV memory that row fails",
+            f"KV for longest row {size(f.kv_bytes_min)}; "
+            + (
+                f"it fits --kv-memory {report.sufficient_memory}, which recurrent states share"
+                if report.bytes_per_state
+                else "with less KV memory that row fails"
+            ),
         ]
     if report.bytes_per_state:
         lines.append(
@@ -120,6 +125,8 @@ def plan_lines(report: PlanReport) -> list[str]:
             f"{f'in {len(shares):,} shards':<18} {again:,} prompt tokens are run again "
             f"({again / max(1, f.prefill_tokens_min):.2%} of those to be prefilled); the largest shard is {max(shares):.1%} of the work"
         )
+    if report.failures:
+        lines += ["", "the first rows that would fail:", *(f"  {line}" for line in report.failures)]
     if report.tree:
         lines += ["", "the prefixes that save the most (tokens × rows):"]
     for line in report.tree:

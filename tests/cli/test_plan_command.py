@@ -48,7 +48,7 @@ def test_the_plan_is_one_json_object(cli: Cli, source: Path, tiny_model_dir: Pat
         "schema", "rows", "rows_failed", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
         "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "kv_bytes_per_token", "kv_bytes_shared", "kv_bytes_unshared",
         "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
-        "shards",
+        "shards", "failures",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)
     assert plan["tree"][1] == {
@@ -63,7 +63,12 @@ def test_rows_that_cannot_be_run_and_windows_are_told(
     source = write_jsonl([{"prompt": "a"}, "junk", {"prompt": "b"}])
     out = cli("plan", source, "-m", tiny_chat_model_dir, "--window", "2", "-q").out.splitlines()
     assert out[0] == "rows               3 (1 would fail), through the chat template"
-    assert out[-1] == "windows            2; memory is that of the largest one, and the tree is that of the first one"
+    assert out[-4:] == [
+        "windows            2; memory is that of the largest one, and the tree is that of the first one",
+        "",
+        "the first rows that would fail:",
+        f"  {source}:2: invalid_row: not JSON: Expecting value at column 1",
+    ]
 
 
 def test_what_a_prompt_holds_does_not_steer_the_terminal(

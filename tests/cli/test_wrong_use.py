@@ -227,7 +227,7 @@ def test_several_inputs_without_an_output(refused: Callable[..., str], write_jso
 
 def test_kv_memory_for_not_one_block(refused: Callable[..., str], write_jsonl: Write) -> None:
     message = refused(write_jsonl([{"prompt": "x"}]), "--kv-memory", "1KiB", "--no-progress")
-    assert message.startswith("--kv-memory 1KiB holds no block of ")
+    assert message.startswith("--kv-memory 1KiB does not hold a block of ")
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])
@@ -242,7 +242,7 @@ def test_a_run_that_ended_before_its_first_result_binds_no_other(
     rows, output = write_jsonl([{"prompt": "a"}]), tmp_path / "out.jsonl"
     first = cli("run", "-m", tiny_model_dir, rows, "-o", output, "--kv-memory", "1B")
     assert (first.code, first.err.splitlines()[-1]) == (
-        2, "batchgen: error: --kv-memory 1B holds no block of 32 tokens (8192 bytes); give more, or lower --chunk-size",
+        2, "batchgen: error: --kv-memory 1B does not hold a block of 32 tokens (8.0 KiB); give 8KiB or more, or lower --chunk-size",
     )  # fmt: skip
     assert cli("run", "-m", tiny_model_dir, rows, "-o", output, "--max-tokens", "2").code == 0
     assert "was made with other settings: max_tokens was 2, is 3" in refused(rows, "-o", output, "--max-tokens", "3")

@@ -165,7 +165,7 @@ def test_memory_that_holds_no_block_is_wrong_use_as_ever(runs: Runs, tmp_path: P
     write_common_input(tmp_path)
     ended = runs(tmp_path, ["in.jsonl", "-q", *TWO, "--kv-memory", "1KiB"])
     assert ended.code == 2
-    assert ended.error.startswith("--kv-memory 1KiB holds no block of 32 tokens")
+    assert ended.error.startswith("--kv-memory 1KiB does not hold a block of 32 tokens")
 
 
 @pytest.mark.nightly

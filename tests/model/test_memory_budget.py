@@ -1,5 +1,8 @@
+import re
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +13,8 @@ from batchgen.model import memory_budget
 from batchgen.model.adapter import LoadedModel
 from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, halved, room_for_blocks, size_engine, step_bytes
 from batchgen.model.runner import Runner
+from batchgen.request import Request, leaves_of
+from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits
 from batchgen.state.cache import StateShape
 from support.models import packed_model
@@ -77,8 +82,9 @@ def test_auto_takes_no_more_than_two_full_batches_can_use(monkeypatch):
 def test_memory_without_room_for_a_block_is_refused():
     with pytest.raises(UsageError) as e:
         sizes(kv_memory="100KiB")
-    assert e.value.message == "--kv-memory 100KiB holds no block of 32 tokens (131072 bytes)"
-    assert e.value.hint == "give more, or lower --chunk-size"
+    assert e.value.message == "--kv-memory 100KiB does not hold a block of 32 tokens (128.0 KiB)"
+    assert e.value.hint == "give 128KiB or more, or lower --chunk-size"
+    assert sizes(kv_memory="128KiB").num_blocks == 1
 
 
 # 64 KiB of state a slot.
@@ -105,10 +111,32 @@ def test_without_attention_all_memory_is_for_state_slots_and_blocks_cost_nothing
 def test_memory_without_room_for_two_states_is_refused():
     with pytest.raises(UsageError) as e:
         sizes(model=model_with(LAYERS, states=STATES), kv_memory="192KiB")
-    assert (
-        e.value.message
-        == "--kv-memory 192KiB holds no block of 32 tokens (131072 bytes) beside two states of 65536 bytes"
+    assert e.value.message == (
+        "--kv-memory 192KiB does not hold a block of 32 tokens (128.0 KiB) and two recurrent states (64.0 KiB each)"
     )
+    assert e.value.hint == "give 256KiB or more, or lower --chunk-size"
+    with pytest.raises(UsageError) as e:
+        sizes(model=model_with({}, states=STATES), kv_memory="100KiB")
+    assert str(e.value) == "--kv-memory 100KiB does not hold two recurrent states (64.0 KiB each); give 128KiB or more"
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 100])
+@pytest.mark.parametrize("state", [1, 7, 64, 150])
+def test_a_request_fits_the_memory_that_its_error_asks_for(batch_size: int, state: int) -> None:
+    model = model_with(LAYERS, states={2: StateShape(0, 1, (4, 64, state))})
+
+    def given(memory: str) -> Any:
+        return sizes(model=model, kv_memory=memory, batch_size=batch_size)
+
+    (leaf,) = leaves_of(
+        [Request(row=0, tokens=np.zeros(300, dtype=np.int32), params=SamplingParams(), max_tokens=20, key=b"")]
+    )
+    few = given("1MiB")
+    assert few.blocks_for(leaf) == 10
+    message = few.does_not_fit(leaf).message
+    asked = re.search(r"give --kv-memory (\w+), which recurrent states share, or lower max_tokens$", message)
+    assert asked is not None
+    assert given(asked[1]).num_blocks >= 10
 
 
 def test_states_are_not_kept_in_host_memory():
