@@ -114,16 +114,16 @@ def test_weights_that_fit_are_taken():
     [
         (
             140 * GIB, BF16, [79 * GIB, 78 * GIB],
-            "the model's weights take 140.0 GiB in bfloat16, and of cuda:0 are 79.0 GiB free; "
+            "the model's weights take 140.0 GiB in bfloat16, and cuda:0 has 79.0 GiB free; "
             "--device-map auto, without --device, spreads it over 2 GPUs, of which 157.0 GiB are free",
         ),
         (
             30 * GIB, F32, [23 * GIB],
-            "the model's weights take 30.0 GiB in float32, and of cuda:0 are 23.0 GiB free; --dtype bfloat16 needs 15.0 GiB",
+            "the model's weights take 30.0 GiB in float32, and cuda:0 has 23.0 GiB free; --dtype bfloat16 needs 15.0 GiB",
         ),
         (
             30 * GIB, BF16, [23 * GIB, 2 * GIB],
-            "the model's weights take 30.0 GiB in bfloat16, and of cuda:0 are 23.0 GiB free; "
+            "the model's weights take 30.0 GiB in bfloat16, and cuda:0 has 23.0 GiB free; "
             "use a quantized checkpoint, or larger or more GPUs",
         ),
     ],
@@ -143,7 +143,7 @@ def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_mo
     check_room(config_of(folder), SimpleNamespace(dtype=F32), cuda)
     free -= 1
     with pytest.raises(
-        ModelError, match=r"^the model's weights take 420.2 KiB in float32, and of cuda:0 are 420.2 KiB free"
+        ModelError, match=r"^the model's weights take 420.2 KiB in float32, and cuda:0 has 420.2 KiB free"
     ):
         check_room(config_of(folder), SimpleNamespace(dtype=F32), cuda)
     check_room(config_of(folder), SimpleNamespace(dtype=BF16), cuda)
