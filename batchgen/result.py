@@ -143,6 +143,11 @@ class Result:
         return _short_repr(self)
 
     @property
+    def unanswered(self) -> bool:
+        """Whether the (first) completion ended inside its thoughts."""
+        return self.text is None and self.reasoning is not None and not self.tool_calls
+
+    @property
     def reason(self) -> str:
         """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `repetition` or `stop` (the first of these if completions differ), `embedded`, or `scored`."""
         if self.error_type is not None:

@@ -79,6 +79,8 @@ class RunFigures:
     """Rows whose prompt was shortened to fit the context."""
     rows_repeating: int = 0
     """Number of this run's rows that were cut by their length and repeat themselves at the end."""
+    rows_unanswered: int = 0
+    """Number of rows, also of earlier runs, whose completion ended inside its thoughts."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     """Number of rows of this run by the reason why they ended (`Result.reason`)."""
     rows_resumed: int = 0

@@ -58,6 +58,7 @@ class Outcomes:
     def done(self, result: Result, source: str = "") -> None:
         """Counts a row that this run has finished or that failed. `source` is its place in its file, if known. Raises `TooManyErrors`."""
         self.run.count(result)
+        self.run.rows_unanswered += result.unanswered
         self.tracker.rows_changed()
         if result.finish_reason == "length" and repeats(result.token_ids, SUGGESTED_REPEATS):
             self.run.rows_repeating += 1
@@ -71,10 +72,11 @@ class Outcomes:
     def resumed(self, result: Result) -> None:
         """Counts a row whose result comes from an earlier run."""
         self.run.count_resumed(result)
+        self.run.rows_unanswered += result.unanswered
         self.tracker.rows_changed()
 
     def note_cut_rows(self) -> None:
-        """Adds notes at the end of a run if rows were cut by `--row-timeout`, or many by `--max-tokens`."""
+        """Adds notes at the end of a run if rows have no answer, or were cut by `--row-timeout`, or many by `--max-tokens`."""
         reasons, done = self.run.all_reasons, self.run.done
         if reasons["timeout"]:
             were = "was" if reasons["timeout"] == 1 else "were"
@@ -86,6 +88,12 @@ class Outcomes:
             self.tracker.note(
                 f"{reasons['length']:,} of {done:,} rows were cut by their length (--max-tokens, or the end of the context); "
                 f"run again with --retry length and a larger --max-tokens to finish them{self._of_them_repeat()}"
+            )
+
+        if unanswered := self.run.rows_unanswered:
+            self.tracker.note(
+                f"{unanswered:,} of {done:,} rows {'has' if unanswered == 1 else 'have'} no answer (text is null), because the completion ended "
+                "inside its thoughts; a larger --max-tokens with --retry length continues those that were cut, --reasoning-budget N makes room for an answer"
             )
 
     def _of_them_repeat(self) -> str:

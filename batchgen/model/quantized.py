@@ -18,6 +18,7 @@ from batchgen.model.packed import PACKED
 from batchgen.model_files import QUANTIZERS
 from batchgen.prompts.gguf import METHOD
 from batchgen.prompts.tokenizer import language_config, text_config
+from batchgen.stats import size_text
 
 DEQUANTIZED = {
     "fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
@@ -129,9 +130,7 @@ def note_of(hf_config: Any, module: torch.nn.Module) -> str:
     size = sum(p.numel() * p.element_size() for p in parameters)
     dtype = str(max(parameters, key=torch.Tensor.numel).dtype).removeprefix("torch.")
     name = DEQUANTIZED[quant_method(hf_config) or ""]
-    return (
-        f"the {name} weights were dequantized to {dtype} and take {size / 2**30:.2f} GiB; activations are not quantized"
-    )
+    return f"the {name} weights were dequantized to {dtype} and take {size_text(size)}; activations are not quantized"
 
 
 def packed_bits(hf_config: Any) -> int:

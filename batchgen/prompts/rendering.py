@@ -120,6 +120,8 @@ class Renderer:
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
         self.columns = Columns(prompts, self._template, params, chat=self._chat is not None)
         self._said: set[str] = set()
+        for name in prompts.chat_template_kwargs:
+            self._note_unused_variable(name, "--chat-template-kwargs sets")
         self._render_from: Mapping[Source, Callable[[Mapping[str, Any], _How], Text | TokenArray]] = {
             Source.TEMPLATE: self._from_template,
             Source.MESSAGES: self._from_messages,
@@ -210,6 +212,8 @@ class Renderer:
             if self._chat is None:
                 raise RowError("invalid_row", f"{body.url} needs a chat template: {self.columns.why_raw}")
             given = self._chat.check_variables(body.variables, "body.chat_template_kwargs")
+            for name in given:
+                self._note_unused_variable(name, "rows set")
             variables = {**how.variables, **given}
             if body.tools:
                 tools = objects(body.tools)
@@ -271,6 +275,10 @@ class Renderer:
         assert self._chat is not None
         if not self._chat.uses(name):
             self.note(f"rows have {name}, which the chat template does not use: the model does not see them", name)
+
+    def _note_unused_variable(self, name: str, who: str) -> None:
+        if self._chat is not None and not self._chat.uses(name):
+            self.note(f"{who} {name!r}, which the chat template does not use: it has no effect", name)
 
     def _prompt_text(self, prompt: str, variables: Mapping[str, Any]) -> Text:
         """Returns the text to send: the prompt as a single user message, or raw."""

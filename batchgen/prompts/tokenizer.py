@@ -137,7 +137,7 @@ def _hub_options(config: ModelConfig) -> dict[str, Any]:
 
 
 # transformers imports torchao if it is installed, which logs about its own build.
-_TALKATIVE = ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree")
+_TALKATIVE = ("transformers", "huggingface_hub", "torchao", "bitsandbytes", "torch.utils._pytree")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """When a job gives up."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from batchgen.collector import few_collections
 from batchgen.errors import ModelError, OutOfMemory, TooManyErrors, memory_errors
 from batchgen.jobs.outcomes import ErrorLimit, Outcomes
 from batchgen.progress import Silent, Tracker
-from batchgen.result import Result
+from batchgen.result import Result, Score, ToolCall
 from batchgen.stats import RunFigures
 
 
@@ -85,6 +86,24 @@ class Told(Silent):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def test_rows_without_an_answer_are_noted_however_few_they_are() -> None:
+    run, told = RunFigures(), Told()
+    outcomes = Outcomes(run, Tracker(told, run), None)
+    cut = Result(row=0, text=None, reasoning="hm", finish_reason="length")
+    outcomes.done(cut)
+    outcomes.resumed(replace(cut, row=1, finish_reason="stop"))
+    outcomes.done(Result(row=2, text="yes", reasoning="hm", finish_reason="stop"))
+    outcomes.done(
+        Result(row=3, text=None, reasoning="hm", finish_reason="stop", tool_calls=(ToolCall("a", "f", "{}"),))
+    )
+    outcomes.done(Result(row=4, text=None, finish_reason=None, score=Score(-1.0, 1, True)))
+    outcomes.note_cut_rows()
+    assert told.notes == [
+        "2 of 5 rows have no answer (text is null), because the completion ended inside its thoughts; a larger --max-tokens with --retry length "
+        "continues those that were cut, --reasoning-budget N makes room for an answer"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model.loader import load_model, loaded_bytes
 from batchgen.model.quantized import check_quantization, packed_bits, plain_layers, with_dequantization
+from batchgen.stats import size_text
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
 
@@ -89,8 +90,9 @@ def test_the_user_is_told_what_the_weights_take(checkpoint: tuple[str, Path, Any
     kinds = {"awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ", "fp8": "FP8", "mxfp4": "MXFP4"}
     first = name.split()[0]
     kind = kinds.get(first, {"modelopt": "ModelOpt"}.get(first, first if name in PACKED else "compressed-tensors"))
+    size = size_text(sum(p.numel() * p.element_size() for p in model.module.parameters()))
     assert model.notes[0] == (
-        f"the {kind} weights were dequantized to bfloat16 and take 0.00 GiB; activations are not quantized"
+        f"the {kind} weights were dequantized to bfloat16 and take {size}; activations are not quantized"
     )
     assert {p.dtype for p in model.module.parameters() if p.dim() > 1} == {torch.bfloat16}
 

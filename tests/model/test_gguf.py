@@ -16,6 +16,7 @@ from batchgen.jobs.identity import model_identity
 from batchgen.model.loader import load_model
 from batchgen.model_files import gguf_file
 from batchgen.prompts import load_tokenizer
+from batchgen.stats import size_text
 from support.gguf import save_tiny_llama_with_merges, write_gguf
 
 pytest.importorskip("gguf")
@@ -67,8 +68,9 @@ def test_the_user_is_told_what_the_weights_take_and_nothing_stays_packed(model: 
     file, _ = model
     config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
     loaded = load_model(config, load_tokenizer(config))
+    size = size_text(sum(p.numel() * p.element_size() for p in loaded.module.parameters()))
     assert loaded.notes[0] == (
-        "the GGUF weights were dequantized to bfloat16 and take 0.00 GiB; activations are not quantized"
+        f"the GGUF weights were dequantized to bfloat16 and take {size}; activations are not quantized"
     )
     assert getattr(loaded.module, "is_quantized", False) is False
     assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}

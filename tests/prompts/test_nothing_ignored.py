@@ -45,6 +45,19 @@ def test_tools_of_a_body_reach_the_chat_template(tools):
     assert tools.text_of(draft) == "a"
 
 
+def test_variables_that_the_chat_template_does_not_use_are_told(tools):
+    template = "{{ messages[0].content }}{% if enable_thinking %}!{% endif %}"
+    b = tools.builder(chat_template=template, chat_template_kwargs={"enable_thinking": True, "thinking_budget": 3})
+    assert b.notes == [
+        "--chat-template-kwargs sets 'thinking_budget', which the chat template does not use: it has no effect"
+    ]
+    b = tools.builder(chat_template=template)
+    body = {"messages": [USER], "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}}
+    for _ in range(2):
+        b.build(tools.rows({"url": "/v1/chat/completions", "body": body}))
+    assert b.notes == ["rows set 'reasoning_effort', which the chat template does not use: it has no effect"]
+
+
 def test_images_beside_a_prompt_are_said_not_to_be_seen_once_unless_the_template_uses_them(tools):
     b = tools.builder(chat_template=TEMPLATE, bos=False)
     for _ in range(2):
