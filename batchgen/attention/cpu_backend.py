@@ -93,7 +93,7 @@ class PackedAttention:
                 # The kernel reads all shared parts before what a chunk has for itself.
                 for first, last in chunk.flat:
                     parts += contiguous_parts(chunk.table, first, last, chunk.q_start, chunk.q_end, size)
-                chunk = replace(chunk, flat=[])
+                chunk = chunk._replace(flat=[])
             for first, last in chunk.ranges(size):
                 indices += range(first, last)
                 blocks += chunk.table[first:last]
@@ -105,6 +105,7 @@ class PackedAttention:
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
         counts = (cuts.num_tokens, size, len(shared), len(cuts.chunks))
         self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)
+        self._plans: dict[int, _Plan] = {}  # by the size of a tile
         self._narrowed = None if narrowed is None else narrowed[0]
         self._wanted = np.arange(0) if narrowed is None else narrowed[1]
         self._is_wanted = np.zeros(cuts.num_tokens, dtype=np.bool_)
@@ -134,7 +135,8 @@ class PackedAttention:
     ) -> tuple[Call, object]:
         """The kernel's call for one layer, and what must be kept until it has run. `out` is where [T, H, V] goes."""
         sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
-        plan = _Plan(*self._counts, max(1, TILE_ROWS * k.heads // q.heads), *self._pointers)
+        tile = max(1, TILE_ROWS * k.heads // q.heads)
+        plan = self._plans.get(tile) or self._plans.setdefault(tile, _Plan(*self._counts, tile, *self._pointers))
         what = _Layer(
             q.heads, k.heads, q.size, v.size, self._cache.num_blocks, options.window or 0,
             q.to_head, q.to_token, k.to_head, k.to_token, v.to_head, v.to_token,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,8 +88,7 @@ class AttentionPlan:
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class QueryChunk:
+class QueryChunk(NamedTuple):
     """Consecutive queries of one span: [q_start, q_end) in the packed batch, from position `start`."""
 
     q_start: int
@@ -139,18 +139,16 @@ def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: in
     """Splits a step, whose spans are in depth-first order, into shared parts and chunks of at most `chunk` queries of one span."""
     sizes = [w.stop - w.start for w in spans]
     num_tokens = sum(sizes)
-    positions = np.concatenate([np.arange(w.start, w.stop) for w in spans])
-    slots = np.empty(num_tokens, dtype=np.int64)
-    at = 0
+    ends = np.cumsum(sizes)
+    positions = np.arange(num_tokens) + np.repeat([w.stop for w in spans] - ends, sizes)
+    blocks: list[int] = []
     for scheduled, size in zip(spans, sizes, strict=True):
         if size == 1:
-            block, offset = divmod(scheduled.start, block_size)
-            slots[at] = scheduled.span.table[block] * block_size + offset
+            blocks.append(scheduled.span.table[scheduled.start // block_size])
         else:
-            place = positions[at : at + size]
-            table = np.asarray(scheduled.span.table, dtype=np.int64)
-            slots[at : at + size] = table[place // block_size] * block_size + place % block_size
-        at += size
+            table = np.asarray(scheduled.span.table)
+            blocks += table[np.arange(scheduled.start, scheduled.stop) // block_size].tolist()
+    slots = np.array(blocks, dtype=np.int64) * block_size + positions % block_size
     parts, flat = _node_parts(spans, sizes, block_size, shared_reads)
     chunks = _query_chunks(spans, sizes, flat, parts, block_size, shared_reads, chunk)
     return StepParts(num_tokens, positions, slots, parts, chunks)

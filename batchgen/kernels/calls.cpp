@@ -5,7 +5,7 @@
 
 namespace {
 
-struct Call {  // `_Call` in ops.py is the same
+struct Call {  // made by `run_all` in ops.py
     void (*kernel)(const void*);
     const void* argument;
 };

@@ -7,7 +7,7 @@ output means for the sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +35,7 @@ class Limits:
     """Whether the model's output after every token is wanted, which pooling by the mean needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSpan:
+class ScheduledSpan(NamedTuple):
     """The part of a span that a step runs: its tokens at positions [start, stop)."""
 
     span: Span
@@ -96,9 +95,9 @@ class PackedSpans:
             cut = min(scheduled.stop, scheduled.start + room)
             room -= cut - scheduled.start
             if cut > scheduled.start:
-                first.append(replace(scheduled, stop=cut, logits=min(scheduled.logits, cut)))
+                first.append(scheduled._replace(stop=cut, logits=min(scheduled.logits, cut)))
             if cut < scheduled.stop:
-                second.append(replace(scheduled, start=cut, logits=max(scheduled.logits, cut)))
+                second.append(scheduled._replace(start=cut, logits=max(scheduled.logits, cut)))
         return pack(first), pack(second)
 
 
@@ -116,6 +115,9 @@ def pack(spans: Sequence[ScheduledSpan]) -> PackedSpans:
             assert end - start == 1, "a preempted sequence has no pending tokens"
             pending.append(start)
             slots.append(span.slot)
+        elif isinstance(span, GenerationSequence) and scheduled.start >= span.start_tokens:
+            first = scheduled.start - span.start_tokens
+            tokens[start:end] = span.generated[first : first + end - start]
         else:
             tokens[start:end] = span.tokens(scheduled.start, scheduled.stop)
         wanted += range(end - (scheduled.stop - scheduled.logits), end)
@@ -304,10 +306,11 @@ class Budget:
 
     def decode(self, seq: GenerationSequence) -> bool:
         """Adds the sequence's next token to the step. Returns False if the budget is used up."""
-        if self.tokens < 1 or not self._reads(seq, seq.end):
+        end = seq.end
+        if self.tokens < 1 or not self._reads(seq, end):
             return False
         self.tokens -= 1
-        self.spans.append(ScheduledSpan(seq, seq.computed, seq.end, seq.computed, seq.read_slot))
+        self.spans.append(ScheduledSpan(seq, seq.computed, end, seq.computed, seq.read_slot))
         return True
 
     def slice(self, span: Span) -> None:

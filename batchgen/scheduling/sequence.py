@@ -46,7 +46,7 @@ LEGAL: dict[State, frozenset[State]] = {
     State.CANCELLED: frozenset(),
 }
 
-_RUNNING = frozenset({State.PREFILLING, State.DECODING, State.FINISHING})
+_RUNNING = (State.DECODING, State.PREFILLING, State.FINISHING)  # a tuple: a state is hashed in Python
 
 # Place in depth-first order: (first leaf below, depth). A leaf comes after the nodes that begin with it. Leaves are numbered
 # through all windows.
