@@ -95,8 +95,8 @@ class Attention:
 
     num_parts = 0
 
-    def __init__(self, works):
-        self.positions = np.concatenate([np.arange(w.start, w.stop) for w in works])
+    def __init__(self, packed):
+        self.positions = np.concatenate([np.arange(w.start, w.stop) for w in packed.spans])
 
     def __call__(self, layer, q_HTD, k_KTD, v_KTV, options):
         return q_HTD.new_empty((q_HTD.shape[1], q_HTD.shape[0], v_KTV.shape[2]))
