@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from batchgen.kernels.build import kernel, library
+from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable, run_all
 
 T = TypeVar("T")
@@ -61,8 +62,9 @@ def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
         return parts
     whole = copy.copy(parts[0])
     whole.out_features = sum(part.out_features for part in parts)
-    whole.weights = torch.cat([part.weights for part in parts])
+    whole.weights = in_huge_pages(torch.cat([part.weights for part in parts]))
     for part, weights in zip(parts, torch.split(whole.weights, [len(part.weights) for part in parts]), strict=True):
+        give_back(part.weights)
         part.weights = weights
     if any(part.biases is not None for part in parts):
         whole.biases = torch.cat(

@@ -12,6 +12,7 @@ import torch
 
 from batchgen.kernels.build import DTYPES, kernel, library
 from batchgen.kernels.isa import X86, instruction_set
+from batchgen.kernels.memory import in_huge_pages
 
 
 class Call(NamedTuple):
@@ -287,7 +288,7 @@ class PackedLinear(torch.nn.Module):
         bfloat16 = self.dtype == torch.bfloat16
         side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()
         # Plain tensors: torch takes microseconds to find parameters and buffers.
-        self.weights = panels(words).view(-1, side, self.words).transpose(1, 2).contiguous()
+        self.weights = in_huge_pages(panels(words).view(-1, side, self.words).transpose(1, 2))
         """[sides of panels, words of K, columns of a side]"""
         self.bias = biases[0] if len(biases) == 1 else None
         self.biases: torch.Tensor | None = None

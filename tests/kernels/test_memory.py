@@ -1,0 +1,37 @@
+"""Copies in huge pages hold what was copied, lie beside each other, and can be given back one by one."""
+
+import pytest
+import torch
+
+from batchgen.kernels.memory import ALIGNMENT, PIECE, give_back, in_huge_pages
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (1, 2), (4096, 300)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32], ids=str)
+def test_a_copy_is_contiguous_and_equal(dtype, shape):
+    x = torch.randint(-100, 100, shape).to(dtype).transpose(0, -1)
+    copy = in_huge_pages(x)
+    assert copy.is_contiguous()
+    assert copy.dtype == dtype
+    assert torch.equal(copy, x)
+    assert copy.data_ptr() % ALIGNMENT == 0
+
+
+def test_a_copy_larger_than_a_piece_is_whole():
+    x = torch.arange(PIECE // 4 + 1000, dtype=torch.int32)
+    assert torch.equal(in_huge_pages(x), x)
+
+
+def test_a_copy_that_was_made_for_inference_can_be_written_later():
+    with torch.inference_mode():
+        copy = in_huge_pages(torch.zeros(4))
+    assert copy.add_(1).tolist() == [1, 1, 1, 1]
+
+
+def test_giving_a_copy_back_leaves_its_neighbours():
+    numbers = torch.arange(100_000, dtype=torch.int32)
+    before, gone, after = (in_huge_pages(numbers) for _ in range(3))
+    give_back(gone)
+    assert (gone == 0).sum() > 90_000  # its pages are new ones
+    assert torch.equal(before, numbers)
+    assert torch.equal(after, numbers)
