@@ -31,7 +31,7 @@ class _Pieces:
             if self._next + size > len(self._piece):
                 self._piece = mmap.mmap(-1, max(PIECE, size + HUGE_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self._piece.madvise(mmap.MADV_HUGEPAGE)
-                self._next = -_address(self._piece) % HUGE_PAGE
+                self._next = -_start_of(self._piece) % HUGE_PAGE
             at = self._next
             self._next += -(-size // ALIGNMENT) * ALIGNMENT
             return self._piece, at
@@ -40,7 +40,7 @@ class _Pieces:
 _pieces = _Pieces()
 
 
-def _address(piece: mmap.mmap) -> int:
+def _start_of(piece: mmap.mmap) -> int:
     return torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
 
 
