@@ -129,7 +129,7 @@ def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path, monkeypat
             shard(tiny_model_dir, "2/2")
         with pytest.raises(OutputLocked, match=r"another run holds shard 2/2 of o\.jsonl"):
             run_job(config_of(tiny_model_dir))
-        with pytest.raises(OutputLocked, match="runs, and was begun with something else: limit was not set, is 3"):
+        with pytest.raises(OutputLocked, match="is running with other input or options: limit was not set, is 3"):
             shard(tiny_model_dir, "1/2", limit=3)
         assert [s["state"] for s in job_status("o.jsonl")["shards"]] == ["done", "running"]
     finally:

@@ -1,7 +1,7 @@
-"""Attention on one CUDA device: the plan of each step in static buffers, the kernels behind one operator of torch.
+"""Attention on one CUDA device: each step's plan is in static buffers, and the kernels are one operator of torch.
 
-So a model compiles whole, and a CUDA graph captured once serves every step of its padded size. In tests the same runs on the CPU, on
-Triton's interpreter; it has not run on a GPU yet. Imports triton only where it is used.
+So torch can compile the model as a whole, and one CUDA graph serves all steps of its padded size. Tests run the same code on the CPU, with
+Triton's interpreter; it has not run on a GPU yet. Imports triton only when it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchgen.attention.work_list import BLOCK_TABLE, HEADER, Lane, work_list
 from batchgen.scheduling.batch import ScheduledSpan
 
 STAGING = 3
-"""Host buffers used in turn: so many steps may be planned before the first one's copy must have ended."""
+"""Number of host buffers, which are used in turn. The copy from a buffer must have ended when its turn comes again."""
 MAX_SLOTS = 1 << 31
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,23 +38,23 @@ class Tuning:
     """How finely reads are shared and split: affects speed, and results by rounding only. To be measured on a GPU."""
 
     shared_reads: int = 64
-    """A run of blocks becomes a shared part where queries x blocks reaches this."""
+    """A run of blocks becomes a shared part if queries x blocks reaches this."""
     wide_min_keys: int = 512
     narrow_min_keys: int = 256
     """Ranges of keys are not split into shorter ones: the merge would cost more."""
     item_keys: int = 64
     """The fixed cost of an item, counted in keys."""
     partials: int = 4096
-    """Partial results of queries that there is room for at first; two of every query of a large step, if that is more."""
+    """Initial room for partial results of queries; two for every query of the largest step, if that is more."""
 
 
 DEFAULT_TUNING = Tuning()
 
 
 def obstacle(cache: KVCache, device: torch.device) -> str:
-    """Why `DeviceAttention` does not serve this cache, in a line; empty if it does.
+    """Returns in one line why `DeviceAttention` does not support this cache; empty if it does.
 
-    It serves a cache that lies on one CUDA device as a whole, with heads up to 512 wide and blocks of any size. Triton must work there.
+    The whole cache must be on one CUDA device on which Triton works. Heads may be up to 512 wide; blocks may have any size.
     """
     pools = [*cache.keys.values(), *cache.values.values()]
     if device.type != "cuda" or any(pool.device != device for pool in pools):
@@ -79,10 +79,10 @@ def obstacle(cache: KVCache, device: torch.device) -> str:
 
 
 class DeviceAttention:
-    """A step's attention on one device whose plan lies in static buffers: built once for an engine, planned again for each step.
+    """The attention of an engine on one device. `plan` writes each step's plan into static buffers.
 
-    The plan is one buffer of int32: a header, positions (int64), slots, then what varies in length: items, blocks, and the lists
-    of the merge. One copy moves it.
+    The plan is one buffer of int32: a header, positions (int64), slots, and then the parts that vary in length: items, blocks, and the
+    lists of the merge. One copy moves it.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class DeviceAttention:
         group: int = 1,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        """`max_tokens`: of the largest padded batch. `group`: query heads to a key/value head; any is right, the model's is fast."""
+        """`max_tokens`: tokens of the largest padded batch. `group`: query heads per key/value head, for speed only; best is the model's own."""
         from batchgen.attention import triton_kernels as kernels
 
         self.generation = 0
-        """Increases when a static buffer was reallocated. Graphs that were captured before are void then."""
+        """Increases when a static buffer is reallocated, which invalidates the graphs captured before."""
         self.positions_host: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        """[T] of the present step."""
+        """Positions [T] of the present step."""
         self.num_parts = 0
-        """Of the present step."""
+        """Number of attention parts of the present step."""
         self._cache, self._device, self._max_tokens = cache, device, max_tokens
         self._shared_reads = tuning.shared_reads
         keys, values = [*cache.keys.values()], [*cache.values.values()]
@@ -112,7 +112,7 @@ class DeviceAttention:
             Lane(max(1, tile.rows // group), kernels.programs(tile, device), heads, min_keys, tuning.item_keys)
             for tile, min_keys in zip(tiles, (tuning.wide_min_keys, tuning.narrow_min_keys), strict=True)
         )
-        self._lists = HEADER + 3 * max_tokens  # where what varies in length begins
+        self._lists = HEADER + 3 * max_tokens  # where the parts that vary in length begin
         self._partials = max(tuning.partials, 2 * max_tokens)
         self._allocate(self._lists + 8 * max_tokens + (1 << 14))
 
@@ -134,9 +134,9 @@ class DeviceAttention:
             self._allocate(max(words, 2 * len(self._plan)))
 
     def plan(self, spans: Sequence[ScheduledSpan], tokens: int | None = None) -> None:
-        """Plans a step and starts the copy of its plan to the device, for which the host does not wait.
+        """Plans a step and starts to copy the plan to the device. Does not wait for the copy.
 
-        `tokens`: the padded size of the batch; padded places write no KV and give zeros. Raises `ValueError` where it is too small.
+        `tokens`: the padded size of the batch; padded places write no KV and give zeros. Raises `ValueError` if it is too small.
         """
         size = self._cache.block_size
         cuts = split_step(spans, size, self._shared_reads)
@@ -172,16 +172,16 @@ class DeviceAttention:
             self._copied.pop()
 
     def _next_staging(self) -> torch.Tensor:
-        """The staging buffer used longest ago, first in line now."""
+        """Returns the staging buffer that was used longest ago, and moves it to the front."""
         self._staging.insert(0, self._staging.pop())
         if (copied := self._copied[-1]) is not None:
-            copied.synchronize()  # of a copy that was begun some steps ago
+            copied.synchronize()  # this copy began some steps ago
         return self._staging[0]
 
     def __call__(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """[T, H, V] for the planned step's padded batch; its KV is in the pool then."""
+        """Writes the layer's KV into the pool. Returns its attention output [T, H, V] for the planned step's padded batch."""
         out: torch.Tensor = torch.ops.batchgen.attend(
             q_HTD, k_KTD, v_KTV, self._cache.keys[layer], self._cache.values[layer], self._plan, options.sinks, options.scale,
             options.window, options.softcap, self._cache.block_size, self._max_tokens, self._partials, self._wide.tokens,
@@ -208,14 +208,14 @@ def attend(
     wide_tokens: int,
     narrow_tokens: int,
 ) -> torch.Tensor:
-    """Attention [T, H, V] of a layer by a plan of `DeviceAttention`; first writes the layer's KV into the pool.
+    """Writes a layer's KV into the pool. Returns its attention output [T, H, V], by a plan of `DeviceAttention`.
 
-    All its state is its arguments; it runs on the current device, which is theirs. `partials`: rows that the partial results may
-    need; `wide_tokens`, `narrow_tokens`: most queries of an item.
+    It has no state besides its arguments, which are on the current device. `partials`: rows for partial results. `wide_tokens`,
+    `narrow_tokens`: largest number of queries in an item.
     """
     from batchgen.attention import triton_kernels as kernels
 
-    # Products are of one type, and some models leave their queries in float32.
+    # Both factors of a product must have one type, and some models have queries in float32.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD.to(keys.dtype), k_KTD, v_KTV))
     H, T, D = q.shape
     K, V = keys.shape[0], values.shape[2]
@@ -225,7 +225,7 @@ def attend(
     part_out = torch.empty((partials, H, V), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((partials, H), dtype=torch.float32, device=q.device)
     scores = (scale * LOG2E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2E)
-    some_sinks = plan if sinks is None else sinks.contiguous()  # not read where there are none
+    some_sinks = plan if sinks is None else sinks.contiguous()  # any tensor: it is not read without sinks
     slots = plan[HEADER + 2 * max_tokens :]
     kernels.write_kernel[-(-T // BLOCK_T), K](
         k, v, keys, values, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), values.stride(0), max_tokens,
@@ -254,5 +254,5 @@ def _(q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, *_: object)
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest that is not below `size`."""
+    """Returns the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

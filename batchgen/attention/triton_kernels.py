@@ -1,7 +1,7 @@
-"""The kernels of `DeviceAttention`: writing a step's KV, attention over a work list, the merge of partial results.
+"""The kernels of `DeviceAttention`: they write a step's KV, attend over a work list, and merge partial results.
 
-Scores are kept as powers of two: weights are exp2(score), the log-sum-exp is to base 2. Everything between the matrix products is
-float32. Layout of the plan: `triton_backend.py`; columns of an item: `work_list.py`. The kernels have run on Triton's interpreter only,
+Scores are exponents of two: weights are exp2(score), and the log-sum-exp has base 2. Everything between the matrix products is float32.
+`triton_backend.py` describes the layout of the plan, `work_list.py` the columns of an item. The kernels have run only on Triton's interpreter,
 not on a GPU.
 """
 
@@ -38,33 +38,33 @@ INF = tl.constexpr(float("inf"))
 
 
 REGISTERS = 1 << 16
-"""Of a multiprocessor, from the A100 on."""
+"""Registers of a multiprocessor, from the A100 on."""
 THREADS = 32
-"""Of a warp."""
+"""Threads of a warp."""
 
 
 class Tile(NamedTuple):
-    """How a lane of the attention kernel is run."""
+    """How the attention kernel runs a lane."""
 
     rows: int
-    """Query heads of a tile: queries x heads of a key/value head; at least 16, as tensor cores ask."""
+    """Rows of queries: queries x query heads per key/value head. At least 16, which tensor cores need."""
     keys: int
     """Keys that are read at a time."""
     warps: int
     stages: int
     """Depth of the loads' pipeline."""
     per_sm: int
-    """Programs for each multiprocessor: what its shared memory and registers have room for."""
+    """Programs on each multiprocessor, for which its shared memory and registers have room."""
 
     @property
     def registers(self) -> int:
-        """Most registers of a thread with which so many programs run at once. A program that had to wait for another would run its items alone."""
+        """The largest number of registers per thread with which `per_sm` programs run at once. A program that had to wait would run its items alone."""
         return min(255, REGISTERS // (self.per_sm * self.warps * THREADS) // 8 * 8)
 
 
 TILES = {
-    # By bytes of an element and the larger of a key's and a value's size: (wide, narrow). For an H200: they compile without spilling
-    # registers, or nearly; to be measured.
+    # (wide, narrow) by bytes of an element and the larger of the sizes of keys and values. Chosen for an H200, where they compile with
+    # few or no spilled registers; not measured yet.
     (2, 64): (Tile(128, 64, 4, 3, 2), Tile(16, 64, 4, 3, 4)),
     (2, 128): (Tile(128, 64, 8, 3, 1), Tile(16, 64, 4, 3, 3)),
     (2, 256): (Tile(128, 32, 8, 3, 1), Tile(16, 32, 4, 3, 2)),
@@ -75,12 +75,13 @@ TILES = {
     (4, 512): (Tile(16, 16, 8, 2, 1), Tile(16, 16, 8, 2, 1)),
 }
 RESERVE = 1024
-"""Bytes of shared memory for what is not a query, a key or a value."""
+"""Bytes of shared memory for everything except queries, keys and values."""
 INTERPRETED_PROGRAMS = 3
 
 
 def tiles(k_size: int, v_size: int, dtype: torch.dtype, group: int, device: torch.device) -> tuple[Tile, Tile]:
-    """(wide, narrow) for such heads, `group` query heads to a key/value head: as `TILES` has it, smaller where the device has less room."""
+    """Returns the tiles (wide, narrow) for these sizes of heads, with `group` query heads per key/value head: those of `TILES`, or smaller ones if
+    the device has less shared memory."""
     size, bytes_ = max(k_size, v_size), dtype.itemsize
     wide, narrow = TILES[bytes_, max(64, triton.next_power_of_2(size))]
     narrow = narrow._replace(rows=max(16, min(64, triton.next_power_of_2(group))))
@@ -91,7 +92,7 @@ def tiles(k_size: int, v_size: int, dtype: torch.dtype, group: int, device: torc
 
 
 def _fitting(tile: Tile, size: int, bytes_: int, room: int) -> Tile:
-    """The tile, or a smaller one whose queries, and keys and values twice, fit the room."""
+    """Returns the tile, or a smaller one, whose queries and two buffers of keys and values fit the room."""
     for smaller in (
         tile,
         *(tile._replace(keys=keys) for keys in (32, 16)),
@@ -104,7 +105,7 @@ def _fitting(tile: Tile, size: int, bytes_: int, room: int) -> Tile:
 
 
 def programs(tile: Tile, device: torch.device) -> int:
-    """The kernel's grid: it does not depend on the plan."""
+    """Returns the kernel's grid, which does not depend on the plan."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count * tile.per_sm
@@ -115,7 +116,7 @@ def write_kernel(
     k, v, keys, values, slots, k_head, k_token, v_head, v_token, keys_head, values_head, MAX_TOKENS: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`KVCache.write` for a block of tokens and the head `program_id(1)`; a slot below 0 is no token's."""
+    """`KVCache.write` for a block of tokens and the head `program_id(1)`; a slot below 0 has no token."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
     at_d = tl.arange(0, BLOCK_D)
@@ -126,7 +127,7 @@ def write_kernel(
     token = token.to(tl.int64)
     key = tl.load(k + head * k_head + (token * k_token)[:, None] + at_d[None, :], mask=in_k, other=0.0).to(tl.float32)
     value = tl.load(v + head * v_head + (token * v_token)[:, None] + at_v[None, :], mask=in_v, other=0.0).to(tl.float32)
-    # A token whose values are not all numbers gets a NaN key: who masks it must not meet 0 * NaN.
+    # A token whose values are not all finite gets a NaN key and finite values, as in `KVCache.write`.
     key += tl.sum(value * 0.0, 1)[:, None]
     value = tl.where(tl.abs(value) < INF, value, 0.0)
     to_k = keys + head * keys_head + (slot * D)[:, None] + at_d[None, :]
@@ -141,7 +142,7 @@ def _walk(
     D: tl.constexpr, V: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax attention over keys [begin, end) of an item, on top of what (acc, top, total) hold already."""
+    """Adds softmax attention over keys [begin, end) of an item to the running results (acc, top, total)."""
     at_d = tl.arange(0, BLOCK_D)
     at_v = tl.arange(0, BLOCK_V)
     for at in tl.range(begin, end, BLOCK_N):
@@ -186,11 +187,11 @@ def _walk(
 
 
 @triton.jit
-def _give(
+def _store(
     acc, top, total, sinks, out, part_out, part_lse, partial, q_start, token, head, real, H: tl.constexpr, V: tl.constexpr,
     BLOCK_V: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Stores what a block of rows has found: the output, where it is all, else a partial result, to be merged."""
+    """Stores the result of a block of rows: as output if it is complete, else as a partial result for the merge."""
     at_v = tl.arange(0, BLOCK_V)
     base = tl.where(top == -INF, 0.0, top)
     columns = real[:, None] & (at_v < V)[None, :]
@@ -214,7 +215,7 @@ def attend_kernel(
     BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walks a lane's items: each for every key/value head and, where a tile holds more rows than a block, every block of it."""
+    """Runs a lane's items. A unit of work is one item, one key/value head and, if the item has more rows than a block, one block of rows."""
     BLOCKS: tl.constexpr = (TOKENS * G + BLOCK_M - 1) // BLOCK_M
     at_d = tl.arange(0, BLOCK_D)
     items = plan + tl.load(plan + LANE + 1)
@@ -267,7 +268,7 @@ def attend_kernel(
                 D, V, BLOCK_SIZE, BLOCK_D, BLOCK_V, BLOCK_N, True, WINDOW, SOFTCAP, UPCAST, PRECISION,
             )  # fmt: skip
 
-            _give(
+            _store(
                 acc, top, total, sinks, out, part_out, part_lse, partial, q_start, token, head, real, K * G, V, BLOCK_V, SINKS
             )  # fmt: skip
 
@@ -318,7 +319,7 @@ INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 
 
 def why_not_here() -> str:
-    """Why Triton does not work on this machine, in a line; empty if it works. It compiles a part of itself with the system's C compiler when it is first used."""
+    """Returns in one line why Triton does not work on this machine; empty if it works. Triton compiles a part of itself with the system's C compiler when it is first used."""
     try:
         triton.runtime.driver.active.get_current_device()
     except Exception as e:  # noqa: BLE001 - whatever a compiler, a loader or a driver may raise

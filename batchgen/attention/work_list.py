@@ -1,9 +1,8 @@
-"""A step's attention as a work list for a persistent kernel: who reads which blocks, in items of about equal cost. numpy only.
+"""Turns a step's attention into a work list for a persistent kernel: which queries read which blocks, in items of about equal cost. numpy only.
 
-An item is a tile of consecutive packed queries and a range of keys at consecutive positions. A shared part gives an item for
-each tile of its queries, a span's own blocks one for each tile of its own. Long ranges are split, so that all of the device is
-busy; a query of several items gets its result from the merge of their partial ones (FlashInfer, arXiv:2501.01005). It has not run on a
-GPU yet.
+An item is a tile of consecutive packed queries and a range of keys at consecutive positions. A shared part gives an item for each tile of
+its queries, and a span's own blocks give one for each tile of the span. Long ranges are split, so that the whole device is busy. If a query
+is in several items, their partial results are merged (FlashInfer, arXiv:2501.01005). This code has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from batchgen.scheduling.batch import ScheduledSpan
 
 Q_START, Q_COUNT, BLOCK_TABLE, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL = range(7)
 """Columns of an item: packed queries [Q_START, Q_START + Q_COUNT); BLOCK_TABLE, the index of its first block; NUM_KEYS from the beginning
-of that block on, of which query j sees those before FIRST_VISIBLE + j; POSITION of the first; PARTIAL, the row of its first
-query's partial result, -1 where the result is whole."""
+of that block on, of which query j sees those before FIRST_VISIBLE + j; POSITION of the first key; PARTIAL, the row of its first
+query's partial result, -1 if the result is complete."""
 HEADER = 16
-"""int32 before all else in a plan: how many items there are, and where things are. Positions follow, as int64."""
+"""Words at the beginning of a plan: the number of items, and where the lists are. Positions (int64) follow."""
 FIELDS = 8
-"""int32 of an item: its columns, padded to 32 bytes."""
+"""Words of an item: its columns, padded to 32 bytes."""
 ALL = 1 << 30
 """FIRST_VISIBLE of items whose queries see every key."""
 EVEN = 1.1
@@ -44,7 +43,7 @@ class Lane:
     programs: int
     """The kernel's grid: program p takes the units p, p + programs and so on."""
     heads: int
-    """Key/value heads: each item is so many units."""
+    """Key/value heads; an item is a unit of work for each."""
     min_keys: int
     """Ranges are not split into parts with fewer keys."""
     item_keys: int = 64
@@ -142,7 +141,7 @@ def _shared(cuts: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> N
     for parts in _adjoining(cuts.shared, ranges.block_size):
         q_start, q_end = parts[0].q_start, parts[0].q_end
         if cuts.chunks[bisect_right(starts, q_start) - 1].q_end >= q_end:
-            continue  # what one work has behind it: `_own` has it
+            continue  # read by one span alone, so `_own` has added it
         blocks = [block for part in parts for block in range(part.block, part.block + part.num_blocks)]
         for begin, end in _without(q_start, q_end, whole):
             ranges.add(begin, end - begin, blocks, len(blocks) * ranges.block_size, ALL, parts[0].position)
@@ -190,7 +189,7 @@ def _tile(rows: Ints, tokens: int) -> Ints:
 
 
 def _split(items: Ints, lane: Lane, block_size: int) -> Ints:
-    """Splits the keys of items so that the programs' work is even. Expensive items come first, those of the same keys together."""
+    """Splits the keys of items so that the programs' work is even. Expensive items come first; items with the same keys are together."""
     longest = _longest(items[:, NUM_KEYS], lane)
     blocks = -(-items[:, NUM_KEYS] // block_size)
     counts = np.minimum(-(-items[:, NUM_KEYS] // longest), blocks)
@@ -206,11 +205,11 @@ def _split(items: Ints, lane: Lane, block_size: int) -> Ints:
 
 def _longest(keys: Ints, lane: Lane) -> int:
     """Returns the maximum number of keys of an item: the largest that balances the lane, or the best one if none does."""
-    most = int(keys.max(initial=1))
+    largest = int(keys.max(initial=1))
     share = keys.sum() * lane.heads / lane.programs + lane.item_keys
-    best = (np.inf, -most)
-    for splits in range(1, most // lane.min_keys + 1):
-        longest = -(-most // splits)
+    best = (np.inf, -largest)
+    for splits in range(1, largest // lane.min_keys + 1):
+        longest = -(-largest // splits)
         counts = -(-keys // longest)
         sizes = np.sort(np.repeat(keys / counts, counts))[::-1] + lane.item_keys
         busiest = sizes[np.arange(0, len(sizes) * lane.heads, lane.programs) // lane.heads].sum()

@@ -32,15 +32,15 @@ from batchgen.result import Completion, OnResult, OnToken
 from batchgen.stats import EngineStats, side_by_side
 
 LISTEN_SECONDS = 0.05
-"""Longest wait for a message: `stop` is asked in between."""
+"""Longest wait for a message, because `stop` is called between two waits."""
 SILENT_SECONDS = 30.0
 """A worker that has work and has sent nothing for so long is called silent."""
 MAX_FAILURES = 3
-"""A worker that is lost is not started again once it was lost so often without having finished a row in between."""
+"""A worker that was lost this often without finishing a row in between is not started again."""
 
 
 class _LinkClosed:
-    """Comes after the last message of a worker."""
+    """Stands after the last message of a worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class _WorkerHandle:
     device: str
     link: Link = None  # type: ignore[assignment]  # set when it was started
     failures: int = 0
-    """How often the workers in its place were lost before, one after the other, without finishing a row."""
+    """How many workers before it were lost in a row without finishing a row of the input."""
     done: int = 0
     """Rows that it has finished."""
     lost: bool = False
@@ -66,21 +66,21 @@ class _WorkerHandle:
     """Since when it has been ready and without work; None while it has some."""
     idle_seconds: float = 0.0
     rows: dict[int, _Row] = field(default_factory=dict)
-    """That it has been given and that are not done."""
+    """The unfinished rows that it has been given."""
     leaves: int = 0
-    """Of these."""
+    """The leaves of these rows."""
     sent: int = 0
     heard: int = 0
     """Messages sent after the first, and how many of them it has taken in."""
     idle: bool = False
     wish: str | None = None
-    """The last it was told."""
+    """The last wish to stop that was sent to it."""
     stats: EngineStats = field(default_factory=EngineStats)
     under_way: dict[int, dict[int, Completion]] = field(default_factory=dict)
 
     @property
     def quiet(self) -> bool:
-        """Whether it has nothing to do, and has told of all that it did; also while it loads its model."""
+        """Whether it has no work and has reported everything, or is still loading its model."""
         return not self.batch_size or (self.idle and self.heard == self.sent)
 
     @property
@@ -137,7 +137,7 @@ class _Row:
     on_result: OnResult
     on_token: OnToken | None
     worker: _WorkerHandle | None = None
-    """None: it waits here."""
+    """None while it waits here."""
     cancelled: bool = False
 
 
@@ -154,7 +154,7 @@ class Workers:
         """`texts`: prompts on which `--quantize` is measured."""
         self.device = transport.name
         self.notes: list[str] = []
-        """What the user should hear, each once; grows."""
+        """Messages for the user, each once; grows."""
         self._noted: set[str] = set()
         self._arrival = config.policy == "fifo"
         self._inbox: SimpleQueue[tuple[int, Any]] = SimpleQueue()
@@ -263,7 +263,7 @@ class Workers:
         self._to_cancel.append(request.row)
 
     def close(self) -> None:
-        """Ends the processes: they hold nothing that is not here."""
+        """Ends the workers, which have nothing that is not here."""
         self._end()
         self._alive.clear()
 
@@ -328,7 +328,7 @@ class Workers:
                 place, message = self._inbox.get(timeout=LISTEN_SECONDS)
             except Empty:
                 return
-            if place in self._alive:  # else there is nothing more that it could say
+            if place in self._alive:  # messages of lost workers are dropped
                 self._hear(self._alive[place], message)
 
     def _hear(self, worker: _WorkerHandle, message: Ready | Report | WorkerFailed | _LinkClosed) -> None:
@@ -354,7 +354,7 @@ class Workers:
                     row.on_token(number, completion, token)
             for result in message.results:
                 row = worker.rows.pop(result.row, None)
-                if row is not None:  # else it was dropped meanwhile
+                if row is not None:  # else it was dropped in the meantime
                     del self._rows[result.row]
                     worker.leaves -= row.request.leaves
                     worker.done += 1
@@ -388,7 +388,7 @@ class Workers:
     def _ended(self, worker: _WorkerHandle, error: BatchgenError) -> None:
         """Handles the loss of a worker: starts it again if that may help, or leaves its rows to the others; else raises `error`.
 
-        These rows come after all others, so that a row that ends every process which runs it does its harm last.
+        These rows come after all others, because one of them may end every process that runs it.
         """
         del self._alive[worker.place]
         worker.link.kill()
@@ -396,17 +396,13 @@ class Workers:
         failures = 0 if worker.done else worker.failures + 1
         again = self._transport.replaces and failures < MAX_FAILURES and isinstance(error, DevicesLost)
         others = ", ".join(other.device for other in self._alive.values() if other.batch_size)
-        others_go_on = worker.batch_size or self._transport.replaces  # of processes all must load the model
-        goes_on = self._alive and others_go_on and isinstance(error, DevicesLost | OutOfMemory)
-        if not (goes_on or again):
+        may_be_lost = worker.batch_size or self._transport.replaces  # a process must at least load the model
+        others_continue = self._alive and may_be_lost and isinstance(error, DevicesLost | OutOfMemory)
+        if not (others_continue or again):
             raise error
-        rows = len(worker.rows)
-        going_on = f"going on with {others or 'the others'}, which {rows:,} unfinished rows of {worker.device} go to"
-        if again:
-            going_on = (
-                f"it is started again, and its {rows:,} unfinished rows go to {others or 'whoever is ready first'}"
-            )
-        self._note(f"{error.message}; {going_on}")
+        restart = "it is started again, and " if again else ""
+        to = others or ("the first worker that is ready" if again else "the others")
+        self._note(f"{error.message}; {restart}its {len(worker.rows):,} unfinished rows go to {to}")
         for row in worker.rows.values():
             row.worker = None
         if worker.batch_size:

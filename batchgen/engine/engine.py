@@ -233,7 +233,7 @@ class Engine:
     def run(self, stop: Callable[[], str | None] | None = None) -> None:
         """Runs steps until all requests are done.
 
-        Calls `stop()` before every step. None goes on, "drain" starts nothing new and returns when the running rows are done, and
+        Calls `stop()` before every step. None continues, "drain" starts nothing new and returns when the running rows are done, and
         "now" returns at once. Raises `OutOfMemory` if the device has no room for a single token.
         """
         try:
@@ -384,12 +384,12 @@ class Engine:
     # -- memory and figures
 
     def _shrink(self) -> None:
-        """Keeps steps as small as those that went through after the device ran out of memory."""
+        """After the device ran out of memory, limits steps to the size that succeeded."""
         tokens = self.runner.max_forward_tokens
         if tokens is not None and tokens < self.scheduler.limits.max_batch_tokens:
             self.notes.append(
-                f"{self.runner.model.device} ran out of memory in a step of more than {tokens} tokens; going on with steps of "
-                f"{tokens} (--max-batch-tokens {tokens} avoids the attempt)"
+                f"{self.runner.model.device} ran out of memory in a step of more than {tokens} tokens; from now on, a step "
+                f"has at most {tokens} (--max-batch-tokens {tokens} avoids the attempt)"
             )
             self.scheduler.shrink(tokens)
 

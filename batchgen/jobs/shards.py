@@ -329,7 +329,7 @@ def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], 
         names = [name for name in asked if name != "settings"]
         said = differences({n: plan.asked.get(n) for n in names}, {n: asked[n] for n in names})
         raise OutputLocked(
-            f"shard {running[0][0]}/{plan.count} of {output} runs, and was begun with something else: {said}",
+            f"shard {running[0][0]}/{plan.count} of {output} is running with other input or options: {said}",
             "give all shards the same input and options, or wait for it to end",
         )
 
@@ -388,8 +388,8 @@ class ShardFolder:
         self._lease = lease
         if lease.taken_over is not None:
             self.notes.append(
-                f"the run before (process {lease.taken_over.get('pid')} on {lease.taken_over.get('host')}) ended without "
-                "finishing: going on from there"
+                f"the last run (process {lease.taken_over.get('pid')} on {lease.taken_over.get('host')}) ended without finishing; "
+                "this one continues it"
             )
         with writing(self._place):
             self._record = JobRecord.load(self._place)

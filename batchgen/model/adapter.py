@@ -1,4 +1,4 @@
-"""A transformers model with our attention in it, and the shape of its KV, learned by running two tokens."""
+"""Gives a transformers model batchgen's attention, and learns the shape of its KV by running two tokens."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from batchgen.state.sizes import num_states
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """How a layer attends: what its kernels are made for."""
+    """How a layer attends. Attention kernels are compiled for this."""
 
     heads: int
     """Key/value heads."""
     group: int
-    """Query heads to a key/value head."""
+    """Query heads per key/value head."""
     k_size: int
     v_size: int
     dtype: torch.dtype
-    """Of the queries."""
+    """The type of the queries."""
     scale: float
     window: int | None
     softcap: float | None
     sinks: torch.dtype | None
-    """None: the layer has none."""
+    """The type of the sinks; None without sinks."""
 
     def options(self, sinks: torch.Tensor | None) -> LayerOptions:
         return LayerOptions(self.scale, self.window, self.softcap, sinks)
@@ -67,27 +67,27 @@ class LoadedModel:
     states: dict[int, StateShape] = field(default_factory=dict)
     """What each recurrent layer keeps of a sequence, by layer index."""
     recurrent: RecurrentLayers | None = None
-    """The recurrent layers, where there are some: they run on the states of a step."""
+    """The recurrent layers, if there are any. Each step gives them its states."""
     group: int = 1
-    """Most query heads to a key/value head."""
+    """The largest number of query heads per key/value head."""
     kinds: tuple[AttentionKind, ...] = ()
     """The ways in which its layers attend, each once."""
     sliding_window: int | None = None
-    """The widest sliding window where every layer has one: no position behind it is ever read again."""
+    """The widest sliding window if every layer has one: positions behind it are never read again."""
     spread: bool = False
     """Whether the parameters lie on several devices."""
     kernels: ctypes.CDLL | None = None
-    """Our own kernels for the CPU, where they are wanted and compiled."""
+    """batchgen's kernels for the CPU; None if they are switched off or cannot be compiled."""
     last_layer: int | None = None
     """The layer that can leave out all tokens whose logits are not wanted; None where nothing is left out."""
     compile: str = "auto"
-    """On one CUDA device: off, steps run as they are; auto, as CUDA graphs where these pay; on, always, and under `torch.compile`."""
+    """On one CUDA device: off, steps run without graphs; auto, as CUDA graphs if that pays; on, always as graphs, with `torch.compile`."""
     attention: str = "auto"
-    """torch: plain torch attends; triton: batchgen's kernels for CUDA or an error; auto: our kernels where there are some for the device."""
+    """torch: plain torch; triton: batchgen's kernels for CUDA, or an error; auto: batchgen's kernels if the device has some."""
     verdict: Verdict = field(default_factory=Verdict)
-    """What is switched off on this device."""
+    """The parts that are switched off on this device."""
     notes: tuple[str, ...] = ()
-    """What the user should know of how the model was loaded, a sentence each."""
+    """Messages for the user about the loading, a sentence each."""
     quantization: dict[str, Any] | None = None
     """What `--quantize` did, for the figures of a run; None without."""
 
@@ -105,7 +105,7 @@ def prepare(
     *,
     pack_linear: bool = True,
 ) -> LoadedModel:
-    """Switches a model's attention to ours. Raises `ModelError` where that cannot be. `pack_linear`: linear layers are packed too."""
+    """Gives a model batchgen's attention and, if there are any, kernels (`pack_linear`: for linear layers too). Raises `ModelError`."""
     register()
     if not hand_over(module) and module.config._attn_implementation != NAME:
         module.set_attn_implementation(NAME)
@@ -159,7 +159,8 @@ def prepare(
 
 
 def _scale_by_position(module: torch.nn.Module) -> None:
-    """Has queries scaled by their position in the text (`attention_forward`) where a layer would count from the start of the batch: Llama 4."""
+    """Llama 4 scales queries by their position, which it would count from the start of the batch. Makes `attention_forward` scale them by
+    their position in the text instead."""
     for part in module.modules():
         attention: Any = getattr(part, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and hasattr(attention, "floor_scale"):
@@ -178,18 +179,18 @@ class _QueryScale:
         self._positions = torch.empty(0)
 
     def note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Before the layer is run: the positions of its tokens."""
+        """Hook before the layer runs: keeps the positions of its tokens."""
         self._positions = kwargs["position_ids"]
 
     def __call__(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries [1, H, T, D], scaled in float32."""
+        """Returns queries [1, H, T, D], scaled in float32, in their own type."""
         positions = self._positions.to(query.device).float()
         factors = torch.log1p(torch.floor((positions + 1.0) / self._floor)) * self._scale + 1.0
         return (query * factors[:, None, :, None]).to(query.dtype)
 
 
 def _pass_on_to_attention(module: torch.nn.Module) -> None:
-    """Hands a step's attention from the layers of Nemotron and StableLM to their attention, to which they pass named arguments only."""
+    """The layers of Nemotron and StableLM pass only arguments that they know to their attention. Hooks hand it the step's attention."""
     layer: Any
     for layer in module.modules():
         if type(layer).__name__ in ("NemotronDecoderLayer", "StableLmDecoderLayer"):
@@ -206,12 +207,12 @@ def _pass_on_to_attention(module: torch.nn.Module) -> None:
 
 
 def _see_every_key(module: torch.nn.Module) -> None:
-    """Takes out the indexers that choose which keys a query sees (DeepSeek V3.2): they choose all of as many keys as the context has here
-    (`prompts/tokenizer.py`). What their layers ask of a mask or of the choice is answered by `EVERY_KEY`.
+    """Removes the indexers that choose which keys a query sees (DeepSeek V3.2). Contexts end before an indexer would leave any out
+    (`prompts/tokenizer.py`). `EVERY_KEY` stands in for its choice, and for the masks that layers make of it.
     """
     part: Any
     for part in list(module.modules()):
-        # Some layers have no indexer of their own, and see what that of an earlier layer has chosen.
+        # Layers without an indexer use the choice of an earlier layer's.
         if getattr(getattr(part, "config", None), "model_type", None) in INDEXED and hasattr(part, "indexer"):
             if part.indexer is not None:
                 part.indexer = _ChoosesAll()
@@ -223,7 +224,7 @@ def _see_every_key(module: torch.nn.Module) -> None:
 
 
 def _number_halves(module: Any) -> None:
-    """Gives the attention of DiffLlama, which runs on the halves of the values, a layer number for each time, under which its KV is kept."""
+    """The attention of DiffLlama runs twice, for each half of the values. Gives each time a layer number of its own, for its KV."""
     attention: Any
     for attention in module.modules():
         if type(attention).__name__ == "DiffLlamaAttention":
@@ -232,14 +233,14 @@ def _number_halves(module: Any) -> None:
 
 
 class _Halves:
-    """The numbers of a layer that runs attention twice: those of the second time are behind those of all layers."""
+    """The layer numbers of attention that runs twice: the layer's index, then that plus the number of layers."""
 
     def __init__(self, layer: int, layers: int) -> None:
         self._layer, self._layers = layer, layers
         self._times = 0
 
     def begin(self, _: Any, args: Any) -> None:
-        """Before the layer's attention is run."""
+        """Hook before the layer's attention runs."""
         self._times = 0
 
     def __call__(self) -> int:
@@ -248,14 +249,14 @@ class _Halves:
 
 
 class _ChoosesAll(torch.nn.Module):
-    """In the place of an indexer."""
+    """Stands in for an indexer."""
 
     def forward(self, *_: Any, **__: Any) -> EveryKey:
         return EVERY_KEY
 
 
 def _keep_chosen(module: Any) -> None:
-    """Makes the head run on the chosen tokens alone, for a model that takes no notice of `logits_to_keep`."""
+    """Makes the head run only on the wanted tokens, for a model that ignores `logits_to_keep`."""
     chosen: list[Any] = []
 
     def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -266,7 +267,7 @@ def _keep_chosen(module: Any) -> None:
 
 
 def _number_shared_attention(module: torch.nn.Module) -> None:
-    """Gives the attention that the layers of Zamba and Zamba2 share the index of its layer, which transformers tells it only when it is called."""
+    """Gives attention that layers of Zamba and Zamba2 share the index of its layer, which transformers passes only with each call."""
     for layers in module.modules():
         if isinstance(layers, torch.nn.ModuleList):
             for i, layer in enumerate(layers):
@@ -276,8 +277,8 @@ def _number_shared_attention(module: torch.nn.Module) -> None:
 
 
 def _settle_frequencies(module: torch.nn.Module) -> None:
-    """Rotary frequencies that may change with a batch's longest sequence stay as they are: contexts end before they would
-    (`prompts/tokenizer.py`), and to see that, every forward would look at the positions, for which the host waits.
+    """Keeps rotary frequencies that would change with a batch's longest sequence. Contexts end before they change (`prompts/tokenizer.py`),
+    but every forward would look at the positions to find that out, and the host would wait for them.
     """
     for part in module.modules():
         kind: Any = getattr(part, "rope_type", None)
@@ -288,12 +289,12 @@ def _settle_frequencies(module: torch.nn.Module) -> None:
 
 
 def _settled(rope_type: str) -> str:
-    """What transformers' `dynamic_rope_update` leaves alone."""
+    """Returns a type that transformers' `dynamic_rope_update` does not change."""
     return "default" if rope_type == "longrope" or "dynamic" in rope_type else rope_type
 
 
 def with_blocks(model: LoadedModel, block_size: int) -> LoadedModel:
-    """The model as an engine with such blocks runs it: its KV stored as our kernels want it, or without them."""
+    """Returns the model for an engine with this block size: with its KV in the layout of the kernels, or without kernels if they cannot run."""
     on_cpu = all(shape.device.type == "cpu" for shape in model.layers.values())
     if (
         model.kernels is None
@@ -307,15 +308,15 @@ def with_blocks(model: LoadedModel, block_size: int) -> LoadedModel:
 
 
 def logits_at(places: NDArray[np.int64], device: torch.device, spread: bool) -> torch.Tensor | list[int]:
-    """The argument `logits_to_keep` for the logits after these tokens of the packed batch.
+    """Returns the argument `logits_to_keep` for the logits after these tokens of the packed batch.
 
-    A list where the model is spread: hooks move tensors to the first device, and the head may be on the last.
+    It is a list if the model is spread over devices, because hooks move tensors to the first device and the head may be on the last.
     """
     return places.tolist() if spread else put(places, device)
 
 
 class _Probe:
-    """Stands in for a step's attention: notes each layer's shapes, and attends plainly."""
+    """Stands in for a step's attention: records each layer's shapes and computes plain attention."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
@@ -348,7 +349,7 @@ class _Probe:
 def _probe(
     module: Any, recurrent: RecurrentLayers | None, device: torch.device, spread: bool
 ) -> tuple[_Probe, StateProbe, int]:
-    """What the layers keep of a text, and the width of the logits, from a run of two tokens."""
+    """Runs two tokens. Returns the shapes of what the layers store, and the width of the logits."""
     tokens = torch.tensor([[0, 1]], device=device)
     for again in (True, False):
         probe, states = _Probe(), StateProbe()

@@ -48,21 +48,21 @@ class Runner:
 
     @property
     def attention(self) -> str:
-        """What attends."""
+        """The name of the attention backend, as the figures of a run have it."""
         return "triton" if self._device_step else "cascade" if self.model.kernels is None else "packed"
 
     def pause_kernels(self) -> None:
-        """Steps run in plain torch from now on. Raises `RuntimeError` where the device is lost: an error of CUDA stays for as long as the process."""
+        """Makes steps run in plain torch. Raises `RuntimeError` if the device is lost: after some errors, CUDA does nothing more in the process."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self._device_step, self._paused = None, self._device_step
 
     def drop_kernels(self) -> None:
-        """After `pause_kernels`: gives back what the kernels hold of the device's memory. They cannot be resumed."""
+        """After `pause_kernels`: frees the device memory that the kernels hold. They cannot be resumed then."""
         self._paused = None
 
     def resume_kernels(self) -> None:
-        """Steps run as they did before `pause_kernels`."""
+        """Makes steps run as before `pause_kernels`."""
         self._device_step, self._paused = self._paused, None
 
     @torch.inference_mode()

@@ -1,6 +1,6 @@
 """The model's outputs of requests that are embedded or classified: after the prompt's last token, or their mean over all tokens.
 
-A mean is a sum that each prefix node adds up once. What follows the node goes on from the node's sum, as it does from its KV.
+A mean is a sum that each prefix node adds up once. Texts below the node continue from its sum, as they continue from its KV.
 """
 
 from __future__ import annotations

@@ -271,8 +271,8 @@ def test_the_rows_of_a_process_that_was_killed_go_to_the_others(fleet: Fleet) ->
     results = run(workers, requests, kill)
     assert sorted(results) == list(range(60))
     (note,) = [note for note in workers.notes if "ended" in note]
-    assert note.startswith("the process of cpu:1 ended (SIGKILL); going on with cpu:0, cpu:2, which ")
-    assert note.endswith(" unfinished rows of cpu:1 go to")
+    assert note.startswith("the process of cpu:1 ended (SIGKILL); its ")
+    assert note.endswith(" unfinished rows go to cpu:0, cpu:2")
     assert sorted(run(workers, requests)) == list(range(60))  # the others go on
 
 
@@ -308,8 +308,9 @@ def test_an_error_on_one_device_leaves_its_rows_to_the_others(fleet: Fleet, erro
     workers = fleet.workers()
     fleet.engines["cpu:0"].failing = error
     assert len(run(workers, grouped(4, 4))) == 16
-    (note,) = [note for note in workers.notes if "going on" in note]
-    assert note.startswith(f"{message}; going on with cpu:1, which ")
+    (note,) = [note for note in workers.notes if "unfinished rows" in note]
+    assert note.startswith(f"{message}; its ")
+    assert note.endswith(" unfinished rows go to cpu:1")
     fleet.engines["cpu:1"].failing = OutOfMemory("nor here", "lower it")
     with pytest.raises(OutOfMemory, match=r"^nor here; lower it$"):
         run(workers, grouped(4, 4))

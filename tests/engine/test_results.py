@@ -149,8 +149,8 @@ def test_after_out_of_memory_the_steps_are_smaller_and_no_row_is_lost(error):
     assert [s for s in sizes if s > 20] == [132, 66, 33]  # in one step; none after it
     assert engine.stats.prefill_tokens == 60 + 6 + 8 * 9
     assert engine.notes == [
-        f"cpu ran out of memory in a step of more than {engine.runner.max_forward_tokens} tokens; going on with steps of "
-        f"{engine.runner.max_forward_tokens} (--max-batch-tokens {engine.runner.max_forward_tokens} avoids the attempt)"
+        f"cpu ran out of memory in a step of more than {engine.runner.max_forward_tokens} tokens; from now on, a step "
+        f"has at most {engine.runner.max_forward_tokens} (--max-batch-tokens {engine.runner.max_forward_tokens} avoids the attempt)"
     ]
 
 
