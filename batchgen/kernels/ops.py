@@ -44,11 +44,11 @@ class Heads(NamedTuple):
 
 def run_all(calls: Sequence[Call]) -> None:
     """Runs the kernels in this order."""
-    addresses = [number for kernel, what in calls for number in (_address(kernel), ctypes.addressof(what))]
+    addresses = [number for kernel, what in calls for number in (_place_of(kernel), ctypes.addressof(what))]
     library().batchgen_run((ctypes.c_size_t * len(addresses))(*addresses), len(calls))
 
 
-def _address(function: Any) -> int:
+def _place_of(function: Any) -> int:
     """Where a function of the library begins. It is kept at the function, since asking for it takes ten times as long."""
     if not hasattr(function, "address"):
         function.address = ctypes.cast(function, ctypes.c_void_p).value
