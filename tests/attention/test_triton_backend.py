@@ -146,7 +146,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", slow_but([OPTIONS[6]], OPTIONS), ids=str)
+@pytest.mark.parametrize("options", slow_but([OPTIONS[6], OPTIONS[7]], OPTIONS), ids=str)
 def test_it_is_the_reference_under_every_option(device, options):
     compare(device, works_of(*MIXED), 16, K=1, tuning=FINE, **options)
 
