@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.config import INPUT_LIMITS
 from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.disk import write_stats
 from batchgen.jobs.job_folder import JobFolder, open_job
@@ -24,7 +25,6 @@ from batchgen.jobs.status import no_job
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.records import Input, RowForm, job_path
 from batchgen.records.files import InputFile
-from batchgen.records.inputs import READ_ROWS
 from batchgen.records.openai_batch import OpenAIForm
 from batchgen.report import ReportPage, report_job
 from batchgen.signals import Signals
@@ -80,12 +80,14 @@ class JobReport:
         )
 
 
-def write_output(source: Input, job: JobFolder, same: SameInput, outcomes: Outcomes, *, merging: bool = False) -> None:
-    """Writes the rows in input order, each with its result. `merging`: the results are those of shards, and count as those of earlier runs."""
+def write_output(
+    source: Input, job: JobFolder, same: SameInput, outcomes: Outcomes, *, read_rows: int, merging: bool = False
+) -> None:
+    """Writes the rows in input order, each with its result, so many at a time. `merging`: the results are those of shards, and count as those of earlier runs."""
     same.check()
     stream, left, passed = RowStream(source), job.row_count, 0
     while left:
-        rows = stream.take(READ_ROWS)
+        rows = stream.take(read_rows)
         if stream.broken is not None:
             raise stream.broken
         if not rows:
@@ -183,7 +185,8 @@ def _merge_shards(
         outcomes.tracker.total = job.row_count
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):
-            write_output(source, job, SameInput(source, job, plan.asked["inputs"]), outcomes, merging=True)
+            same = SameInput(source, job, plan.asked["inputs"])
+            write_output(source, job, same, outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
             job.flush()
         jobs = [s["stats"]["job"] for s in shards] + ([job.previous["job"]] if job.previous else [])
         setting = Setting(

@@ -397,6 +397,30 @@ def _parse_kept_columns(name: str, text: str) -> tuple[str, ...] | None:
     return None if text == "all" else () if text == "none" else comma_list(name, text)
 
 
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """How much of an input is in memory at a time if it is read twice and its requests are sorted.
+
+    A run of the sort exceeds its limits by at most one request, a window by at most one batch of each run.
+    """
+
+    read_rows: int = 2_000
+    """Rows that are read, and written, at a time."""
+    run_rows: int = 50_000
+    window_rows: int = 20_000
+    """Fewer than in a run, because a planned request needs much more memory than a waiting one."""
+    max_tokens: int = 1 << 24
+    """Tokens of a run, and of a window."""
+    max_runs: int = 64
+    """Number of runs that are merged at a time."""
+    batch_rows: int = 256
+    batch_tokens: int = 1 << 16
+    """A batch is what a merge holds of each run."""
+
+
+INPUT_LIMITS = InputLimits()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """A whole job: from input files to an output file."""
@@ -552,6 +576,8 @@ class JobConfig:
         metavar="FILE.html",
         rules=[_NAMED],
     )
+    limits: InputLimits = field(default_factory=lambda: INPUT_LIMITS)
+    """How much of the input is in memory at a time if it is read twice. No option of the command."""
 
     def __post_init__(self) -> None:
         if isinstance(self.model, str | PathLike):

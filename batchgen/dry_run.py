@@ -37,7 +37,7 @@ from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, Row, open_input, window_rows
-from batchgen.records.inputs import CHECKED_ROWS, READ_ROWS
+from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
@@ -187,8 +187,8 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
         tracker.phase("planning")
         size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
-            waiting, costs = SortedRequests(Path(folder)), PrefixCosts(Path(folder))
-            for rows in source.windows(size or READ_ROWS, config.limit):
+            waiting, costs = SortedRequests(Path(folder), config.limits), PrefixCosts(Path(folder))
+            for rows in source.windows(size or config.limits.read_rows, config.limit):
                 if plan.rows == 0:
                     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
                 requests = plan.requests(rows, prompts.build(rows))

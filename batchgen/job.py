@@ -323,7 +323,7 @@ def _run_in_prefix_order(setup: _Setup, job: JobFolder, planner: Planner, genera
         raise reading.broken
     outcomes.tracker.phase("writing")
     with signals.interruptible(), outcomes.run.timed("write"):
-        write_output(setup.source, job, reading.input, outcomes)
+        write_output(setup.source, job, reading.input, outcomes, read_rows=setup.config.limits.read_rows)
 
 
 def _run_windows(
@@ -367,6 +367,7 @@ def _plan_shards(setup: _Setup, job: Job, asked: dict[str, Any], progress: Progr
         asked=as_stored(asked),
         rows=job.row_count,
         output=job.output_facts(),
+        limits=config.limits,
     )
     tree = outline.tree()
     if tree.rows:

@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
+from batchgen.config import InputLimits
 from batchgen.errors import InputCorrupt, Interrupted, OutputError
-from batchgen.jobs.sorted_requests import SortedRequests, SortLimits
+from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.jobs.windows import PlannedWindows
 from batchgen.progress import Silent, Snapshot
 from support.params import slow_but
@@ -28,15 +29,7 @@ Rows = list[dict[str, Any]]
 Write = Callable[..., Path]
 Read = Callable[[Path], Rows]
 GROUPS = 7
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = SortLimits(run_rows=10, window_rows=10, batch_rows=3)
-    monkeypatch.setattr("batchgen.jobs.sorted_requests.DEFAULT_LIMITS", limits)
-    monkeypatch.setattr("batchgen.dry_run.READ_ROWS", 4)
-    monkeypatch.setattr("batchgen.jobs.requests.READ_ROWS", 4)
-    monkeypatch.setattr("batchgen.assembly.READ_ROWS", 4)
+SMALL = InputLimits(read_rows=4, run_rows=10, window_rows=10, batch_rows=3)
 
 
 def shuffled(count: int) -> Rows:
@@ -49,9 +42,8 @@ def shuffled(count: int) -> Rows:
 
 def config_of(model: Path, source: Path, name: str = "out.jsonl", **options: Any) -> JobConfig:
     options.setdefault("sampling", SamplingParams(max_tokens=4))
-    return JobConfig(
-        inputs=(str(source),), model=ModelConfig(model=str(model)), output=str(source.with_name(name)), **options
-    )
+    output = str(source.with_name(name))
+    return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), output=output, limits=SMALL, **options)
 
 
 class StopAt(Silent):

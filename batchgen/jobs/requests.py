@@ -19,7 +19,6 @@ from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.prompts import PromptBuilder
 from batchgen.records import Input, Row
-from batchgen.records.inputs import READ_ROWS
 from batchgen.records.output import own_id
 from batchgen.records.parquet_types import id_text
 from batchgen.records.rows import MAX_WINDOW_BYTES
@@ -314,7 +313,7 @@ class FirstReading:
 
     def _read_all(self) -> SortedRequests:
         self._job.begin_reading()
-        waiting = SortedRequests(self._job.sorted_folder)
+        waiting = SortedRequests(self._job.sorted_folder, self._config.limits)
         count = self._read_rows(waiting)
         if self._stopped:
             return waiting
@@ -355,7 +354,7 @@ class FirstReading:
                 self._outcomes.tracker.passed(count)
 
     def _build(self) -> tuple[list[Row], list[Request | Result]]:
-        rows = self._reader.take(self._stream, READ_ROWS)
+        rows = self._reader.take(self._stream, self._config.limits.read_rows)
         return rows, self._reader.build(rows)
 
     def _take_up(self, earlier: dict[str, Any]) -> SortedRequests:
@@ -368,4 +367,4 @@ class FirstReading:
             self._outcomes.done(result)
         tracker.rows_changed()
         self._job.check_dropped(prune=self._config.prune)
-        return SortedRequests.of(self._job.sorted_folder, earlier["digests"])
+        return SortedRequests.of(self._job.sorted_folder, earlier["digests"], self._config.limits)

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from batchgen.config import RETRY_REASONS
+from batchgen.config import RETRY_REASONS, InputLimits
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.base import Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
@@ -101,6 +101,7 @@ def write_plan(
     asked: Mapping[str, Any],
     rows: int,
     output: Mapping[str, Any],
+    limits: InputLimits,
 ) -> ShardPlan:
     """Writes the requests of `windows`, which follow each other in prefix order, and then the plan for `count` shards."""
     plan_id = secrets.token_hex(4)
@@ -114,7 +115,7 @@ def write_plan(
         ordered = in_window_order(window)
         costs.add(ordered)
         name = f"{number:06d}"
-        write_requests(place / "requests" / name, ordered)
+        write_requests(place / "requests" / name, ordered, limits)
         pieces.append((name, len(ordered)))
     plan = ShardPlan(
         id=plan_id,

@@ -22,30 +22,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from batchgen.config import INPUT_LIMITS, InputLimits
 from batchgen.jobs.disk import reading, writing
 from batchgen.prefix.order import common_length, depth_first_order, token_key
 from batchgen.records.writers import DigestFile
 from batchgen.request import Request, TokenArray
 from batchgen.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class SortLimits:
-    """Limits of how much of the input is in memory at a time. A run exceeds them by at most one request, a window by at most one batch of each run."""
-
-    run_rows: int = 50_000
-    window_rows: int = 20_000
-    """Fewer than in a run, because a planned request needs much more memory than a waiting one."""
-    max_tokens: int = 1 << 24
-    """Tokens of a run, and of a window."""
-    max_runs: int = 64
-    """Number of runs that are merged at a time."""
-    batch_rows: int = 256
-    batch_tokens: int = 1 << 16
-    """A batch is what a merge holds of each run."""
-
-
-DEFAULT_LIMITS = SortLimits()
 
 _TOKENS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
@@ -70,9 +52,9 @@ class SortedRequests:
     `folder` exists and is used for nothing else.
     """
 
-    def __init__(self, folder: Path, limits: SortLimits | None = None) -> None:
+    def __init__(self, folder: Path, limits: InputLimits = INPUT_LIMITS) -> None:
         self._folder = folder
-        self._limits = limits or DEFAULT_LIMITS
+        self._limits = limits
         self._waiting: list[Request] = []
         self._tokens = 0
         self._files_made = 0
@@ -81,7 +63,7 @@ class SortedRequests:
         """Digest of each file, by name."""
 
     @classmethod
-    def of(cls, folder: Path, digests: dict[str, str], limits: SortLimits | None = None) -> SortedRequests:
+    def of(cls, folder: Path, digests: dict[str, str], limits: InputLimits = INPUT_LIMITS) -> SortedRequests:
         """The requests that an earlier process sorted into `folder`. `digests` are those of its files."""
         requests = cls(folder, limits)
         requests.digests, requests._runs = digests, list(digests)
@@ -148,7 +130,7 @@ class SortedRequests:
             yield from _merge_runs([run for run in runs if run.advance()])
 
 
-def write_requests(path: Path, requests: Iterable[Request], limits: SortLimits = DEFAULT_LIMITS) -> str:
+def write_requests(path: Path, requests: Iterable[Request], limits: InputLimits) -> str:
     """Writes requests to a new file, in their order. Returns the digest of the file, which is on disk then."""
     with writing(path.parent), closing(DigestFile(path)) as file:
         options = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -241,7 +223,7 @@ def _best_end(ordered: Sequence[Request]) -> int:
     return 1 + shared.index(min(shared)) if shared else 0
 
 
-def _batches(requests: Iterable[Request], limits: SortLimits) -> Iterator[list[Request]]:
+def _batches(requests: Iterable[Request], limits: InputLimits) -> Iterator[list[Request]]:
     """The requests, in their order, divided into batches."""
     batch: list[Request] = []
     tokens = 0

@@ -28,8 +28,6 @@ from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read
 _ANY_FORMAT = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
-READ_ROWS = 2_000
-"""Number of rows read at a time if the input is read twice."""
 _MODEL_REPO = re.compile(r"hf://((?!(?:datasets|spaces|buckets|models)/)[^/]+/[^/@]+)")
 _UNPACKERS = {".xz": "xz -d", ".bz2": "bzip2 -d", ".zip": "unzip"}
 CHECKED_ROWS = 1_000

@@ -106,7 +106,17 @@ def test_every_field_of_the_configuration_is_an_option_but_these() -> None:
         for f in fields(config)
         if "option" not in f.metadata
     }
-    assert fields_of == {"inputs", "model", "prompts", "sampling", "engine", "processes", "block_tokens", "given"}
+    assert fields_of == {
+        "inputs",
+        "model",
+        "prompts",
+        "sampling",
+        "engine",
+        "processes",
+        "block_tokens",
+        "limits",
+        "given",
+    }
 
 
 def test_plan_takes_every_option_of_run() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.jobs.sorted_requests import SortedRequests, SortLimits, sort_key
+from batchgen.config import InputLimits
+from batchgen.jobs.sorted_requests import SortedRequests, sort_key
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
@@ -36,7 +37,7 @@ def plain(r: Request):
 
 
 def limits(rows=5, tokens=1000, batch=2, runs=3, window=None):
-    return SortLimits(run_rows=rows, window_rows=window or rows, max_tokens=tokens, max_runs=runs, batch_rows=batch)
+    return InputLimits(run_rows=rows, window_rows=window or rows, max_tokens=tokens, max_runs=runs, batch_rows=batch)
 
 
 def sorted_requests(folder, requests, limits):

@@ -20,9 +20,8 @@ from typing import Any
 
 SHARED = "The reports of this region begin alike, and differ in what comes after. "
 TINY_SPOOL = {
-    "batchgen.jobs.sorted_requests:DEFAULT_LIMITS": {"run_rows": 6, "window_rows": 6, "batch_rows": 2},
-    "batchgen.jobs.requests:READ_ROWS": 5,
-    "batchgen.assembly:READ_ROWS": 5,
+    "batchgen.config:INPUT_LIMITS": {"read_rows": 5, "run_rows": 6, "window_rows": 6, "batch_rows": 2},
+    "batchgen.assembly:INPUT_LIMITS": {"read_rows": 5},  # of a merge, which has no configuration
 }
 """Windows of six rows, several files of sorted requests: what a job of millions of rows is like."""
 
