@@ -1,4 +1,5 @@
-// Recurrent layers: the causal convolution, the gated delta rule, Mamba2's recurrence and Mamba's scan of a step's spans, and gated norms.
+// Recurrent layers: the causal convolution, the gated delta rule, Mamba2's recurrence and Mamba's scan of a step's spans, and gates with and
+// without norms.
 // States are read from one slot and written to another, which may be the same; memory is passed over once.
 #include <algorithm>
 #include <cmath>
@@ -31,8 +32,9 @@ struct Convolution {  // `_Convolution` in recurrent.py is the same
     void *states, *out;             // [slots][taps][channels]; [T][channels]
 };
 
-constexpr int64_t CHANNELS = 256;  // of one task
-constexpr int64_t STRETCH = 32;    // tokens that run through some channels before the next channels, so that rows stay in the cache
+// Tokens that run through some channels before the next channels. Their rows are read and written side by side from the first channel to
+// the last, as the processor fetches memory ahead; a column of many rows would be on a page of its own for each.
+constexpr int64_t STRETCH = 16;
 
 // Tokens [begin, end) of a span through PART vectors of channels. The TAPS inputs before a token stay in registers from token to token.
 template <class T, int TAPS, int PART>
@@ -62,15 +64,15 @@ INLINE void convolve_channels(const Convolution& c, int64_t span, int64_t i, int
         }
 }
 
-// The same for any number of taps, and for channels that fill no vector.
+// The same from channel `first` on, for any number of taps and for channels that fill no vector.
 template <class T>
-void convolve_some(const Convolution& c, int64_t span, int64_t first, int64_t last, int64_t begin, int64_t end) {
+void convolve_some(const Convolution& c, int64_t span, int64_t first, int64_t begin, int64_t end) {
     const int64_t n = c.channels, taps = c.taps, start = c.starts[span];
     const T *x = (const T*)c.x, *weight = (const T*)c.weight, *bias = (const T*)c.bias;
     const T* before = (const T*)c.states + c.read[span] * taps * n;
     const auto row = [&](int64_t t) { return t < 0 ? before + (t + taps) * n : x + (start + t) * c.x_token; };
     for (int64_t t = begin; t < end; t++)
-        for (int64_t i = first; i < last; i += LANES) {
+        for (int64_t i = first; i < n; i += LANES) {
             floats sum = bias ? load_at(bias, i, n) : floats{};
             for (int64_t tap = 0; tap <= taps; tap++)
                 sum += load_at(row(t - taps + tap), i, n) * load_at(weight + tap * n, i, n);
@@ -79,37 +81,50 @@ void convolve_some(const Convolution& c, int64_t span, int64_t first, int64_t la
         }
 }
 
+// Tokens [begin, end) of a span.
 template <class T>
-void convolve_part(const Convolution& c, int64_t span, int64_t first, int64_t last) {
+void convolve_stretch(const Convolution& c, int64_t span, int64_t begin, int64_t end) {
     constexpr int PART = 2;
-    const int64_t n = c.channels, taps = c.taps, start = c.starts[span], length = c.lengths[span];
-    for (int64_t begin = 0; begin < length; begin += STRETCH) {
-        const int64_t end = std::min(begin + STRETCH, length);
-        int64_t i = first;
-        if (taps == 3)
-            for (; i + PART * LANES <= last; i += PART * LANES) convolve_channels<T, 3, PART>(c, span, i, begin, end);
-        else if (taps == 2)
-            for (; i + PART * LANES <= last; i += PART * LANES) convolve_channels<T, 2, PART>(c, span, i, begin, end);
-        convolve_some<T>(c, span, i, last, begin, end);
-    }
-    // Row t of the span's inputs; those before its first token are in the state.
-    const T *before = (const T*)c.states + c.read[span] * taps * n, *x = (const T*)c.x;
+    int64_t i = 0;
+    if (c.taps == 3)
+        for (; i + PART * LANES <= c.channels; i += PART * LANES) convolve_channels<T, 3, PART>(c, span, i, begin, end);
+    else if (c.taps == 2)
+        for (; i + PART * LANES <= c.channels; i += PART * LANES) convolve_channels<T, 2, PART>(c, span, i, begin, end);
+    convolve_some<T>(c, span, i, begin, end);
+}
+
+// Puts the last inputs of a span into its slot.
+template <class T>
+void keep_last(const Convolution& c, int64_t span) {
+    const int64_t n = c.channels, taps = c.taps, length = c.lengths[span];
+    const T *before = (const T*)c.states + c.read[span] * taps * n, *x = (const T*)c.x + c.starts[span] * c.x_token;
     T* after = (T*)c.states + c.write[span] * taps * n;
     // Of a slot that is read and written each row comes from a later one, so that in this order none is lost.
     for (int64_t tap = 0; tap < taps; tap++) {
         const int64_t t = length - taps + tap;
-        const T* from = t < 0 ? before + (t + taps) * n : x + (start + t) * c.x_token;
-        std::copy(from + first, from + last, after + tap * n + first);
+        const T* from = t < 0 ? before + (t + taps) * n : x + t * c.x_token;
+        std::copy(from, from + n, after + tap * n);
     }
 }
 
 template <class T>
 void convolve(const Convolution& c) {
-    const int64_t parts = (c.channels + CHANNELS - 1) / CHANNELS, tasks = c.spans * parts;
-    for_each(tasks, tasks > 8 ? c.threads : 1, [&](int64_t task) {
-        const int64_t first = task % parts * CHANNELS;
-        convolve_part<T>(c, task / parts, first, std::min(first + CHANNELS, c.channels));
+    struct Stretch {
+        int64_t span, begin;
+    };
+    std::vector<Stretch> stretches;
+    int64_t tokens = 0;
+    for (int64_t span = 0; span < c.spans; tokens += c.lengths[span++])
+        for (int64_t begin = 0; begin < c.lengths[span]; begin += STRETCH) stretches.push_back({span, begin});
+    const int64_t threads = tokens * c.channels > 16384 ? c.threads : 1;
+    for_each(stretches.size(), threads, [&](int64_t i) {
+        const auto [span, begin] = stretches[i];
+        convolve_stretch<T>(c, span, begin, std::min(begin + STRETCH, c.lengths[span]));
+        if (c.lengths[span] <= STRETCH) keep_last<T>(c, span);
     });
+    // The slot of a longer span may be what its first stretch reads.
+    for (int64_t span = 0; span < c.spans; span++)
+        if (c.lengths[span] > STRETCH) keep_last<T>(c, span);
 }
 
 struct Rule {  // `_Rule` in recurrent.py is the same: the gated delta rule, or Mamba2's recurrence with k, q, v for its B, C, x
@@ -357,8 +372,28 @@ void gated_norm(const GatedNorm& n) {
     });
 }
 
+struct Gate {  // `_Gate` in recurrent.py is the same
+    int64_t rows, size, x_row, gate_row, threads;  // elements of a row, and from one row to the next
+    const void *x, *gate;
+    void* y;  // [rows][size]
+};
+
+// y = x * sigmoid(gate), both rounded.
+template <class T>
+void gate(const Gate& g) {
+    for_each(g.rows, g.rows * g.size > 8192 ? g.threads : 1, [&](int64_t row) {
+        const T *x = (const T*)g.x + row * g.x_row, *by = (const T*)g.gate + row * g.gate_row;
+        for (int64_t i = 0; i < g.size; i += LANES) {
+            const floats open = 1.0f / (1.0f + exp(-load_at(by, i, g.size)));
+            store_at((T*)g.y + row * g.size, i, g.size, load_at(x, i, g.size) * rounded<T>(open));
+        }
+    });
+}
+
 }  // namespace
 
+EXPORT void batchgen_gate_float32(const Gate* g) { gate<float>(*g); }
+EXPORT void batchgen_gate_bfloat16(const Gate* g) { gate<bf16>(*g); }
 EXPORT void batchgen_gated_norm_float32(const GatedNorm* n) { gated_norm<float, float>(*n); }
 EXPORT void batchgen_gated_norm_bfloat16(const GatedNorm* n) { gated_norm<bf16, bf16>(*n); }
 EXPORT void batchgen_gated_norm_float32_by_bfloat16(const GatedNorm* n) { gated_norm<float, bf16>(*n); }

@@ -49,6 +49,15 @@ class _GatedNorm(ctypes.Structure):
     )
 
 
+class _Gate(ctypes.Structure):
+    """`Gate` in recurrent.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "size", "x_row", "gate_row", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "gate", "y")),
+    )
+
+
 class _Scan(ctypes.Structure):
     """`Scan` in recurrent.cpp is the same."""
 
@@ -227,4 +236,24 @@ def gated_norm(
         eps, weight.data_ptr(), rows.data_ptr(), gates.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     kernel("gated_norm", x.dtype, "" if gate.dtype == x.dtype else "_by_bfloat16")(ctypes.byref(what))
+    return y
+
+
+def can_gate(x: torch.Tensor, gate: torch.Tensor) -> bool:
+    """Whether `sigmoid_gate` takes these tensors."""
+    return (
+        x.shape == gate.shape and x.dtype == gate.dtype and x.dtype in DTYPES and x.device.type == gate.device.type == "cpu"
+    )
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate), both [..., D]; contiguous. The sigmoid and the product are rounded to the type of `x`."""
+    size = x.shape[-1]
+    rows, gates = (of.reshape(-1, size) for of in (x, gate))
+    rows, gates = (of if of.stride(1) == 1 else of.contiguous() for of in (rows, gates))
+    y = torch.empty(x.shape, dtype=x.dtype)
+    what = _Gate(
+        rows.shape[0], size, rows.stride(0), gates.stride(0), torch.get_num_threads(), rows.data_ptr(), gates.data_ptr(), y.data_ptr()
+    )  # fmt: skip
+    kernel("gate", x.dtype)(ctypes.byref(what))
     return y
