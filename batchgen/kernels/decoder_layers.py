@@ -17,6 +17,7 @@ from batchgen.kernels.dense_layer import DenseLayer, LayerNorms, can_join, joine
 from batchgen.kernels.forwards import is_usual_attention, is_written_as
 from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary, can_fuse, own_forward
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
+from batchgen.kernels.recurrent import can_gate, sigmoid_gate
 
 
 @torch.inference_mode()
@@ -25,6 +26,7 @@ def fuse_layers(model: torch.nn.Module) -> int:
     count = 0
     module: Any
     for module in model.modules() if can_fuse(model) else ():
+        _fuse_gate(module)
         plain = own_forward(module)
         kind = None if plain is None else _kind_of(plain)
         if plain is None or kind is None:
@@ -179,6 +181,69 @@ def _qwen_hybrid_layer(
     return _after_mixing(self, hidden_states, mixed, _wanted(self, kwargs))
 
 
+def _granite_hybrid_layer(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    use_cache: Any = False,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    kwargs |= {"hidden_states": self.input_layernorm(hidden_states), "attention_mask": attention_mask}
+    if self.mamba is not None:
+        mixed = self.mamba(cache_params=past_key_values, **kwargs)
+    else:
+        mixed, _ = self.self_attn(
+            past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs
+        )
+    mlp = self.shared_mlp
+    if self.has_experts:
+        mlp = lambda y: self.block_sparse_moe(y) + self.shared_mlp(y)  # noqa: E731
+    return _after_mixing(self, hidden_states, mixed, None, mlp, self.residual_multiplier)
+
+
+def _fuse_gate(attention: Any) -> None:
+    """Gives an attention module with a gate after it a forward in which our kernel computes the gate, if our rotary embeddings are in it."""
+    plain = getattr(attention.__dict__.get("forward"), "__func__", None)
+    names = getattr(plain, "__globals__", {})
+    rotary = names.get("apply_rotary_pos_emb")
+    if (
+        plain is None
+        or not isinstance(rotary, FusedRotary)
+        or not is_written_as(plain, forwards.GatedAttention.forward)
+    ):
+        return
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        if past_key_values is not None or self.training:
+            found: tuple[torch.Tensor, Any] = plain(
+                self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+            )
+            return found
+        shape = hidden_states.shape[:-1]
+        q, gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim).chunk(2, dim=-1)
+        k, v = (part(hidden_states).view(*shape, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
+        q, k = rotary(self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), *position_embeddings)
+        attend = names["ALL_ATTENTION_FUNCTIONS"].get_interface(
+            self.config._attn_implementation, names["eager_attention_forward"]
+        )
+        mixed, weights = attend(
+            self, q, k, v.transpose(1, 2), attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
+        gated = sigmoid_gate(mixed, gate) if can_gate(mixed, gate) else mixed * torch.sigmoid(gate)
+        return self.o_proj(gated.reshape(*shape, -1)), weights
+
+    attention.forward = MethodType(forward, attention)
+
+
 def _wanted(layer: Any, given: dict[str, Any]) -> torch.Tensor | None:
     """The places of the only tokens whose results of a layer are wanted; None if all are. `given` are the arguments of its forward."""
     attention: Any = given.get("step_attention")
@@ -189,25 +254,26 @@ def _wanted(layer: Any, given: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _after_mixing(
-    layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, wanted: torch.Tensor | None
-) -> torch.Tensor:
+    layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, wanted: torch.Tensor | None,
+    mlp: Callable[[torch.Tensor], Any] | None = None, by: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
     """What a decoder layer does after attention or what it has in its place: the sum, the norm, the MLP and another sum.
 
-    Rows that are not wanted are 0.
+    What is added is multiplied by `by`. Rows that are not wanted are 0.
     """
     x = hidden_states
     if wanted is not None:
         x, mixed = x.index_select(1, wanted), mixed.index_select(1, wanted)
     norm = layer.post_attention_layernorm
     if can_add(x, mixed) and hasattr(norm, "after_sum"):
-        x, y = norm.after_sum(x, mixed)
+        x, y = norm.after_sum(x, mixed, by)
     else:
-        x = x + mixed
+        x = x + mixed * by
         y = norm(x)
-    y = layer.mlp(y)
+    y = (layer.mlp if mlp is None else mlp)(y)
     if isinstance(y, tuple):  # with the scores of a router
         y, _ = y
-    out = add_rows(x, y) if can_add(x, y) else x + y
+    out = add_rows(x, y, by) if can_add(x, y) else x + y * by
     return out if wanted is None else torch.zeros_like(hidden_states).index_copy_(1, wanted, out)
 
 
@@ -241,4 +307,5 @@ _KINDS = (
     ),
     _Kind(forwards.Qwen35Layer, None, _qwen_hybrid_layer),
     _Kind(forwards.Qwen3NextLayer, None, _qwen_hybrid_layer),
+    _Kind(forwards.GraniteHybridLayer, None, _granite_hybrid_layer),
 )

@@ -38,13 +38,14 @@ struct Norm {  // `NormArguments` in ops.py is the same
     const float* weight;
     const void* x;
     void* y;  // [outer][inner][size]; nullptr: the sum alone is wanted
-    // Where there is `more` [outer][inner][size], x + more is put into `sum`, as large, and is what the norm is of.
+    // Where there is `more` [outer][inner][size], x + more * by is put into `sum`, as large, and is what the norm is of.
     const void* more;
     void* sum;
     // Also as 8 bits, where there is a place for them (int8.h).
     quantized* q;
     float* scales;
     int64_t q_row;  // elements of q from one row to the next
+    double by;
 };
 
 template <class T>
@@ -70,8 +71,11 @@ void norm_row(const Norm& n, const T* x, T* y) {
 }
 
 template <class T>
-INLINE void add_row(const T* x, const T* more, T* sum, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANES) store_at(sum, i, size, load_at(x, i, size) + load_at(more, i, size));
+INLINE void add_row(const T* x, const T* more, float by, T* sum, int64_t size) {
+    if (by == 1)
+        for (int64_t i = 0; i < size; i += LANES) store_at(sum, i, size, load_at(x, i, size) + load_at(more, i, size));
+    else
+        for (int64_t i = 0; i < size; i += LANES) store_at(sum, i, size, load_at(x, i, size) + rounded<T>(load_at(more, i, size) * by));
 }
 
 template <class T>
@@ -81,7 +85,7 @@ void norm(const Norm& n) {
         const T* x = (const T*)n.x + row / n.inner * n.x_outer + row % n.inner * n.x_inner;
         if (n.more) {
             T* sum = (T*)n.sum + row * n.size;
-            add_row(x, (const T*)n.more + row * n.size, sum, n.size);
+            add_row(x, (const T*)n.more + row * n.size, float(n.by), sum, n.size);
             x = sum;
         }
         if (!n.y) return;

@@ -151,11 +151,13 @@ class FusedNorm(torch.nn.Module):
         """In the dtype of `x`: Mamba keeps its residual in float32 beside bfloat16 weights."""
         return self.after_sum(x, None)[1]
 
-    def after_sum(self, x: torch.Tensor, more: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + more and its norm; x and its norm without `more`."""
+    def after_sum(
+        self, x: torch.Tensor, more: torch.Tensor | None, by: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + more * by and its norm; x and its norm without `more`."""
         if x.dtype not in (self.dtype, torch.float32):
             raise ValueError(f"expected {self.dtype} or float32, not {x.dtype}")
-        return norm_after_sum(x, self.factor, self.eps, self.rounds_first, more)
+        return norm_after_sum(x, self.factor, self.eps, self.rounds_first, more, by)
 
 
 class NormKind(NamedTuple):

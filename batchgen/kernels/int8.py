@@ -166,14 +166,16 @@ class QuantizingNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.after_sum(x, None)[1]
 
-    def after_sum(self, x: torch.Tensor, more: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_sum(
+        self, x: torch.Tensor, more: torch.Tensor | None, by: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `FusedNorm.after_sum`."""
         if not self.quantizes:
-            total, plain = self.norm.after_sum(x, more)
+            total, plain = self.norm.after_sum(x, more, by)
             plain.from_norm = self
             return total, plain
         norm = self.norm
-        arguments, y, total = norm_arguments(x, norm.factor, norm.eps, norm.rounds_first, more)
+        arguments, y, total = norm_arguments(x, norm.factor, norm.eps, norm.rounds_first, more, by)
         rows = _rows_for(arguments.outer * arguments.inner, y.shape[-1])
         arguments.q, arguments.scales = rows.values.data_ptr(), rows.scales.data_ptr()
         arguments.q_row = rows.values.shape[1]

@@ -67,7 +67,11 @@ class NormArguments(ctypes.Structure):
         ("eps", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("weight", "x", "y", "more", "sum", "q", "scales")),
         ("q_row", ctypes.c_int64),
+        ("by", ctypes.c_double),
     )
+
+    def __init__(self, *fields: Any, by: float = 1.0, **named: Any) -> None:
+        super().__init__(*fields, by=by, **named)
 
 
 class _Maximum(ctypes.Structure):
@@ -99,25 +103,25 @@ class RotaryArguments(ctypes.Structure):
 
 
 def norm_after_sum(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + more and its norm; x and its norm without `more`. `can_add` says whether the two can be added.
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None, by: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """x + more * by and its norm; x and its norm without `more`. `can_add` says whether the two can be added.
 
     The norm of x is x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; `weight` is float32. `rounds_first`: x over
     its root mean square is rounded to its type before the weight comes.
     """
-    norm, y, total = norm_arguments(x, weight, eps, rounds_first, more)
+    norm, y, total = norm_arguments(x, weight, eps, rounds_first, more, by)
     kernel("norm", x.dtype)(ctypes.byref(norm))
     return total, y
 
 
-def add_rows(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """x + more. Both are [..., D], contiguous, of the same shape and type, one of `DTYPES`."""
+def add_rows(x: torch.Tensor, more: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+    """x + more * by. Both are [..., D], contiguous, of the same shape and type, one of `DTYPES`."""
     size = x.shape[-1]
     total = torch.empty_like(x)
     norm = NormArguments(
         x.numel() // max(1, size), 1, size, size, 0, threads=torch.get_num_threads(),
-        x=x.data_ptr(), more=more.data_ptr(), sum=total.data_ptr(),
+        x=x.data_ptr(), more=more.data_ptr(), sum=total.data_ptr(), by=by,
     )  # fmt: skip
     kernel("norm", x.dtype)(ctypes.byref(norm))
     return total
@@ -160,9 +164,9 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def norm_arguments(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None
-) -> tuple[NormArguments, torch.Tensor, torch.Tensor]:
-    """What the kernel of `norm_after_sum` is given, where its result goes, and where x + more goes (x without `more`).
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None, by: float = 1.0
+) -> tuple[NormArguments, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What the kernel of `norm_after_sum` is given, where its result goes, and where x + more * by goes (x without `more`).
 
     With `more` the norm is that of the sum; `can_add` says whether both are as they must be.
     """
@@ -175,7 +179,7 @@ def norm_arguments(
     x_outer = x.stride(-3) if x.dim() > 2 else x.stride(0) if x.dim() == 2 else 0
     norm = NormArguments(
         outer, inner, size, x_outer, x.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
-        weight.data_ptr(), x.data_ptr(), y.data_ptr(),
+        weight.data_ptr(), x.data_ptr(), y.data_ptr(), by=by,
     )  # fmt: skip
     norm.x_kept = x  # as long as the kernel may read it
     if more is None:

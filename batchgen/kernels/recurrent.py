@@ -242,7 +242,10 @@ def gated_norm(
 def can_gate(x: torch.Tensor, gate: torch.Tensor) -> bool:
     """Whether `sigmoid_gate` takes these tensors."""
     return (
-        x.shape == gate.shape and x.dtype == gate.dtype and x.dtype in DTYPES and x.device.type == gate.device.type == "cpu"
+        x.shape == gate.shape
+        and x.dtype == gate.dtype
+        and x.dtype in DTYPES
+        and x.device.type == gate.device.type == "cpu"
     )
 
 

@@ -8,17 +8,19 @@ import weakref
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from batchgen.kernels import forwards, fusion
+from batchgen.kernels import decoder_layers, forwards, fusion
 from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.forwards import is_written_as
 from batchgen.kernels.fusion import FusedMLP, FusedNorm
 from batchgen.kernels.ops import PackedLinear
 from support.fusing import fuse
+from support.models import build
 
 FORWARDS = {"embeddings": 1, "rotary embeddings": 2, "decoder layers": 2, "tables of cos and sin": 1}
 ALL = {**FORWARDS, "norms": 5, "gated MLPs": 2, "linear layers": 9}
@@ -167,11 +169,30 @@ def test_weights_that_are_not_numbers_are_left_to_torch():
     assert fuse(model) == ALL | {"linear layers": 8}
 
 
-@pytest.mark.parametrize("kind", [modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next])
+HYBRIDS = [modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next, modeling_granitemoehybrid]
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
 def test_decoder_layers_of_hybrids_are_known(kind):
     layer = next(part for name, part in vars(kind).items() if name.endswith("DecoderLayer"))
-    known = [forwards.Qwen35Layer.forward, forwards.Qwen3NextLayer.forward]
+    known = [forwards.Qwen35Layer.forward, forwards.Qwen3NextLayer.forward, forwards.GraniteHybridLayer.forward]
     assert any(is_written_as(inspect.unwrap(layer.forward), one) for one in known)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@torch.inference_mode()
+def test_a_gate_after_attention_is_our_kernel_and_gives_the_same(name, monkeypatch):
+    model = build(name)
+    attention = next(layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn"))
+    x, cos, sin = torch.randn(1, 5, attention.config.hidden_size), *torch.randn(2, 1, 5, attention.head_dim // 2)
+    plain, _ = attention(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
+    fuse(model)
+    gated = []
+    kernel = decoder_layers.sigmoid_gate
+    monkeypatch.setattr(decoder_layers, "sigmoid_gate", lambda *given: gated.append(kernel(*given)) or gated[-1])
+    got, _ = attention(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
+    assert len(gated) == 1
+    torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-5)
 
 
 def test_sums_of_a_type_that_the_kernels_have_not_are_left_to_torch():

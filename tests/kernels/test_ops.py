@@ -192,6 +192,17 @@ def test_a_sum_and_the_norm_after_it_are_those_of_two_steps(dtype, shape, thread
 
 
 @dtypes
+@pytest.mark.parametrize("shape", [(1, 3, 97), (1, 300, 512)])
+def test_what_is_added_can_be_multiplied_first(dtype, shape, threads):
+    x, more, weight = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1), numbers(shape[-1], seed=2)
+    want = x + more * 0.22
+    near(add_rows(x, more, 0.22), want)
+    total, norm = norm_after_sum(x, weight, 1e-5, True, more, 0.22)
+    assert torch.equal(total, add_rows(x, more, 0.22))
+    assert torch.equal(norm, norm_after_sum(total, weight, 1e-5, True)[1])
+
+
+@dtypes
 @pytest.mark.parametrize("columns", [1, 15, 16, 300, 4096, 8191])
 def test_the_largest_number_of_a_row_is_the_first_of_equal_ones(dtype, columns, threads):
     x = numbers(60, columns, dtype=dtype).round()  # many are equal

@@ -77,6 +77,15 @@ def test_a_gated_norm_of_bfloat16_with_float32_weights_is_that_of_the_module(kin
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [64, 75])
+def test_a_sigmoid_gate_is_that_of_torch(dtype, size, threads):
+    x = numbers(1, 90, 4, size, dtype=dtype)
+    gate = numbers(1, 90, 4, 2 * size, dtype=dtype, seed=1)[..., size:]  # a part of a projection
+    near = 2**-7 if dtype == BFLOAT16 else 1e-6
+    torch.testing.assert_close(recurrent.sigmoid_gate(x, gate), x * torch.sigmoid(gate), atol=0, rtol=near)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("taps", [1, 2, 3, 4])
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_a_convolution_is_that_of_torch_and_the_same_however_it_is_cut(dtype, taps, activation, threads):
