@@ -1,12 +1,12 @@
-"""Imports torch and transformers in a process of our own without what only training, compiling or a table of 1,600 files needs.
+"""Imports torch and transformers in the command's own processes, without the parts that only training or compiling needs.
 
 A full import takes twice as long (benchmarks/NOTES.md). Five things make the difference:
 
-- Three parts of torch are put off: their code runs when something asks them for anything.
-- transformers is told that some packages are not installed. It imports them wherever they are, and no model that runs here needs them.
-- transformers makes a table of its classes from all of its source files at every start. The table is kept in the user's cache folder.
-- pyarrow imports pandas where it is installed, to know its objects. The command has none.
-- numpy starts threads for matrix products, of which batchgen has none in numpy.
+- Some parts of torch are postponed: their code runs when one of their attributes is first used.
+- transformers is told that some packages are not installed. It would import them, but no model that runs here needs them.
+- transformers makes a table of its classes from its 1,600 source files at every start. The table is stored in the user's cache folder.
+- pyarrow imports pandas if it is installed, to recognise its objects. The command has none.
+- numpy starts threads for matrix products, which batchgen never computes with numpy.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from batchgen.config import ModelConfig
 
 _DYNAMO = "torch._dynamo"
 _LIGHT = f"{_DYNAMO}._trace_wrapped_higher_order_op"
-"""A part of it that needs no other, and that transformers' masks import."""
+"""A part of it that needs no other part. transformers' masks import it."""
 _METAS = "torch._meta_registrations"
-"""Operations on the device `meta` that are written in Python. Those that are written in C++ make a model there."""
+"""The operations on the device `meta` that are written in Python. Loading most models needs only those in C++."""
 _BY_TORCH = ("torch.export", "torch._export", _METAS)
-"""What torch imports with itself and is put off, in its order."""
+"""The postponed parts that torch itself imports, in its order."""
 _ALONE = ("torch.nn.attention.", "torch.utils._device", "torch.utils.checkpoint")
-"""What may be imported after torch and needs none of these."""
+"""Modules that may be imported after torch and need none of these parts."""
 _LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
-"""Variables of torchrun and the like, which start the processes of a distributed program."""
+"""Variables that torchrun sets in the processes of a distributed program."""
 _IMPORTS = "transformers.utils.import_utils"
 _Table = dict[frozenset[str], dict[str, set[str]]]
 """The names in each module of transformers, by the packages that the module needs."""
@@ -47,15 +47,15 @@ _ours = _finished = False
 
 def cache_folder() -> Path:
     """Returns `$XDG_CACHE_HOME/batchgen`, by default `~/.cache/batchgen`. Raises `OSError` if there is no home."""
-    base = os.environ.get("XDG_CACHE_HOME")
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return Path(base or Path.home() / ".cache") / "batchgen"
+        return (base if base.is_absolute() else Path.home() / ".cache") / "batchgen"
     except RuntimeError as e:  # a user that the system does not know, as in some containers
         raise OSError(str(e)) from e
 
 
 def allow_lean_imports() -> None:
-    """This process is the command or one of its workers. In a user's program transformers is imported as it always is."""
+    """Marks this process as the command or one of its workers. In a user's program, all imports are as usual."""
     global _ours
     _ours = True
 
@@ -72,16 +72,14 @@ def import_arrow() -> None:
         pyarrow, finder = importlib.import_module("pyarrow"), _NoPandas()
         sys.meta_path.insert(0, finder)
         try:
-            pyarrow.array(
-                [], pyarrow.null()
-            )  # it looks for pandas now, and only once: a list that becomes an array may import it otherwise
+            pyarrow.array([], pyarrow.null())  # the first array makes pyarrow look for pandas, only this once
         finally:
             sys.meta_path.remove(finder)
 
 
 @contextmanager
 def _one_blas_thread() -> Iterator[None]:
-    """Sets OpenBLAS's own variable, unless the user has. It does not stay set: torch has an OpenBLAS too where it is built for ARM."""
+    """Sets OpenBLAS's variable within the block, unless the user has set it. Not longer, because torch for ARM has an OpenBLAS too."""
     if "OPENBLAS_NUM_THREADS" in os.environ:
         yield
         return
@@ -93,7 +91,7 @@ def _one_blas_thread() -> Iterator[None]:
 
 
 def import_transformers(config: ModelConfig) -> None:
-    """Imports torch and transformers, as lean as this process and the model allow."""
+    """Imports torch and transformers, without as many parts as this process and the model allow."""
     lean = _ours and not any(name in os.environ for name in _LAUNCHED)
     if lean and sys.modules.keys().isdisjoint(("torch", "transformers")) and find_spec("torch"):
         plain = config.device_map is None and not config.trust_remote_code
@@ -104,7 +102,7 @@ def import_transformers(config: ModelConfig) -> None:
         finder.torch_is_there = True
         finder.hidden = ["torch_distributed", "scipy"]
         settings = _settings_of(config)
-        # transformers loads GGUF files and some quantized checkpoints with accelerate only.
+        # transformers needs accelerate to load GGUF files and some quantized checkpoints.
         quantized = settings is None or b"quantization_config" in settings
         if config.device_map is None and not quantized and not torch.cuda.is_available():
             finder.hidden.append("accelerate")
@@ -114,31 +112,31 @@ def import_transformers(config: ModelConfig) -> None:
 
 
 def finish_torch() -> bool:
-    """Loads the parts that torch imports with itself and that were put off. Returns whether there were any."""
+    """Loads the postponed parts that torch itself imports. Returns whether there were any."""
     global _finished
     if _finished:
         return False
     _finished = True  # they import each other
-    parts = [module for name in _BY_TORCH if isinstance(module := sys.modules.get(name), _PutOff)]
+    parts = [module for name in _BY_TORCH if isinstance(module := sys.modules.get(name), _Postponed)]
     for part in parts:
-        if isinstance(part, _PutOff):
+        if isinstance(part, _Postponed):
             part.run()
     return bool(parts)
 
 
 def _needs_metas() -> bool:
-    """Whether torch, which is being imported, needs these operations here: already, or for random numbers on an accelerator (`torch.Generator`)."""
+    """Whether torch needs these operations while it is imported, or on this machine for random numbers on an accelerator (`torch.Generator`)."""
     accelerators = getattr(sys.modules["torch"]._C, "_cuda_getDeviceCount", int)()
     return "torch._decomp" in sys.modules or accelerators > 0 or sys.platform != "linux"
 
 
 def _settings_of(config: ModelConfig) -> bytes | None:
-    """Returns config.json of a model; None for a GGUF file and a model that has to be downloaded, which may need any package."""
+    """Returns the config.json of a model; None for a GGUF file, and for a model that must be downloaded: they may need any package."""
     path: Any = Path(config.model, "config.json").expanduser()
     if not Path(config.model).expanduser().exists():
         from huggingface_hub import try_to_load_from_cache
 
-        with suppress(ValueError):  # no name of a model
+        with suppress(ValueError):  # not the name of a model
             path = try_to_load_from_cache(config.model, "config.json", revision=config.revision)
     try:
         return Path(path).read_bytes() if isinstance(path, str | Path) else None
@@ -147,7 +145,7 @@ def _settings_of(config: ModelConfig) -> bytes | None:
 
 
 class _NoPandas(MetaPathFinder):
-    """Has every import of pandas fail."""
+    """Makes every import of pandas fail."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -157,24 +155,24 @@ class _NoPandas(MetaPathFinder):
         return None
 
 
-class _PutOff(ModuleType):
-    """A module whose code runs when it is first asked for anything but its own `__file__` and the like."""
+class _Postponed(ModuleType):
+    """A module whose code runs when an attribute is first used, other than names such as `__file__`."""
 
     def __getattr__(self, name: str) -> Any:
-        # Code that looks through all modules (inspect.getmodule) asks each for such names. Importing a part asks for the path.
+        # Code that looks through all modules (inspect.getmodule) reads such names of each. Importing a part of a module reads `__path__`.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         self.execute()
         return getattr(self, name)
 
     def execute(self) -> None:
-        """Runs the module's code, after what torch has run before it."""
+        """Runs the module's code, after the parts that torch itself imports."""
         finish_torch()
-        if isinstance(self, _PutOff):
+        if isinstance(self, _Postponed):
             self.run()
 
     def run(self) -> None:
-        """Runs the module's code in this very module, which is an ordinary one from then on."""
+        """Runs the module's code in this module, which becomes an ordinary one."""
         spec = self.__spec__
         assert spec is not None
         assert spec.loader is not None
@@ -184,8 +182,8 @@ class _PutOff(ModuleType):
         spec.loader.exec_module(self)
 
 
-class _Dynamo(_PutOff):
-    """`torch._dynamo`, with the marks that are put on functions while modules are imported."""
+class _Dynamo(_Postponed):
+    """`torch._dynamo`, with the decorators that modules apply to functions while they are imported."""
 
     def disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
         return fn if fn is not None else lambda function: function
@@ -197,23 +195,24 @@ class _Dynamo(_PutOff):
         return fn
 
 
-class _Export(_PutOff):
-    """`torch._export`, with such a mark."""
+class _Export(_Postponed):
+    """`torch._export`, with such a decorator."""
 
     wrappers = SimpleNamespace(allow_in_pre_dispatch_graph=lambda cls: cls)
 
 
-_WITH_MARKS: Mapping[str, type[ModuleType]] = {_DYNAMO: _Dynamo, "torch._export": _Export}
+_WITH_DECORATORS: Mapping[str, type[ModuleType]] = {_DYNAMO: _Dynamo, "torch._export": _Export}
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules that are put off, and the one that describes transformers. Has what was put off run before any other part of torch."""
+    """Finds the postponed modules, and the module in which transformers looks for packages. Runs the postponed ones before any other part of torch
+    is imported."""
 
-    def __init__(self, put_off: Sequence[str]) -> None:
-        self._put_off = put_off
+    def __init__(self, postponed: Sequence[str]) -> None:
+        self._postponed = postponed
         self.torch_is_there = False
         self.hidden: list[str] = []
-        """Packages that transformers shall not find."""
+        """Packages that transformers must not find."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -223,7 +222,7 @@ class _Finder(MetaPathFinder):
             return None if spec is None else ModuleSpec(name, _Changed(spec, self._change), origin=spec.origin)
         if not name.startswith("torch."):
             return None
-        if name in self._put_off and not _finished and not (name == _METAS and _needs_metas()):
+        if name in self._postponed and not _finished and not (name == _METAS and _needs_metas()):
             spec = PathFinder.find_spec(name, path)
             return None if spec is None else ModuleSpec(name, _Later(spec))
         if self.torch_is_there and not name.startswith(_ALONE):
@@ -231,20 +230,20 @@ class _Finder(MetaPathFinder):
         module = sys.modules.get(name)
         if module is None:
             return None
-        # Imported by what has run meanwhile. The import system would take the spec that the module has, and run the code again.
+        # `finish_torch` has imported it. With the module's own spec, the import system would run its code again.
         module.__dict__["__spec__"] = spec = ModuleSpec(name, _Loaded(module))
         return spec
 
     def _change(self, module: Any) -> None:
-        """Hides packages from transformers, and gives it the table that was kept."""
+        """Hides packages from transformers, and gives it the stored table."""
         for package in self.hidden:
             setattr(module, f"is_{package}_available", lambda *args, **kwargs: False)
         if hasattr(module, "define_import_structure"):
-            module.define_import_structure = _with_kept_table(module.define_import_structure)
+            module.define_import_structure = _with_stored_table(module.define_import_structure)
 
 
 class _Later(Loader):
-    """Makes an ordinary module, whose class is changed instead of running its code."""
+    """Makes a module without running its code, and changes its class to one that runs the code later."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         self._spec = spec
@@ -253,11 +252,11 @@ class _Later(Loader):
         spec = self._spec
         module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
         module.__file__ = spec.origin
-        module.__class__ = _WITH_MARKS.get(spec.name, _PutOff)
+        module.__class__ = _WITH_DECORATORS.get(spec.name, _Postponed)
 
 
 class _Loaded(Loader):
-    """The loader of a module that was imported while it was being looked for."""
+    """The loader of a module that was imported while it was looked for."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
@@ -286,11 +285,11 @@ class _Changed(Loader):
 
 
 def _import_alone(name: str) -> None:
-    """Imports a part of a module that is put off, without that module."""
+    """Imports a part of a postponed module without that module."""
     parent, _, last = name.rpartition(".")
     module = importlib.import_module(parent)
     spec = None
-    if isinstance(module, _PutOff) and module.__spec__ is not None:
+    if isinstance(module, _Postponed) and module.__spec__ is not None:
         spec = PathFinder.find_spec(name, module.__spec__.submodule_search_locations)
     if spec is not None and spec.loader is not None:
         sys.modules[name] = part = module_from_spec(spec)
@@ -298,8 +297,8 @@ def _import_alone(name: str) -> None:
         spec.loader.exec_module(part)
 
 
-def _with_kept_table(define: Callable[..., _Table]) -> Callable[..., _Table]:
-    """Returns `define`, which reads all files of a folder, for all folders but that of the models: its table is kept."""
+def _with_stored_table(define: Callable[..., _Table]) -> Callable[..., _Table]:
+    """Returns a function that does what `define` does, which reads all files of a folder. The table of the folder `models` is stored."""
 
     def structure(module_path: Any, prefix: str | None = None) -> _Table:
         folder = Path(module_path)
@@ -307,7 +306,7 @@ def _with_kept_table(define: Callable[..., _Table]) -> Callable[..., _Table]:
         if folder.name != "models":
             return define(str(folder), prefix=prefix)
         if folder not in tables:
-            tables[folder] = _kept_table(folder, define)
+            tables[folder] = _stored_table(folder, define)
         before = "" if prefix is None else f"{prefix}."
         return {
             needed: {before + module: set(names) for module, names in modules.items()}
@@ -318,8 +317,8 @@ def _with_kept_table(define: Callable[..., _Table]) -> Callable[..., _Table]:
     return structure
 
 
-def _kept_table(folder: Path, define: Callable[..., _Table]) -> _Table:
-    """Returns what `define` makes of a folder, from the cache where that was made from the same files."""
+def _stored_table(folder: Path, define: Callable[..., _Table]) -> _Table:
+    """Returns the table that `define` makes of a folder, from the cache if the files are still the same."""
     digest = hashlib.sha256(repr((str(folder), sorted(_files(folder)))).encode()).hexdigest()
     file = None
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -331,12 +330,12 @@ def _kept_table(folder: Path, define: Callable[..., _Table]) -> _Table:
         }
     table = define(str(folder))
     if file is not None:
-        _keep(file, table)
+        _store(file, table)
     return table
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """All Python files in a folder and its folders: path, time of the last change, bytes."""
+    """Yields all Python files below a folder: path, time of the last change, size in bytes."""
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from _files(Path(entry.path))
@@ -345,10 +344,10 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
             yield entry.path, stat.st_mtime_ns, stat.st_size
 
 
-def _keep(file: Path, table: _Table) -> None:
-    """Writes a table, whole or not at all. Tables of other versions are removed."""
+def _store(file: Path, table: _Table) -> None:
+    """Writes a table atomically. Removes those of other versions."""
     text = json.dumps({" ".join(needed): {m: sorted(names) for m, names in t.items()} for needed, t in table.items()})
-    with suppress(OSError):  # a cache that cannot be written is none
+    with suppress(OSError):  # if it cannot be written, the next start makes it again
         file.parent.mkdir(parents=True, exist_ok=True)
         for old in file.parent.glob("*.json"):
             old.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
+from batchgen.lean_imports import cache_folder
 from batchgen.parsers.heads import Head
 from batchgen.records.files import split_name
 from batchgen.records.openai_batch import OpenAIForm, batch_record
@@ -260,6 +260,5 @@ def job_path(output: str, work_dir: str | None) -> Path:
 
 
 def jobs_folder() -> Path:
-    """The folder that holds the job folders of remote outputs."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache") / "batchgen" / "jobs"
+    """Returns the folder that holds the job folders of remote outputs."""
+    return cache_folder() / "jobs"
