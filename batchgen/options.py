@@ -98,7 +98,7 @@ def one_of(values: Sequence[str]) -> Rule:
 PathText = str | Any
 """Text; a path is converted."""
 JsonText = str | Any
-"""JSON as text; an object is converted."""
+"""JSON as text; an object is converted, and so is a class of pydantic to its schema."""
 
 _UNFIT = object()
 
@@ -125,6 +125,9 @@ def _path_text(value: Any) -> Any:
 
 
 def _json_text(value: Any) -> Any:
+    schema = getattr(value, "model_json_schema", None)
+    if isinstance(value, type) and callable(schema):
+        value = schema()
     return json.dumps(value) if isinstance(value, Mapping) else _text(value)  # the order of its keys is kept
 
 

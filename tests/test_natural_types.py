@@ -255,3 +255,14 @@ def test_several_threads_may_load_a_model_at_once_and_they_take_turns(
     for thread in threads:
         thread.join()
     assert most == [1, 1, 1]
+
+
+def test_a_class_of_pydantic_is_its_schema() -> None:
+    class Answer:
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            return {"type": "object", "title": "Answer"}
+
+    assert SamplingParams(json_schema=Answer).json_schema == '{"type": "object", "title": "Answer"}'
+    with pytest.raises(TypeError, match="json_schema must be an object, or its JSON as text"):
+        SamplingParams(json_schema=dict)

@@ -22,7 +22,7 @@ from batchgen.kernels.transfer import put
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.device_check import Verdict
 from batchgen.model.own_attention import hand_over
-from batchgen.prompts.tokenizer import text_config
+from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
 from batchgen.state.sizes import num_states
@@ -108,7 +108,8 @@ def prepare(
     """Gives a model batchgen's attention and, if there are any, kernels (`pack_linear`: for linear layers too). Raises `ModelError`."""
     register()
     if not hand_over(module) and module.config._attn_implementation != NAME:
-        module.set_attn_implementation(NAME)
+        with quiet():  # transformers warns of the vision part, which is not there
+            module.set_attn_implementation(NAME)
     module.eval()
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1

@@ -17,6 +17,7 @@ from batchgen.model.architectures import REFUSED, check_architecture
 from batchgen.model.loader import load_model, pick_device
 from batchgen.prompts import load_tokenizer
 from support.models import build
+from support.wrappers import TEXTS, text_model
 
 
 @pytest.fixture
@@ -225,11 +226,11 @@ def test_attention_that_the_plan_does_not_cover_is_refused(options, message):
     assert str(e.value) == message
 
 
-@pytest.mark.parametrize("name", ["bloom", "doge", "mpt"])
+@pytest.mark.parametrize("name", ["bloom", "doge", "mpt", "gemma3"])
 def test_transformers_says_nothing_of_a_model_whose_attention_is_exchanged(name, monkeypatch):
-    said = []
-    monkeypatch.setattr(
-        logging.getLogger("transformers.modeling_utils"), "warning", lambda *text, **_: said.append(text)
-    )
-    model = prepare(build(name))
-    assert (said, len(model.layers)) == ([], 2)
+    said, logger = [], logging.getLogger("transformers.modeling_utils")
+    made = text_model(name) if name in TEXTS else build(name)
+    monkeypatch.setattr(logger, "handle", said.append)
+    logger.warning("a warning is shown before")
+    model = prepare(made)
+    assert ([record.getMessage() for record in said], len(model.layers)) == (["a warning is shown before"], 2)
