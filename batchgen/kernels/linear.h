@@ -26,7 +26,12 @@ constexpr int DEPTH = 512;
 constexpr int DEPTH = 256;
 #endif
 constexpr int MAX_ROWS = 288;  // of a task
-constexpr int WIDENED_ROWS = 2 * ROWS;  // from which on weights are made float32 once for all rows, and not in each block
+// Tasks of so many rows make weights wide once for all of their rows; with fewer, each block of rows does it in registers.
+#if defined(__AVX512F__)
+constexpr int WIDENED_ROWS = 9 * ROWS;
+#else
+constexpr int WIDENED_ROWS = 3 * ROWS;
+#endif
 constexpr int64_t MIN_WORK = 1500;  // words of panels times blocks of rows, about 12 cycles each, that are worth a thread
 
 struct Product {  // `Product` in ops.py is the same
