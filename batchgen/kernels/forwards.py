@@ -1,6 +1,6 @@
-"""Forwards of transformers' modules that kernels stand in for, written as they are there.
+"""Forwards of transformers' modules that kernels can replace, copied as they are written there.
 
-A module is taken for one of these if its own forward compiles to the same bytecode: nothing is known by its name.
+A module counts as one of these if its own forward compiles to the same bytecode. Names of classes do not matter.
 """
 
 # ruff: noqa: RET504, F821
@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def is_written_as(function: Any, known: Callable[..., Any]) -> bool:
-    """Whether two functions are the same but for their names, annotations and docstrings."""
+    """Whether two functions are equal except for their names, annotations and docstrings."""
     code = getattr(function, "__code__", None)
     return (
         code is not None
@@ -125,7 +125,7 @@ class KimiGatedNorm:
 
 
 class Mamba2GatedNorm:
-    """Mamba2, Bamba, Granite 4 H, Nemotron-H, Zamba2: the gate comes before the norm, of which each group has its own."""
+    """Mamba2, Bamba, Granite 4 H, Nemotron-H, Zamba2: the gate comes before the norm, and each group has its own norm."""
 
     def forward(self, hidden_states, gate=None):
         input_dtype = hidden_states.dtype
@@ -157,7 +157,7 @@ def rotary(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def rotary_kept(q, k, cos, sin, unsqueeze_dim=1):
-    """OLMo: the types stay, whatever that of cos and sin."""
+    """OLMo: results have the types of q and k, whatever the type of cos and sin."""
     q_type, k_type = q.dtype, k.dtype
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
@@ -267,8 +267,8 @@ def forward(self, hidden_states, position_embeddings, attention_mask, past_key_v
 """
 """The attention of most models. It differs in how queries, keys and values are made, and in what it asks of the attention function.
 
-It is text, so that each way can be put together with each other. The import is there since Python calls a method of an imported name by
-other bytecode than that of a name it does not know.
+It is text, so that every way can be combined with every other. The import is there because Python compiles a call of a method of an
+imported name to other bytecode than that of an unknown name.
 """
 
 _PROJECTIONS = (
@@ -338,7 +338,7 @@ def is_usual_attention(forward: Any) -> bool:
 
 @cache
 def _attention_forwards():
-    """One for each way to make queries, keys and values, and each set of options."""
+    """Returns a forward for each way to make queries, keys and values, and each set of options."""
     found = []
     for projections in _PROJECTIONS:
         for options in _OPTIONS:

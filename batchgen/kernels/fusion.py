@@ -1,6 +1,6 @@
-"""Puts the kernels for the CPU in the place of a loaded model's norms, gated norms, rotary embeddings, gated MLPs and linear layers.
+"""Replaces norms, gated norms, rotary embeddings, gated MLPs and linear layers of a loaded model by the kernels for the CPU.
 
-A part is replaced only where it is known to compute the same (`forwards`) and gives the same on random numbers; all others stay.
+A part is replaced only if its code is known (`forwards`) and the kernel gives the same result on random numbers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from batchgen.kernels.ops import (
 )
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
-"""Largest difference of a replacement, relative to the largest number: two roundings and more, and far below any mistake."""
+"""Largest allowed difference of a replacement, relative to the largest number: some roundings, but far less than a mistake."""
 ACTIVATIONS = {
     torch.nn.SiLU: Activation.SILU,
     SiLUActivation: Activation.SILU,
     GELUTanh: Activation.GELU_TANH,
 }
 MIN_POSITIONS = 2048
-"""Positions that a table of cos and sin has at first."""
+"""Number of positions in a new table of cos and sin."""
 ROTARIES = (forwards.rotary, forwards.rotary_kept, forwards.rotary_partial, forwards.rotary_phi)
 
 
@@ -52,16 +52,16 @@ class Packing(Protocol):
         biases: list[torch.Tensor | None],
         activation: Activation = Activation.NONE,
     ) -> torch.nn.Module:
-        """One layer, or gate and up, which may be halves of one: `layers` say where the weights are from."""
+        """Packs one layer, or gate and up, which may be halves of one layer. The weights come from `layers`."""
         ...
 
     def tolerance(self, dtype: torch.dtype) -> float:
-        """Largest difference from the plain layers, relative to the largest number."""
+        """Returns the largest allowed difference from the plain layers, relative to the largest number."""
         ...
 
 
 class ExactPacking:
-    """Weights as they are."""
+    """Packs weights in their own type."""
 
     def can_pack(self, layer: torch.nn.Linear) -> bool:
         return fits(layer.weight) and is_fast(layer.weight.dtype)
@@ -80,7 +80,7 @@ class ExactPacking:
 
 
 def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
-    """Replaces rotary embeddings, norms, gated norms and embeddings; returns how many of each kind."""
+    """Replaces rotary embeddings, norms, gated norms and embeddings. Returns how many of each kind."""
     count: Counter[str] = Counter()
     if can_fuse(model):
         _fuse_rotary(model, count)
@@ -93,9 +93,9 @@ def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
 
 @torch.inference_mode()
 def fuse_linear(model: torch.nn.Module, packing: Packing, *, own_kernels: bool = True) -> Counter[str]:
-    """Replaces linear layers and gated MLPs; returns how many of each kind.
+    """Replaces linear layers and gated MLPs. Returns how many of each kind.
 
-    Without `own_kernels`, gated MLPs and linear layers with shared weights stay: only our kernels compute them.
+    Without `own_kernels`, gated MLPs and linear layers with shared weights stay, because only batchgen's kernels compute them.
     """
     count: Counter[str] = Counter()
     if can_fuse(model):
@@ -107,7 +107,7 @@ def fuse_linear(model: torch.nn.Module, packing: Packing, *, own_kernels: bool =
 
 
 def can_fuse(model: torch.nn.Module) -> bool:
-    """Whether our kernels may stand in for parts of this model."""
+    """Whether kernels may replace parts of this model."""
     return not getattr(model, "is_quantized", False) and all(p.device.type == "cpu" for p in model.parameters())
 
 
@@ -123,7 +123,7 @@ def _replace(
 
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[tuple[torch.nn.Module, str]]]]:
-    """Every module below the model, with all the places where it is, one at a time: what is replaced is freed at once."""
+    """Yields every module below the model with all its places (parent, name). Keeps no reference to it afterwards, so that a replaced one is freed."""
     places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():
@@ -139,7 +139,7 @@ class FusedNorm(torch.nn.Module):
     """Root mean square norm over the last dimension."""
 
     def __init__(self, weight: torch.Tensor, offset: float, eps: float, rounds_first: bool) -> None:
-        """Multiplies by `weight` + `offset`; `rounds_first` as `norm_after_sum` has it."""
+        """Multiplies by `weight` + `offset`. `rounds_first`: see `norm_after_sum`."""
         super().__init__()
         self.weight = weight
         self.dtype = weight.dtype
@@ -148,27 +148,27 @@ class FusedNorm(torch.nn.Module):
         self.rounds_first = rounds_first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """In the dtype of `x`: Mamba keeps its residual in float32 beside bfloat16 weights."""
+        """Returns the norm in the dtype of `x`: Mamba keeps its residual in float32 beside bfloat16 weights."""
         return self.after_sum(x, None)[1]
 
     def after_sum(
         self, x: torch.Tensor, more: torch.Tensor | None, by: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + more * by and its norm; x and its norm without `more`."""
+        """Returns x + more * by and its norm; without `more`, x and its norm."""
         if x.dtype not in (self.dtype, torch.float32):
             raise ValueError(f"expected {self.dtype} or float32, not {x.dtype}")
         return norm_after_sum(x, self.factor, self.eps, self.rounds_first, more, by)
 
 
 class NormKind(NamedTuple):
-    """A norm as transformers' modules have it."""
+    """A norm as it is written in transformers."""
 
     written: Any
     """The class in `forwards`."""
     eps: str
-    """Its attribute."""
+    """The attribute that holds its epsilon."""
     offset: float
-    """What it adds to its weight."""
+    """The number that is added to its weight."""
     rounds_first: bool
 
 
@@ -203,7 +203,7 @@ class FusedGatedNorm(torch.nn.Module):
     """Root mean square norm of recurrent layers, which a gate multiplies before or after."""
 
     def __init__(self, plain: Any, *, gate_first: bool, rounds: bool) -> None:
-        """`plain` is the module that this one replaces. `rounds` as `gated_norm` has it."""
+        """`plain` is the module that this one replaces. `rounds`: see `gated_norm`."""
         super().__init__()
         self.plain = plain
         self.weight = plain.weight
@@ -216,9 +216,9 @@ class FusedGatedNorm(torch.nn.Module):
         self.rounds = rounds
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """In the dtype of `x`: Mamba2's layers are normed in float32 beside bfloat16 weights.
+        """Returns the norm in the dtype of `x`: the inputs in Mamba2 are float32 beside bfloat16 weights.
 
-        With float32 weights beside bfloat16 values, some modules round elsewhere or return float32: those run as they are.
+        With float32 weights and bfloat16 values, some modules round elsewhere or return float32, so the plain module runs.
         """
         known = x.dtype in (self.weight.dtype, torch.float32)
         if gate is None or not known or not recurrent.can_gated_norm(x, gate):
@@ -305,7 +305,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, own_kernels: bool
 
 
 def _can_pack(part: Any, shared: Counter[int], packing: Packing) -> bool:
-    """A plain linear layer with weights of its own: those that an embedding shares stay where it finds them."""
+    """Whether this is a plain linear layer whose weights no other module shares, such as an embedding."""
     return _can_replace(part) and shared[id(part.weight)] == 1 and packing.can_pack(part)
 
 
@@ -320,7 +320,7 @@ def _can_replace(part: Any) -> bool:
 
 
 def own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
-    """The forward of the module's class; None where hooks or another forward stand before it."""
+    """Returns the forward of the module's class; None if the module has hooks or a forward of its own."""
     hooked = [*part._forward_hooks, *part._forward_pre_hooks, *(part.__dict__.keys() & {"forward", "_hf_hook"})]
     return None if hooked else type(part).forward
 
@@ -332,13 +332,13 @@ def _is_plain(tensor: Any) -> bool:
 def _agree(
     part: Callable[..., Any], fused: Callable[..., Any], size: int, dtype: torch.dtype, tolerance: float
 ) -> bool:
-    """Whether the two give the same on random numbers."""
+    """Whether the two give the same result on random numbers."""
     x = _random(np.random.default_rng(0), 1, 3, size).to(dtype)
     return _near(fused(x), part(x), tolerance)
 
 
 def _random(numbers: np.random.Generator, *shape: int) -> torch.Tensor:
-    """Normally distributed float32. By numpy: torch's own generators need parts of torch that `lean_imports` puts off."""
+    """Returns normally distributed float32, from numpy: torch's generators need parts of torch whose import `lean_imports` postpones."""
     return torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32))
 
 
@@ -348,9 +348,9 @@ def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def _fuse_forward(module: Any, count: Counter[str]) -> None:
-    """Gives an embedding, or cos and sin, a forward of its own, in which torch's threads have no part.
+    """Gives an embedding, or a module that makes cos and sin, a forward that does not use torch's threads.
 
-    Torch has a pool of threads beside ours: each of the two waits for a core while the other's threads look for work.
+    torch has a pool of threads beside that of the kernels. Threads of one pool that look for work would keep the other's from the cores.
     """
     forward = own_forward(module)
     if _is_plain_embedding(module) and forward is not None:
@@ -388,7 +388,7 @@ def _is_plain_rotary(module: Any, forward: Callable[..., Any]) -> bool:
 
 
 def _cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cos and sin [1, T, R] from a table of positions, which the module's own forward makes, larger when needed."""
+    """Returns cos and sin [1, T, R] from a table over positions. The module's own forward makes the table, and a larger one if needed."""
     table = self.__dict__.get("table")
     positions = int(position_ids.max()) + 1 if position_ids.numel() else 0
     if table is None or table.dtype != x.dtype or len(table) < positions:
@@ -400,7 +400,7 @@ def _cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tupl
 
 
 def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:
-    """Gives the attention modules a forward of their own that looks up our function where it says `apply_rotary_pos_emb`."""
+    """Gives attention modules a copy of their forward in which the name `apply_rotary_pos_emb` means the kernel."""
     made: dict[Callable[..., Any], FunctionType | None] = {}
     for module in model.modules():
         forward = own_forward(module)
@@ -433,7 +433,7 @@ def _with_rotary(forward: Any) -> FunctionType | None:
 
 
 class FusedRotary:
-    """`apply_rotary_pos_emb` by the kernel, by the model's own function where that has not what is asked."""
+    """`apply_rotary_pos_emb` with the kernel; with the model's own function if the kernel does not support the call."""
 
     def __init__(self, plain: Callable[..., Any], keeps_type: bool) -> None:
         self.plain = plain
@@ -449,7 +449,7 @@ class FusedRotary:
         return self.plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     def agrees(self) -> bool:
-        """Whether it gives what the model's own function gives, on random numbers."""
+        """Whether it gives the same as the model's own function on random numbers."""
         numbers = np.random.default_rng(0)
         for dtype in DTYPES:
             q, k = (_random(numbers, 1, heads, 3, 40).to(dtype) for heads in (4, 2))

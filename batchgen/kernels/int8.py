@@ -1,6 +1,6 @@
-"""Linear layers of 8 bits: weights whole numbers with a scale for each output column, inputs with one for each row of each step.
+"""Linear layers in 8 bits: weights are whole numbers with a scale for each output column, inputs with one for each row of each step.
 
-Both are symmetric and go from -127 to 127; sums are exact, in 32 bits. So a row's result depends on the row alone.
+Both go from -127 to 127. Sums are exact, in 32 bits, so a row's result depends only on the row.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from batchgen.kernels.ops import Activation, Product, norm_arguments, panels
 
 LARGEST = 127
 STEP = 64
-"""Quantized rows are as long as a multiple of this (int8.h)."""
+"""The length of quantized rows is a multiple of this (int8.h)."""
 ROW_STEP = 16
-"""So are their numbers: matrix units read whole tiles."""
+"""The number of quantized rows in memory is a multiple of this, because matrix units read whole tiles."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedRows:
-    """Rows as the kernels read them: x is about values * scales."""
+    """Quantized rows in the layout of the kernels: x is about values * scales."""
 
     values: torch.Tensor
-    """[rows and some more, inner size and some more] as int8.h says"""
+    """[rows, inner size], both padded; int8.h says how numbers lie in memory."""
     scales: torch.Tensor
     """[rows] float32"""
 
@@ -41,9 +41,9 @@ class _Rows(ctypes.Structure):
 
 
 def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] as int8 [N, K] and scales [N] in float32, rounded to nearest.
+    """Returns a weight [N, K] as int8 [N, K], rounded to nearest, and scales [N] in float32.
 
-    Without `scales` the largest magnitude of each row becomes 127; with them the weight is whole numbers times `scales` already.
+    Without `scales`, the largest magnitude of each row becomes 127. With `scales` [N], the weight already is whole numbers times these.
     """
     numbers = weight.detach().to(torch.float32, copy=True)
     if scales is not None:
@@ -56,13 +56,15 @@ def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) ->
 
 def _rows_for(rows: int, size: int) -> QuantizedRows:
     dtype = torch.int16 if library().batchgen_int8_bytes() == 2 else torch.int8
-    steps = -(-size // STEP) | 1  # rows that are an even number of cache lines apart would share places in the cache
+    steps = (
+        -(-size // STEP) | 1
+    )  # odd, because rows an even number of cache lines apart would compete for places in the cache
     values = torch.empty((-(-rows // ROW_STEP) * ROW_STEP, steps * STEP), dtype=dtype)
     return QuantizedRows(values, torch.empty(rows))
 
 
 def quantize_rows(x: torch.Tensor) -> QuantizedRows:
-    """[rows, K] in float32 or bfloat16, each row by itself: its largest magnitude becomes 127, the others are rounded to nearest."""
+    """Quantizes x [rows, K] in float32 or bfloat16, each row by itself: its largest magnitude becomes 127; numbers are rounded to nearest."""
     if x.stride(1) != 1:
         x = x.contiguous()
     made = _rows_for(*x.shape)
@@ -75,7 +77,7 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
 
 
 class Int8Linear(torch.nn.Module):
-    """x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded as the modules round."""
+    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Int8Linear(torch.nn.Module):
         dtype: torch.dtype,
         activation: Activation = Activation.NONE,
     ) -> None:
-        """`weights` are one, or gate and up, as int8 [N, K] and their scales [N]. They are copied. `dtype` is that of x and y."""
+        """`weights` is one weight, or gate and up, as int8 [N, K] with scales [N]; they are copied. `dtype` is that of x and y."""
         super().__init__()
         self.out_features, self.in_features = weights[0][0].shape
         self.dtype = dtype
@@ -93,11 +95,13 @@ class Int8Linear(torch.nn.Module):
         fill = -self.in_features % STEP
         padded = [torch.nn.functional.pad(values, (0, fill)).contiguous() for values, _ in weights]
         beginnings = None
-        if library().batchgen_int8_is_unsigned():  # x is 128 too large
+        if (
+            library().batchgen_int8_is_unsigned()
+        ):  # the kernel reads x as x + 128, so sums begin at -128 times the weights
             beginnings = panels([-128 * values.sum(1, dtype=torch.int32) for values in padded])
         if library().batchgen_int8_bytes() == 2:
             padded = [values.view(-1, 4)[:, [0, 2, 1, 3]].contiguous().view(values.shape) for values in padded]
-        # Plain tensors: torch takes microseconds to find parameters and buffers.
+        # Plain tensors, because torch needs microseconds to look up parameters and buffers.
         words = panels([values.view(torch.int32) for values in padded])
         side = library().batchgen_int8_side()
         self.weights = words.view(len(words), -1, side, words.shape[2]).transpose(2, 3).contiguous()
@@ -131,7 +135,7 @@ class Int8Linear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[N, K] of a plain layer, unpacked each time: for models that look at it."""
+        """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
         words = self.weights.transpose(2, 3).reshape(-1, self.weights.shape[2])[: self.out_features].contiguous()
         values = words.view(torch.int8)
         if library().batchgen_int8_bytes() == 2:
@@ -141,7 +145,7 @@ class Int8Linear(torch.nn.Module):
 
     @property
     def bytes(self) -> int:
-        """What the weights take, and what belongs to them."""
+        """Memory of the weights, scales and biases."""
         parts = (self.weights, self.scales, self.beginnings, self.biases)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -169,7 +173,7 @@ class QuantizingNorm(torch.nn.Module):
     def after_sum(
         self, x: torch.Tensor, more: torch.Tensor | None, by: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `FusedNorm.after_sum`."""
+        """See `FusedNorm.after_sum`."""
         if not self.quantizes:
             total, plain = self.norm.after_sum(x, more, by)
             plain.from_norm = self

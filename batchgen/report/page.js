@@ -46,7 +46,7 @@ function draw(id, traces, layout) {
 }
 
 // The prefix tree. A cell is a node: its id is its place in the lists of `data.tree`, "all" is the root, "m…" stands for the nodes below a node that
-// are not listed, or too narrow to be seen. Zooming into a node draws the cells below it anew, and so finds more of them wide enough.
+// are not listed, or too narrow to be seen. Zooming into a node draws the cells below it again, when more of them are wide enough.
 
 const tree = data.tree && data.tree.parents.length ? data.tree : null;
 const children = new Map([["all", []]]);

@@ -20,7 +20,7 @@ each = pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "windows
 
 
 def stopped_at(job: Job, what: str, at: int = 3) -> Running:
-    """A run that has stopped itself right before so manieth call that has `what` in it."""
+    """A run that has stopped itself right before the `at`-th call that has `what` in it."""
     running = job.start(how="SIGSTOP", at=at, only=what)
     running.until_stopped()
     return running
@@ -70,7 +70,7 @@ def test_an_input_that_vanishes_while_it_is_worked_on_can_be_put_back(job: Job) 
 
 @linux
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_an_input_that_changes_while_it_is_worked_on_is_read_anew_by_the_next_run(job: Job) -> None:
+def test_an_input_that_changes_while_it_is_worked_on_is_read_again_by_the_next_run(job: Job) -> None:
     job.prepare_changed()
     expected, changed = job.expected, (job.folder / "in.jsonl").read_bytes()
     job.prepare()

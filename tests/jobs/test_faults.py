@@ -35,7 +35,7 @@ def harmless(call: str) -> bool:
 
 
 def check_faults(job: Job, rng: random.Random, every: int) -> int:
-    """A fault at each call (or each so manieth) of a run from the job's state, then the same command without it. Returns how many."""
+    """A fault at each call (or each `every`-th) of a run from the job's state, then the same command without it. Returns how many."""
     calls = job.calls()
     met = 0
     for at in range(1 + rng.randrange(every), len(calls) + 1, every):

@@ -201,7 +201,7 @@ def test_other_versions_are_only_mentioned(run, write_input):
     assert job.notes == ['o.jsonl was started with other versions: transformers was "5.17.0", is "5.23.0"']
 
 
-def test_a_finished_output_that_was_deleted_is_made_anew(run, texts, write_input):
+def test_a_finished_output_that_was_deleted_is_made_again(run, texts, write_input):
     write_input(["a"])
     run()
     Path("o.jsonl").unlink()
@@ -273,7 +273,7 @@ def test_figures_of_an_interrupted_run_are_there_for_the_next(open_, write_input
         assert job.previous == {"rows": 1}
 
 
-def test_occurrences_are_numbered_anew_in_every_run(open_, write_input):
+def test_occurrences_are_numbered_again_in_every_run(open_, write_input):
     write_input(["a"])
     for _ in range(2):
         job, _ = open_()

@@ -18,7 +18,7 @@ from batchgen.records.writers import DigestFile
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
 
 
-def test_other_settings_are_refused_in_words_and_overwrite_starts_anew(run, texts, write_input):
+def test_other_settings_are_refused_in_words_and_overwrite_starts_again(run, texts, write_input):
     write_input(["a"])
     run()
     other = {"model": "tiny", "temperature": 0.7, "max_tokens": 64, "stop": ["\n"], "template": "x" * 100}

@@ -59,7 +59,7 @@ def test_a_finished_job_with_a_changed_input_killed_at_random_moments_ends_as_on
 def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, after: str = "") -> int:
     """From the job's state: a run that meets `how` at its first call, one that meets it at its second, and so on. Returns how many.
 
-    `every`: only each so manieth; `after`: only from the first call on that has this in it.
+    `every`: only each `every`-th call; `after`: only from the first call on that has this in it.
     """
     calls = job.calls()
     first = next(i for i, call in enumerate(calls, 1) if after in call)

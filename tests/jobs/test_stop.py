@@ -29,7 +29,7 @@ def check_stopped(job: Job, ended: Ended, signum: signal.Signals) -> None:
 
 
 def check_signals_at_calls(job: Job, rng: random.Random, every: int) -> int:
-    """A signal right before each call (or each so manieth) of a run from the job's state. Returns how many."""
+    """A signal right before each call (or each `every`-th) of a run from the job's state. Returns how many."""
     met = 0
     for at in range(1 + rng.randrange(every), len(job.whole.calls) + 1, every):
         signum = rng.choice(SIGNALS)

@@ -86,7 +86,7 @@ def test_an_object_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(s
     assert lines(fs, url) == ["A"]
 
 
-def test_an_object_that_is_gone_is_made_anew(store, run, write_input):
+def test_an_object_that_is_gone_is_made_again(store, run, write_input):
     fs, url = store
     write_input(["a"])
     run(url)

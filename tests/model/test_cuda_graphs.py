@@ -124,7 +124,7 @@ def test_there_are_not_more_graphs_than_memory_is_set_aside_for(captures):
     assert len(graphs.captured) == MAX_GRAPHS
 
 
-def test_graphs_of_old_buffers_are_void_and_captured_anew_with_memory_of_their_own(captures):
+def test_graphs_of_old_buffers_are_void_and_captured_again_with_memory_of_their_own(captures):
     graphs = graphs_of(captures)
     graphs.run(due(graphs, 4, 4), lambda: None)
     graphs.void()

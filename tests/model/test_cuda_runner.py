@@ -127,7 +127,7 @@ def test_the_largest_shape_is_captured_first(model, monkeypatch):
     assert steps[0]._graphs.captured == ((50, 50), (2, 2), (1, 1))
 
 
-def test_graphs_are_captured_anew_when_a_buffer_of_theirs_was_replaced(model, want, monkeypatch):
+def test_graphs_are_captured_again_when_a_buffer_of_theirs_was_replaced(model, want, monkeypatch):
     steps = use_fake_device(monkeypatch)
     engine = engine_of(model, batch_size=12)
     pools, old = [], module.Graphs.void

@@ -308,7 +308,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 @contextmanager
 def no_hang() -> Iterator[Callable[[], None]]:
-    """Gives what starts the clock anew."""
+    """Returns a function that starts the clock again."""
 
     def hangs(signum: int, frame: object) -> None:
         pytest.fail(f"no answer within {SECONDS} seconds")

@@ -294,7 +294,7 @@ def test_a_node_is_not_given_up_to_make_room_for_what_takes_it_over():
     check(memory, node_span)
 
 
-def test_a_match_that_was_evicted_meanwhile_is_computed_anew(memory):
+def test_a_match_that_was_evicted_meanwhile_is_computed_again(memory):
     kept = resident(memory, 10)
     later = adopt(memory, sim, [[*range(10), 50], [*range(10), 60]])
     memory.evict(kept)

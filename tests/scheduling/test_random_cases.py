@@ -38,7 +38,7 @@ def random_window(rng, scored):
     }
 
 
-def most_tokens(w):
+def longest_leaf(w):
     rows = zip(w["prompts"], w["lengths"], w["texts"], strict=True)
     return max(len(p) + (max(map(len, texts)) if texts else n) - 1 for p, n, texts in rows)
 
@@ -53,7 +53,7 @@ def prompt_trie(w):
     return len({tuple(p[: i + 1]) for p in w["prompts"] for i in range(len(p))})
 
 
-ENDS = (1003, 1008)  # of the eleven tokens that are drawn
+ENDS = (1003, 1008)  # of the eleven tokens that may be sampled
 
 
 def check(sim, seed, spare, policy, sliding, scored, cancels, ends=(), slots=None):
@@ -69,9 +69,9 @@ def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, slots, 
     block_size = rng.choice([1, 2, 3, 4])
     tokens = rng.choice([1, 2, 5, 16, 100])
     windows = [random_window(rng, scored) for _ in range(rng.randint(1, 3))]
-    least = max(-(-most_tokens(w) // block_size) for w in windows)
+    needed = max(-(-longest_leaf(w) // block_size) for w in windows)
     s = sim.Simulation(
-        blocks=least + spare, block_size=block_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
+        blocks=needed + spare, block_size=block_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
         prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]), kv_read=rng.choice([None, None, 1, 10, 40]),
         sliding=sliding, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
         ahead=ahead, ends=ends, slots=slots,
