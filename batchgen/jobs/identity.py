@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
-from batchgen.jobs.manifest import load_manifest
+from batchgen.jobs.manifest import MODEL_FILE, load_manifest
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
 from batchgen.parsers.heads import Head
 from batchgen.records.output import job_path
@@ -156,7 +156,7 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
     found: dict[str, Any]
     file = gguf_file(config)
     if file is not None:
-        found = {f"model file {file.name}": _file_identity(file)}
+        found = {f"{MODEL_FILE}{file.name}": _file_identity(file)}
     elif folder.is_dir():
         found = folder_identity(folder, code=config.trust_remote_code, embed=config.embed)
     else:
@@ -179,7 +179,7 @@ def folder_identity(folder: Path, *, code: bool = False, embed: bool = False) ->
     """
     patterns = (*_SMALL_FILES, _WEIGHTS, *(("*.py",) if code else ()), *(_EMBEDDING_FILES if embed else ()))
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    return {f"model file {path.relative_to(folder).as_posix()}": _file_identity(path) for path in paths}
+    return {f"{MODEL_FILE}{path.relative_to(folder).as_posix()}": _file_identity(path) for path in paths}
 
 
 def _file_identity(path: Path) -> str:

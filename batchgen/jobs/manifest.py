@@ -19,6 +19,9 @@ FIRST_LIMIT = "first_max_tokens"
 """The setting that remembers the first `max_tokens` of a job in which `--retry length` has raised it. The rows' keys are made with it."""
 _LONGEST = 60
 _MAX_DIFFERENCES = 6
+_MAX_FILES = 2
+MODEL_FILE = "model file "
+"""What the names of settings begin with that are files of the model."""
 _NO_VALUE = object()
 
 
@@ -71,13 +74,18 @@ def as_stored(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Describes what differs: `temperature was 0, is 0.7; max_tokens was 256, is 64`. Empty if nothing does. Names at most six settings."""
-    said = []
+    """Describes what differs: `temperature was 0, is 0.7; max_tokens was 256, is 64`. Empty if nothing does. Names at most six settings and two files of the model."""
+    changed = []
     for name in dict.fromkeys((*new, *old)):
         was, now = old.get(name, _NO_VALUE), new.get(name, _NO_VALUE)
         if was != now and (was, now) not in ((None, _NO_VALUE), (_NO_VALUE, None)):
-            a, b = _words(was), _words(now)
-            said.append(f"{name} was {a}, is {b}" if a != b else f"{name} has changed")
+            changed.append((name, _words(was), _words(now)))
+    said = []
+    files = [name.removeprefix(MODEL_FILE) for name, _, _ in changed if name.startswith(MODEL_FILE)]
+    if len(files) > _MAX_FILES:
+        changed = [change for change in changed if not change[0].startswith(MODEL_FILE)]
+        said.append(f"{len(files)} files of the model differ ({', '.join(files[:_MAX_FILES])}, …)")
+    said += [f"{name} was {a}, is {b}" if a != b else f"{name} has changed" for name, a, b in changed]
     more = len(said) - _MAX_DIFFERENCES
     return "; ".join(said if more <= 0 else [*said[:_MAX_DIFFERENCES], f"and {more} more"])
 

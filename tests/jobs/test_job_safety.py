@@ -13,6 +13,7 @@ import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs import target
+from batchgen.jobs.manifest import differences
 from batchgen.records.writers import DigestFile
 
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
@@ -272,3 +273,14 @@ def test_closing_twice_is_harmless(open_, write_input):
         job.close()
     with contextlib.closing(open_()[0]):
         pass
+
+
+def test_many_files_of_a_model_that_differ_are_told_in_a_few_words_before_other_settings() -> None:
+    old = {f"model file {name}": "1 bytes" for name in ("config.json", "a.safetensors", "b.safetensors")}
+    new = dict.fromkeys(old, "2 bytes")
+    settings = {f"setting {i}": i for i in range(2)}
+    assert differences({**old, "setting 1": 0}, {**new, **settings}) == (
+        "3 files of the model differ (config.json, a.safetensors, …); setting 0 was not set, is 0; setting 1 was 0, is 1"
+    )
+    del new["model file config.json"], old["model file config.json"]
+    assert differences(old, new).startswith('model file a.safetensors was "1 bytes", is "2 bytes"; model file b.')
