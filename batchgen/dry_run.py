@@ -18,7 +18,7 @@ from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.windows import KeptPrefixes
 from batchgen.kernels import isa
-from batchgen.model.architectures import RECURRENT, check_architecture
+from batchgen.model.architectures import RECURRENT, check_architecture, context_note
 from batchgen.model_files import weight_bytes
 from batchgen.prefix import (
     GroupLine,
@@ -205,7 +205,8 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
                 if shards is not None:
                     costs.add(in_window_order(requests))
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
-        for note in (*source.notes, *prompts.notes):
+        context = context_note(tokenizer.hf_config)
+        for note in (*source.notes, *prompts.notes, *([] if context is None else [context])):
             tracker.note(note)
     report = replace(plan.report(chat=prompts.chat, whole=size is None), cuts=cuts)
     if config.report is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.prompts.tokenizer import indexed_length, language_config, text_config
+from batchgen.prompts.tokenizer import indexed_length, language_config, longrope_length, text_config
 
 VERIFIED_ON = ("5.17", "5.23")
 """The versions of transformers with which `VERIFIED` was tested, the newest last."""
@@ -190,6 +190,9 @@ def context_note(config: Any) -> str | None:
     chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
     if chunked and text.attention_chunk_size < longest:
         return f"the context ends at {text.attention_chunk_size:,} tokens: beyond that some layers see only a chunk of the text"
+    scaled = longrope_length(text)
+    if 0 < scaled < longest:
+        return f"the context ends at {scaled:,} tokens: beyond that LongRoPE changes the positions of all rows that run together"
     return None
 
 

@@ -227,7 +227,7 @@ def context_length_of(config: ModelConfig, hf_config: Any, tokenizer_length: int
             length = _positive(getattr(part, name, None))
             if length is not None:
                 longest = max(length, _yarn_length(part))
-                ends = (_longrope_length(part), _chunk(part), indexed_length(part))
+                ends = (longrope_length(part), _chunk(part), indexed_length(part))
                 return min([longest, *filter(None, ends)])
     length = _positive(tokenizer_length)
     if length is not None and length <= _SANE_CONTEXT:
@@ -261,7 +261,7 @@ def _yarn_length(part: Any) -> int:
     return int(original * factor) if original and isinstance(factor, int | float) else 0
 
 
-def _longrope_length(part: Any) -> int:
+def longrope_length(part: Any) -> int:
     """Returns the length from which LongRoPE changes the frequencies of a whole batch; 0 without LongRoPE.
 
     Below this length, a row's text does not depend on other rows. (Dynamic NTK changes only beyond max_position_embeddings.)

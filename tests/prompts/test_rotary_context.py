@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from transformers import CONFIG_MAPPING
 
-from batchgen.config import ModelConfig
+from batchgen.config import JobConfig, ModelConfig
+from batchgen.dry_run import plan_job
 from batchgen.model.architectures import context_note
+from batchgen.progress import Silent
 from batchgen.prompts import load_tokenizer
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -64,6 +67,26 @@ def test_the_context_of_an_indexer_ends_where_it_begins_to_leave_keys_out(tools,
     assert context_note(tokenizer.hf_config) == (
         "the context ends at 96 tokens: beyond that the model's indexer chooses which keys a query sees"
     )
+
+
+def test_it_is_told_that_longrope_ends_a_context(tools, tmp_path):
+    config = PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40, "max_position_embeddings": 512}
+    tokenizer = load_tokenizer(ModelConfig(model=tools.save_model(tmp_path, config=config)))
+    said = "the context ends at 40 tokens: beyond that LongRoPE changes the positions of all rows that run together"
+    assert context_note(tokenizer.hf_config) == said
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 50}))
+    told = _Told()
+    job = JobConfig(inputs=(str(tmp_path / "rows.jsonl"),), model=ModelConfig(model=str(tmp_path)))
+    assert plan_job(job, told).rows_failed == 1
+    assert said in told.notes
+
+
+class _Told(Silent):
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
 
 
 def test_nothing_is_said_of_a_context_that_no_indexer_ends():
