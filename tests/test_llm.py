@@ -139,6 +139,14 @@ def test_a_loop_is_not_started_inside_itself(tiny_model_dir: Path) -> None:
         llm.run()
 
 
+def test_a_model_that_runs_is_not_closed(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    llm.add(["a"], PARAMS, on_result=lambda r: llm.close())
+    with pytest.raises(RuntimeError, match=r"^this model is running: close it when run\(\) has returned$"):
+        llm.run()
+    llm.close()
+
+
 def test_several_completions_and_their_log_probabilities(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     params = SamplingParams(max_tokens=5, n=3, temperature=1.0, logprobs=2, ignore_eos=True)

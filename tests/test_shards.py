@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,11 +13,11 @@ from typing import Any
 import pytest
 
 from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
-from batchgen.errors import OutputError, OutputLocked, UsageError
+from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
-from batchgen.progress import Silent
+from batchgen.progress import Silent, Snapshot
 
 Rows = list[dict[str, Any]]
 GROUPS = ("The reports of the northern region begin alike and differ", "Southern ones are another matter, they say: ")
@@ -107,11 +109,27 @@ def test_shards_that_are_not_done_are_named_by_the_merge(tiny_model_dir: Path, s
         merge_job("o.jsonl")
 
 
+class Interrupting(Silent):
+    """Interrupts the run when it begins to generate."""
+
+    told = False
+
+    def update(self, now: Snapshot) -> None:
+        if now.phase == "generating" and not self.told:
+            self.told = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_job_that_was_never_in_shards_has_nothing_to_merge(tiny_model_dir: Path, source: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no job of o\.jsonl"):
         merge_job("o.jsonl")
     run_job(config_of(tiny_model_dir))
     assert merge_job("o.jsonl").already_finished
+    write([*rows(), {"prompt": "one more"}])
+    with pytest.raises(Interrupted):
+        run_job(config_of(tiny_model_dir), Interrupting())
+    with pytest.raises(UsageError, match=r"^o\.jsonl has not run in shards; run the same command again to continue$"):
+        merge_job("o.jsonl")
 
 
 def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,17 @@ def test_how_rows_ended_is_told_if_not_all_stopped_or_prompts_were_truncated(
     assert dict(summary(JobReport(stats, "out.jsonl", False))).get("ended") == text
 
 
+def test_the_effect_of_quantize_is_told_and_measured_only_where_rows_were_generated() -> None:
+    report = report_of()
+    found = {"method": "int8", "layers": 14, "weights": 0.75, "weight_bytes": 3 << 20, "mean_kl": None}
+    report.stats["quantization"] = found
+    made = "14 linear layers, 75% of the weights; all take 3.0 MiB"
+    assert ("int8", made) in summary(report)
+    found |= {"mean_kl": 0.00123, "equal_tokens": 0.985, "tokens": 1200, "rows": 8}
+    measured = "on 1,200 tokens of 8 rows, beside the unquantized model: mean KL divergence 0.0012 nats, 98.5% of the likeliest tokens the same"
+    assert ("int8", f"{made}; {measured}") in summary(report)
+
+
 def test_a_run_of_labels_tells_rows_per_second_and_no_completions() -> None:
     report = report_of()
     report.stats.update(completion_tokens=0, completion_tokens_per_s=0.0, total_tokens_per_s=20.0, scored_tokens=1200)

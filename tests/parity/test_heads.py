@@ -113,6 +113,25 @@ def test_an_embedding_is_that_of_the_hidden_states_of_the_prompt_alone(name, hea
         assert engine.stats.scored_tokens == 0
 
 
+@pytest.mark.parametrize("head", [LAST, MEAN, CLASSES], ids=["last", "mean", "classes"])
+def test_outputs_that_are_not_numbers_are_an_error_of_their_own_rows(head):
+    bad = VOCAB - 1
+    prompts = [[*range(40), i, bad] if i % 2 else [*range(40), i, 1] for i in range(6)] + [[bad], [2, 3]]
+    want = run(engine_of(packed("llama", head), head), requests_of(prompts))
+    model = packed("llama", head)
+    with torch.no_grad():
+        model.module.get_input_embeddings().weight[bad] = float("nan")
+    results = run(engine_of(model, head, batch_size=3), requests_of(prompts))
+    for prompt, result, whole in zip(prompts, results, want, strict=True):
+        if bad in prompt:
+            said = ("numerical_error", "the model's outputs for the prompt are not numbers")
+            assert (result.error_type, result.error_message) == said
+        elif head is CLASSES:
+            assert result.choice_probs == pytest.approx(whole.choice_probs, abs=1e-6)
+        else:
+            np.testing.assert_allclose(result.embedding, whole.embedding, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", slow_but({"llama"}, [*FAMILIES, "qwen3_5_text"]))
 def test_classes_have_the_probabilities_of_transformers_head(name):
     model = reference(name, AutoModelForSequenceClassification)
