@@ -431,6 +431,18 @@ def test_of_a_node_in_host_memory_a_part_can_come_back():
     assert s.prefilled - before == 2
 
 
+def test_nodes_in_host_memory_are_discarded_too():
+    s = three_windows(sim, 10)
+    (in_host_memory,) = s.block_manager.swapped
+    before = s.prefilled
+    s.block_manager.discard()
+    assert in_host_memory.swapped is None
+    assert (len(s.block_manager.swapped), s.block_manager.take_moves(), s.block_manager.pool.num_used) == (0, (), 0)
+    s.load([[*range(50, 70), 1, 2], [*range(50, 70), 3]], [3, 3])
+    s.finish()
+    assert s.prefilled - before == 20 + 3
+
+
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_nodes_that_stay_for_later_windows_keep_neither_the_leaves_nor_the_window_of_their_own(abandoned):
     """A long file would otherwise keep all of its windows in memory."""
