@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,25 +87,19 @@ class StateStep:
             return recurrent.delta_rule(
                 q, k, v, g.exp(), beta, scale, normalize, states, at.starts, at.lengths, at.read, at.write
             )
-        made = v.dtype
+        dtype = v.dtype
         q, k, v, beta = (x.float() for x in (q, k, v, beta))
         if normalize:
             q, k = delta_rule.normalized(q), delta_rule.normalized(k)
         q = q * scale
         if v.shape[1] > k.shape[1]:
             q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
-        out = torch.empty_like(v)
-        if at.single is not None:
-            q1, k1, v1, g1, beta1 = (x.index_select(0, at.single) for x in (q, k, v, g, beta))
-            y, after = delta_rule.delta_rule_token(q1, k1, v1, g1, beta1, states.index_select(0, at.single_read))
-            states.index_copy_(0, at.single_write, after)
-            out.index_copy_(0, at.single, y)
-        for chunks in at.chunks:
-            ends = states.index_select(0, at.read.index_select(0, chunks.spans))
-            run = delta_rule.delta_rule_chunks if g.dim() == 2 else delta_rule.delta_rule_tokens
-            chunks.put(out, run(chunks, q, k, v, g, beta, ends))
-            states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
-        return out.to(made)
+        run = delta_rule.delta_rule_chunks if g.dim() == 2 else delta_rule.delta_rule_tokens
+        out = _run_spans(
+            at, states, (q, k, v, g, beta), torch.empty_like(v), delta_rule.delta_rule_token,
+            lambda chunks, ends: run(chunks, q, k, v, g, beta, ends),
+        )  # fmt: skip
+        return out.to(dtype)
 
     def mamba2(
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
@@ -122,16 +116,11 @@ class StateStep:
             decay = (dt * a_H).exp()
             return recurrent.mamba2(x, dt, decay, b, c, skip_H, states, at.starts, at.lengths, at.read, at.write)
         x, b, c = (of.float() for of in (x, b, c))
-        out = torch.empty_like(x)
-        if at.single is not None:
-            x1, dt1, b1, c1 = (of.index_select(0, at.single) for of in (x, dt, b, c))
-            y, after = mamba2.mamba2_token(x1, dt1, a_H, b1, c1, states.index_select(0, at.single_read))
-            states.index_copy_(0, at.single_write, after)
-            out.index_copy_(0, at.single, y)
-        for chunks in at.chunks:
-            ends = states.index_select(0, at.read.index_select(0, chunks.spans))
-            chunks.put(out, mamba2.mamba2_chunks(chunks, x, dt, a_H, b, c, ends))
-            states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
+        out = _run_spans(
+            at, states, (x, dt, b, c), torch.empty_like(x),
+            lambda x1, dt1, b1, c1, before: mamba2.mamba2_token(x1, dt1, a_H, b1, c1, before),
+            lambda chunks, ends: mamba2.mamba2_chunks(chunks, x, dt, a_H, b, c, ends),
+        )  # fmt: skip
         return out if skip_H is None else out + skip_H[:, None] * x
 
     def mamba(
@@ -141,34 +130,21 @@ class StateStep:
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if self._kernels:
             return recurrent.mamba(x, dt, a_DN, b, c, states, at.starts, at.lengths, at.read, at.write)
-        out = torch.empty_like(x)
-        if at.single is not None:
-            x1, dt1, b1, c1 = (of.index_select(0, at.single) for of in (x, dt, b, c))
-            y, after = mamba.mamba_token(x1, dt1, a_DN, b1, c1, states.index_select(0, at.single_read))
-            states.index_copy_(0, at.single_write, after)
-            out.index_copy_(0, at.single, y)
-        for chunks in at.chunks:
-            ends = states.index_select(0, at.read.index_select(0, chunks.spans))
-            chunks.put(out, mamba.mamba_tokens(chunks, x, dt, a_DN, b, c, ends))
-            states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
-        return out
+        return _run_spans(
+            at, states, (x, dt, b, c), torch.empty_like(x),
+            lambda x1, dt1, b1, c1, before: mamba.mamba_token(x1, dt1, a_DN, b1, c1, before),
+            lambda chunks, ends: mamba.mamba_tokens(chunks, x, dt, a_DN, b, c, ends),
+        )  # fmt: skip
 
     def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         """Returns the states [T, D] after each token, which decay and take up x: x and decay [T, D] are float32."""
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if self._kernels:
             return recurrent.linear_scan(x, decay, states, at.starts, at.lengths, at.read, at.write)
-        out = torch.empty_like(x)
-        if at.single is not None:
-            x1, decay1 = (of.index_select(0, at.single) for of in (x, decay))
-            y, after = mamba.linear_step(x1, decay1, states.index_select(0, at.single_read))
-            states.index_copy_(0, at.single_write, after)
-            out.index_copy_(0, at.single, y)
-        for chunks in at.chunks:
-            ends = states.index_select(0, at.read.index_select(0, chunks.spans))
-            chunks.put(out, mamba.run_linear(chunks, x, decay, ends))
-            states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
-        return out
+        return _run_spans(
+            at, states, (x, decay), torch.empty_like(x), mamba.linear_step,
+            lambda chunks, ends: mamba.run_linear(chunks, x, decay, ends),
+        )  # fmt: skip
 
     def window(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor:
         """Returns the input of each token behind the `taps` inputs before it in its text [T, taps + 1, C], zeros before its first.
@@ -185,6 +161,31 @@ class StateStep:
         if device not in self._on:
             self._on[device] = _Layout(self._arrays, device)
         return self._on[device]
+
+
+def _run_spans(
+    at: _Layout,
+    states: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    token: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    chunked: Callable[[Chunks, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Runs a recurrence on the spans of a step, and writes their new states. Returns the outputs in `out`.
+
+    `token(*inputs, states)` runs all spans of one token and returns their outputs and new states. `chunked(chunks, states)` runs longer
+    spans, returns their outputs and changes the states in place.
+    """
+    if at.single is not None:
+        one = [x.index_select(0, at.single) for x in inputs]
+        y, after = token(*one, states.index_select(0, at.single_read))
+        states.index_copy_(0, at.single_write, after)
+        out.index_copy_(0, at.single, y)
+    for chunks in at.chunks:
+        ends = states.index_select(0, at.read.index_select(0, chunks.spans))
+        chunks.put(out, chunked(chunks, ends))
+        states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
+    return out
 
 
 class _Arrays(NamedTuple):
