@@ -1,6 +1,6 @@
-"""Attention by our own kernels (kernels/attention.cpp): on the CPU, in float32 and bfloat16.
+"""Attention on the CPU with batchgen's kernels (kernels/attention.cpp), in float32 and bfloat16.
 
-The pool has a layout of its own, in which whatever the kernels' products read lies side by side: a block of a head's keys is
+The pool's layout puts side by side what the kernels' products read together: a block of a head's keys is
 [D/u, block_size, u] and of its values [block_size/u, V, u], with u elements to a 32-bit word, D rounded up to whole words and V to 16.
 """
 
@@ -24,13 +24,13 @@ from batchgen.scheduling.batch import ScheduledSpan
 VECTOR = 16
 """Keys that are read at a time; blocks have a multiple of it."""
 TILE_ROWS = 64
-"""Query heads of neighbouring tokens that read keys together, about."""
+"""About how many query heads of neighbouring tokens read keys together."""
 SHARED_READS = 2
-"""A run of blocks becomes a shared part where queries x blocks reaches this."""
+"""A run of blocks becomes a shared part if queries x blocks reaches this."""
 
 
 def storage(layers: dict[int, LayerShape], dtype: torch.dtype) -> dict[int, LayerShape]:
-    """The layers' shapes as the pool stores them: sizes rounded up."""
+    """Returns the layers' shapes in the pool, with sizes rounded up."""
     word = 4 // dtype.itemsize
     return {
         i: replace(s, k_size=-(-s.k_size // word) * word, v_size=-(-s.v_size // VECTOR) * VECTOR)
@@ -67,7 +67,7 @@ class _Attention(ctypes.Structure):
 
 
 class PackedAttention:
-    """A step's attention as the model's layers meet it: writes their KV, then attends by the plan."""
+    """The attention of a step as the model's layers call it: writes their KV, then attends by the plan."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PackedAttention:
         cache: KVCache,
         narrowed: tuple[int, NDArray[np.int64]] | None = None,
     ) -> None:
-        """`narrowed`: a layer, and the places in the step of the only tokens whose results of that layer are wanted."""
+        """`narrowed`: a layer of which only some tokens' results are wanted, and the places of these tokens in the step."""
         size = cache.block_size
         cuts = split_step(spans, size, SHARED_READS)
         self.positions = cuts.positions
@@ -90,7 +90,7 @@ class PackedAttention:
         for chunk in cuts.chunks:
             chunks.append((chunk.q_start, len(blocks)))
             if chunk.q_end - chunk.q_start > 1 and chunk.flat:
-                # The kernel reads all shared parts before what a chunk has for itself.
+                # The kernel reads all shared parts before a chunk's own blocks.
                 for first, last in chunk.flat:
                     parts += contiguous_parts(chunk.table, first, last, chunk.q_start, chunk.q_end, size)
                 chunk = chunk._replace(flat=[])
@@ -112,16 +112,16 @@ class PackedAttention:
         self._is_wanted[self._wanted] = True
 
     def wanted(self, layer: int) -> torch.Tensor | None:
-        """The places in the step of the only tokens whose results of a layer are wanted; None if all are.
+        """Returns the places in the step of the tokens whose results of a layer are wanted; None if all are.
 
-        `prepared` has the kernel compute these alone. The keys and values of all tokens are written.
+        The kernel computes only these, but writes the keys and values of all tokens.
         """
         return torch.from_numpy(self._wanted) if self._narrowed == layer else None
 
     def __call__(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """[T, H, V], 0 for tokens that are not `wanted`."""
+        """Returns the layer's attention output [T, H, V], 0 for tokens that are not `wanted`."""
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
         out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
         if self.wanted(layer) is not None:
@@ -133,7 +133,7 @@ class PackedAttention:
     def prepared(
         self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: LayerOptions
     ) -> tuple[Call, object]:
-        """The kernel's call for one layer, and what must be kept until it has run. `out` is where [T, H, V] goes."""
+        """Returns the kernel's call for one layer, and objects to keep until it has run. `out`: address for the output [T, H, V]."""
         sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         tile = max(1, TILE_ROWS * k.heads // q.heads)
         plan = self._plans.get(tile) or self._plans.setdefault(tile, _Plan(*self._counts, tile, *self._pointers))

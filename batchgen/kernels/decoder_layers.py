@@ -1,6 +1,6 @@
-"""Gives decoder layers forwards in which torch's threads have no part: one call of the library where all parts of a layer are our kernels.
+"""Gives decoder layers forwards that do not use torch's threads: one call of the library if all parts of a layer are kernels.
 
-A layer and its attention are known by their code (`forwards`). What a layer asks of the attention function is found by running it.
+Layers and their attention are recognized by their code (`forwards`). A layer's options of attention are found by running its attention once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchgen.kernels.recurrent import can_gate, sigmoid_gate
 
 @torch.inference_mode()
 def fuse_layers(model: torch.nn.Module) -> int:
-    """Gives decoder layers whose parts have been replaced (`fusion`) forwards of their own; returns how many."""
+    """Gives decoder layers whose parts have been replaced (`fusion`) forwards of their own. Returns how many."""
     count = 0
     module: Any
     for module in model.modules() if can_fuse(model) else ():
@@ -43,9 +43,9 @@ def fuse_layers(model: torch.nn.Module) -> int:
 
 
 def last_layer(model: torch.nn.Module) -> int | None:
-    """The index of the last decoder layer if only the final norm and the head read what it gives, token by token, and it can leave tokens out.
+    """Returns the index of the last decoder layer if it can leave tokens out. Only the final norm and the head read its output, token by token.
 
-    None for models with several stacks of decoder layers, and for layers whose forward is not ours.
+    None for models with several stacks of decoder layers, and for layers that keep their own forward.
     """
     stacks = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and any(map(_can_narrow, part))]
     if len(stacks) != 1 or not _can_narrow(stacks[0][-1]):
@@ -56,7 +56,7 @@ def last_layer(model: torch.nn.Module) -> int | None:
 
 
 def _can_narrow(layer: Any) -> bool:
-    """Whether a module is a decoder layer that leaves out what `PackedAttention.wanted` does not name."""
+    """Whether a module is a decoder layer that leaves out the tokens that `PackedAttention.wanted` does not name."""
     forward = getattr(layer.__dict__.get("forward"), "__func__", None)
     return hasattr(layer, "self_attn") and ("dense" in layer.__dict__ or forward in (_llama_layer, _qwen_hybrid_layer))
 
@@ -66,7 +66,7 @@ def _kind_of(forward: Callable[..., Any]) -> _Kind | None:
 
 
 def _in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The forward of a layer that has a `DenseLayer`; `by_parts` is for what that does not take."""
+    """Returns the forward of a layer that has a `DenseLayer`. `by_parts` runs if the dense layer does not take the inputs."""
 
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attention: Any = kwargs.get("step_attention")
@@ -85,7 +85,7 @@ def _in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
-    """The layer for one call; None where some part of it is not one of our kernels. `names` are those of its norms."""
+    """Returns the layer as a `DenseLayer`; None if a part of it is not a kernel. `names`: the names of its norms."""
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
     rotary, own_mlp = _own_rotary(attention), isinstance(mlp, FusedMLP)
@@ -111,7 +111,7 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
 
 
 def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:
-    """Whether a layer's linear layers are all packed, its norms, some of which are None, all ours, and all of one type."""
+    """Whether a layer's linear layers are packed and its norms (which may be None) are kernels, all in one type."""
     return (
         all(type(part) is PackedLinear for part in linear)
         and can_join(linear)
@@ -120,7 +120,7 @@ def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:
 
 
 def _own_rotary(attention: Any) -> FusedRotary | None:
-    """Our rotary embeddings in an attention module that computes what `DenseLayer` does; None in others."""
+    """Returns the rotary embeddings of an attention module that computes what `DenseLayer` does; None for others."""
     forward = attention.__dict__.get("forward")  # `fusion` puts it there
     rotary = getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
     hooked = attention._forward_hooks or attention._forward_pre_hooks
@@ -129,7 +129,7 @@ def _own_rotary(attention: Any) -> FusedRotary | None:
 
 
 class _AttentionProbe:
-    """In the place of a step's attention: keeps what a layer asks of it."""
+    """Stands in for a step's attention, and keeps the arguments of its call."""
 
     given: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any] | None = None
 
@@ -143,7 +143,7 @@ class _AttentionProbe:
 def _asked_of_attention(
     attention: Any, first: PackedLinear
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any] | None:
-    """The layer's index, queries, keys, values and options of one token; None where the attention function is not ours."""
+    """Runs attention on one token. Returns the layer's index, queries, keys, values and options; None if it does not call batchgen's attention."""
     asked = _AttentionProbe()
     x = torch.zeros(1, 1, first.in_features, dtype=first.dtype)
     cos = torch.ones(1, 1, attention.head_dim, dtype=first.dtype)
@@ -204,7 +204,7 @@ def _granite_hybrid_layer(
 
 
 def _fuse_gate(attention: Any) -> None:
-    """Gives an attention module with a gate after it a forward in which our kernel computes the gate, if our rotary embeddings are in it."""
+    """Gives an attention module with a gate after it a forward that computes the gate with a kernel, if it has `FusedRotary`."""
     plain = getattr(attention.__dict__.get("forward"), "__func__", None)
     names = getattr(plain, "__globals__", {})
     rotary = names.get("apply_rotary_pos_emb")
@@ -245,7 +245,7 @@ def _fuse_gate(attention: Any) -> None:
 
 
 def _wanted(layer: Any, given: dict[str, Any]) -> torch.Tensor | None:
-    """The places of the only tokens whose results of a layer are wanted; None if all are. `given` are the arguments of its forward."""
+    """Returns the places of the tokens whose results of a layer are wanted; None if all are. `given`: the arguments of its forward."""
     attention: Any = given.get("step_attention")
     if not hasattr(attention, "wanted") or not hasattr(layer, "self_attn"):
         return None
@@ -257,9 +257,9 @@ def _after_mixing(
     layer: Any, hidden_states: torch.Tensor, mixed: torch.Tensor, wanted: torch.Tensor | None,
     mlp: Callable[[torch.Tensor], Any] | None = None, by: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """What a decoder layer does after attention or what it has in its place: the sum, the norm, the MLP and another sum.
+    """Computes the rest of a decoder layer, after attention or a recurrent mixer: sum, norm, MLP, sum.
 
-    What is added is multiplied by `by`. Rows that are not wanted are 0.
+    `by` multiplies what is added to the residual. Rows that are not wanted are 0.
     """
     x = hidden_states
     if wanted is not None:
@@ -278,14 +278,14 @@ def _after_mixing(
 
 
 class _Kind(NamedTuple):
-    """A decoder layer as transformers' modules have it."""
+    """A decoder layer as it is written in transformers."""
 
     written: Any
     """The class in `forwards`."""
     norms: LayerNorms[str] | None
-    """The names of its norms, where it may run in one call."""
+    """The names of its norms; None if it cannot run in one call."""
     by_parts: Callable[..., torch.Tensor] | None = None
-    """Its forward part by part, with our sums of residuals; None for its own."""
+    """A forward that runs its parts, with kernels for the sums; None for the layer's own."""
 
 
 _KINDS = (

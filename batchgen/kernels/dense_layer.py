@@ -1,6 +1,6 @@
-"""A decoder layer with attention and a gated MLP in one call of the library: its kernels follow each other without Python between them.
+"""Runs a decoder layer with attention and a gated MLP in one call of the library, so that no Python runs between its kernels.
 
-The kernels and their numbers are those of the modules, one by one; only the weights of q, k and v lie side by side where they can, so that one
+The kernels and their results are those of the separate modules, except that the weights of q, k and v are joined if possible, so that one
 product makes all three.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Norm(Protocol):
-    """`fusion.FusedNorm`."""
+    """What is used here of `fusion.FusedNorm`."""
 
     factor: torch.Tensor
     eps: float
@@ -30,7 +30,7 @@ class Norm(Protocol):
 
 
 class Attends(Protocol):
-    """`PackedAttention`."""
+    """What is used here of `PackedAttention`."""
 
     def prepared(
         self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: Any
@@ -51,12 +51,12 @@ class LayerNorms(NamedTuple, Generic[T]):
 
 
 def can_join(linear: Sequence[PackedLinear]) -> bool:
-    """Whether the kernels of these layers are the same, and read x as it is."""
+    """Whether these layers have the same kernel, and it reads x in its own type."""
     return len({(part.dtype, part.kind) for part in linear}) == 1 and not any(part.widens for part in linear)
 
 
 def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
-    """Layers that read the same x as one layer, whose memory they use from then on; as they are where one of them does not fill its last panel."""
+    """Joins layers that read the same x into one, whose memory they then share. Returns them unchanged if one does not fill its last panel."""
     panel = library().batchgen_linear_panel()
     if len(parts) == 1 or any(part.out_features % panel for part in parts):
         return parts
@@ -75,27 +75,27 @@ def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
 
 @dataclass(frozen=True, eq=False)
 class DenseLayer:
-    """x + o(attention(qkv(norm(x)))) = s; s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has."""
+    """s = x + o(attention(qkv(norm(x)))), then s + down(act(gate(norm(s))) * up(norm(s))), with the norms that the layer has."""
 
     index: int
     heads: int
     kv_heads: int
     head_size: int
     options: Any
-    """What the layer asks of attention: scale, window and so on."""
+    """The layer's options of attention (`LayerOptions`)."""
     norms: LayerNorms[Norm]
     qkv: Sequence[PackedLinear]
-    """One layer that makes q, k and v, or three."""
+    """One linear layer that makes q, k and v, or three layers."""
     head_norms: Sequence[Norm]
-    """None, or one for the queries and one for the keys: of each head, or of all together."""
+    """Empty, or a norm for the queries and one for the keys, of each head or of all heads together."""
     o: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
     float32_cos: bool
-    """Whether cos and sin may be float32 beside heads in another type."""
+    """Whether cos and sin may be float32 if heads have another type."""
 
     def takes(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether these are x [1, T, hidden] and cos and sin [1, T, R] as the kernels read them."""
+        """Whether the kernels can read this x [1, T, hidden] and these cos and sin [1, T, R]."""
         first = self.qkv[0]
         return (
             x.dim() == cos.dim() == 3
@@ -113,11 +113,11 @@ class DenseLayer:
         )
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> torch.Tensor:
-        """What the layer gives for x [1, T, hidden]; `takes` says whether it can. Rows that `attention` does not want are 0."""
+        """Returns the layer's output for x [1, T, hidden], which `takes` must accept. Rows that `attention` does not want are 0."""
         rows, hidden, size, norms = x.shape[1], x.shape[2], self.head_size, self.norms
         q_width, kv_width = self.heads * size, self.kv_heads * size
         qkv_width = q_width + 2 * kv_width
-        # What is between the kernels, in one piece of memory.
+        # All results between the kernels are in one piece of memory.
         widths = (hidden, qkv_width, q_width, kv_width, q_width, hidden, hidden, self.gate_up.out_features)
         memory = torch.empty(rows * sum(widths), dtype=x.dtype)
         starts = accumulate(widths[:-1], initial=0)
@@ -142,7 +142,7 @@ class DenseLayer:
         )
         kernels.calls.append(call)
         residual, wanted = x.data_ptr(), attention.wanted(self.index)
-        if wanted is not None:  # what comes after attention is computed for these rows alone
+        if wanted is not None:  # only these rows are computed after attention
             picked = torch.empty(len(wanted) * (hidden + q_width), dtype=x.dtype)
             places = picked.data_ptr(), picked.data_ptr() + len(wanted) * hidden * x.itemsize
             kernels.take(wanted, residual, places[0], hidden)
@@ -163,14 +163,14 @@ class DenseLayer:
 
 
 class _Kernels:
-    """The calls of a layer's kernels on so many rows, in order. Places are addresses."""
+    """Collects the calls of a layer's kernels on `rows` rows, in order. x, y, more and total are addresses."""
 
     def __init__(self, rows: int, dtype: torch.dtype) -> None:
         self.rows, self.dtype, self.threads = rows, dtype, torch.get_num_threads()
         self.calls: list[Call] = []
 
     def product(self, of: PackedLinear, x: int, y: int, y_row: int) -> None:
-        """The layer's product of the rows at x, into rows at y that begin `y_row` numbers apart."""
+        """Adds a linear layer of the rows at x, into rows at y that begin `y_row` numbers apart."""
         product = Product(
             self.rows, of.out_features, of.words, of.in_features * of.dtype.itemsize // 4, y_row, of.activation, self.threads,
             x, of.weights.data_ptr(), None if of.biases is None else of.biases.data_ptr(), y,
@@ -178,25 +178,25 @@ class _Kernels:
         self.calls.append(Call(kernel("linear", of.dtype, of.kind), product))
 
     def take(self, places: torch.Tensor, x: int, y: int, size: int) -> None:
-        """Copies the rows of x at these places, which must be there, to y."""
+        """Adds a copy of the rows of x at these places, which must exist, to y."""
         row = size * self.dtype.itemsize
         rows = RowTable(len(places), self.rows, row, self.threads, x, places.data_ptr(), y)
         self.calls.append(Call(library().batchgen_take_rows, rows))
 
     def norm(self, of: Norm | None, x: int, y: int, size: int) -> int:
-        """The norm of the rows at x, at y. Returns where the result is: at x if there is no norm."""
+        """Adds the norm of the rows at x, into y. Returns where the result is: x without a norm."""
         if of is None:
             return x
         self._norm(of, 1, size, size, x, y)
         return y
 
     def head_norm(self, of: Norm, heads: Heads, y: int) -> None:
-        """The norm of each head, or of all heads together if the norm is as wide, at y, where the rows lie side by side."""
+        """Adds the norm of each head, or of all heads together if the norm is as wide, into contiguous rows at y."""
         size = len(of.factor)
         self._norm(of, heads.heads * heads.size // size, size, heads.to_token, heads.at, y)
 
     def norm_of_sum(self, of: Norm | None, x: int, more: int, total: int, y: int, size: int) -> int:
-        """The sum of the rows at x and at `more`, into `total`, and its norm, at y. Returns where the result is: the sum if there is no norm."""
+        """Adds the sum of the rows at x and `more`, into `total`, and its norm, into y. Returns where the result is: `total` without a norm."""
         self._norm(of, 1, size, size, x, None if of is None else y, more, total)
         return total if of is None else y
 
@@ -211,7 +211,7 @@ class _Kernels:
         self.calls.append(Call(kernel("norm", self.dtype), norm))
 
     def rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads], cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """The rotary embeddings of queries and keys. `to` may be where they are."""
+        """Adds the rotary embeddings of queries and keys, into `to`, which may be the same memory."""
         q, k = heads
         turned = RotaryArguments(
             self.rows, q.heads, k.heads, q.size, cos.shape[2], q.to_token, q.to_head, k.to_token, k.to_head, cos.stride(1),

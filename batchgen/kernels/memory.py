@@ -1,6 +1,6 @@
 """Memory in huge pages for packed weights.
 
-Every product reads all of its weights. In pages of 4 KiB the processor spends a part of that time on looking up where they are.
+Every product reads all of its weights. With pages of 4 KiB, the processor spends a part of that time on looking up the pages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 HUGE_PAGE = 2 << 20
 PIECE = 64 << 20
-"""Bytes that are asked of the system at a time. What is not used of them takes no memory."""
+"""Bytes that are mapped at a time. Unused ones take no memory."""
 ALIGNMENT = 128
 
 
@@ -26,7 +26,7 @@ class _Pieces:
         self._next = len(self._piece)
 
     def take(self, size: int) -> tuple[mmap.mmap, int]:
-        """A piece, and where in it there are so many bytes that nobody else has."""
+        """Returns a piece and an offset in it, at which `size` bytes are free."""
         with self._lock:
             if self._next + size > len(self._piece):
                 self._piece = mmap.mmap(-1, max(PIECE, size + HUGE_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -45,7 +45,7 @@ def _start_of(piece: mmap.mmap) -> int:
 
 
 def in_huge_pages(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of x that lies beside other such copies, in huge pages where the system has them."""
+    """Returns a contiguous copy of x, next to other such copies, in huge pages if the system has them."""
     piece, at = _pieces.take(x.nbytes)
     with torch.inference_mode(False):  # may be written in any mode
         y = torch.frombuffer(piece, dtype=x.dtype, count=x.numel(), offset=at).view(x.shape)
@@ -53,7 +53,7 @@ def in_huge_pages(x: torch.Tensor) -> torch.Tensor:
 
 
 def give_back(x: torch.Tensor) -> None:
-    """Gives the pages of a copy made by `in_huge_pages`, which nothing reads any more, back to the system: others in its piece are still used."""
+    """Returns the pages of a copy by `in_huge_pages` to the system, although its piece has other copies. Nothing may read the copy any more."""
     first, end = -(-x.data_ptr() // mmap.PAGESIZE), (x.data_ptr() + x.nbytes) // mmap.PAGESIZE
     if end > first:
         madvise = ctypes.CDLL(None).madvise

@@ -16,7 +16,7 @@ from batchgen.kernels.memory import in_huge_pages
 
 
 class Call(NamedTuple):
-    """A kernel of one argument. What the argument points to must be kept until the kernel has run."""
+    """A call of a kernel with one argument. The memory that the argument points to must be kept until the kernel has run."""
 
     kernel: Any
     argument: ctypes.Structure
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Where queries, keys or values [heads, tokens, size] of a step lie. The numbers of a head lie side by side."""
+    """Where queries, keys or values [heads, tokens, size] of a step lie in memory. The last dimension is contiguous."""
 
     at: int
     """Address of the first number."""
@@ -38,18 +38,18 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, x_HTD: torch.Tensor) -> Heads:
-        """Those of a tensor, whose last stride must be 1."""
+        """Returns those of a tensor, whose last stride must be 1."""
         return cls(x_HTD.data_ptr(), x_HTD.shape[0], x_HTD.shape[2], x_HTD.stride(0), x_HTD.stride(1))
 
 
 def run_all(calls: Sequence[Call]) -> None:
-    """Runs the kernels in this order."""
+    """Runs the kernels, in this order."""
     addresses = [number for kernel, what in calls for number in (_place_of(kernel), ctypes.addressof(what))]
     library().batchgen_run((ctypes.c_size_t * len(addresses))(*addresses), len(calls))
 
 
 def _place_of(function: Any) -> int:
-    """Where a function of the library begins. It is kept at the function, since asking for it takes ten times as long."""
+    """Returns the address of a function of the library. It is stored with the function, because finding it takes ten times as long."""
     if not hasattr(function, "address"):
         function.address = ctypes.cast(function, ctypes.c_void_p).value
     address: int = function.address
@@ -105,10 +105,10 @@ class RotaryArguments(ctypes.Structure):
 def norm_after_sum(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None, by: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x + more * by and its norm; x and its norm without `more`. `can_add` says whether the two can be added.
+    """Returns x + more * by and its norm; without `more`, x and its norm. `can_add` says whether the two can be added.
 
     The norm of x is x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; `weight` is float32. `rounds_first`: x over
-    its root mean square is rounded to its type before the weight comes.
+    its root mean square is rounded to its type before it is multiplied by the weight.
     """
     norm, y, total = norm_arguments(x, weight, eps, rounds_first, more, by)
     kernel("norm", x.dtype)(ctypes.byref(norm))
@@ -116,7 +116,7 @@ def norm_after_sum(
 
 
 def add_rows(x: torch.Tensor, more: torch.Tensor, by: float = 1.0) -> torch.Tensor:
-    """x + more * by. Both are [..., D], contiguous, of the same shape and type, one of `DTYPES`."""
+    """Returns x + more * by. Both are [..., D], contiguous, of the same shape and type, one of `DTYPES`."""
     size = x.shape[-1]
     total = torch.empty_like(x)
     norm = NormArguments(
@@ -128,7 +128,7 @@ def add_rows(x: torch.Tensor, more: torch.Tensor, by: float = 1.0) -> torch.Tens
 
 
 def can_add(x: torch.Tensor, more: torch.Tensor) -> bool:
-    """Whether `add_rows` takes these."""
+    """Whether `add_rows` accepts these."""
     return (
         x.dtype == more.dtype
         and x.dtype in DTYPES
@@ -139,7 +139,7 @@ def can_add(x: torch.Tensor, more: torch.Tensor) -> bool:
 
 
 def row_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest number of each row of x [N, V] and where it is first: NaN where a row has one, as `torch.max` has it."""
+    """Returns the largest number of each row of x [N, V] and its first place; NaN for a row with one, like `torch.max`."""
     if x.stride(1) != 1:
         x = x.contiguous()
     values, indices = torch.empty(len(x), dtype=x.dtype), torch.empty(len(x), dtype=torch.int64)
@@ -151,7 +151,7 @@ def row_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of a contiguous table [N, D] by int64 indices of any shape. Raises `IndexError` for one that the table has not."""
+    """Returns rows of a contiguous table [N, D] by int64 indices of any shape. Raises `IndexError` for an index out of range."""
     indices = indices.contiguous()
     y = torch.empty((*indices.shape, table.shape[1]), dtype=table.dtype)
     rows = RowTable(
@@ -166,9 +166,9 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def norm_arguments(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None, by: float = 1.0
 ) -> tuple[NormArguments, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What the kernel of `norm_after_sum` is given, where its result goes, and where x + more * by goes (x without `more`).
+    """Returns the arguments for the kernel of `norm_after_sum`, the tensor of its result, and that of x + more * by (x without `more`).
 
-    With `more` the norm is that of the sum; `can_add` says whether both are as they must be.
+    With `more`, the norm is that of the sum; `can_add` must hold for both.
     """
     size = x.shape[-1]
     if x.stride(-1) != 1 or not _is_two_deep(x):
@@ -192,9 +192,9 @@ def norm_arguments(
 def rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """q [1, H, T, D] and k [1, K, T, D] times cos, and their halves turned times sin, [1, T, R]; None for what the kernel has not.
+    """Returns q [1, H, T, D] and k [1, K, T, D] with rotary embeddings of cos and sin [1, T, R]; None if the kernel does not support the inputs.
 
-    Of each head the first R elements are rotated. Each product is rounded to the type of cos and sin: that of q, or float32.
+    The first R elements of each head are rotated. Each product is rounded to the type of cos and sin: that of q, or float32.
     """
     if not _can_rotate(q, k, cos, sin):
         return None
@@ -230,13 +230,13 @@ def _can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 
 def _is_two_deep(x: torch.Tensor) -> bool:
-    """Whether all dimensions before the last two can be walked as one."""
+    """Whether all dimensions before the last two can be traversed as one."""
     steps = [(x.stride(i), x.shape[i]) for i in range(x.dim() - 2) if x.shape[i] != 1]
     return all(before[0] == after[0] * after[1] for before, after in pairwise(steps))
 
 
 class Activation(IntEnum):
-    """What a gated layer does to its gate."""
+    """The activation of a gate."""
 
     NONE = 0
     SILU = 1
@@ -254,17 +254,17 @@ class Product(ctypes.Structure):
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether packed layers of this type, float32 or bfloat16, are faster here than torch's own."""
+    """Whether packed layers of this type, float32 or bfloat16, are faster on this processor than torch's own."""
     return instruction_set() in X86[1:]
 
 
 def fits(weight: torch.Tensor) -> bool:
-    """Whether a weight [N, K] can be packed: bfloat16 goes in pairs."""
+    """Whether a weight [N, K] can be packed: bfloat16 is read in pairs."""
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
 
 
 class PackedLinear(torch.nn.Module):
-    """x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded as the modules round."""
+    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round."""
 
     def __init__(
         self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], activation: Activation = Activation.NONE
@@ -279,7 +279,7 @@ class PackedLinear(torch.nn.Module):
         self.dtype = weights[0].dtype
         self.activation = activation
         self.kind = ""
-        """What follows the type in the kernel's name."""
+        """The end of the kernel's name, after the type."""
         self._x_dtype = self.dtype
         if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
             weights = [weight.detach().bfloat16() for weight in weights]
@@ -291,7 +291,7 @@ class PackedLinear(torch.nn.Module):
         self.words = words[0].shape[1]
         bfloat16 = self.dtype == torch.bfloat16
         side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()
-        # Plain tensors: torch takes microseconds to find parameters and buffers.
+        # Plain tensors, because torch needs microseconds to look up parameters and buffers.
         self.weights = in_huge_pages(panels(words).view(-1, side, self.words).transpose(1, 2))
         """[sides of panels, words of K, columns of a side]"""
         self.bias = biases[0] if len(biases) == 1 else None
@@ -311,12 +311,12 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def widens(self) -> bool:
-        """Whether x is made float32 before it is multiplied."""
+        """Whether x is converted to float32 before it is multiplied."""
         return self._x_dtype != self.dtype
 
     @property
     def weight(self) -> torch.Tensor:
-        """[N, K] of a plain layer, unpacked each time: for models that look at it."""
+        """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
         rows = self.weights.transpose(1, 2).reshape(-1, self.words)[: self.out_features]
         return rows.contiguous().view(self._weight_dtype).to(self.dtype)
 
@@ -325,7 +325,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class SharedLinear(torch.nn.Module):
-    """x [..., K] to [..., N] by weights that something else reads too, such as an embedding: they stay as they are."""
+    """Maps x [..., K] to [..., N] with weights that another module reads too, such as an embedding, and that are therefore not packed."""
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         """`weight` [N, K], contiguous."""
@@ -352,7 +352,7 @@ def _multiply(
     rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, y: torch.Tensor, words: int,
     activation: Activation, kind: str, w_row: int = 0,
 ) -> None:  # fmt: skip
-    """`rows` [R, K] times the weights of N columns into `y` [..., N]; `Product` in linear.cpp says what the rest is."""
+    """Writes `rows` [R, K] times the weights of N columns to `y` [..., N]. `Product` in linear.h describes the other arguments."""
     if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4:
         rows = rows.contiguous()
     product = Product(
@@ -364,7 +364,7 @@ def _multiply(
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether bfloat16 has all of a float32 weight's numbers, and they come in pairs."""
+    """Whether a float32 weight can be packed as bfloat16: bfloat16 holds all of its numbers exactly, and rows have an even length."""
     return weight.shape[1] % 2 == 0 and not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
 
 
