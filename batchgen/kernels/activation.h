@@ -40,3 +40,15 @@ INLINE void store_some(T* p, floats v, int64_t count) {
     store_floats(all, v);
     std::memcpy(p, all, count * sizeof(T));
 }
+// A vector at element i of a row of `size` numbers, which may end inside of it.
+template <class T>
+INLINE floats load_at(const T* p, int64_t i, int64_t size) {
+    return i + LANES <= size ? load_floats(p + i) : load_some(p + i, size - i);
+}
+template <class T>
+INLINE void store_at(T* p, int64_t i, int64_t size, floats v) {
+    if (i + LANES <= size)
+        store_floats(p + i, v);
+    else
+        store_some(p + i, v, size - i);
+}

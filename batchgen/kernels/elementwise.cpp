@@ -17,18 +17,6 @@ INLINE int threads_for(int64_t elements, int64_t threads) {
     return int(std::max<int64_t>(1, std::min(threads, elements / MIN_ELEMENTS)));
 }
 
-template <class T>
-INLINE floats load_at(const T* p, int64_t i, int64_t size) {
-    return i + LANES <= size ? load_floats(p + i) : load_some(p + i, size - i);
-}
-template <class T>
-INLINE void store_at(T* p, int64_t i, int64_t size, floats v) {
-    if (i + LANES <= size)
-        store_floats(p + i, v);
-    else
-        store_some(p + i, v, size - i);
-}
-
 struct Norm {  // `NormArguments` in ops.py is the same
     int64_t outer, inner, size;       // rows [outer][inner] of so many elements
     int64_t x_outer, x_inner;         // elements from one to the next

@@ -72,7 +72,7 @@ INLINE float quantize_row(const T* x, int64_t size, quantized* to) {
     for (; i + 4 * LANES <= size; i += 4 * LANES)
         for (int j = 0; j < 4; j++) highest[j] = larger(highest[j], (ints)load_floats(x + i + j * LANES) & 0x7fffffff);
     for (; i < size; i += LANES) {
-        const floats v = i + LANES <= size ? load_floats(x + i) : load_some(x + i, size - i);
+        const floats v = load_at(x, i, size);
         highest[0] = larger(highest[0], (ints)v & 0x7fffffff);
     }
     const ints all = larger(larger(highest[0], highest[1]), larger(highest[2], highest[3]));

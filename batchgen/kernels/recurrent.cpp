@@ -13,18 +13,6 @@
 
 namespace {
 
-template <class T>
-INLINE floats load_at(const T* p, int64_t i, int64_t size) {
-    return i + LANES <= size ? load_floats(p + i) : load_some(p + i, size - i);
-}
-template <class T>
-INLINE void store_at(T* p, int64_t i, int64_t size, floats v) {
-    if (i + LANES <= size)
-        store_floats(p + i, v);
-    else
-        store_some(p + i, v, size - i);
-}
-
 struct Convolution {  // `_Convolution` in recurrent.py is the same
     int64_t spans, channels, taps, x_token, activation, threads;  // taps: inputs before the token's own
     const int64_t *starts, *lengths, *read, *write;               // by span: first token, tokens, slots
