@@ -185,3 +185,18 @@ def test_a_head_of_another_kind_is_refused():
         without_language_head(
             ModernBertDecoderForSequenceClassification(config), Head(task="classify", labels=("a", "b"))
         )
+
+
+def test_a_head_with_more_classes_than_labels_is_refused():
+    from types import SimpleNamespace
+
+    import torch
+
+    from batchgen.errors import ModelError
+    from batchgen.model.heads import without_language_head
+    from batchgen.parsers.heads import Head
+
+    module = SimpleNamespace(base_model=torch.nn.Identity(), score=torch.nn.Linear(4, 3))
+    said = r"^--classify: the head gives 3 numbers, and config.json names 2 labels; correct num_labels and id2label in config.json$"
+    with pytest.raises(ModelError, match=said):
+        without_language_head(module, Head(task="classify", labels=("a", "b")))

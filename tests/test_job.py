@@ -58,6 +58,11 @@ class Recorder(Silent):
             self._action()
 
 
+def test_a_job_has_an_input() -> None:
+    with pytest.raises(UsageError, match=r"^no input; name a file, a folder, a glob or - for standard input$"):
+        JobConfig(inputs=(), model=ModelConfig(model="m"))
+
+
 def killed(signum: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), signum)
 

@@ -1,5 +1,6 @@
 """Forks, cancellations, time-outs and callbacks: what becomes of a row whose leaves end in different ways."""
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -211,3 +212,8 @@ def test_what_comes_back_from_host_memory_is_as_if_it_had_never_gone(model):
     assert (
         fresh.stats.prefill_tokens - engine.stats.prefill_tokens == 1 + 100
     )  # the token that b has of a, and all of a
+
+
+def test_choices_that_are_all_impossible_are_equally_likely():
+    assert module._normalised([-math.inf, -math.inf]) == [0.5, 0.5]
+    assert module._normalised([-math.inf, 0.0]) == [0.0, 1.0]

@@ -194,6 +194,12 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     assert str(refused.value) == said
 
 
+def test_a_model_that_torchao_quantized_is_refused() -> None:
+    hf_config = AutoConfig.for_model("llama", quantization_config={"quant_method": "torchao"})
+    with pytest.raises(ModelError, match=r"^the model 'm' is quantized already \(torchao\); leave --quantize out$"):
+        check_int8(ModelConfig(model="m", quantize="int8"), hf_config, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", slow_but((), ["llama", "gemma2"]))
 def test_without_kernels_tokens_are_the_same_through_onednn(name: str, tmp_path: Path) -> None:
     if not sums_are_exact():

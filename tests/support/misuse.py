@@ -87,6 +87,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
     ("run R -m M --window all --order done", 2, "--window all cannot be combined with --order done; use --window ROWS"),
     ("plan R -m M --shards 0", 2, "--shards must be at least 1, not 0"),
+    ("run R -m M --push-public", 2, "--push-public is for --push; name the dataset with --push"),
     ("plan R -m M --shards two", 2, "--shards must be a whole number, not 'two'"),
     ("run R -m M --limit -1", 2, "--limit must be at least 0, not -1"),
     ("run R -m M --max-errors x", 2, "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),
