@@ -73,7 +73,7 @@ def test_signals_at_random_moments_one_after_the_other_lose_no_row(job: Job) -> 
 
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
 def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
-    job.case = replace(job.case, options=(*job.case.options, "--grace", "600", "--max-tokens", "30", "--ignore-eos"))
+    job.case = replace(job.case, options=(*job.case.options, "--grace", "600", "--max-tokens", "80", "--ignore-eos"))
     job.prepare()
     running = job.start()
     while not stored_keys(job.job_folder) and not running.ended():
