@@ -61,7 +61,7 @@ class JobReport:
         return report_job(self.output, self.work_dir)
 
     def _repr_html_(self) -> str | None:
-        """What a notebook displays: the page, where there can be one."""
+        """What a notebook displays: the page, if there can be one."""
         with suppress(BatchgenError):
             return self.page()._repr_html_()
         return None

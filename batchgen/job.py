@@ -137,7 +137,7 @@ class _Asked:
     model_files: dict[str, Any] | None
     """The identity of the model's files; None if the hub has to be asked."""
     command: str
-    """Digest of the command, by which a finished job is recognised; empty where there is none."""
+    """Digest of the command, by which a finished job is recognised; empty if there is none."""
 
     def finished(self) -> tuple[dict[str, Any], bool] | None:
         """Figures of the job that this command has finished, and whether its prompts are chats; None if there may be something to do."""

@@ -402,10 +402,7 @@ def _shards(folder: Path) -> list[Path]:
             "rename it if it holds all weights in the format of transformers, or download the version that has model.safetensors",
         )
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-        raise ModelError(
-            f"the model {str(folder)!r} has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any program",
-            "convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), or use another model or --revision",
-        )
+        raise only_pickled(str(folder))
     foreign = [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx", ".npz"))]
     if foreign:
         raise ModelError(
@@ -413,6 +410,14 @@ def _shards(folder: Path) -> list[Path]:
             "give the version of the model with safetensors files",
         )
     raise ModelError(f"model folder {str(folder)!r} has no weights (model.safetensors)", _AGAIN)
+
+
+def only_pickled(model: str) -> ModelError:
+    """Returns the refusal of a model (a folder or a name on the hub) that has weights, but none in safetensors files."""
+    return ModelError(
+        f"the model {model!r} has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any program",
+        "convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), or use another model or --revision",
+    )
 
 
 def _there(path: Path, folder: Path, count: int = 1) -> Path:

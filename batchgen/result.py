@@ -75,11 +75,11 @@ class Completion:
     """One of the completions of a prompt."""
 
     text: str | None
-    """The answer alone, of a model that marks its thoughts; None where it was cut inside of them."""
+    """The answer, without the thoughts of a model that marks them; None if the completion was cut inside its thoughts."""
     finish_reason: str
     """stop, length, repetition, timeout or cancelled; empty for a completion that is under way"""
     reasoning: str | None = None
-    """The thoughts before the answer; None where there are none."""
+    """The thoughts before the answer; None if there are none."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The tool calls in the answer. If there are any, `text` is the rest of the answer."""
     token_ids: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ class Result:
     completion_tokens: int = 0
     """Number of tokens of all its completions."""
     reasoning: str | None = None
-    """The thoughts before the (first) answer; None where there are none."""
+    """The thoughts before the (first) answer; None if there are none."""
     reasoning_tokens: int = 0
     """Number of completion tokens that belong to thoughts and their marks."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -124,14 +124,14 @@ class Result:
     """The (first) completion's tokens as sampled, an end token included."""
     truncated: bool = False
     completions: tuple[Completion, ...] = ()
-    """All of them, where there are several or log-probabilities were asked for; else empty."""
+    """All completions, if there are several or log-probabilities were asked for; else empty."""
     choice_probs: dict[str, float] | None = None
-    """The probability of each label, in the order they were given. They add up to 1, but for a classification head whose labels do not exclude
-    each other."""
+    """The probability of each label, in the order they were given. They add up to 1, except for a classification head whose labels do not
+    exclude each other."""
     score: Score | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """One per token that was scored, where they were asked for: of the completion, or of the prompt, whose first token has NaN because
-    nothing comes before it."""
+    """One for each scored token, if they were asked for: of the completion, or of the prompt, whose first token has NaN because nothing
+    comes before it."""
     embedding: NDArray[np.float32] | None = field(default=None, compare=False)
     """[size], float32"""
     reward: float | None = None

@@ -2,7 +2,7 @@
 
 Three kinds of part (Hydragen, arXiv:2402.05099; FlashInfer cascade, arXiv:2501.01005):
 - shared: whole blocks that a contiguous slice of the packed queries sees without a mask: a prefix node under its
-  descendants, or what a long prompt has already behind the slice being run;
+  descendants, or the part of a long prompt before the slice that runs;
 - paged: the blocks of one decoding query that no shared part covers, each block a batch element of its own;
 - causal: several queries of one span against that span's blocks, its own tokens among them, under a causal mask.
 

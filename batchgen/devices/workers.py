@@ -259,7 +259,7 @@ class Workers:
         return {row: begun for worker in self._workers for row, begun in worker.under_way.items() if row in self._rows}
 
     def cancel(self, request: Request) -> None:
-        """Ends a request where it stands, if it is not done. Any thread may call this."""
+        """Ends a request with the tokens that it has, if it is not done. Any thread may call this."""
         self._to_cancel.append(request.row)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ def job_settings(
 ) -> dict[str, Any]:
     """Returns everything that changes results. Device, batch, memory, limits and the columns of the output do not.
 
-    `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, where it is known already. `head`: that of
+    `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, if it is known already. `head`: that of
     `--embed` or `--classify`. `date`: the time that the chat template writes into prompts, if it does.
     """
     sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
@@ -168,7 +168,7 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
 
 
 def local_identity(config: ModelConfig) -> dict[str, Any] | None:
-    """`model_identity` where it needs no hub: of a model and an adapter that are folders. None for others."""
+    """Returns `model_identity` if it needs no hub, because the model and the adapter are folders; else None."""
     local = all(Path(name).expanduser().is_dir() for name in (config.model, config.lora) if name is not None)
     return model_identity(config) if local else None
 

@@ -209,7 +209,7 @@ class Results:
             earlier = self._begun.get(key, {}).get(number)
             part = _part(key, number, start, value, checksum)
             if part is None or start != (0 if earlier is None else len(earlier.token_ids)):
-                damaged = key, number  # the parts behind it continue nothing
+                damaged = key, number  # the parts after it have nothing to continue
             else:
                 self._begun.setdefault(key, {})[number] = part if earlier is None else _with_part(earlier, part)
         return {key: dict(begun) for key, begun in self._begun.items()}
@@ -488,7 +488,7 @@ def _read_only(folder: Path) -> sqlite3.Connection:
 
 
 def _format_bytes(path: Path) -> bytes:
-    """The versions of writing and reading in the header of a database: 1, or 2 with a log (WAL). Empty where there is no header."""
+    """Returns the versions of writing and reading in the header of a database: 1, or 2 with a log (WAL). Empty without a header."""
     try:
         with path.open("rb") as file:
             return file.read(20)[18:]
@@ -588,7 +588,7 @@ def _part_entry(key: bytes, number: int, start: int, completion: Completion) -> 
 
 
 def _part(key: bytes, number: int, start: int, value: bytes, checksum: int) -> Completion | None:
-    """The tokens of an entry; None where it is damaged."""
+    """Returns the tokens of an entry; None if it is damaged."""
     try:
         if _part_checksum(key, number, start, value) != checksum:
             return None

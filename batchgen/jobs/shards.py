@@ -196,7 +196,7 @@ def shard_figures(folder: Path, plan: ShardPlan) -> list[dict[str, Any]]:
 
 
 def read_stats(place: Path) -> dict[str, Any] | None:
-    """The figures in a folder; None where there are none."""
+    """Returns the figures in a folder; None if there are none."""
     try:
         stats = json.loads((place / "stats.json").read_bytes())
     except (FileNotFoundError, ValueError):

@@ -79,7 +79,7 @@ class LoadedModel:
     kernels: ctypes.CDLL | None = None
     """batchgen's kernels for the CPU; None if they are switched off or cannot be compiled."""
     last_layer: int | None = None
-    """The layer that can leave out all tokens whose logits are not wanted; None where nothing is left out."""
+    """The layer that can leave out all tokens whose logits are not wanted; None if no layer can."""
     compile: str = "auto"
     """On one CUDA device: off, steps run without graphs; auto, as CUDA graphs if that pays; on, always as graphs, with `torch.compile`."""
     attention: str = "auto"

@@ -44,7 +44,7 @@ from batchgen.model.quantized import (
     with_dequantization,
 )
 from batchgen.model.self_check import self_check
-from batchgen.model_files import adapter_folder, check_weight_files, gguf_file
+from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import Head
 from batchgen.prompts.gguf import alone
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
@@ -304,10 +304,7 @@ def _from_pretrained(
             return _from_pretrained(config, hf_config, dtype, device_map, head)
         reason = " ".join(str(e).split())
         if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
-            raise ModelError(
-                f"the model {config.model!r} cannot be loaded: it has no weights in safetensors files, and pickled ones (pytorch_model.bin), which can run any program, are never opened",
-                "convert them where that does no harm (from_pretrained and save_pretrained of transformers), or name another model or --revision",
-            ) from e
+            raise only_pickled(config.model) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
     return module, found
 

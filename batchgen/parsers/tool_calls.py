@@ -30,7 +30,7 @@ class ToolFormat:
     template: Mapping[str, Any]
     """The response template, with the fields `content` and `tool_calls`."""
     whole: bool = False
-    """Whether it is for the whole completion behind its prompt, not for an answer behind thoughts."""
+    """Whether it describes the whole completion after its prompt, not only an answer after thoughts."""
     only_known: bool = False
     """Whether only names of the row's own tools are calls: an answer of other JSON would look the same."""
 
@@ -176,7 +176,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
 
 
 def tool_format(tokenizer: Any) -> ToolFormat | None:
-    """The format in which a model with this transformers tokenizer writes calls; None where it is not known."""
+    """Returns the format in which a model with this transformers tokenizer writes calls; None if it is not known."""
     own = getattr(tokenizer, "response_template", None)
     if isinstance(own, Mapping) and "tool_calls" in own.get("fields", {}):
         return ToolFormat(own, whole=True)
@@ -192,10 +192,10 @@ def tool_format(tokenizer: Any) -> ToolFormat | None:
 def find_calls(
     format: ToolFormat, answer: str, tools: str, *, prompt: str = "", id_start: str = "call"
 ) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """The text of an answer and the calls in it; None where it has none, or one that cannot be read.
+    """Returns the text of an answer and the calls in it; None if it has no call, or one that cannot be read.
 
     `answer` has its special tokens written out, but not its end token. `tools` is the JSON of the row's tools, by whose schemas arguments
-    that are written as text get their types. Calls are numbered behind `id_start`, except where the model numbers them itself.
+    that are written as text get their types. The ids of calls are `id_start` and a number, unless the model writes ids itself.
     """
     from transformers.utils.chat_parsing import parse_response
 

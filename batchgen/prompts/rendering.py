@@ -107,7 +107,7 @@ class Renderer:
         self._chat = chosen_template(tokenizer.hf_tokenizer, prompts, whole=self._head is not None, now=now)
         self.writes_date = self._chat is not None and self._chat.writes_date
         asked = prompts.chat or prompts.system is not None or prompts.chat_template is not None
-        # Other embedding models and classifiers take a text as it is, also where they have a chat template, which is for conversations.
+        # Other embedding models and classifiers take a text as it is. If they have a chat template, it is for conversations.
         self.chat = self._chat is not None and (self._head is None or self._head.chat or bool(asked))
         own = _prompt_of(self._head, prompts.prompt_name) if prompts.prefix is None else ""
         as_system = self.chat and self._head is not None and self._head.chat

@@ -44,7 +44,7 @@ class JobRecord:
         return cls()
 
     def keep(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
-        """Takes the record of a run, in the place of an earlier one of the same run, and its tree if it has more rows than the one so far."""
+        """Takes the record of a run, which replaces an earlier one of the same run, and its tree if that has more rows than the present one."""
         if run is not None:
             same = (run["label"], run["started"])
             others = [r for r in self.runs if (r["label"], r["started"]) != same]

@@ -232,7 +232,7 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
 def _records(
     file: InputFile, on_rename: Callable[[str, str], None], on_schema: Callable[[pa.Schema], None]
 ) -> Iterator[Record]:
-    """The records of a file. Raises `InputCorrupt` where it breaks off."""
+    """Yields the records of a file. Raises `InputCorrupt` at the place where it breaks off."""
     last = ""
     with _corrupt(file, lambda: last), file.open() as stream:
         if file.format == "jsonl":

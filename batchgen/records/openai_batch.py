@@ -77,7 +77,7 @@ class OpenAIForm:
 def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, token_ids: bool) -> dict[str, Any]:
     """Returns the record of one row: a response with status 200, or a null response and an error.
 
-    A completion with calls of tools has them in its message, and ends with `tool_calls` where it ended with `stop`.
+    A completion with calls of tools has them in its message, and ends with `tool_calls` instead of `stop`.
     The record has more than the form only if the result does: `reasoning_content` in the message, `truncated` and `choice_probs` in the body, `stop_reason` and (with
     `token_ids`) `token_ids` in the choices.
     """

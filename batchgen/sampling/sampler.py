@@ -192,7 +192,7 @@ class Sampler:
         return tokens, torch.isfinite(best)
 
     def _likeliest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest number of each row, NaN where there is one, and where it is first."""
+        """Returns the largest number of each row and its first place; NaN for a row with one."""
         if self._own_kernels and scores.dtype in DTYPES:
             return row_maximum(scores)
         best, tokens = scores.max(dim=-1)

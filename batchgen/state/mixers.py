@@ -192,8 +192,8 @@ def _mamba(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
 def _scans_of_heads(
     layers: RecurrentLayers, mixer: Any, convolution: Callable[..., torch.Tensor]
 ) -> dict[str, Callable[..., torch.Tensor]]:
-    """The functions of a Mamba layer of Zamba, which convolves once and then scans once for each head. The heads' states are numbered
-    behind those of all layers, but for the first head's.
+    """Returns the functions of a Mamba layer of Zamba, which convolves once and then scans once for each head. The first head's state has the
+    layer's number; numbers of the others come after those of all layers.
     """
     scans = [_mamba(layers, mixer.layer_idx + h * mixer.config.num_hidden_layers) for h in range(mixer.n_mamba_heads)]
     left: list[Callable[..., torch.Tensor]] = []
