@@ -169,7 +169,8 @@ class Bar(Notes):
 
     def close(self) -> None:
         self._bar.close()
-        self._terminal.write("\r\x1b[K")  # also removes a ^C
+        # Blanks, because TERM=dumb knows no escapes. They remove a ^C, too.
+        self._terminal.write("\r" + " " * (self._terminal.width(80) - 1) + "\r")
         self._terminal.flush()
 
     def _refresh(self) -> None:
