@@ -37,6 +37,11 @@ class ThinkingFormat:
         _, mark, after = prompt.rpartition(self.open.rstrip())
         return bool(mark) and not after.strip()  # a mark further up is part of a message
 
+    @property
+    def no_thoughts(self) -> str:
+        """The text after a prompt that has opened the thoughts, if there are to be none: the answer follows."""
+        return "\n</think>\n\n" if self.close == "</think>" else self.close
+
     def ending(self, *, begun: bool) -> str:
         """Returns the text that ends the thoughts. `begun`: whether the completion has tokens already."""
         return "<|end|><|start|>assistant" + self.close if self.always and begun else self.close
@@ -53,7 +58,7 @@ FORMATS = (
     ThinkingFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     ThinkingFormat("◁think▷", "◁/think▷"),  # Kimi VL
 )
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn thinking on and off."""
 
 
@@ -69,7 +74,7 @@ def thinking_format(tokenizer: Any) -> ThinkingFormat | None:
 
 def thinking_off(template: str) -> dict[str, bool]:
     """Returns the variables that switch thinking off in a chat template; empty if it has no switch."""
-    return {name: False for name in _SWITCHES if re.search(rf"\b{name}\b(?! *\()", template)}
+    return {name: False for name in SWITCHES if re.search(rf"\b{name}\b(?! *\()", template)}
 
 
 class ThoughtStream:

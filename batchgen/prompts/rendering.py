@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.parsers.heads import Head
+from batchgen.parsers.thinking import SWITCHES
 from batchgen.prompts.columns import (
     Columns,
     Source,
@@ -159,6 +160,8 @@ class Renderer:
                 if both is not None:
                     self.note(both)
                 prompt = self._render_from[source](row.columns, how)
+            if (own.choices or self._prompts.score) and isinstance(prompt, Text) and not prompt.raw:
+                prompt = self._at_the_answer(prompt, own)
             completion = self._completion(row.columns) if self._prompts.score else None
             priority = priority_of(row.columns, self._prompts.priority_column)
             tools = (
@@ -169,6 +172,14 @@ class Renderer:
             return e
         except RecursionError:  # JSON in a text field, whose depth no reader has checked
             return RowError("invalid_row", "the row has a value that is nested too deeply")
+
+    def _at_the_answer(self, prompt: Text, params: SamplingParams) -> Text:
+        """Returns a prompt after which the answer begins, for labels and texts to score: without thoughts where its template has opened some."""
+        thinking = self._tokenizer.thinking
+        asked = any(self._prompts.chat_template_kwargs.get(name) for name in SWITCHES)
+        if thinking is None or asked or params.reasoning != "auto" or not thinking.opened(prompt.text):
+            return prompt
+        return replace(prompt, text=prompt.text + thinking.no_thoughts)
 
     def _from_template(self, columns: Mapping[str, Any], how: _How) -> Text:
         assert self._template is not None
