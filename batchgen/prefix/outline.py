@@ -7,12 +7,11 @@ the nodes that are kept form the top of the tree: whatever is above a kept node 
 from __future__ import annotations
 
 import copy
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchgen.prefix.order import common_length
-from batchgen.prefix.survey import Interval, OpenIntervals
+from batchgen.prefix.survey import Largest, OpenIntervals
 from batchgen.request import TokenArray
 
 MAX_NODES = 1000
@@ -22,7 +21,7 @@ MAX_TEXT_TOKENS = 1000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutlineNode:
-    """A prefix node that is listed. What is below it and not listed is in its sums."""
+    """A prefix node that is listed. Its sums include the nodes below it that are not listed."""
 
     parent: int
     """Its parent's place in the list; -1 for a node at the top."""
@@ -36,7 +35,7 @@ class OutlineNode:
     nodes_below: int
     """All nodes below it, listed or not."""
     saved_below: int
-    """Prompt tokens that need not be run because of these."""
+    """Prompt tokens that need not be run because these nodes are shared."""
     text_tokens: TokenArray
     """The first of its own tokens, at most `MAX_TEXT_TOKENS`."""
 
@@ -58,14 +57,13 @@ class PrefixOutline:
 
 
 class Outline:
-    """Takes prompts in depth-first order, and tells the outline of their prefix tree at any time."""
+    """Takes prompts in depth-first order, and gives the outline of their prefix tree at any time."""
 
     def __init__(self, max_nodes: int = MAX_NODES, max_text_tokens: int = MAX_TEXT_TOKENS) -> None:
-        self._max_nodes, self._max_text_tokens = max_nodes, max_text_tokens
+        self._max_text_tokens = max_text_tokens
         self._open = OpenIntervals()
         self._before: TokenArray | None = None
-        self._kept: list[tuple[int, int, Interval, TokenArray]] = []
-        """A heap, the node with the fewest rows first; of equal ones the one that ended last."""
+        self._kept = Largest(max_nodes)
         self._rows = self._prompt_tokens = self._saved_tokens = self._node_count = self._lone_rows = 0
 
     def add(self, tokens: TokenArray) -> None:
@@ -78,8 +76,8 @@ class Outline:
 
     def tree(self) -> PrefixOutline:
         """Returns the outline of the prompts so far."""
-        whole = copy.copy(self)  # ended here, while this one may go on
-        whole._open, whole._kept = self._open.copy(), list(self._kept)
+        whole = copy.copy(self)  # ends here; more prompts may be added to this one
+        whole._open, whole._kept = self._open.copy(), self._kept.copy()
         if whole._before is not None:
             whole._shares(0)
         return PrefixOutline(
@@ -92,30 +90,21 @@ class Outline:
         for node in self._open.shares(length):
             self._node_count += 1
             self._saved_tokens += node.own_saved
-            full = len(self._kept) == self._max_nodes
-            if not full or node.rows > self._kept[0][0]:
-                text = self._before[node.start : min(node.end, node.start + self._max_text_tokens)].copy()
-                entry = (node.rows, -self._node_count, node, text)
-                (heapq.heapreplace if full else heapq.heappush)(self._kept, entry)
+            self._kept.see(
+                node.rows, node, self._before[node.start : min(node.end, node.start + self._max_text_tokens)]
+            )
 
     def _nodes(self) -> list[OutlineNode]:
-        nodes: list[OutlineNode] = []
-        around: list[tuple[int, Interval]] = []  # nodes that may be above the next one, with their places
-        for rows, _, node, text in sorted(self._kept, key=lambda kept: (kept[2].first, kept[2].end)):
-            while around and node.first >= around[-1][1].last:
-                around.pop()
-            parent = around[-1][0] if around else -1
-            around.append((len(nodes), node))
-            nodes.append(
-                OutlineNode(
-                    parent=parent,
-                    rows=rows,
-                    ending_rows=node.own,
-                    tokens=node.end - node.start,
-                    saved_tokens=node.own_saved,
-                    nodes_below=node.nodes,
-                    saved_below=node.saved,
-                    text_tokens=text,
-                )
+        return [
+            OutlineNode(
+                parent=parent,
+                rows=node.rows,
+                ending_rows=node.own,
+                tokens=node.end - node.start,
+                saved_tokens=node.own_saved,
+                nodes_below=node.nodes,
+                saved_below=node.saved,
+                text_tokens=text,
             )
-        return nodes
+            for parent, node, text in self._kept.as_tree()
+        ]

@@ -8,9 +8,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
-
-import numpy as np
 
 from batchgen.prefix.order import chunk_hashes, common_length
 from batchgen.request import TokenArray
@@ -110,7 +107,7 @@ class Survey:
         self.nodes = self.groups = self.grouped = 0
         """Number of prefix nodes, of groups, and of prompts that are in a group."""
         self._chunk_size = chunk_size
-        self._nodes, self._groups = _Largest(max_nodes), _Largest(max_groups)
+        self._nodes, self._groups = Largest(max_nodes), Largest(max_groups)
         self._tree, self._chunks = OpenIntervals(), OpenIntervals()
         self._before: TokenArray | None = None
 
@@ -129,44 +126,63 @@ class Survey:
     def largest_nodes(self) -> list[NodeLine]:
         """Returns the kept nodes in depth-first order."""
         lines: list[NodeLine] = []
-        around: list[Interval] = []  # listed nodes that may be above the next one
-        for saved, node, path in sorted(self._nodes, key=lambda kept: (kept[1].first, kept[1].end)):
-            while around and node.first >= around[-1].last:
-                around.pop()
-            lines.append(NodeLine(len(around), path[node.start :], node.rows, saved))
-            around.append(node)
+        for parent, node, path in self._nodes.as_tree():
+            level = lines[parent].level + 1 if parent >= 0 else 0
+            lines.append(NodeLine(level, path[node.start :], node.rows, node.own_saved))
         return lines
 
     def largest_groups(self) -> list[GroupLine]:
         """Returns the kept groups, the largest first."""
-        kept = sorted(self._groups, key=lambda kept: (-kept[0], kept[1].first))
-        return [GroupLine(chunk_hashes(path, self._chunk_size)[-1].hex(), g.end, g.own) for _, g, path in kept]
+        return [
+            GroupLine(chunk_hashes(path, self._chunk_size)[-1].hex(), group.end, group.own)
+            for group, path in self._groups.largest_first()
+        ]
 
     def _shares(self, length: int) -> None:
         assert self._before is not None
         for node in self._tree.shares(length):
             self.nodes += 1
-            self._nodes.see(node.own_saved, node, self._before)
+            self._nodes.see(node.own_saved, node, self._before[: node.end])
         for group in self._chunks.shares(length // self._chunk_size * self._chunk_size):
             if group.own:
                 self.groups += 1
                 self.grouped += group.own
-                self._groups.see(group.own * group.end, group, self._before)
+                self._groups.see(group.own * group.end, group, self._before[: group.end])
 
 
-class _Largest:
-    """The intervals of the largest worth, each with its path. Of equal ones the first is kept."""
+class Largest:
+    """The intervals of the largest worth, each with some tokens. Of intervals of equal worth, those that were seen first are kept."""
 
     def __init__(self, max_count: int) -> None:
         self._max_count = max_count
         self._heap: list[tuple[int, int, Interval, TokenArray]] = []
-        self._ticks = count(0, -1)
+        """(worth, minus the count of entries so far, interval, tokens): of equal worth, the newest is the smallest."""
+        self._num_kept = 0
 
-    def see(self, worth: int, interval: Interval, prompt: TokenArray) -> None:
+    def see(self, worth: int, interval: Interval, tokens: TokenArray) -> None:
+        """Keeps the interval, and a copy of the tokens, if it is among the largest so far."""
         full = len(self._heap) == self._max_count
         if not full or worth > self._heap[0][0]:
-            entry = (worth, next(self._ticks), interval, np.array(prompt[: interval.end]))
+            self._num_kept += 1
+            entry = (worth, -self._num_kept, interval, tokens.copy())
             (heapq.heapreplace if full else heapq.heappush)(self._heap, entry)
 
-    def __iter__(self) -> Iterator[tuple[int, Interval, TokenArray]]:
-        return ((worth, interval, path) for worth, _, interval, path in self._heap)
+    def largest_first(self) -> list[tuple[Interval, TokenArray]]:
+        kept = sorted(self._heap, key=lambda entry: (-entry[0], entry[2].first))
+        return [(interval, tokens) for _, _, interval, tokens in kept]
+
+    def as_tree(self) -> Iterator[tuple[int, Interval, TokenArray]]:
+        """Yields (parent, interval, tokens) in depth-first order. `parent`: place in this order of the smallest kept interval around it, or -1."""
+        around: list[tuple[int, Interval]] = []
+        ordered = sorted(self._heap, key=lambda entry: (entry[2].first, entry[2].end))
+        for place, (_, _, interval, tokens) in enumerate(ordered):
+            while around and interval.first >= around[-1][1].last:
+                around.pop()
+            yield around[-1][0] if around else -1, interval, tokens
+            around.append((place, interval))
+
+    def copy(self) -> Largest:
+        """Returns a copy that does not change with this one."""
+        copied = Largest(self._max_count)
+        copied._heap, copied._num_kept = list(self._heap), self._num_kept
+        return copied
