@@ -7,9 +7,9 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -286,6 +286,7 @@ def _from_pretrained(
             elif gguf is not None:
                 place, own["gguf_file"] = stack.enter_context(alone(gguf)), gguf.name
                 own["quantization_config"] = GgufConfig(dequantize=True)
+                stack.enter_context(_without_bar())
             module, found = kind.from_pretrained(
                 place,
                 revision=config.revision,
@@ -307,6 +308,19 @@ def _from_pretrained(
             raise only_pickled(config.model) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
     return module, found
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Keeps the bar of transformers' GGUF reader off standard error. It has no switch."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    shown = reader.tqdm
+    reader.tqdm = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        reader.tqdm = shown
 
 
 def _unpacked(config: ModelConfig, hf_config: Any) -> dict[str, Any]:

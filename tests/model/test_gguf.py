@@ -64,10 +64,13 @@ def test_output_is_that_of_transformers_on_the_dequantized_weights(model: tuple[
     assert list(got[0].token_ids) == tokens
 
 
-def test_the_user_is_told_what_the_weights_take_and_nothing_stays_packed(model: tuple[Path, Path]) -> None:
+def test_the_user_is_told_what_the_weights_take_and_nothing_stays_packed(
+    model: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
     file, _ = model
     config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
     loaded = load_model(config, load_tokenizer(config))
+    assert capfd.readouterr().err == ""  # no bar
     size = size_text(sum(p.numel() * p.element_size() for p in loaded.module.parameters()))
     assert loaded.notes[0] == (
         f"the GGUF weights were dequantized to bfloat16 and take {size}; activations are not quantized"
