@@ -1,20 +1,19 @@
 """The start of the process `batchgen` (or `python -m batchgen_cli`). From here on, Ctrl-C gives one line, also while modules are imported."""
 
 import atexit
-import gc
 import os
 import signal
 import sys
+import threading
+from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
 
 
 def main() -> None:
     """Runs the command line of this process and exits."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)  # a job's own handler takes its place as long as there is something to keep
-    atexit.register(
-        gc.freeze
-    )  # else the interpreter looks through all objects when it ends, which takes most of a second
     from batchgen.collector import few_collections
 
     with few_collections():
@@ -22,7 +21,23 @@ def main() -> None:
         from batchgen_cli.app import run_command
 
         allow_lean_imports()
-        run_command()
+        try:
+            run_command()
+        except SystemExit as e:
+            _leave(e.code if isinstance(e.code, int) else 1)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process as the interpreter does, up to the point where it would free every object, which takes a sixth of a second.
+
+    Threads are waited for and exit handlers run, as in the child processes of multiprocessing.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # full, closed, None: the command has said so
+            stream.flush()
+    os._exit(code)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

@@ -124,3 +124,24 @@ def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(
     done = subprocess.run(words, env=command_environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (143, "", 1)
     assert "interrupted by SIGTERM" in done.stderr
+
+
+def test_at_its_end_the_command_waits_for_threads_and_runs_exit_handlers(command_environment: dict[str, str]) -> None:
+    code = (
+        "import atexit, threading, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from batchgen_cli.__main__ import main\n"
+        "atexit.register(lambda: print('a handler'))\n"
+        "def later(text):\n"
+        "    time.sleep(0.1)\n"
+        "    print(text)\n"
+        "threading.Thread(target=later, args=('a thread',)).start()\n"
+        "ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), later('a task')))\n"
+        "main()\n"
+    )
+    words = [sys.executable, "-c", code, "run"]
+    done = subprocess.run(words, env=command_environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        2, "batchgen: error: missing argument 'INPUT...'; see batchgen run --help\n",
+    )  # fmt: skip
+    assert done.stdout == "a thread\na task\na handler\n"
