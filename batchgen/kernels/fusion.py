@@ -379,9 +379,9 @@ def _embed(self: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
 def _is_plain_rotary(module: Any, forward: Callable[..., Any]) -> bool:
     """Whether cos and sin of a position are the same in every step."""
     kind = getattr(module, "rope_type", None)
-    known = (forwards.LlamaRotary.forward, forwards.EarlierRotary.forward)
+    known = (forwards.LlamaRotary, forwards.LlamaRotary517, forwards.Qwen3Rotary517)
     return (
-        any(is_written_as(inspect.unwrap(forward), form) for form in known)
+        any(is_written_as(inspect.unwrap(forward), form.forward) for form in known)
         and isinstance(kind, str)
         and kind != "longrope"
         and "dynamic" not in kind
