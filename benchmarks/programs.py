@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import INT8
+from benchmarks.stand_in import AVX2
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,7 +45,7 @@ class Program:
     """Whether it has a form of 8 bits."""
     options: tuple[str, ...] = ()
     """Always given."""
-    options_in_stand_in: tuple[str, ...] = ()
+    options_without_bfloat16: tuple[str, ...] = ()
     """Given where the processor stands in for one without products of bfloat16."""
 
 
@@ -57,7 +58,7 @@ PROGRAMS: dict[str, Program] = {
     "transformers-continuous": Program(
         "transformers continuous batching", "benchmarks.engines.transformers_continuous"
     ),
-    "vllm": Program("vLLM", "benchmarks.engines.vllm_cpu", "vllm", options_in_stand_in=("--float32",)),
+    "vllm": Program("vLLM", "benchmarks.engines.vllm_cpu", "vllm", options_without_bfloat16=("--float32",)),
     "openvino": Program("OpenVINO GenAI", "benchmarks.engines.openvino_cpu", "openvino", "openvino", int8=True),
     "llamacpp": Program("llama.cpp", "benchmarks.engines.llamacpp", "llamacpp", "gguf", swept=True, int8=True),
     "llamacpp-f16": Program(
@@ -123,7 +124,7 @@ class Launcher:
     def _run(self, engine: str, case: Case, options: Sequence[str], target: Path | None, timeout: float | None) -> str:
         command = [self._python(engine), "-m", PROGRAMS[engine].module]
         command += ["--model", str(case.folder), "--input", str(case.input), *PROGRAMS[engine].options, *options]
-        command += PROGRAMS[engine].options_in_stand_in if self.stand_in else []
+        command += PROGRAMS[engine].options_without_bfloat16 if self.stand_in.get("BATCHGEN_ISA") == AVX2 else []
         command += ["--int8"] if case.dtype == INT8 else []
         command += ["--converted", str(target)] if target else []
         return run(engine, command, self._environment(engine), timeout)

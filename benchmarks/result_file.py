@@ -60,7 +60,7 @@ class ResultFile:
         time is tried again. Figures of an older batchgen are dropped.
         """
         if not self.path.exists():
-            return [f"{self.path} is not there yet: begun anew"]
+            return [f"{self.path} is not there yet: a new file is begun"]
         old = json.loads(self.path.read_text(encoding="utf-8"))
         if old.get("schema") != SCHEMA:
             raise OtherRun(f"{self.path} is not a result of compare.py ({SCHEMA})")

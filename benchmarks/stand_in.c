@@ -1,4 +1,5 @@
-// Preloaded into a process, hides from it what a processor has beyond AVX2: AVX-512, AVX-VNNI, AMX.
+// Preloaded into a process, hides from it what a processor has beyond AVX2: AVX-512, AVX-VNNI, AMX. With -DKEEP_AVX512, only what it has
+// beyond AVX-512 with bfloat16: AMX, products of float16.
 //
 // The kernel is asked to let the instruction CPUID fault (arch_prctl, ARCH_SET_CPUID: Intel processors, Linux 4.12 and newer).
 // The handler runs it, takes the newer features out of what it says and goes on behind it. So every library that asks the
@@ -48,17 +49,25 @@ handler signal(int number, handler to) {
 
 static void hide(uint32_t leaf, uint32_t part, uint32_t *eax, uint32_t *ebx, uint32_t *ecx, uint32_t *edx) {
     if (leaf == 7 && part == 0) {
+        // AVX512_FP16, AMX_BF16, AMX_TILE, AMX_INT8
+        *edx &= ~(BIT(22) | BIT(23) | BIT(24) | BIT(25));
+#ifndef KEEP_AVX512
         // AVX512F, DQ, IFMA, PF, ER, CD, BW, VL
         *ebx &= ~(BIT(16) | BIT(17) | BIT(21) | BIT(26) | BIT(27) | BIT(28) | BIT(30) | BIT(31));
         // AVX512_VBMI, VBMI2, VNNI, BITALG, VPOPCNTDQ
         *ecx &= ~(BIT(1) | BIT(6) | BIT(11) | BIT(12) | BIT(14));
-        // AVX512_4VNNIW, 4FMAPS, VP2INTERSECT, AMX_BF16, AVX512_FP16, AMX_TILE, AMX_INT8
-        *edx &= ~(BIT(2) | BIT(3) | BIT(8) | BIT(22) | BIT(23) | BIT(24) | BIT(25));
+        // AVX512_4VNNIW, 4FMAPS, VP2INTERSECT
+        *edx &= ~(BIT(2) | BIT(3) | BIT(8));
+#endif
     } else if (leaf == 7 && part == 1) {
-        // AVX_VNNI, AVX512_BF16, AMX_FP16, AVX_IFMA
-        *eax &= ~(BIT(4) | BIT(5) | BIT(21) | BIT(23));
+        // AMX_FP16
+        *eax &= ~BIT(21);
         // AVX_VNNI_INT8, AVX_NE_CONVERT, AMX_COMPLEX, AVX_VNNI_INT16, AVX10
         *edx &= ~(BIT(4) | BIT(5) | BIT(8) | BIT(10) | BIT(19));
+#ifndef KEEP_AVX512
+        // AVX_VNNI, AVX512_BF16, AVX_IFMA
+        *eax &= ~(BIT(4) | BIT(5) | BIT(23));
+#endif
     } else if (leaf == 0x1d || leaf == 0x1e || leaf == 0x24) {  // tiles, their products, AVX10
         *eax = *ebx = *ecx = *edx = 0;
     }

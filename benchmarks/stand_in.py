@@ -1,4 +1,4 @@
-"""A processor with AVX-512 stands in for one without: what is newer is hidden from every process of a comparison.
+"""A processor with AMX stands in for one without it, or without AVX-512: what is newer is hidden from every process of a comparison.
 
 `ONEDNN_MAX_CPU_ISA` and its like restrict one library each. OpenVINO, for one, then looks for bfloat16 products that its oneDNN no
 longer has, and fails; its attention asks the processor itself. `stand_in.c` changes what the processor says.
@@ -10,8 +10,8 @@ import os
 import subprocess
 from pathlib import Path
 
-AVX2 = "avx2"
-STAND_INS = (AVX2,)
+AVX2, AVX512_BF16 = "avx2", "avx512_bf16"
+STAND_INS = (AVX2, AVX512_BF16)
 
 
 def environment(kind: str, folder: Path) -> dict[str, str]:
@@ -22,11 +22,14 @@ def environment(kind: str, folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{kind}.so"
     source = Path(__file__).with_name("stand_in.c")
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    keep = [] if kind == AVX2 else ["-DKEEP_AVX512"]
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", *keep, str(source), "-o", str(library)], check=True)
     found = {
         "LD_PRELOAD": str(library),
         "BATCHGEN_ISA": kind,  # which goes by /proc/cpuinfo
-        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ",  # chosen before anything is preloaded
     }
+    if kind == AVX2:
+        # The C library chooses its functions before anything is preloaded.
+        found["GLIBC_TUNABLES"] = "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ"
     subprocess.run(["true"], env=os.environ | found, check=True)
     return found

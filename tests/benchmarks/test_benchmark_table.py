@@ -88,7 +88,7 @@ def test_the_caption_names_the_processor_and_what_it_stands_in_for(result: Any) 
     result.json["settings"]["stand_in"] = "avx2"
     result.ran("batchgen", 1.0)
     assert (
-        "own rates. A CPU, which stands in for one with AVX2 alone (benchmarks/stand_in.py), 2 threads, torch 1.2, transformers 1.2, 2026-01-02.\n"
+        "own rates. A CPU, which stands in for one with AVX2 at most (benchmarks/stand_in.py), 2 threads, torch 1.2, transformers 1.2, 2026-01-02.\n"
         in tables(result.json)
     )
 

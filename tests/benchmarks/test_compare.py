@@ -122,7 +122,7 @@ def test_going_on_measures_only_what_is_not_there(
 
 def test_going_on_without_a_file_begins(engines: Any, comparison: Make, capsys: pytest.CaptureFixture[str]) -> None:
     comparison("--repeats", "1", "--continue", others=["vllm"]).run()
-    assert "result.json is not there yet: begun anew\n" in capsys.readouterr().out
+    assert "result.json is not there yet: a new file is begun\n" in capsys.readouterr().out
     assert names_of(engines.calls) == "batchgen vllm"
 
 
