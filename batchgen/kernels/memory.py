@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from contextlib import suppress
 
 import torch
 
@@ -30,7 +31,8 @@ class _Pieces:
         with self._lock:
             if self._next + size > len(self._piece):
                 self._piece = mmap.mmap(-1, max(PIECE, size + HUGE_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self._piece.madvise(mmap.MADV_HUGEPAGE)
+                with suppress(AttributeError, OSError):  # systems without huge pages
+                    self._piece.madvise(mmap.MADV_HUGEPAGE)
                 self._next = -_start_of(self._piece) % HUGE_PAGE
             at = self._next
             self._next += -(-size // ALIGNMENT) * ALIGNMENT

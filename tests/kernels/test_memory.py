@@ -1,8 +1,12 @@
 """Copies in huge pages hold what was copied, lie beside each other, and can be given back one by one."""
 
+import errno
+import mmap
+
 import pytest
 import torch
 
+from batchgen.kernels import memory
 from batchgen.kernels.memory import ALIGNMENT, PIECE, give_back, in_huge_pages
 
 
@@ -20,6 +24,23 @@ def test_a_copy_is_contiguous_and_equal(dtype, shape):
 def test_a_copy_larger_than_a_piece_is_whole():
     x = torch.arange(PIECE // 4 + 1000, dtype=torch.int32)
     assert torch.equal(in_huge_pages(x), x)
+
+
+class Refused(mmap.mmap):
+    def madvise(self, *_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_kernel_without_huge_pages_gives_pages_as_it_has_them(monkeypatch):
+    monkeypatch.setattr(memory, "_pieces", memory._Pieces())
+    monkeypatch.setattr(mmap, "mmap", Refused)
+    assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_system_that_does_not_know_huge_pages_gives_pages_as_it_has_them(monkeypatch):
+    monkeypatch.setattr(memory, "_pieces", memory._Pieces())
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_copy_that_was_made_for_inference_can_be_written_later():
