@@ -88,8 +88,8 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
             if (done := asked.finished()) is not None:
                 _tell_notes(asked.source, tracker)
                 return _already_finished(asked, *done)
-            setup = _set_up(asked, tracker, run)
-        with setup.open_store(signals, tracker, run, progress) as job:
+        setup, store = _open(asked, signals, tracker, run, progress)
+        with store as job:
             _tell_notes(asked.source, tracker)
             _tell_notes(job, tracker)
             if job.finished is not None:
@@ -270,6 +270,25 @@ class _Setup:
         )
 
 
+def _open(
+    asked: _Asked, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress
+) -> tuple[_Setup, Job | ShardFolder]:
+    """Sets a job up and opens the place of its results. Raises `UsageError` as `_Setup.open_store` does."""
+    config = asked.config
+    with signals.interruptible():
+        setup = _set_up(asked, tracker, run)
+    try:
+        return setup, setup.open_store(signals, tracker, run, progress)
+    except UsageError:
+        # Shards that start together find no date: each takes the time of its own start, and the first to open the job decides.
+        begun = date_of_job(asked.output, config.work_dir)
+        if config.shard is None or setup.prompts.date is None or begun in (None, setup.prompts.date):
+            raise
+    with signals.interruptible():
+        setup = _set_up(asked, tracker, run)
+    return setup, setup.open_store(signals, tracker, run, progress)
+
+
 def _set_up(asked: _Asked, tracker: Tracker, run: RunFigures) -> _Setup:
     """Loads the tokenizer, and checks all that can be checked before a row is generated."""
     config, source, output = asked.config, asked.source, asked.output
@@ -280,9 +299,10 @@ def _set_up(asked: _Asked, tracker: Tracker, run: RunFigures) -> _Setup:
     now = datetime.now().replace(microsecond=0)
     prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=date or now)
     if date is not None and date.date() != now.date():
+        again = "--overwrite" if config.shard is None else "deleting the output and its .job folder"
         tracker.note(
             f"the chat template writes the date into prompts: {date:%Y-%m-%d}, on which this job began "
-            "(--overwrite starts again with today's)"
+            f"({again} starts again with today's)"
         )
     grammars = GrammarCheck(tokenizer.hf_tokenizer, tokenizer.vocab_size)
     grammars.of_command(config.sampling)

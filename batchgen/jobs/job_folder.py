@@ -489,11 +489,8 @@ class JobFolder:
         if not gone:
             return
         lost = max(0, gone - new)  # as many rows as are new were changed, not removed
-        others = gone == finished and finished >= _FEW
-        if self.first_max_tokens is not None:
-            others = (
-                False  # prompts that were shortened for the smaller limit have changed, and that may be all of them
-            )
+        # With a raised limit, all rows may have become others: shortened prompts, and rows whose own limit is the job's first or new one.
+        others = gone == finished >= _FEW and self.first_max_tokens is None
         if not prune and (10 * lost > finished or others):
             if self._old is not None and self._old.state == "finished" and not self._appended:
                 self._put_back(self._old)

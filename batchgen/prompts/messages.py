@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from string import ascii_letters
 from typing import Any
 
 from batchgen.config import PromptConfig
@@ -157,15 +158,12 @@ def _text_content(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-_DIRECTIVES = "aAbBcdDeFHIjmMpSTUwWxXyYzZ"
-
-
 def _clock(now: datetime) -> str:
     """Returns a Jinja macro `strftime_now` that hides transformers' function of this name and always formats this time.
 
     transformers passes plain data alone to a template, no function. The line end after the macro is not part of the output.
     """
-    values = {f"%{mark}{d}": now.strftime(f"%{mark}{d}") for d in _DIRECTIVES for mark in ("", "-")}
+    values = {f"%{mark}{d}": now.strftime(f"%{mark}{d}") for d in ascii_letters for mark in ("", "-")}
     replaced = "".join(f"|replace({name!r},{value!r})" for name, value in values.items() if value != name)
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 

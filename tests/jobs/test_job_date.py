@@ -75,9 +75,22 @@ def test_shards_of_different_days_are_one_job(config: JobConfig, clock: _Clock) 
     assert merge_job(config.output).stats["job"]["rows_ok"] == 2
 
 
+def test_shards_that_start_together_are_one_job(
+    config: JobConfig, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_job(replace(config, shard="1/2"))
+    clock.time = datetime(2026, 3, 1, 23, 59, 59)
+    found: list[datetime | None] = [None]  # the second looked before the first had opened the job
+    look = batchgen.job.date_of_job
+    monkeypatch.setattr(batchgen.job, "date_of_job", lambda *place: found.pop() if found else look(*place))
+    run_job(replace(config, shard="2/2"))
+    assert found == []
+    assert merge_job(str(config.output)).stats["job"]["rows_ok"] == 2
+
+
 def test_a_templates_clock_formats_as_python_does() -> None:
     now = datetime(2026, 3, 1, 9, 5, 7)
-    asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j"
+    asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s"
     source = "\n {% if true %}{{ strftime_now(" + repr(asked) + ") }}{% endif %}\n{{ messages[0].content }}"
     template = ChatTemplate(byte_tokenizer(), source, {}, now=now)
     assert (
