@@ -59,12 +59,7 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
         lines.append(("rows", _rows(found)))
     if reasons := {name: n for name, n in (found["finish_reasons"] or {}).items() if n}:
         lines.append(("ended", ", ".join(f"{n:,} {name}" for name, n in reasons.items())))
-    if found["completion_tokens"] is not None:
-        at = speed(found["completion_tokens_per_s"] or 0.0, found["rows_per_s"] or 0.0)
-        prompts = f"{found['prompt_tokens']:,} of prompts, {found['completion_tokens']:,} of completions"
-        lines.append(
-            ("tokens", f"{prompts}{f', {at}' if found['rows_per_s'] or found['completion_tokens_per_s'] else ''}")
-        )
+    lines += _tokens(found)
     if found["seconds"] is not None:
         lines.append(("time", rounded_duration(found["seconds"]) + _over_runs(found)))
     if found["eta_seconds"] is not None:
@@ -76,6 +71,16 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
         age = (now - dt.datetime.fromisoformat(found["updated"])).total_seconds()
         lines.append(("updated", f"{rounded_duration(max(0.0, age))} ago"))
     return lines
+
+
+def _tokens(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """A line of tokens and speed. Prompts are counted when their rows are done, so at first there may be nothing to show, or only a speed."""
+    kinds = (("prompt_tokens", "of prompts"), ("completion_tokens", "of completions"))
+    parts = [f"{found[name]:,} {what}" for name, what in kinds if found[name]]
+    name = "tokens" if parts else "speed"
+    if found["completion_tokens_per_s"] or found["rows_per_s"]:
+        parts.append(speed(found["completion_tokens_per_s"] or 0.0, found["rows_per_s"] or 0.0))
+    return [(name, ", ".join(parts))] if parts else []
 
 
 _ADVICE = {

@@ -93,6 +93,16 @@ def test_a_job_that_reads_its_input() -> None:
     ]
 
 
+def test_before_the_first_row_is_done_there_are_no_tokens_of_prompts() -> None:
+    at_first = RUNNING | {"rows_total": None, "rows_done": 0, "rows_failed": 0, "rows_kept": 0, "finish_reasons": {}}
+    at_first |= {"prompt_tokens": 0, "eta_seconds": None, "results": 0}
+    shown = lines(at_first)
+    assert shown[3:5] == ["rows: 0 done", "tokens: 12,345 of completions, 240 tokens/s"]
+    reading = at_first | {"completion_tokens": 0, "completion_tokens_per_s": 0.0, "rows_per_s": 7000.0}
+    assert lines(reading)[3:6] == ["rows: 0 done", "speed: 7,000 rows/s", "time: 51 s"]
+    assert lines(reading | {"rows_per_s": 0.0})[3:5] == ["rows: 0 done", "time: 51 s"]
+
+
 def test_a_job_on_another_host() -> None:
     found = NOTHING | {"output": "o.jsonl", "state": "running", "process": WHO | {"alive": None}}
     assert lines(found)[1:] == [
