@@ -7,7 +7,15 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.dry_run import DTYPE_BYTES, kv_bytes_per_token
-from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, WRAPPERS, check_architecture, is_verified
+from batchgen.model.architectures import (
+    REFUSED,
+    VERIFIED,
+    VERIFIED_ON,
+    WRAPPERS,
+    check_architecture,
+    context_note,
+    is_verified,
+)
 from batchgen.model_files import check_weight_files, has_tokenizer, weight_bytes
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import context_length_of, load_config, text_config
@@ -22,6 +30,8 @@ class ModelReport:
     verified: bool
     """Whether its architecture is on the verified list; another one is checked against transformers when it is loaded."""
     context_length: int
+    context_note: str | None
+    """Why the context is shorter than the configuration says; None if it is not."""
     dtype: str
     layers: int
     vocab_size: int
@@ -54,6 +64,7 @@ def report_model(config: ModelConfig) -> ModelReport:
         model_type=str(getattr(hf_config, "model_type", "unknown")),
         verified=is_verified(hf_config),
         context_length=tokenizer.context_length if tokenizer else context_length_of(config, hf_config, None),
+        context_note=context_note(hf_config),
         dtype=dtype,
         layers=int(getattr(text, "num_hidden_layers", 0) or 0),
         vocab_size=tokenizer.vocab_size if tokenizer else int(getattr(text, "vocab_size", 0) or 0),

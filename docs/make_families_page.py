@@ -12,7 +12,7 @@ from typing import Any
 PAGE = Path(__file__).resolve().parent / "will-my-model-run.md"
 TEXT = """# Will my model run?
 
-Look for the family below, or ask the program: `batchgen models NAME` says whether the model would run, and how large it is. It reads the configuration and the tokenizer, never the weights.
+Look for the family below, or ask the program: `batchgen models NAME` says whether the model would run, how long its context is (and why, if that is less than its configuration says), and how large it is. It reads the configuration and the tokenizer, never the weights.
 
 **Yes** means verified: for random models of the architecture, batchgen gives the tokens and the logits of transformers' `generate` in float32, also with shared prefixes, little memory and preemption. Fine-tunes, merges and distilled models of a family have its
 architecture and run as it does. An architecture that is in neither table of [models.md](models.md) is checked when it is loaded, with a small model of the same kind (this takes a second or two). It is refused if a single logit differs.

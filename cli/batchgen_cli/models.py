@@ -84,11 +84,13 @@ def _report_lines(report: ModelReport) -> list[str]:
     )
     int8 = f"{size(report.weight_bytes_int8)} with --quantize int8"
     weights = [f"weights   {size(report.weight_bytes)}, {int8}"] if report.weight_bytes else []
+    context = [f"          {report.context_note}"] if report.context_note else []
     kv = f"{size(report.kv_bytes_per_token)} per token" if report.kv_bytes_per_token else "unknown"
     return [
         f"model     {report.model} ({report.model_type})",
         f"          {runs}",
         f"context   {report.context_length:,} tokens",
+        *context,
         f"size      {report.layers:,} layer{'s' * (report.layers != 1)}, {report.vocab_size:,} tokens in the vocabulary, {report.dtype}",
         f"prompts   {_PROMPTS[report.chat_template]}",
         f"KV        {kv}",

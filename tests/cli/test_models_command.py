@@ -47,6 +47,20 @@ def test_a_folder_with_a_configuration_alone_is_told_as_far_as_it_goes(
     assert json.loads(cli("models", folder, "--json").out)["chat_template"] is None
 
 
+def test_a_context_that_is_shorter_than_the_configuration_says_is_explained(
+    cli: Cli, tiny_chat_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_chat_model_dir, tmp_path / "model"))
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    settings(rope_parameters=rope | {"original_max_position_embeddings": 48})(folder)
+    outcome = cli("models", folder)
+    assert (outcome.code, outcome.err) == (0, "")
+    why = "the context ends at 48 tokens: beyond that LongRoPE changes the positions of all rows that run together"
+    assert outcome.out.splitlines()[2:4] == ["context   48 tokens", f"          {why}"]
+    assert json.loads(cli("models", folder, "--json").out)["context_note"] == why
+    assert json.loads(cli("models", tiny_chat_model_dir, "--json").out)["context_note"] is None
+
+
 def test_a_model_that_would_be_refused_is_refused(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     settings(architectures=["LlamaForSequenceClassification"])(folder)
