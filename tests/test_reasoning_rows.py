@@ -168,8 +168,23 @@ def test_a_budget_of_thoughts_needs_no_grammar_and_0_is_none_at_all(thinking_mod
         (result,) = llm.generate("x", params)
         assert (result.reasoning_tokens, result.completion_tokens) == (budget + len("</think>"), 30)
         assert result.text is not None
+        assert (result.reasoning is None) == (budget == 0)
     free = llm.generate(["x", "y"], SamplingParams(max_tokens=12, ignore_eos=True))
     assert free == llm.generate(["x", "y"], SamplingParams(max_tokens=12, ignore_eos=True, reasoning_budget=12))
+
+
+def test_an_ended_completion_with_empty_thoughts_is_not_kept_for_another_run(thinking_model: Path) -> None:
+    llm, lengths, kept = LLM(thinking_model), {}, []
+    params = SamplingParams(reasoning_budget=0, n=4, temperature=1.0, max_tokens=60, stop=tuple("abcdefgh"))
+
+    def on_token(*_: Any) -> None:
+        kept.extend(part for parts in llm.engine.under_way().values() for part in parts.values())
+
+    llm.add("x", params, on_result=lambda result: lengths.update(enumerate(result.completions)), on_token=on_token)
+    llm.run()
+    assert len({len(c.token_ids) for c in lengths.values()}) > 1, "all ended together"
+    assert {c.reasoning for c in lengths.values()} == {None}
+    assert {part.finish_reason for part in kept} == {""}  # the tokens of their marks would not be counted
 
 
 def test_a_model_without_marks_is_not_touched_by_a_budget(tiny_chat_model_dir: Path) -> None:

@@ -35,8 +35,8 @@ class RequestState:
     """By number of a leaf: its place in the window, in depth-first order."""
     completions: dict[int, Completion] = field(default_factory=dict)
     """By number: the completions that have ended."""
-    reasoning_tokens: int = 0
-    """Tokens of thoughts in the completions that have ended."""
+    reasoning_tokens: dict[int, int] = field(default_factory=dict)
+    """By number: the tokens of thoughts, and of the marks around them, in the completions that have ended."""
     scores: dict[int, list[TokenScore]] = field(default_factory=dict)
     """By number: `GenerationSequence.text_scores` of the texts that have been scored."""
     began: bool = False
@@ -71,7 +71,7 @@ class RequestState:
             token_ids=first.token_ids,
             reasoning=first.reasoning,
             tool_calls=first.tool_calls,
-            reasoning_tokens=self.reasoning_tokens,
+            reasoning_tokens=sum(self.reasoning_tokens.values()),
             truncated=self.request.truncated,
             completions=completions if params.n > 1 or params.logprobs is not None else (),
         )
@@ -199,7 +199,7 @@ class ResultAssembler:
         found = {}
         for row in self._rows.values():
             # A completion with thoughts is left out and generated again: the number of its thoughts' tokens would be lost.
-            begun = {choice: c for choice, c in row.completions.items() if c.reasoning is None}
+            begun = {choice: c for choice, c in row.completions.items() if not row.reasoning_tokens.get(choice)}
             for choice, place in row.places.items():
                 seq = row.window.sequence(place)
                 if choice not in row.completions and seq is not None and seq.generated:
@@ -266,7 +266,7 @@ class ResultAssembler:
         if stops is None or not reason:
             return Completion(text="", finish_reason=reason, token_ids=tuple(seq.generated), logprobs=logprobs)
         calls = stops.tool_calls(f"call_{row.request.key.hex()[:16]}_{seq.leaf.choice}")
-        row.reasoning_tokens += stops.reasoning_tokens
+        row.reasoning_tokens[seq.leaf.choice] = stops.reasoning_tokens
         return Completion(
             text=stops.text,
             finish_reason=reason,

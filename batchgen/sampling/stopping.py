@@ -184,16 +184,17 @@ class Stopper:
 
     @property
     def reasoning(self) -> str | None:
-        """The thoughts before the answer; None if there are none."""
+        """The thoughts before the answer; None if there are none. Empty if the completion was cut inside its thoughts, before their first text."""
         thoughts, tokens = self._thoughts, self.tokens[: self.reasoning_tokens]
         if thoughts is None or not tokens:
             return None
         if tokens[-1] in self._ends:
             tokens = tokens[:-1]
         assert self._detokenizer.thinking is not None
-        return thoughts_of(
+        found = thoughts_of(
             self._detokenizer.thinking, tokens, self._detokenizer.piece, self._detokenizer.text, thoughts.begins
         )
+        return None if thoughts.ended and not found else found
 
     @property
     def reasoning_tokens(self) -> int:

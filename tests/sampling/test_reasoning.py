@@ -68,6 +68,13 @@ def test_a_completion_that_does_not_think_is_an_answer() -> None:
     assert run(tokenizer, "q", "<thin air>", max_tokens=6) == ("<thin ", None, 0, "length")
 
 
+def test_empty_thoughts_are_none_unless_they_were_cut() -> None:
+    tokenizer = make(special=("<think>", "</think>"))
+    assert run(tokenizer, "q", f"<think>\n\n</think>\n\nYes.{EOS}")[:2] == ("Yes.", None)
+    assert run(tokenizer, "q<think>", f"</think>Yes.{EOS}") == ("Yes.", None, 1, "stop")
+    assert run(tokenizer, "q", "<think>Hm.</think>Yes.", max_tokens=1) == (None, "", 1, "length")
+
+
 def test_a_prompt_that_speaks_of_thoughts_further_up_does_not_open_them() -> None:
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "<think>a</think>b" + "x" * 40, f"Yes.{EOS}")[:2] == ("Yes.", None)
@@ -115,7 +122,7 @@ def test_harmonys_channels_are_thoughts_but_for_the_final_one() -> None:
     text, reasoning, tokens, reason = run(tokenizer, PROMPT, whole)
     assert (text, reasoning, reason) == ("It is 2.", "Think é 🙂.\nI will look.", "stop")
     assert tokens == len(tokenizer.encode(whole.partition("It is")[0], add_special_tokens=False))
-    assert run(tokenizer, PROMPT, "<|channel|>final<|message|>Hi.<|return|>")[:2] == ("Hi.", "")
+    assert run(tokenizer, PROMPT, "<|channel|>final<|message|>Hi.<|return|>")[:2] == ("Hi.", None)
     coded = '<|channel|>final <|constrain|>json<|message|>{"a":1}<|return|>'
     assert run(tokenizer, PROMPT, coded)[0] == '{"a":1}'
 
