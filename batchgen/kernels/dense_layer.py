@@ -56,9 +56,14 @@ def can_join(linear: Sequence[PackedLinear]) -> bool:
 
 
 def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
-    """Joins layers that read the same x into one, whose memory they then share. Returns them unchanged if one does not fill its last panel."""
+    """Joins layers that read the same x into one, whose memory they then share.
+
+    Returns them unchanged if one does not fill its last panel, or if one would be joined twice, because it stands in several places.
+    """
     panel = library().batchgen_linear_panel()
     if len(parts) == 1 or any(part.out_features % panel for part in parts):
+        return parts
+    if len({id(part) for part in parts}) < len(parts) or any(map(_is_joined, parts)):
         return parts
     whole = copy.copy(parts[0])
     whole.out_features = sum(part.out_features for part in parts)
@@ -71,6 +76,11 @@ def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
             [torch.zeros(p.out_features // panel, panel) if p.biases is None else p.biases for p in parts]
         )
     return [whole]
+
+
+def _is_joined(part: PackedLinear) -> bool:
+    """Whether a layer's weights are a part of those of a joined layer."""
+    return part.weights.untyped_storage().nbytes() > part.weights.nbytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,6 +106,23 @@ def test_weights_of_q_k_and_v_are_kept_once():
     assert [part.weight.shape for part in parts] == [(128, 128), (64, 128), (64, 128)]
 
 
+@pytest.mark.parametrize("shared", ["keys and values", "queries of two layers"])
+def test_a_linear_layer_in_two_places_keeps_its_weights(monkeypatch, shared):
+    module = build("llama", **SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4})
+    first, second = (layer.self_attn for layer in module.model.layers)
+    if shared == "keys and values":
+        first.v_proj = first.k_proj
+    else:
+        second.q_proj = first.q_proj
+    expected = [x.clone() for x in (first.q_proj.weight, first.k_proj.weight)]
+    model = prepare(module, kernels=kernels())
+    assert torch.equal(first.q_proj.weight, expected[0])
+    assert torch.equal(first.k_proj.weight, expected[1])
+    together = logprobs(model)
+    monkeypatch.setattr(DenseLayer, "takes", lambda *_: False)
+    assert logprobs(model) == together
+
+
 def test_a_copy_of_a_model_reads_its_own_weights():
     model = prepared()
     other = copy.deepcopy(model.module)
