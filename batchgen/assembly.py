@@ -28,7 +28,7 @@ from batchgen.records.files import InputFile
 from batchgen.records.openai_batch import OpenAIForm
 from batchgen.report import ReportPage, report_job
 from batchgen.signals import Signals
-from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, sum_of_jobs
+from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures, sum_of_jobs
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -74,9 +74,9 @@ class JobReport:
         )
         shard = f", shard {self.shard}" if self.shard else ""
         return (
-            f"<JobReport {self.output}{shard}: {job['rows']:,} rows, {job['rows_failed']:,} failed; "
-            f"{job['prompt_tokens']:,} prompt tokens, {job['prefill_tokens']:,} of them run; "
-            f"{job['completion_tokens']:,} completion tokens{speed}>"
+            f"<JobReport {self.output}{shard}: {counted(job['rows'], 'row')}, {job['rows_failed']:,} failed; "
+            f"{counted(job['prompt_tokens'], 'prompt token')}, {job['prefill_tokens']:,} of them run; "
+            f"{counted(job['completion_tokens'], 'completion token')}{speed}>"
         )
 
 

@@ -49,7 +49,7 @@ from batchgen.request import Request, TokenArray
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.signals import Signals
-from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, figures, versions
+from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures, versions
 
 KEEP_SECONDS = 0.25
 """Shortest time between two writes of what unfinished rows have."""
@@ -528,13 +528,13 @@ class _Generation:
     def note_kept(self) -> None:
         """Notes what an interrupted run keeps for the next one."""
         run, total = self.outcomes.run, self.outcomes.tracker.total
-        of = "" if total is None else f" of {total:,}"
         tokens = self.job.tokens_under_way
         if not run.done and not tokens:
             self.outcomes.tracker.note("no row was done yet, so there is nothing to keep")
             return
-        begun = f", and {tokens:,} tokens of unfinished rows" if tokens else ""
-        self.outcomes.tracker.note(f"{run.done:,}{of} rows are done{begun}: everything is kept")
+        done = counted(run.done, "row") if total is None else f"{run.done:,} of {counted(total, 'row')}"
+        begun = f", and {counted(tokens, 'token')} of unfinished rows" if tokens else ""
+        self.outcomes.tracker.note(f"{done} {'is' if run.done == 1 else 'are'} done{begun}: everything is kept")
 
 
 class _Model:

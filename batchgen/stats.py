@@ -303,6 +303,11 @@ def size_text(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun, which has the plural in s: 1 row, 2,304 rows."""
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
 def versions() -> dict[str, str]:
     """Returns the versions of everything that a result may depend on."""
     return {"python": platform.python_version()} | {

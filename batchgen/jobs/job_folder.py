@@ -79,6 +79,7 @@ from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.request import Request
 from batchgen.result import Completion, Result
+from batchgen.stats import counted
 
 _START_AGAIN = "use --overwrite to start again, or another -o"
 _RAISE_LIMIT = (
@@ -271,7 +272,7 @@ class JobFolder:
         count = sum(read_facts(place, ())[1] or 0 for place in (self._folder, *stores(self._folder)))
         if not overwrite and count:
             raise UsageError(
-                f"{self._folder} has {count:,} results but no manifest.json, so the settings that made them are not known",
+                f"{self._folder} has {counted(count, 'result')} but no manifest.json, so the settings that made them are not known",
                 f"put it back, {_START_AGAIN}",
             )
 
@@ -498,8 +499,8 @@ class JobFolder:
                 f"{gone:,} of the {finished:,} finished rows of {self.output} are no longer in the input and would be removed from the output",
                 "check the input; --prune removes them, another -o keeps them",
             )
-        what = "are removed" if prune else f"stay in {self._folder} and are used again if their rows come back"
-        self.notes.append(f"{gone:,} results of {self.output} no longer have a row in the input: they {what}")
+        what = "removed" if prune else f"kept in {self._folder} and used again if the row comes back"
+        self.notes.append(f"{counted(gone, 'result')} of {self.output} without a row in the input: {what}")
 
     def _put_back(self, old: Manifest) -> None:
         """Restores the finished job as it was before this run."""

@@ -7,7 +7,7 @@ from batchgen.errors import TooManyErrors
 from batchgen.parsers.repetition import repeats
 from batchgen.progress import Tracker
 from batchgen.result import Result
-from batchgen.stats import RunFigures
+from batchgen.stats import RunFigures, counted
 
 ERROR_SHARE_FROM = 100
 """`--max-errors P%` applies from this many finished rows on."""
@@ -34,7 +34,7 @@ class ErrorLimit:
         over = failed > limit if isinstance(limit, int) else done >= ERROR_SHARE_FROM and failed > limit * done
         if over:
             raise TooManyErrors(
-                f"{failed:,} {'row' if failed == 1 else 'rows'} failed of {done:,} done so far, more than --max-errors {self._text} allows; the last one: {last}",
+                f"{counted(failed, 'row')} failed of {done:,} done so far, more than --max-errors {self._text} allows; the last one: {last}",
                 "correct the input, or allow more errors, and run the same command again to continue",
             )
 
@@ -81,7 +81,7 @@ class Outcomes:
         if reasons["timeout"]:
             were = "was" if reasons["timeout"] == 1 else "were"
             self.tracker.note(
-                f"{reasons['timeout']:,} of {done:,} rows {were} cut by --row-timeout; "
+                f"{reasons['timeout']:,} of {counted(done, 'row')} {were} cut by --row-timeout; "
                 "run again with --retry timeout and a longer --row-timeout to finish"
             )
         if _MANY * reasons["length"] > done and reasons["length"] >= _MANY:
@@ -92,7 +92,7 @@ class Outcomes:
 
         if unanswered := self.run.rows_unanswered:
             self.tracker.note(
-                f"{unanswered:,} of {done:,} rows {'has' if unanswered == 1 else 'have'} no answer (text is null), because the completion ended "
+                f"{unanswered:,} of {counted(done, 'row')} {'has' if unanswered == 1 else 'have'} no answer (text is null), because the completion ended "
                 "inside its thoughts; a larger --max-tokens with --retry length continues those that were cut, --reasoning-budget N makes room for an answer"
             )
 

@@ -26,6 +26,7 @@ from batchgen.request import TokenArray
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
+from batchgen.stats import counted
 
 TEXTS = 4
 """Number of a job's rows on which the change is measured."""
@@ -64,9 +65,9 @@ class Quantization:
     def note(self) -> str:
         """The sentence for the user."""
         if self.mean_kl is None or self.equal_tokens is None:
-            return f"int8: {self.layers:,} linear layers; what that changes was not measured, because there was no text"
+            return f"int8: {counted(self.layers, 'linear layer')}; what that changes was not measured, because there was no text"
         return (
-            f"int8: {self.layers:,} linear layers; against the unquantized model, on {self.tokens:,} tokens of {self.rows} rows: "
+            f"int8: {counted(self.layers, 'linear layer')}; against the unquantized model, on {counted(self.tokens, 'token')} of {counted(self.rows, 'row')}: "
             f"mean KL divergence {self.mean_kl:.4f} nats, {self.equal_tokens:.1%} of the likeliest tokens are the same "
             f"({self.seconds:.1f} s)"
         )

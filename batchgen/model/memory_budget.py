@@ -28,7 +28,7 @@ from batchgen.scheduling.sizes import (
     sufficient_memory,
 )
 from batchgen.state.cache import StateCache, bytes_per_slot
-from batchgen.stats import size_text
+from batchgen.stats import counted, size_text
 
 
 def step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torch.device, int] | None:
@@ -145,7 +145,7 @@ class Sizes:
         shared = ", which recurrent states share," if self.bytes_per_slot else ""
         return RowError(
             "does_not_fit",
-            f"prompt ({prompt} tokens) and {what} (up to {leaf.max_kv_tokens - prompt + 1}) need {size_text(needed)} of KV memory, "
+            f"prompt ({counted(prompt, 'token')}) and {what} (up to {leaf.max_kv_tokens - prompt + 1}) need {size_text(needed)} of KV memory, "
             f"there are {size_text(self.num_blocks * block)}; "
             f"give --kv-memory {memory_option(enough)}{shared}{'' if leaf.request.texts else ' or lower max_tokens'}",
         )

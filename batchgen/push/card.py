@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from batchgen.config import JobConfig
 from batchgen.options import flag_of
+from batchgen.stats import counted
 
 SPLIT = "train"
 _LONG_TEXT = 120
@@ -58,7 +59,7 @@ def dataset_card(
             "",
             f"# {repo.rpartition('/')[2]}",
             "",
-            f"{rows:,} rows that `{model}` generated from {inputs}{part}, with batchgen {stats['versions']['batchgen']}.",
+            f"{counted(rows, 'row')} that `{model}` generated from {inputs}{part}, with batchgen {stats['versions']['batchgen']}.",
             "",
             "```python",
             "from datasets import load_dataset",

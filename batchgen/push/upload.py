@@ -26,6 +26,7 @@ from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.output import job_path, output_format
 from batchgen.records.parquet_types import without_maps
 from batchgen.records.remote import is_url, open_remote
+from batchgen.stats import counted
 
 MARK = ".batchgen.json"
 """The file of the repository that says which output its data is. Hidden, so that nobody takes it for data."""
@@ -134,9 +135,9 @@ def _push(
         repo,
         operations,
         repo_type="dataset",
-        commit_message=f"batchgen: {rows:,} rows of {config.model.model.rstrip('/').rpartition('/')[2]}",
+        commit_message=f"batchgen: {counted(rows, 'row')} of {config.model.model.rstrip('/').rpartition('/')[2]}",
     )
-    tell(f"pushed {rows:,} rows in {len(shards)} file{'s'[: len(shards) != 1]}: {done.commit_url}")
+    tell(f"pushed {counted(rows, 'row')} in {counted(len(shards), 'file')}: {done.commit_url}")
     return address
 
 

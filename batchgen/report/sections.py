@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from batchgen.stats import size_text
+from batchgen.stats import counted, size_text
 
 TABLE_NODES = 30
 TABLE_ROWS = 24
@@ -116,7 +116,7 @@ def _tree(data: Mapping[str, Any]) -> tuple[str, str, str]:
         return "tree", "Prefix tree", ""
     share = tree["saved_tokens"] / max(1, tree["prompt_tokens"])
     says = (
-        f"The prefix tree of {tree['rows']:,} prompts: {tree['node_count']:,} {'node' if tree['node_count'] == 1 else 'nodes'}. Sharing them saves {tree['saved_tokens']:,} of "
+        f"The prefix tree of {counted(tree['rows'], 'prompt')}: {counted(tree['node_count'], 'node')}. Sharing them saves {tree['saved_tokens']:,} of "
         f"{tree['prompt_tokens']:,} prompt tokens ({share:.1%})."
     )
     listed = len(tree["parents"])
@@ -235,9 +235,9 @@ def _labels(data: Mapping[str, Any]) -> tuple[str, str, str]:
         )
         for label in labels
     ]
-    says = f"{_counted(len(labels), 'label')}; the most frequent is “{labels[0]['label']}” with {_counted(labels[0]['rows'], 'row')}."
+    says = f"{counted(len(labels), 'label')}; the most frequent is “{labels[0]['label']}” with {counted(labels[0]['rows'], 'row')}."
     if found["other_labels"]:
-        says += f" {found['other_labels']:,} rows have other labels."
+        says += f" {counted(found['other_labels'], 'row')} {'has another label' if found['other_labels'] == 1 else 'have other labels'}."
     head = ("label", "rows", "mean probability", "where it was chosen")
     return (
         "labels",
@@ -256,7 +256,7 @@ def _scores(data: Mapping[str, Any]) -> tuple[str, str, str]:
         )
         charts += _chart("scores-chart", says, _bins("Mean log-probability of a token", found))
     if found := rows.get("rewards"):
-        says = f"Rewards of {found['count']:,} rows: from {found['min']:,} to {found['max']:,}, half of them at most {found['p50']:,}."
+        says = f"Rewards of {counted(found['count'], 'row')}: from {found['min']:,} to {found['max']:,}, half of them at most {found['p50']:,}."
         charts += _chart("rewards-chart", says, _bins("Rewards", found))
     return "scores", "Scores and rewards", charts
 
@@ -364,10 +364,6 @@ def _bins(caption: str, found: Mapping[str, Any], *, whole: bool = False) -> str
         ends[-1] = found["max"]
     rows = [(f"{low:,}", f"{end:,}", count) for (low, _, count), end in zip(found["bins"], ends, strict=True)]
     return _table(caption, ("from", "to", "rows"), rows)
-
-
-def _counted(count: int, one: str) -> str:
-    return f"{count:,} {one}{'s' * (count != 1)}"
 
 
 def _value(value: Any) -> str:

@@ -32,6 +32,7 @@ from batchgen.request import TokenArray
 from batchgen.sampling.grammars import Grammar, Vocabulary, one_line
 from batchgen.sampling.stopping import PROMPT_END, Detokenizer
 from batchgen.sampling_params import SamplingParams
+from batchgen.stats import counted
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -319,4 +320,4 @@ def _put(
 
 
 def _went_wrong(row: _Guided, why: str) -> RowError:
-    return RowError("constraint_error", f"the grammar went wrong after {len(row.tokens)} tokens: {why}")
+    return RowError("constraint_error", f"the grammar went wrong after {counted(len(row.tokens), 'token')}: {why}")

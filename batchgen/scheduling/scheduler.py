@@ -22,6 +22,7 @@ from batchgen.scheduling.batch import Budget, Freed, Limits, ScheduledBatch, Seq
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, Stops
 from batchgen.scheduling.waiting import POLICIES, Cursor, Policy, Queue, Window
+from batchgen.stats import counted
 
 
 class RunningSet:
@@ -451,7 +452,7 @@ class Scheduler:
         assert seq.stops is not None
         try:
             if not valid:
-                what = f"the model's logits after {len(seq.generated)} tokens are not numbers"
+                what = f"the model's logits after {counted(len(seq.generated), 'token')} are not numbers"
                 raise RowError("numerical_error", what)
             if logprobs is not None:
                 seq.logprobs.append(logprobs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchgen.config import ModelConfig
+from batchgen.stats import counted
 from batchgen.stats import size_text as size
 from batchgen_cli.options import AsJson, Command, option_of
 from batchgen_cli.progress import calm_libraries, progress_for
@@ -89,9 +90,9 @@ def _report_lines(report: ModelReport) -> list[str]:
     return [
         f"model     {report.model} ({report.model_type})",
         f"          {runs}",
-        f"context   {report.context_length:,} tokens",
+        f"context   {counted(report.context_length, 'token')}",
         *context,
-        f"size      {report.layers:,} layer{'s' * (report.layers != 1)}, {report.vocab_size:,} tokens in the vocabulary, {report.dtype}",
+        f"size      {counted(report.layers, 'layer')}, {counted(report.vocab_size, 'token')} in the vocabulary, {report.dtype}",
         f"prompts   {_PROMPTS[report.chat_template]}",
         f"KV        {kv}",
         *weights,

@@ -10,6 +10,7 @@ import typer
 
 from batchgen.errors import UsageError
 from batchgen.options import whole_number
+from batchgen.stats import counted
 from batchgen.stats import size_text as size
 from batchgen_cli.options import AsJson, Command, Display, build, job_config
 from batchgen_cli.progress import calm_libraries, progress_for
@@ -95,7 +96,7 @@ def plan_lines(report: PlanReport) -> list[str]:
         f"rows               {report.rows:,}{bad}, {'through the chat template' if report.chat else 'as raw text'}",
         f"prompt tokens      {f.prompt_tokens:,}",
         f"to be prefilled    {f.prefill_tokens_min:,} ({f.shared_fraction:.1%} of the prompt tokens are shared and run once)",
-        f"groups             {f.groups:,} with {f.grouped_requests:,} rows",
+        f"groups             {f.groups:,} with {counted(f.grouped_requests, 'row')}",
         f"prefix nodes       {f.prefix_nodes:,}",
     ]
     if report.weight_bytes:
@@ -122,7 +123,7 @@ def plan_lines(report: PlanReport) -> list[str]:
     if report.cuts is not None:
         again, shares = report.cuts.prefill_tokens_again, report.cuts.cost
         lines.append(
-            f"{f'in {len(shares):,} shards':<18} {again:,} prompt tokens are run again "
+            f"{'in ' + counted(len(shares), 'shard'):<18} {counted(again, 'prompt token')} {'is' if again == 1 else 'are'} run again "
             f"({again / max(1, f.prefill_tokens_min):.2%} of those to be prefilled); the largest shard is {max(shares):.1%} of the work"
         )
     if report.failures:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 from batchgen.progress import GENERATING, REFRESH_SECONDS, Snapshot, facts, percent, rounded_duration
+from batchgen.stats import counted
 from batchgen_cli.stderr import Stderr, Stream, event, printable, write_line
 
 LINE_SECONDS = 10.0
@@ -99,7 +100,7 @@ class Lines(Notes):
         phase = "" if now.phase == GENERATING else f"{now.phase}, "
         count = now.rows_done if now.rows_passed is None else now.rows_passed
         of = "" if now.rows_total is None else f" of {now.rows_total:,} ({percent(now)}%)"
-        self.write(f"batchgen: {phase}{', '.join((f'{count:,} rows{of}', *facts(self.now)))}")
+        self.write(f"batchgen: {phase}{', '.join((counted(count, 'row') + of, *facts(self.now)))}")
 
 
 class Events(Notes):
@@ -197,7 +198,7 @@ class Bar(Notes):
             waited = f" {rounded_duration(seconds)}" if seconds >= SILENT_SECONDS else ""
             return _literal(f"{name}…{waited}"[:width])
         if total is None:
-            return _literal(_fitted_line(f"{name}: {count:,} rows", facts(self.now), width)[:width])
+            return _literal(_fitted_line(f"{name}: {counted(count, 'row')}", facts(self.now), width)[:width])
         head = f"{name}: {percent(now):3d}%"
         room = width - len(head)
         most = facts(self.now)

@@ -6,6 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+from batchgen.stats import counted
 from batchgen.stats import size_text as size
 from batchgen_cli.stderr import Stderr, event, printable, write_line
 
@@ -24,7 +25,9 @@ def show_report(report: JobReport, *, as_json: bool = False) -> None:
     if report.already_finished:
         job = report.stats["job"]
         also = f", {job['rows_failed']:,} of them failed" if job["rows_failed"] else ""
-        write_line(printable(f"batchgen: {_place(report)} is complete ({job['rows']:,} rows{also}): nothing to do"))
+        write_line(
+            printable(f"batchgen: {_place(report)} is complete ({counted(job['rows'], 'row')}{also}): nothing to do")
+        )
         return
     _show_table(summary(report))
     if report.failures:
@@ -112,7 +115,7 @@ def _merged(report: JobReport) -> list[tuple[str, str]]:
     seconds = job["seconds"]
     lines = [
         ("output", _place(report)),
-        ("rows", f"{job['rows_ok']:,} done{failed}, by {len(shards):,} shards"),
+        ("rows", f"{job['rows_ok']:,} done{failed}, by {counted(len(shards), 'shard')}"),
         *_ended_line(job),
         ("prompt tokens", tokens),
     ]
@@ -130,17 +133,17 @@ def _quantization(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Returns the effect of `--quantize`, if it was given and a model was loaded."""
     if found is None:
         return []
-    made = f"{found['layers']:,} linear layers, {found['weights']:.0%} of the weights; all take {size(found['weight_bytes'])}"
+    made = f"{counted(found['layers'], 'linear layer')}, {found['weights']:.0%} of the weights; all take {size(found['weight_bytes'])}"
     if found["mean_kl"] is not None:
         made += (
-            f"; on {found['tokens']:,} tokens of {found['rows']} rows, beside the unquantized model: mean KL divergence "
+            f"; on {counted(found['tokens'], 'token')} of {counted(found['rows'], 'row')}, beside the unquantized model: mean KL divergence "
             f"{found['mean_kl']:.4f} nats, {found['equal_tokens']:.1%} of the likeliest tokens the same"
         )
     return [(found["method"], made)]
 
 
 def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
-    preempted = f", {s['preemptions']:,} preemptions" if s["preemptions"] else ""
+    preempted = f", {counted(s['preemptions'], 'preemption')}" if s["preemptions"] else ""
     sequences = f"{s['mean_decode_batch']:,.1f} sequences and " if s["mean_decode_batch"] else ""
     unshared = f" (unshared: {size(s['kv_bytes_unshared'])})" if s["kv_bytes_unshared"] else ""
     rows = f"{s['rows_per_s']:,.1f} rows/s"
@@ -164,7 +167,7 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
             "steps",
             f"{s['steps']:,}, on average {sequences}{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
         ),
-        ("prefix tree", f"{s['prefix_nodes']:,} nodes, {s['groups']:,} groups"),
+        ("prefix tree", f"{counted(s['prefix_nodes'], 'node')}, {counted(s['groups'], 'group')}"),
         ("KV memory", f"{size(s['kv_bytes_peak'])} at most{unshared}"),
         *([("state memory", f"{size(s['state_bytes_peak'])} at most")] if s["state_bytes_peak"] else []),
     ]

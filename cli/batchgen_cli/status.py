@@ -13,6 +13,7 @@ import typer
 
 from batchgen.config import JobConfig
 from batchgen.progress import rounded_duration, share, speed
+from batchgen.stats import counted
 from batchgen_cli.options import AsJson, Command, JobOutput, option_of
 from batchgen_cli.stderr import exit_code_of, printable
 
@@ -53,7 +54,7 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
     lines = [("output", found["output"]), ("state", _state(found))]
     running = found["state"] == "running"
     if found["phase"]:
-        passed = "" if found["rows_passed"] is None else f", {found['rows_passed']:,} rows read"
+        passed = "" if found["rows_passed"] is None else f", {counted(found['rows_passed'], 'row')} read"
         lines.append(("phase", f"{'' if running else 'was '}{found['phase']}{passed}"))
     if found["rows_done"] is not None:
         lines.append(("rows", _rows(found)))
@@ -99,7 +100,7 @@ def _shard(shard: dict[str, Any]) -> str:
         parts[0] += f" for {rounded_duration(silent)}" if silent is not None else ""
     if shard["state"] not in ("done", "not begun"):
         parts[0] += f" (process {shard['pid']} on {shard['host']})"
-    parts.append(f"{done:,} of {total:,} rows ({share(done, total)}%)")
+    parts.append(f"{done:,} of {counted(total, 'row')} ({share(done, total)}%)")
     if shard["rows_failed"]:
         parts.append(f"{shard['rows_failed']:,} failed")
     if shard["completion_tokens_per_s"] or shard["rows_per_s"]:
@@ -128,7 +129,7 @@ def _worker(worker: dict[str, Any]) -> str:
         state += f" for {rounded_duration(worker['seconds_silent'])}"
     parts = [worker["device"], state]
     if worker["rows_done"] or state not in ("loading", "lost"):
-        parts.append(f"{worker['rows_done']:,} rows")
+        parts.append(counted(worker["rows_done"], "row"))
     if worker["completion_tokens_per_s"] or worker["rows_per_s"]:
         parts.append(speed(worker["completion_tokens_per_s"], worker["rows_per_s"]))
     return ", ".join(parts)
@@ -163,7 +164,7 @@ def _rows(found: dict[str, Any]) -> str:
     if found["rows_kept"]:
         parts.append(f"{found['rows_kept']:,} kept from earlier runs")
     if (found["results"] or 0) > done:
-        parts.append(f"{found['results']:,} results stored")
+        parts.append(f"{counted(found['results'], 'result')} stored")
     return ", ".join(parts)
 
 

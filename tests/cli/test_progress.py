@@ -110,6 +110,15 @@ def generate(shown: Notes, clock: Clock, *, seconds: int, total: int | None = 10
         shown.tokens(0, second * 50)
 
 
+def test_a_log_counts_a_single_row_as_one(clock: Clock) -> None:
+    stream = io.StringIO()
+    generate(Lines(stream, every=1, clock=clock), clock, seconds=2, total=10)
+    assert stream.getvalue().splitlines() == [
+        "batchgen: 1 row of 10 (10%), 9 s left, 50 tokens/s",
+        "batchgen: 2 rows of 10 (20%), 8 s left, 50 tokens/s",
+    ]
+
+
 def test_a_log_gets_a_line_now_and_then(clock: Clock) -> None:
     stream = io.StringIO()
     lines = Lines(stream, every=10, clock=clock)

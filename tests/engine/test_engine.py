@@ -74,7 +74,7 @@ def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
     bad = results[1]
     assert (bad.finish_reason, bad.error_type, bad.text, bad.prompt_tokens) == ("error", "does_not_fit", None, 8000)
     assert bad.error_message == (
-        "prompt (8000 tokens) and completion (up to 9) need 2.0 MiB of KV memory, there are 1.0 MiB; "
+        "prompt (8,000 tokens) and completion (up to 9) need 2.0 MiB of KV memory, there are 1.0 MiB; "
         "give --kv-memory 2008KiB or lower max_tokens"
     )
     assert results[2].error_type == "does_not_fit"  # by a single token

@@ -108,7 +108,7 @@ def test_rows_added_and_changed_are_generated_and_the_others_kept(run, write_inp
     assert generated == ["new"]
     assert job.notes == [
         "o.jsonl was finished: 4 of its results are used again",
-        "1 results of o.jsonl no longer have a row in the input: they stay in o.jsonl.job and are used again if their rows come back",
+        "1 result of o.jsonl without a row in the input: kept in o.jsonl.job and used again if the row comes back",
     ]
     rows = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
     assert [r["prompt"] for r in rows] == ["new", "cut", "a", "fail"]

@@ -366,7 +366,7 @@ def test_a_dead_end_fails_its_row_alone(byte_level: Any) -> None:
     assert set(np.flatnonzero(~bits(mask, size)[0])) == {byte_level.eos_token_id, id_of("q")}
     with pytest.raises(RowError) as failure:
         constraints.accept(0, id_of("b"))
-    assert failure.value.message == "the grammar went wrong after 1 tokens: no token may follow"
+    assert failure.value.message == "the grammar went wrong after 1 token: no token may follow"
     assert constraints.accept(1, id_of("b")) is True
 
 
