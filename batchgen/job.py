@@ -459,8 +459,8 @@ class _Generation:
         self._flush_every, self._recorder = flush_every, recorder
         self._keep_next = 0.0
         """When unfinished rows are kept next (`time.monotonic`)."""
-        self._keys: dict[int, bytes] = {}
-        """The keys of the rows that the engine has, by row number."""
+        self._running: dict[int, tuple[bytes, str]] = {}
+        """The keys and the sources of the rows that the engine has, by row number."""
         self._results: dict[int, Result] | None = None
         self._tokens_asked = self._rows_asked = 0
 
@@ -503,7 +503,7 @@ class _Generation:
         run.groups += len(window.plan.groups)
         run.prefix_nodes += len(window.plan.nodes)
         for request in window.requests:
-            self._keys[request.row] = request.key
+            self._running[request.row] = request.key, request.source
             self._rows_asked += 1
             self._tokens_asked += 0 if request.texts else request.max_tokens * request.leaves
             run.begun_tokens += sum(len(c.token_ids) for c in request.begun.values())
@@ -513,15 +513,16 @@ class _Generation:
 
     def _keep(self, result: Result) -> None:
         """Takes the result of a row."""
-        self.job.append(self._keys.pop(result.row), result)
+        key, source = self._running.pop(result.row)
+        self.job.append(key, result)
         if self._results is not None:
             self._results[result.row] = result
-        self.outcomes.done(result)
+        self.outcomes.done(result, source)
 
     def _keep_under_way(self, engine: AnyEngine) -> None:
         """Keeps what unfinished rows have, for a run that is killed; the next time is soon, but takes no more than a small share of the run."""
         began = time.monotonic()
-        self.job.keep_under_way({self._keys[row]: parts for row, parts in engine.under_way().items()})
+        self.job.keep_under_way({self._running[row][0]: parts for row, parts in engine.under_way().items()})
         now = time.monotonic()
         self._keep_next = now + min(self._flush_every, max(KEEP_SECONDS, (now - began) / KEEP_SHARE))
 

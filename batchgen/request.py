@@ -47,6 +47,8 @@ class Request:
     """Requests with lower numbers start first."""
     tools: str = ""
     """The row's tools as JSON, where calls of them are looked for in the answer; else empty."""
+    source: str = ""
+    """The row's place in its file, for messages; empty for a row of no file."""
     begun: Mapping[int, Completion] = field(default_factory=dict)
     """Completions that an earlier run started, by number. They are continued, unless they have a finish reason."""
 

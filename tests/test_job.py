@@ -256,15 +256,17 @@ def test_failed_rows_are_told_and_the_others_go_on(tiny_model_dir: Path, write_j
     assert (again.exit_code, again.already_finished) == (3, True)
 
 
-def test_a_row_that_cannot_fit_the_memory_fails_alone(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_row_that_cannot_fit_the_memory_fails_alone_and_its_place_is_named(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, window: int | None
 ) -> None:
     source = write_jsonl([{"prompt": "x" * 400}, {"prompt": "short"}])
-    config = config_of(tiny_model_dir, source, engine=EngineConfig(kv_memory="100KiB"))
+    config = config_of(tiny_model_dir, source, engine=EngineConfig(kv_memory="100KiB"), window=window)
     report = run_job(config)
     rows = read_jsonl(Path(report.output))
     assert report.exit_code == 3
     assert [row["error"] and row["error"]["type"] for row in rows] == ["does_not_fit", None]
+    assert [line.partition(" prompt (")[0] for line in report.failures] == [f"{source}:1: does_not_fit:"]
 
 
 def test_max_errors_ends_the_job_and_keeps_what_is_finished(tiny_model_dir: Path, write_jsonl: Write) -> None:

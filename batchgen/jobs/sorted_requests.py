@@ -41,6 +41,7 @@ _SCHEMA = pa.schema(
         ("priority", pa.float64()),
         ("prompt_logprobs", pa.dictionary(pa.int32(), pa.string())),
         ("tools", pa.dictionary(pa.int32(), pa.large_string())),
+        ("source", pa.string()),
         ("settings", pa.dictionary(pa.int32(), pa.large_string())),  # the parameters, and the tokens of their choices
     ]
 )
@@ -256,6 +257,7 @@ def _to_arrow(requests: Sequence[Request]) -> pa.RecordBatch:
         pa.array([r.priority for r in requests], pa.float64()),
         pa.array([r.prompt_logprobs for r in requests], pa.string()).dictionary_encode(),
         pa.array([r.tools for r in requests], pa.large_string()).dictionary_encode(),
+        pa.array([r.source for r in requests], pa.string()),
         pa.array(_settings(requests), pa.large_string()).dictionary_encode(),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
@@ -288,13 +290,13 @@ def _read_settings(text: str) -> tuple[SamplingParams, tuple[TokenArray, ...]]:
 
 
 def _from_arrow(batch: pa.RecordBatch) -> list[Request]:
-    row, key, tokens, completion, max_tokens, truncated, priority, logprobs, tools, settings = batch.columns
+    row, key, tokens, completion, max_tokens, truncated, priority, logprobs, tools, source, settings = batch.columns
     values, offsets = tokens.values.to_numpy(), tokens.offsets.to_pylist()
     known = [_read_settings(text) for text in settings.dictionary.to_pylist()]
     known_tools = tools.dictionary.to_pylist()
-    columns = (row, key, completion, max_tokens, truncated, priority, logprobs, tools.indices, settings.indices)
+    columns = (row, key, completion, max_tokens, truncated, priority, logprobs, tools.indices, source, settings.indices)
     requests = []
-    for i, (number, row_key, scored, limit, was_truncated, level, wanted, own_tools, setting) in enumerate(
+    for i, (number, row_key, scored, limit, was_truncated, level, wanted, own_tools, place, setting) in enumerate(
         zip(*(column.to_pylist() for column in columns), strict=True)
     ):
         params, choices = known[setting]
@@ -310,6 +312,7 @@ def _from_arrow(batch: pa.RecordBatch) -> list[Request]:
                 prompt_logprobs=wanted,
                 priority=level,
                 tools=known_tools[own_tools],
+                source=place,
             )
         )
     return requests

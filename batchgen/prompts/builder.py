@@ -251,6 +251,7 @@ class PromptBuilder:
             prompt_logprobs=logprobs,
             priority=rendered.priority,
             tools=rendered.tools,
+            source=row.source,
         )
 
     def _max_tokens_in_key(self, max_tokens: int) -> int:

@@ -27,7 +27,7 @@ def request(
     key = row.to_bytes(16, "big")
     return Request(
         row=row, tokens=tokens(*ids), params=params, max_tokens=7 + row, key=key, truncated=truncated,
-        texts=tuple(tokens(*t) for t in texts), priority=priority, tools=tools,
+        texts=tuple(tokens(*t) for t in texts), priority=priority, tools=tools, source=f"rows.jsonl:{row + 1}",
     )  # fmt: skip
 
 
