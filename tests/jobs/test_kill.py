@@ -56,6 +56,21 @@ def test_a_finished_job_with_a_changed_input_killed_at_random_moments_ends_as_on
     check_random_kills(job, random.Random(1), KILLS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["several, gzip", "windows"], indirect=True)
+def test_a_job_whose_limit_is_raised_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
+    job.set_up("raised")
+    rng = random.Random(3)
+    for _ in range(KILLS):
+        job.reset()
+        for _ in range(rng.randint(1, 3)):
+            killed = kill_at_random(job, rng)
+            job.check_output(finished=not killed)
+            if not killed or job.is_in_place():
+                break
+        job.go_on()
+
+
 def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, after: str = "") -> int:
     """From the job's state: a run that meets `how` at its first call, one that meets it at its second, and so on. Returns how many.
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,8 +264,13 @@ class Job:
         self.whole, self.expected = runs.uninterrupted[str(case)]
 
     def set_up(self, state: str) -> None:
-        """`new`, `generated` or `changed`: what a run of the test starts from (`reset`)."""
-        {"new": self.prepare, "generated": self.prepare_generated, "changed": self.prepare_changed}[state]()
+        """`new`, `generated`, `changed` or `raised`: what a run of the test starts from (`reset`)."""
+        {
+            "new": self.prepare,
+            "generated": self.prepare_generated,
+            "changed": self.prepare_changed,
+            "raised": self.prepare_raised,
+        }[state]()
 
     def prepare(self) -> None:
         """The folder as it was before the first run."""
@@ -289,6 +294,17 @@ class Job:
         self.run()
         self.old = self.expected
         write_common_input(self.folder, 30)
+        self.keep_state()
+        self.whole = self.run()
+        self.expected = read_output(self.output)
+        assert self.expected != self.old
+
+    def prepare_raised(self) -> None:
+        """A finished output, to be continued with a larger `--max-tokens`."""
+        self.prepare()
+        self.run()
+        self.old = self.expected
+        self.case = replace(self.case, options=(*self.case.options, "--max-tokens", "14", "--retry", "length"))
         self.keep_state()
         self.whole = self.run()
         self.expected = read_output(self.output)
