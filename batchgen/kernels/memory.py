@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import weakref
 from contextlib import suppress
 
 import torch
@@ -23,20 +24,22 @@ class _Pieces:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._piece = mmap.mmap(-1, mmap.PAGESIZE)
-        self._next = len(self._piece)
+        self._newest: weakref.ref[mmap.mmap] | None = None
+        self._next = 0
 
     def take(self, size: int) -> tuple[mmap.mmap, int]:
-        """Returns a piece and an offset in it, at which `size` bytes are free."""
+        """Returns a piece and an offset in it, at which `size` bytes are free. Raises `OSError` if there is no memory."""
         with self._lock:
-            if self._next + size > len(self._piece):
-                self._piece = mmap.mmap(-1, max(PIECE, size + HUGE_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            piece = None if self._newest is None else self._newest()
+            if piece is None or self._next + size > len(piece):
+                piece = mmap.mmap(-1, max(PIECE, size + HUGE_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 with suppress(AttributeError, OSError):  # systems without huge pages
-                    self._piece.madvise(mmap.MADV_HUGEPAGE)
-                self._next = -_start_of(self._piece) % HUGE_PAGE
+                    piece.madvise(mmap.MADV_HUGEPAGE)
+                self._newest = weakref.ref(piece)
+                self._next = -_start_of(piece) % HUGE_PAGE
             at = self._next
             self._next += -(-size // ALIGNMENT) * ALIGNMENT
-            return self._piece, at
+            return piece, at
 
 
 _pieces = _Pieces()
@@ -48,7 +51,10 @@ def _start_of(piece: mmap.mmap) -> int:
 
 def in_huge_pages(x: torch.Tensor) -> torch.Tensor:
     """Returns a contiguous copy of x, next to other such copies, in huge pages if the system has them."""
-    piece, at = _pieces.take(x.nbytes)
+    try:
+        piece, at = _pieces.take(x.nbytes)
+    except OSError:
+        return x.clone(memory_format=torch.contiguous_format)  # torch's error says what it lacks
     with torch.inference_mode(False):  # may be written in any mode
         y = torch.frombuffer(piece, dtype=x.dtype, count=x.numel(), offset=at).view(x.shape)
     return y.copy_(x)

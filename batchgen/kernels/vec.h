@@ -3,8 +3,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
-// <immintrin.h> without the later instruction sets, which GCC reads whatever it compiles for: a second for each file.
+#if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && __GNUC__ <= 14 && !defined(__clang__)
+// <immintrin.h> without the later instruction sets, which GCC reads whatever it compiles for: a second for each file. The guard's name is
+// GCC's own matter, so later versions than those that are known read everything.
 #define _IMMINTRIN_H_INCLUDED
 #include <smmintrin.h>
 #include <avxintrin.h>

@@ -2,6 +2,7 @@
 
 import errno
 import mmap
+import weakref
 
 import pytest
 import torch
@@ -41,6 +42,24 @@ def test_a_system_that_does_not_know_huge_pages_gives_pages_as_it_has_them(monke
     monkeypatch.setattr(memory, "_pieces", memory._Pieces())
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_piece_is_unmapped_with_the_last_copy_in_it(monkeypatch):
+    pieces = memory._Pieces()
+    monkeypatch.setattr(memory, "_pieces", pieces)
+    first, second = in_huge_pages(torch.arange(5)), in_huge_pages(torch.arange(7))
+    piece = weakref.ref(pieces.take(0)[0])
+    del first
+    assert piece() is not None
+    del second
+    assert piece() is None
+    assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_without_memory_to_map_torch_is_asked_for_it(monkeypatch):
+    monkeypatch.setattr(memory, "_pieces", memory._Pieces())
+    monkeypatch.setattr(memory, "PIECE", 1 << 60)
+    assert in_huge_pages(torch.arange(6).view(2, 3).T).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_a_copy_that_was_made_for_inference_can_be_written_later():
