@@ -100,7 +100,7 @@ TREES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("tree", slow_but(("nested, few at once",), TREES))
+@pytest.mark.parametrize("tree", slow_but(("nested, few at once", "little memory"), TREES))
 def test_the_memory_of_states_is_that_which_the_plan_says(
     tree: str, folder: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:

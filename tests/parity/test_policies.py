@@ -58,7 +58,7 @@ def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy,
 
 
 @pytest.mark.parametrize("ahead", slow_but([True], [False, True]))
-@pytest.mark.parametrize("policy", slow_but(["prefill-first"], sorted(POLICIES)))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
     whole = engine_for(packed_model("llama"), policy=policy)
     run(whole, make_requests(PROMPTS, LENGTHS))
