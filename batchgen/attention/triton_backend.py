@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.plan import split_step
-from batchgen.attention.work_list import BLOCK_TABLE, HEADER, Lane, work_list
+from batchgen.attention.work_list import BLOCK_TABLE, HEADER, ITEM_KEYS, Lane, work_list
 from batchgen.scheduling.batch import ScheduledSpan
 
 STAGING = 3
@@ -42,7 +42,7 @@ class Tuning:
     wide_min_keys: int = 512
     narrow_min_keys: int = 256
     """Ranges of keys are not split into shorter ones: the merge would cost more."""
-    item_keys: int = 64
+    item_keys: int = ITEM_KEYS
     """The fixed cost of an item, counted in keys."""
     partials: int = 4096
     """Initial room for partial results of queries; two for every query of the largest step, if that is more."""

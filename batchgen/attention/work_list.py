@@ -28,6 +28,8 @@ FIELDS = 8
 """Words of an item: its columns, padded to 32 bytes."""
 ALL = 1 << 30
 """FIRST_VISIBLE of items whose queries see every key."""
+ITEM_KEYS = 64
+"""The usual cost of an item beside its keys, counted in keys. Not measured yet."""
 EVEN = 1.1
 """A lane is balanced if its busiest program has at most this multiple of the average work."""
 
@@ -46,7 +48,7 @@ class Lane:
     """Key/value heads; an item is a unit of work for each."""
     min_keys: int
     """Ranges are not split into parts with fewer keys."""
-    item_keys: int = 64
+    item_keys: int = ITEM_KEYS
     """The fixed cost of an item, counted in keys."""
 
 
