@@ -11,11 +11,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
@@ -35,16 +35,14 @@ from batchgen.result import Completion, OnResult, OnToken, Result
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.stopping import Detokenizer, Stopper
-from batchgen.scheduling.batch import ScheduledBatch, SequenceUpdate, StepOutput, TokenCounts
+from batchgen.scheduling.batch import SequenceUpdate, TokenCounts
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
-from batchgen.scheduling.scheduler import Scheduler
+from batchgen.scheduling.scheduler import Scheduler, StepLoop
 from batchgen.scheduling.sequence import Stops
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.cache import StateCache
 from batchgen.stats import EngineStats
-
-Step = TypeVar("Step")
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 
@@ -60,55 +58,6 @@ def keep_freed_memory() -> bool:
     # 32 MiB is the largest threshold that glibc accepts; each larger block has a mapping of its own.
     wanted = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20))
     return all([mallopt(option, value) == 1 for option, value in wanted])
-
-
-class Executor(Protocol[Step]):
-    """Runs batches: `StepExecutor`, or a test's own."""
-
-    @property
-    def needs_tokens(self) -> bool: ...
-    def launch(self, batch: ScheduledBatch) -> Step: ...
-    def sample(self, step: Step) -> None: ...
-    def wait(self, step: Step) -> StepOutput: ...
-
-
-class StepLoop(Generic[Step]):
-    """The loop of steps. `ahead` is the number of steps (0 or 1) that are launched before the tokens of the one before are read."""
-
-    def __init__(self, scheduler: Scheduler, executor: Executor[Step], ahead: int) -> None:
-        self.scheduler = scheduler
-        self.executor = executor
-        self.ahead = ahead
-        self.in_flight: deque[Step] = deque()
-
-    def step(self, admit: bool = True) -> Iterator[SequenceUpdate]:
-        """Runs the next step. Yields the updates of the steps that are done. Without `admit` no new sequence is started.
-
-        If memory is short, it only waits for the step in flight: that step may end sequences, and the tokens of a sequence must be on
-        the host before it is preempted.
-        """
-        batch = self.scheduler.schedule(admit)
-        if batch is None:
-            yield from self.land()
-            return
-        yield from map(SequenceUpdate, batch.started)
-        started = self.executor.launch(batch)  # the forward; waits for nothing
-        self.scheduler.advance(batch)  # what is certain before the tokens are known
-        if self.executor.needs_tokens:
-            yield from self.settle()
-        self.executor.sample(started)
-        self.in_flight.append(started)
-        while len(self.in_flight) > self.ahead:  # on a CPU this step's tokens, on CUDA those of the step before
-            yield from self.land()
-
-    def land(self) -> Iterator[SequenceUpdate]:
-        """Waits for the first step in flight."""
-        yield from self.scheduler.apply(self.executor.wait(self.in_flight.popleft()))
-
-    def settle(self) -> Iterator[SequenceUpdate]:
-        """Waits for all steps in flight."""
-        while self.in_flight:
-            yield from self.land()
 
 
 class ModelTokenizer(Protocol):

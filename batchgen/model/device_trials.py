@@ -43,7 +43,7 @@ from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch, StepOut
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.rehearsal import FixedLength
-from batchgen.scheduling.scheduler import Scheduler
+from batchgen.scheduling.scheduler import Scheduler, StepLoop
 from batchgen.state.cache import StateCache
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2 * 2**-10, torch.bfloat16: 2 * 2**-7}
@@ -66,6 +66,8 @@ TREES = (  # tokens in a step; tokens of the common beginning, of a group, at mo
 """Random trees. In the first, rows have every length modulo the keys that a kernel reads at a time; in the second, tiles of queries lie in
 the middle of a prompt; in the third, keys are split over programs and merged."""
 MODEL_TREE = (48, (67, 20, 24), 8, 14)
+Launch = Callable[[ScheduledBatch], Callable[[], Sequence[int]]]
+"""Launches a batch and samples its tokens. Returns a function that waits for the tokens."""
 
 
 class Differs(Exception):
@@ -267,27 +269,35 @@ def _scheduled(
     return scheduler, limits, blocks
 
 
-def _steps(scheduler: Scheduler, launch: Callable[[ScheduledBatch], Callable[[], Sequence[int]]], ahead: int) -> None:
-    """Runs all steps. `launch` launches one and returns a function that waits for its tokens. `ahead`: steps launched beyond the one waited for."""
-    in_flight: list[tuple[ScheduledBatch, Callable[[], Sequence[int]]]] = []
-
-    def land() -> None:
-        batch, wait = in_flight.pop(0)
-        tokens = wait()
-        count = len(tokens)
-        sequences = [sample.sequence for sample in batch.samples]
-        for _ in scheduler.apply(StepOutput(batch, sequences, tokens, [True] * count, [None] * count, (), ())):
+def _run_steps(scheduler: Scheduler, launch: Launch, ahead: int) -> None:
+    """Runs all steps."""
+    loop = StepLoop(scheduler, _Launched(launch), ahead)
+    while scheduler.unfinished:
+        for _ in loop.step():
             pass
+    for _ in loop.settle():
+        pass
 
-    while scheduler.unfinished or in_flight:
-        batch = scheduler.schedule() if scheduler.unfinished else None
-        if batch is None:
-            land()
-            continue
-        in_flight.append((batch, launch(batch)))
-        scheduler.advance(batch)
-        while len(in_flight) > ahead:
-            land()
+
+class _Launched:
+    """Runs batches (`scheduler.Executor`) with a function that samples as it launches."""
+
+    needs_tokens = False
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, Callable[[], Sequence[int]]]:
+        return batch, self._launch(batch)
+
+    def sample(self, step: object) -> None:
+        pass
+
+    def wait(self, step: tuple[ScheduledBatch, Callable[[], Sequence[int]]]) -> StepOutput:
+        batch, tokens_of = step
+        tokens = tokens_of()
+        sequences, count = [sample.sequence for sample in batch.samples], len(tokens)
+        return StepOutput(batch, sequences, tokens, [True] * count, [None] * count, (), ())
 
 
 def model_steps(
@@ -324,7 +334,7 @@ def model_steps(
 
         return wait
 
-    _steps(scheduler, launch, ahead)
+    _run_steps(scheduler, launch, ahead)
     if notes:
         raise Differs(notes[0])
     return found
@@ -340,7 +350,7 @@ def attention_trial(kind: AttentionKind, model: LoadedModel, block_size: int) ->
         requests = _requests(tree, 1 << 20, seed)
         scheduler, limits, blocks = _scheduled(requests, block_size, tokens, None, True)
         steps = _AttentionSteps(kind, model.dtype, model.device, blocks, block_size, limits.max_batch_tokens + 9, seed)
-        _steps(scheduler, steps.launch, 0)
+        _run_steps(scheduler, steps.launch, 0)
 
 
 class _AttentionSteps:

@@ -9,7 +9,7 @@ from batchgen.request import Leaf, Request
 from batchgen.scheduling.batch import Limits, ScheduledBatch, StepOutput
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
-from batchgen.scheduling.scheduler import Scheduler
+from batchgen.scheduling.scheduler import Scheduler, StepLoop
 from batchgen.scheduling.waiting import Policy
 
 MAX_STEPS = 20_000
@@ -24,6 +24,7 @@ class Rehearsal:
         self._slots = BlockPool(num_slots)
         self._blocks = BlockManager(BlockPool(num_blocks), block_size, slots=self._slots)
         self._scheduler = Scheduler(self._blocks, limits, FixedLength, policy)
+        self._loop = StepLoop(self._scheduler, NoModel(), ahead=0)
         self._spans = 0
         """Nodes of all windows so far."""
         self._steps = 0
@@ -45,10 +46,7 @@ class Rehearsal:
             return
         scheduler.load(ordered, plan, unfit)
         while scheduler.unfinished and self.peak_slots < possible and self._steps < MAX_STEPS:
-            batch = scheduler.schedule()
-            assert batch is not None, "no token is in flight"
-            scheduler.advance(batch)
-            for _ in scheduler.apply(_output(batch)):
+            for _ in self._loop.step():
                 pass
             self._steps += 1
         scheduler.abandon()
@@ -72,7 +70,18 @@ class FixedLength:
         return ()
 
 
-def _output(batch: ScheduledBatch) -> StepOutput:
-    count, scored = len(batch.samples), len(batch.score_targets.entries)
-    sequences = [sample.sequence for sample in batch.samples]
-    return StepOutput(batch, sequences, [0] * count, [True] * count, [None] * count, [0.0] * scored, [0.0] * scored)
+class NoModel:
+    """Runs batches without a model (`scheduler.Executor`): every token and every score is 0."""
+
+    needs_tokens = False
+
+    def launch(self, batch: ScheduledBatch) -> ScheduledBatch:
+        return batch
+
+    def sample(self, step: ScheduledBatch) -> None:
+        pass
+
+    def wait(self, step: ScheduledBatch) -> StepOutput:
+        count, scored = len(step.samples), len(step.score_targets.entries)
+        sequences = [sample.sequence for sample in step.samples]
+        return StepOutput(step, sequences, [0] * count, [True] * count, [None] * count, [0.0] * scored, [0.0] * scored)

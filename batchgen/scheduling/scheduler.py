@@ -6,14 +6,16 @@ that still has children to start. The policy says in which order.
 
 A step may be scheduled before the tokens of the step before it are known. `advance` does what is certain as soon as a step is
 launched; `apply` does what its tokens mean. A sequence that turns out to have ended has run once too often, and that token is dropped.
+`StepLoop` is the one loop that calls the three, for the engine and for all that runs steps without it.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from batchgen.errors import RowError
 from batchgen.prefix import PrefixPlan
@@ -23,6 +25,9 @@ from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, Stops
 from batchgen.scheduling.waiting import POLICIES, Cursor, Policy, Queue, Window
 from batchgen.stats import counted
+
+Step = TypeVar("Step")
+"""A batch that was launched, as its executor knows it."""
 
 
 class RunningSet:
@@ -508,3 +513,63 @@ class Scheduler:
     def _newest(self) -> GenerationSequence:
         """The sequence to preempt: the newest of those with the lowest priority."""
         return max(reversed(self.running), key=lambda s: s.request.priority)
+
+
+class Executor(Protocol[Step]):
+    """Runs batches: the engine's `StepExecutor`, one without a model (`rehearsal`), one of given tokens (`device_trials`)."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether `sample` needs the tokens of the steps before on the host."""
+        ...
+
+    def launch(self, batch: ScheduledBatch) -> Step:
+        """Starts the forward of a batch. Waits for nothing."""
+        ...
+
+    def sample(self, step: Step) -> None:
+        """Starts the sampling of its tokens."""
+        ...
+
+    def wait(self, step: Step) -> StepOutput:
+        """Returns what the step gave, once it is on the host."""
+        ...
+
+
+class StepLoop(Generic[Step]):
+    """The loop of steps. `ahead` is the number of steps (0 or 1) that are launched before the tokens of the one before are read."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor[Step], ahead: int) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.ahead = ahead
+        self.in_flight: deque[Step] = deque()
+
+    def step(self, admit: bool = True) -> Iterator[SequenceUpdate]:
+        """Runs the next step. Yields the updates of the steps that are done. Without `admit` no new sequence is started.
+
+        If memory is short, it only waits for the step in flight: that step may end sequences, and the tokens of a sequence must be on
+        the host before it is preempted.
+        """
+        batch = self.scheduler.schedule(admit)
+        if batch is None:
+            yield from self.land()
+            return
+        yield from map(SequenceUpdate, batch.started)
+        started = self.executor.launch(batch)  # the forward; waits for nothing
+        self.scheduler.advance(batch)  # what is certain before the tokens are known
+        if self.executor.needs_tokens:
+            yield from self.settle()
+        self.executor.sample(started)
+        self.in_flight.append(started)
+        while len(self.in_flight) > self.ahead:  # on a CPU this step's tokens, on CUDA those of the step before
+            yield from self.land()
+
+    def land(self) -> Iterator[SequenceUpdate]:
+        """Waits for the first step in flight."""
+        yield from self.scheduler.apply(self.executor.wait(self.in_flight.popleft()))
+
+    def settle(self) -> Iterator[SequenceUpdate]:
+        """Waits for all steps in flight."""
+        while self.in_flight:
+            yield from self.land()

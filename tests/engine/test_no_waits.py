@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from batchgen.engine import executor as executor_module
-from batchgen.engine.engine import StepLoop
 from batchgen.engine.executor import StepExecutor
 from batchgen.kernels import transfer
 from batchgen.model.adapter import prepare
@@ -27,6 +26,7 @@ from batchgen.model.runner import Runner
 from batchgen.request import Request
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.scheduler import StepLoop
 from support.params import slow_but
 from support.tiny import VOCAB, build, engine_of, planned, requests_of
 

@@ -192,7 +192,7 @@ def test_tokens_that_come_back_late_or_as_others_cost_the_step_ahead(model, monk
             return [[token + (len(launched) > 1 and token > 0) for token in part] for part in super().lists()]
 
     launched = []
-    steps = device_trials._steps
+    steps = device_trials._run_steps
 
     def counted(scheduler, launch, ahead):
         def one(batch):
@@ -210,7 +210,7 @@ def test_tokens_that_come_back_late_or_as_others_cost_the_step_ahead(model, monk
         steps(scheduler, one, ahead)
 
     monkeypatch.setattr(device_trials, "Readback", Late)
-    monkeypatch.setattr(device_trials, "_steps", counted)
+    monkeypatch.setattr(device_trials, "_run_steps", counted)
     assert tried(model)[1] == {"step-ahead": "the device returns other tokens than it has sampled"}
 
 

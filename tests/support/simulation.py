@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from batchgen.attention.plan import AttentionPlan, plan_attention
-from batchgen.engine.engine import StepLoop
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import CopyBlock, Freed, Limits, ScheduledBatch, SequenceUpdate, StepOutput, SwapOut
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
-from batchgen.scheduling.scheduler import Scheduler
+from batchgen.scheduling.scheduler import Scheduler, StepLoop
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, TokenScore
 from batchgen.scheduling.waiting import POLICIES
 
