@@ -211,7 +211,9 @@ def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
     if undone:
         names = ", ".join(f"{number}/{plan.count}" for number in undone[:8])
         more = f" and {len(undone) - 8} more" if len(undone) > 8 else ""
-        raise UsageError(f"shards of {output} are not done: {names}{more}", "run these with the command they had")
+        raise UsageError(
+            f"shards of {output} are not done: {names}{more}", "run each of them again with its own command"
+        )
 
 
 def _held_shard(shard: str, holder: Mapping[str, Any]) -> OutputLocked:

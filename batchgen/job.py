@@ -301,8 +301,8 @@ def _set_up(asked: _Asked, tracker: Tracker, run: RunFigures) -> _Setup:
     if date is not None and date.date() != now.date():
         again = "--overwrite" if config.shard is None else "deleting the output and its .job folder"
         tracker.note(
-            f"the chat template writes the date into prompts: {date:%Y-%m-%d}, on which this job began "
-            f"({again} starts again with today's)"
+            f"the chat template writes the date into prompts; it stays {date:%Y-%m-%d}, the day on which this job began "
+            f"({again} starts again with today's date)"
         )
     grammars = GrammarCheck(tokenizer.hf_tokenizer, tokenizer.vocab_size)
     grammars.of_command(config.sampling)

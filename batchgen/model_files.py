@@ -204,7 +204,7 @@ def adapter_folder(lora: str) -> Path:
         except Exception as e:
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise ModelError(
-                f"the adapter {lora!r} is not a folder here, and the hub did not give it: {reason[:200]}",
+                f"the adapter {lora!r} is not a folder here, and it could not be downloaded from the hub: {reason[:200]}",
                 "give a folder with adapter_config.json and adapter_model.safetensors, or a hub name such as org/adapter",
             ) from e
     for name in ("adapter_config.json", ADAPTER_WEIGHTS):

@@ -147,7 +147,7 @@ def test_a_model_and_a_command_that_do_not_fit_are_refused(cli, classifier, tiny
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"problem_type": "regression"}, "gives 3 numbers that are no probabilities (problem_type regression)"),
+        ({"problem_type": "regression"}, "gives 3 numbers that are not probabilities (problem_type regression)"),
         ({"id2label": {"0": "a", "1": "a", "2": "b"}}, "two labels of the model"),
         ({"id2label": {"0": "a", "1": "b"}}, "score.weight has shape [3, 64], and the configuration says [2, 64]"),
     ],

@@ -323,7 +323,9 @@ def test_the_models_own_text_cannot_be_put_before_token_ids(tmp_path, write_json
     said = cli("run", rows, "-m", folder, "--embed", "-o", tmp_path / "b.jsonl")
     assert said.code == 0
     assert (
-        said.err.count("prompts that are token ids are sent without the text that the model has before every prompt")
+        said.err.count(
+            "prompts that are token ids are sent without the text that the model's files put before every prompt"
+        )
         == 1
     )
 

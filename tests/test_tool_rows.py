@@ -172,4 +172,6 @@ def test_a_model_whose_calls_are_not_known_says_so(tiny_model_dir: Path, tmp_pat
     source.write_text(json.dumps(ROWS[0]) + "\n")
     run_job(JobConfig(inputs=source, output=output, model=tiny_model_dir, sampling=ENDS, prompts=prompts), told)
     assert "tool_calls" not in lines(output)[0]
-    assert "rows have tools, and how this model writes calls of them is not known: calls stay in the text" in told.notes
+    assert (
+        "rows have tools, but batchgen does not know how this model writes calls: they stay in the text" in told.notes
+    )

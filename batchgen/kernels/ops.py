@@ -159,7 +159,7 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         table.data_ptr(), indices.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     if not library().batchgen_take_rows(ctypes.byref(rows)):
-        raise IndexError(f"an index is not that of one of {len(table)} rows")
+        raise IndexError(f"an index is out of range: the table has {len(table)} rows")
     return y
 
 

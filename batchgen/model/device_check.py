@@ -89,7 +89,7 @@ class Verdict:
 
     def note(self, part: Part) -> str:
         """Returns a line that says what is off, why, and how to report it."""
-        where = f" with {self.file}, which keeps this (remove the file to try again)" if self.file is not None else ""
+        where = f" with {self.file}, where it is stored (remove the file to try again)" if self.file is not None else ""
         return (
             f"{self.device}: {PARTS[part]}: switched off, {INSTEAD[part]}, which is slower, because {self.off[part]}; "
             f"please report this line{where}"

@@ -436,5 +436,5 @@ def _check(config: ModelConfig, hf_config: Any) -> tuple[str, ...]:
     name = getattr(hf_config, "model_type", "unknown")
     return (
         *notes,
-        f"models of type {name!r} are not on the verified list; a small one of the kind was checked against transformers and agreed",
+        f"models of type {name!r} are not on the verified list; a small model of this type was checked against transformers and agreed",
     )

@@ -49,7 +49,7 @@ def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | 
     name = getattr(config, "model_type", "unknown")
     kind = type(language_config(config))
     if not trust_remote_code and kind in MODEL_MAPPING and not _generates(kind):
-        raise _refused(name, "transformers has no class of them that generates text")
+        raise _refused(name, "transformers has no class for them that generates text")
     try:
         small = shrink(language_config(config))
         with torch.random.fork_rng(devices=[]), torch.inference_mode(), quiet():
@@ -57,10 +57,10 @@ def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | 
             # One model may differ by chance (a near tie between two experts): then all others must agree.
             reason = first() and next((why for other in others if (why := other())), "")
     except Unshrinkable as e:
-        reason = f"no small one can be made of it to check: {e}"
+        reason = f"no small model of this type can be made to check: {e}"
     except Exception as e:
         what = " ".join((e.message if isinstance(e, ModelError) else f"{type(e).__name__}: {e}").split())
-        raise _refused(name, f"a small one of the kind does not run: {what[:200]}") from e
+        raise _refused(name, f"a small model of this type does not run: {what[:200]}") from e
     if reason:
         raise _refused(name, reason)
 
@@ -85,10 +85,12 @@ def _disagreement(config: Any, seed: int, trust_remote_code: bool, revision: str
         if span.completes:
             _complete(module, span)
     if not _sees_context(module, spans[-1].tokens[: 2 * BLOCK]):
-        return "a small one of the kind hardly depends on what it has read, so that it cannot be checked"
+        return "a small model of this type hardly depends on what it has read, so that it cannot be checked"
     worst = _packed_difference(prepare(module), spans)
     if not worst <= TOLERANCE:  # NaN too
-        return f"a small one of the kind gives other logits here than in transformers (by {worst:.1g} of the largest)"
+        return (
+            f"a small model of this type gives other logits here than in transformers (by {worst:.1g} of the largest)"
+        )
     return ""
 
 

@@ -217,7 +217,7 @@ def _choose_layers(settings: Mapping[str, Any]) -> _Layers | None:
     if count <= LAYERS:
         return _Layers(total, tuple(range(min(total, count))))
     if period > 2:
-        raise Unshrinkable(f"its kinds of layers come back only after {count - 1} of them")
+        raise Unshrinkable(f"the pattern of its layers repeats only after {count - 1} layers")
     return _Layers(total, tuple(i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2))
 
 

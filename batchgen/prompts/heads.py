@@ -156,7 +156,7 @@ def _classification(config: ModelConfig, hf_config: Any) -> Head:
     problem = getattr(hf_config, "problem_type", None)
     if problem == "regression" and len(labels) > 1:
         raise ModelError(
-            f"--classify: the head of the model {config.model!r} gives {len(labels)} numbers that are no probabilities "
+            f"--classify: the head of the model {config.model!r} gives {len(labels)} numbers that are not probabilities "
             "(problem_type regression)",
             "give a classifier, or a reward model with one number",
         )

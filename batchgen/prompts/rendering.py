@@ -277,7 +277,7 @@ class Renderer:
         if not tools:
             return ""
         if self._tokenizer.tool_format is None:
-            self.note("rows have tools, and how this model writes calls of them is not known: calls stay in the text")
+            self.note("rows have tools, but batchgen does not know how this model writes calls: they stay in the text")
             return ""
         # In ASCII, because text may hold lone surrogates; a table may hold what JSON has no form for.
         return json.dumps(tools, default=str)
@@ -320,7 +320,9 @@ class Renderer:
             if given:
                 raise RowError("invalid_row", f"{where} is a list of token ids, which cannot be combined with {option}")
         if self._prefix or self._own_system:
-            self.note("prompts that are token ids are sent without the text that the model has before every prompt")
+            self.note(
+                "prompts that are token ids are sent without the text that the model's files put before every prompt"
+            )
         return self._known(ids, where)
 
     def _known(self, ids: list[Any], where: str) -> TokenArray:

@@ -154,7 +154,7 @@ class SharedText:
             if ids is None or expected is None or not np.array_equal(ids, expected):
                 self._on = False
                 self._note(
-                    "text that prompts share is not tokenized once any more: a prompt had other tokens in parts than as a whole. "
+                    "the start of a prompt is no longer tokenized once for all prompts: a prompt had other tokens in parts than as a whole. "
                     "No result is affected; please report this with the name of the model"
                 )
                 return False

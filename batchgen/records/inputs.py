@@ -71,9 +71,7 @@ def open_input(
             notes += [f"{f} is an output of batchgen: left out of the input" for f in ours]
             found = [f for f in found if f not in ours]
             if not found:
-                raise UsageError(
-                    f"{name} has no files but outputs of batchgen", "name the files themselves to read those"
-                )
+                raise UsageError(f"{name} has only outputs of batchgen", "name these files themselves to read them")
         files += [_input_file(f, format) for f in found]
     for file in files:
         file.check_start()
@@ -89,7 +87,7 @@ def open_input(
 def _check_chosen(choice: DatasetChoice, datasets: int, name: str) -> None:
     if choice and not datasets:
         raise UsageError(
-            f"--dataset-config and --split are for datasets, and {name} is none",
+            f"--dataset-config and --split are for datasets, and {name} is not one",
             "leave them out, or name a folder or hf://datasets/OWNER/NAME",
         )
 
@@ -257,7 +255,7 @@ def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
         repair = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
         raise InputCorrupt(
             f"{file.shown} breaks off {where}: {short_reason(e)}",
-            f"what was read before that is kept: {repair} and run the same command again",
+            f"the rows before that place are kept: {repair} and run the same command again",
         ) from e
 
 

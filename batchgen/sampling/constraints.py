@@ -320,4 +320,4 @@ def _put(
 
 
 def _went_wrong(row: _Guided, why: str) -> RowError:
-    return RowError("constraint_error", f"the grammar went wrong after {counted(len(row.tokens), 'token')}: {why}")
+    return RowError("constraint_error", f"the grammar failed after {counted(len(row.tokens), 'token')}: {why}")

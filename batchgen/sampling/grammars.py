@@ -161,7 +161,7 @@ def token_bytes(tokenizer: Any, size: int) -> list[bytes]:
     piece = _piece_reader(json.loads(decoder.__getstate__())) if decoder is not None else None
     if backend is None or piece is None:
         raise UsageError(
-            f"a regex or JSON schema cannot be kept to with the tokenizer of this model ({type(tokenizer).__name__})",
+            f"a regex or JSON schema cannot be enforced with the tokenizer of this model ({type(tokenizer).__name__})",
             "byte-level and sentencepiece tokenizers of the tokenizers library can be used",
         )
     added = backend.get_added_tokens_decoder()
@@ -230,7 +230,7 @@ def _of_schema(text: str, spaced: bool) -> str:
 
 
 def _not_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 def _kept_to(schema: Any) -> Any:
@@ -245,7 +245,7 @@ def _kept_to(schema: Any) -> Any:
     named = len(required) if isinstance(required, list) else 0
     if isinstance(min_properties, int | float) and min_properties > max(1, named):
         raise ValueError(
-            f"minProperties {min_properties} cannot be kept to with {named} required properties, as other keys may repeat"
+            f"minProperties {min_properties} cannot be enforced with {named} required properties, as other keys may repeat"
         )
     kept: dict[str, Any] = {}
     for keyword, part in schema.items():

@@ -23,7 +23,7 @@ class MergeOptions:
 
 class MergeCommand(Command):
     short = "Write the output of a job that ran in shards (run --shard I/N)."
-    text = """Write OUTPUT, when all shards of batchgen run --shard I/N are done. Loads no model.
+    text = """Write OUTPUT after all shards of batchgen run --shard I/N are done. Loads no model.
 
     The output is that of a run without shards, in the order of the input, and appears by one atomic rename."""
     example = "batchgen merge answers.jsonl"

@@ -29,7 +29,7 @@ class StatusOptions:
 
 class StatusCommand(Command):
     short = "Show how far a running, stopped, dead or finished job is."
-    text = "Show how far the job of OUTPUT is, whether it is running, stopped, dead or finished. Changes nothing."
+    text = "Show how far the job of OUTPUT is, and whether it is running, stopped, dead or finished. Changes nothing."
     example = "batchgen status answers.jsonl"
 
     def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]

@@ -119,7 +119,7 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
     )
     assert engine.notes == [
         f"cuda:0 (Fake): batchgen's attention kernels: switched off, plain torch attends, which is slower, because {why}; "
-        f"please report this line with {kept.file}, which keeps this (remove the file to try again)"
+        f"please report this line with {kept.file}, where it is stored (remove the file to try again)"
     ]
     assert json.loads(kept.file.read_text()) == {"key": {}, "off": {"triton": why}}
     assert told(run(engine, mixed())) == want  # the next window, on what is resident now

@@ -383,7 +383,7 @@ def test_what_was_found_is_kept_and_said_at_every_start(monkeypatch):
     verdict = check(monkeypatch, TRITON_FAILED)
     assert verdict.notes() == [
         "Fake GPU: batchgen's attention kernels: switched off, plain torch attends, which is slower, because it is wrong; "
-        f"please report this line with {verdict.file}, which keeps this (remove the file to try again)"
+        f"please report this line with {verdict.file}, where it is stored (remove the file to try again)"
     ]
     assert check(monkeypatch) == verdict  # no process is started
     verdict.file.unlink()

@@ -141,7 +141,7 @@ def test_what_is_not_verified_is_checked_and_the_user_told(tiny_model_dir, monke
     monkeypatch.setattr(loader, "self_check", lambda config, **options: seen.append((config.model_type, options)))
     assert load(tiny_model_dir).notes == (
         "models of type 'llama' are not on the verified list; "
-        "a small one of the kind was checked against transformers and agreed",
+        "a small model of this type was checked against transformers and agreed",
     )
     assert seen == [("llama", {"trust_remote_code": False, "revision": None})]
 

@@ -16,7 +16,7 @@ from batchgen.prompts import load_tokenizer
 from support.params import slow_but
 
 NEVER_BEFORE = "not on the verified list"
-OTHER_LOGITS = "a small one of the kind gives other logits here than in transformers"
+OTHER_LOGITS = "a small model of this type gives other logits here than in transformers"
 EVERY_KIND = {"layer_types": ["sliding_attention", "full_attention"] * 16, "num_hidden_layers": 32}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -94,8 +94,8 @@ def test_a_state_that_is_not_keys_and_values_is_refused(model_type, settings):
 def test_a_setting_that_may_be_a_length_is_refused_by_its_name():
     config = LlamaConfig(forget_after=4096)
     assert refused(config) == (
-        "models of type 'llama' are not supported: they are not on the verified list, and no small one can be made of it "
-        "to check: its setting forget_after=4096 is of an unknown kind"
+        "models of type 'llama' are not supported: they are not on the verified list, and no small model of this "
+        "type can be made to check: its setting forget_after=4096 is of an unknown kind"
     )
 
 
@@ -196,7 +196,7 @@ def test_a_subclass_that_is_as_before_passes(tampered):
         pytest.param("self_attn", Windowed, OTHER_LOGITS, marks=pytest.mark.slow),
         pytest.param("mlp", Shifted, OTHER_LOGITS, marks=pytest.mark.slow),
         ("mlp", Mean, OTHER_LOGITS),
-        ("", Deaf, "a small one of the kind hardly depends on what it has read, so that it cannot be checked"),
+        ("", Deaf, "a small model of this type hardly depends on what it has read, so that it cannot be checked"),
     ],
 )
 def test_a_model_that_does_otherwise_is_refused(tampered, name, kind, reason):
@@ -240,7 +240,7 @@ def test_code_of_the_model_itself_is_checked_and_the_user_told(custom_model):
     model = load_model(config, load_tokenizer(config))
     assert type(model.module).__name__ == "OwnForCausalLM"
     assert model.notes == (
-        "models of type 'own_exact' are not on the verified list; a small one of the kind was checked against transformers and agreed",
+        "models of type 'own_exact' are not on the verified list; a small model of this type was checked against transformers and agreed",
     )
 
 
@@ -254,5 +254,5 @@ def test_code_of_the_model_itself_that_is_not_exact_is_refused_before_its_weight
 @pytest.mark.parametrize("name", ["clip", "deberta-v2"])
 def test_models_that_generate_no_text_are_refused_with_this_reason(name):
     assert refused(AutoConfig.for_model(name)).endswith(
-        "they are not on the verified list, and transformers has no class of them that generates text"
+        "they are not on the verified list, and transformers has no class for them that generates text"
     )

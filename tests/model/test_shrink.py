@@ -118,7 +118,7 @@ def test_what_it_cannot_place_is_refused(settings, what):
 
 
 def test_a_pattern_of_layers_that_is_too_long_is_refused():
-    with pytest.raises(Unshrinkable, match="its kinds of layers come back only after 12 of them"):
+    with pytest.raises(Unshrinkable, match="the pattern of its layers repeats only after 12 layers"):
         shrink(LlamaConfig(full_attn_interval=12))
 
 

@@ -34,7 +34,7 @@ def test_it_is_said_once_that_the_way_a_model_writes_calls_is_not_known(tools):
     unknown = TEMPLATE.replace("<tool_call>", "calls")
     draft, notes = one(tools, {"prompt": "a", "tools": [TOOL]}, chat_template=unknown)
     assert (tools.text_of(draft), draft.tools) == ("[1:add]a", "")
-    assert notes == ["rows have tools, and how this model writes calls of them is not known: calls stay in the text"]
+    assert notes == ["rows have tools, but batchgen does not know how this model writes calls: they stay in the text"]
 
 
 def test_tools_of_a_body_reach_the_chat_template(tools):

@@ -111,7 +111,7 @@ def test_a_difference_turns_it_off_and_is_said_once(tools):
     watched.same(texts)
     watched.same(texts)
     assert watched.notes == [
-        "text that prompts share is not tokenized once any more: a prompt had other tokens in parts than as a whole. "
+        "the start of a prompt is no longer tokenized once for all prompts: a prompt had other tokens in parts than as a whole. "
         "No result is affected; please report this with the name of the model"
     ]
 

@@ -211,6 +211,6 @@ def test_a_configuration_or_a_split_is_refused_without_a_dataset(hub):
     with pytest.raises(UsageError) as caught:
         opened("hf://datasets/user/rows/data/a.jsonl", split="train")
     assert str(caught.value) == (
-        "--dataset-config and --split are for datasets, and hf://datasets/user/rows/data/a.jsonl is none; "
+        "--dataset-config and --split are for datasets, and hf://datasets/user/rows/data/a.jsonl is not one; "
         "leave them out, or name a folder or hf://datasets/OWNER/NAME"
     )

@@ -149,7 +149,7 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
         (["table.jsonl"], {}, "table.jsonl is a Parquet file; use --input-format parquet"),
         (["q*.jsonl"], {}, "no file matches q*.jsonl; check the pattern and the folder it starts from"),
         (["empty"], {}, "no JSONL, Parquet, CSV or TSV file in the folder empty; name the files, or a glob, with --input-format"),
-        (["ours"], {}, "ours has no files but outputs of batchgen; name the files themselves to read those"),
+        (["ours"], {}, "ours has only outputs of batchgen; name these files themselves to read them"),
         (["-", "prompts.jsonl"], {}, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
         (["prompts.jsonl"], {"format": "xml"}, "--input-format 'xml' is unknown; use jsonl, parquet, csv or tsv"),
         (
@@ -223,7 +223,7 @@ def test_an_empty_file_has_no_rows(folder, name):
 
 
 MANY = b"".join(json.dumps({"n": i, "prompt": "x" * (i % 97)}).encode() + b"\n" for i in range(20_000))
-HINT = "what was read before that is kept: put a whole copy in its place and run the same command again"
+HINT = "the rows before that place are kept: put a whole copy in its place and run the same command again"
 
 
 @pytest.mark.parametrize(

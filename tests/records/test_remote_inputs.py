@@ -207,7 +207,7 @@ def test_a_connection_that_breaks_in_the_middle_ends_the_input_there_with_what_w
     place = {"x.csv": f"line {len(read) + 1}", "x.parquet": f"row {len(read) - 1}"}.get(name, f"line {len(read)}")
     assert str(caught.value) == (
         f"s3://bucket/{name} breaks off after {place}: Could not connect to the endpoint URL; "
-        "what was read before that is kept: check the connection and run the same command again"
+        "the rows before that place are kept: check the connection and run the same command again"
     )
 
 

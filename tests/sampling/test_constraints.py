@@ -366,7 +366,7 @@ def test_a_dead_end_fails_its_row_alone(byte_level: Any) -> None:
     assert set(np.flatnonzero(~bits(mask, size)[0])) == {byte_level.eos_token_id, id_of("q")}
     with pytest.raises(RowError) as failure:
         constraints.accept(0, id_of("b"))
-    assert failure.value.message == "the grammar went wrong after 1 token: no token may follow"
+    assert failure.value.message == "the grammar failed after 1 token: no token may follow"
     assert constraints.accept(1, id_of("b")) is True
 
 
@@ -376,7 +376,7 @@ def test_a_token_that_may_not_follow_fails_its_row(byte_level: Any, token: str) 
     constraints.add(0, regex("aa"))
     with pytest.raises(RowError) as failure:
         constraints.accept(0, byte_level.convert_tokens_to_ids(token))
-    assert failure.value.message.startswith("the grammar went wrong after ")
+    assert failure.value.message.startswith("the grammar failed after ")
 
 
 def test_rows_whose_shared_lexer_comes_to_its_limit_go_on_with_one_of_their_own(

@@ -133,7 +133,7 @@ def test_a_regex_that_cannot_be_used_is_named(tokenizer: Any, pattern: str, why:
     ("schema", "why"),
     [
         ("{", "it is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
-        ('{"maximum": NaN}', "it is not JSON (NaN is no number)"),
+        ('{"maximum": NaN}', "it is not JSON (NaN is not a number)"),
         ("[" * 100_000, "it is nested too deeply"),
         ('{"items":' * 200 + "{}" + "}" * 200, "recursion limit exceeded"),
         ("[]", "schema must be an object or boolean"),
@@ -149,7 +149,7 @@ def test_a_regex_that_cannot_be_used_is_named(tokenizer: Any, pattern: str, why:
         ),
         (
             '{"items": [{"minProperties": 2, "required": ["a"]}]}',
-            "minProperties 2 cannot be kept to with 1 required properties, as other keys may repeat",
+            "minProperties 2 cannot be enforced with 1 required properties, as other keys may repeat",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_tokenizer_whose_texts_are_not_its_tokens_bytes_is_refused(kind: str |
         with pytest.raises(UsageError) as failure:
             check(other, SamplingParams(regex="a"), 4)
         assert str(failure.value) == (
-            f"a regex or JSON schema cannot be kept to with the tokenizer of this model ({type(other).__name__}); "
+            f"a regex or JSON schema cannot be enforced with the tokenizer of this model ({type(other).__name__}); "
             "byte-level and sentencepiece tokenizers of the tokenizers library can be used"
         )
 
