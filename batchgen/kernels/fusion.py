@@ -239,7 +239,9 @@ def _gated_norm(part: Any) -> torch.nn.Module | None:
         fused = FusedGatedNorm(part, gate_first=False, rounds=True)
     elif is_written_as(forward, forwards.KimiGatedNorm.forward) and part.activation in ("silu", "sigmoid"):
         fused = FusedGatedNorm(part, gate_first=False, rounds=False)
-    elif is_written_as(forward, forwards.Mamba2GatedNorm.forward) and weight.shape[0] % part.group_size == 0:
+    elif is_written_as(forward, forwards.Mamba2GatedNorm517.forward) or (
+        is_written_as(forward, forwards.Mamba2GatedNorm.forward) and weight.shape[0] % part.group_size == 0
+    ):
         fused = FusedGatedNorm(part, gate_first=True, rounds=True)
     else:
         return None

@@ -1,12 +1,15 @@
 """The small parts of recurrent layers by our own kernels, each against the plain torch that it stands for, and the same to the last bit in any batch."""
 
+from inspect import signature
+
 import pytest
 import torch
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
-from batchgen.kernels import recurrent
+from batchgen.kernels import forwards, recurrent
 from batchgen.kernels.fusion import FusedGatedNorm, fuse_small_parts
 from batchgen.state.convolution import convolve_spans
 from batchgen.state.delta_rule import delta_rule_token, normalized
@@ -15,11 +18,30 @@ from batchgen.state.mamba2 import mamba2_token
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 pytestmark = pytest.mark.usefixtures("kernels")
 
+
+class NormWithoutGroups(torch.nn.Module):
+    """The norm of Mamba2, Bamba and Granite 4 H in transformers 5.17."""
+
+    forward = forwards.Mamba2GatedNorm517.forward
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+        self.variance_epsilon = 1e-6
+
+
+def bamba_norm(size):
+    """Returns Bamba's norm with one group. transformers 5.17 has no groups."""
+    groups = [size] if "group_size" in signature(BambaRMSNormGated).parameters else []
+    return BambaRMSNormGated(size, *groups)
+
+
 NORMS = {
     "gate after the norm": lambda size: Qwen3_5RMSNormGated(size),
     "gate after the norm, sigmoid": lambda size: KimiLinearRMSNormGated(size),
-    "gate before the norm": lambda size: BambaRMSNormGated(size, size),
-    "gate before the norm, groups": lambda size: BambaRMSNormGated(size, size // 4),
+    "gate before the norm": bamba_norm,
+    "gate before the norm, without groups": NormWithoutGroups,
+    "gate before the norm, groups": lambda size: Zamba2RMSNormGated(size, size // 4),
 }
 
 
