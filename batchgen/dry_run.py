@@ -263,7 +263,7 @@ class _PlanBuilder:
         engine = self.config.engine
         device = pick_device(self.config.model.device).type
         limits = limits_for(engine, device, self.tokenizer.vocab_size)
-        num_slots, num_blocks = (
+        num_state_slots, num_blocks = (
             limits.batch_size + SNAPSHOTS,
             max_useful_blocks(limits, self.tokenizer.context_length, self.block_size),
         )
@@ -273,12 +273,12 @@ class _PlanBuilder:
             room = int(max(0, free_host_memory() - self.weight_bytes) * (wish or AUTO_SHARE[device]) / engine.processes)
         if room is not None:  # on CUDA, the engine measures what is free
             share = MemoryShare(room, self.block_size * self.bytes_per_token, self.bytes_per_state)
-            num_slots = share.slots(limits.batch_size)
-            blocks = share.blocks(num_slots)
+            num_state_slots = share.state_slots(limits.batch_size)
+            blocks = share.blocks(num_state_slots)
             num_blocks = blocks if isinstance(wish, int) and self.bytes_per_token else min(num_blocks, blocks)
-        if num_slots < 2 or num_blocks < 1:
+        if num_state_slots < 2 or num_blocks < 1:
             return None
-        return Rehearsal(limits, self.block_size, num_blocks, num_slots, POLICIES[engine.policy])
+        return Rehearsal(limits, self.block_size, num_blocks, num_state_slots, POLICIES[engine.policy])
 
     def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> list[Request]:
         """Counts rows that were built, and returns those that are requests."""
@@ -341,7 +341,7 @@ class _PlanBuilder:
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
             bytes_per_state=self.bytes_per_state,
-            state_bytes_peak=self._rehearsal.peak_slots * self.bytes_per_state if self._rehearsal else 0,
+            state_bytes_peak=self._rehearsal.peak_state_slots * self.bytes_per_state if self._rehearsal else 0,
             weight_bytes=self.weight_bytes,
             block_size=self.block_size,
             tree=tuple(self._line(line) for line in survey.largest_nodes()),

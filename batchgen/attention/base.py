@@ -41,7 +41,7 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Returns the attention output [T, K, G, V] in the queries' dtype.
 
-        `keys` [K, slots, D] and `values` [K, slots, V] are a layer's whole pool, which already has this step's tokens.
+        `keys` [K, S, D] and `values` [K, S, V] are a layer's whole pool of S tokens, which already has this step's tokens.
         """
         ...
 
@@ -51,7 +51,7 @@ class StepAttention:
 
     def __init__(self, plan: AttentionPlan, backends: Mapping[torch.device, Backend], cache: KVCache) -> None:
         """`backends` has a backend for each of the cache's devices: a layer's attention runs on the device of its KV."""
-        self._slots = {device: torch.from_numpy(plan.slots).to(device) for device in backends}
+        self._kv_indices = {device: torch.from_numpy(plan.kv_indices).to(device) for device in backends}
         self._backends = backends
         self._cache = cache
         self.positions = plan.positions
@@ -63,7 +63,7 @@ class StepAttention:
     ) -> torch.Tensor:
         """Returns the layer's attention output [T, H, V]."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        self._cache.write(layer, self._slots[keys.device], k_KTD, v_KTV)
+        self._cache.write(layer, self._kv_indices[keys.device], k_KTD, v_KTV)
         kv_heads, size = k_KTD.shape[0], q_HTD.shape[1]
         q_KTGD = q_HTD.view(kv_heads, -1, size, q_HTD.shape[2]).transpose(1, 2)
         out = self._backends[keys.device].attend(q_KTGD, keys, values, options)

@@ -48,7 +48,7 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.pools: list[torch.Tensor] = []
-        """By shape and device: all keys and values [N, slots, D]; N is the number of their heads together."""
+        """By shape and device: all keys and values [N, S, D]; S is the number of tokens of the pool, N the number of their heads together."""
         alike: dict[tuple[torch.device, int, int], list[tuple[dict[int, torch.Tensor], int]]] = {}
         for i, shape in layers.items():
             alike.setdefault((shape.device, shape.heads, shape.k_size), []).append((self.keys, i))
@@ -60,7 +60,7 @@ class KVCache:
                 of[i] = _on_its_own(pool[n * heads : (n + 1) * heads])
         self._saving = {on: torch.cuda.Stream(on) for on in self.devices if on.type == "cuda"}  # type: ignore[no-untyped-call]
 
-    def write(self, layer: int, slots_T: torch.Tensor, keys_KTD: torch.Tensor, values_KTD: torch.Tensor) -> None:
+    def write(self, layer: int, kv_indices_T: torch.Tensor, keys_KTD: torch.Tensor, values_KTD: torch.Tensor) -> None:
         """Stores the KV of T tokens at their places in the pool (block * block_size + offset).
 
         A token whose values are not all finite gets a NaN key and finite values. Queries that attend to it still get NaN, but queries
@@ -70,8 +70,8 @@ class KVCache:
         if values_KTD.device.type != "cpu" or not math.isfinite(float(values_KTD.sum())):
             keys_KTD = keys_KTD + (values_KTD * 0).sum(-1, keepdim=True)
             values_KTD = values_KTD.nan_to_num(0, 0, 0)
-        self.keys[layer].index_copy_(1, slots_T, keys_KTD)
-        self.values[layer].index_copy_(1, slots_T, values_KTD)
+        self.keys[layer].index_copy_(1, kv_indices_T, keys_KTD)
+        self.values[layer].index_copy_(1, kv_indices_T, values_KTD)
 
     def clear(self) -> None:
         """Sets all KV to zero. Masked values are still multiplied by 0, so the pool must not hold NaN or infinite values (`write`)."""

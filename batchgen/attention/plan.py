@@ -80,8 +80,8 @@ class AttentionPlan:
     num_tokens: int
     positions: NDArray[np.int64]
     """[T] each token's position in its sequence."""
-    slots: NDArray[np.int64]
-    """[T] the place in the pool (block * block size + offset) that each token's KV goes to."""
+    kv_indices: NDArray[np.int64]
+    """[T] where in the pool each token's KV goes: block * block size + offset."""
     shared: tuple[SharedPart, ...]
     paged: PagedPart | None
     causal: tuple[CausalPart, ...]
@@ -113,7 +113,7 @@ class StepParts:
     num_tokens: int
     positions: NDArray[np.int64]
     """[T]"""
-    slots: NDArray[np.int64]
+    kv_indices: NDArray[np.int64]
     """[T]"""
     shared: list[SharedPart]
     chunks: list[QueryChunk]
@@ -132,7 +132,9 @@ def plan_attention(
     paged = _paged([chunk for chunk in step.chunks if chunk.q_end - chunk.q_start == 1], block_size)
     longer = [chunk for chunk in step.chunks if chunk.q_end - chunk.q_start > 1]
     causal = _causal(longer, step.num_tokens, block_size, causal_scores)
-    return AttentionPlan(step.num_tokens, step.positions, step.slots, tuple(step.shared), paged, causal, block_size)
+    return AttentionPlan(
+        step.num_tokens, step.positions, step.kv_indices, tuple(step.shared), paged, causal, block_size
+    )
 
 
 def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> StepParts:
@@ -148,10 +150,10 @@ def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: in
         else:
             table = np.asarray(scheduled.span.table)
             blocks += table[np.arange(scheduled.start, scheduled.stop) // block_size].tolist()
-    slots = np.array(blocks, dtype=np.int64) * block_size + positions % block_size
+    kv_indices = np.array(blocks, dtype=np.int64) * block_size + positions % block_size
     parts, flat = _node_parts(spans, sizes, block_size, shared_reads)
     chunks = _query_chunks(spans, sizes, flat, parts, block_size, shared_reads, chunk)
-    return StepParts(num_tokens, positions, slots, parts, chunks)
+    return StepParts(num_tokens, positions, kv_indices, parts, chunks)
 
 
 def _node_parts(

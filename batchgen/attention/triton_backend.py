@@ -23,7 +23,7 @@ from batchgen.scheduling.batch import ScheduledSpan
 
 STAGING = 3
 """Number of host buffers, which are used in turn. The copy from a buffer must have ended when its turn comes again."""
-MAX_SLOTS = 1 << 31
+MAX_POOL_TOKENS = 1 << 31
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 512
@@ -73,7 +73,7 @@ def obstacle(cache: KVCache, device: torch.device) -> str:
             return (
                 f"the kernels do not have heads of {pool.shape[2]} numbers in {str(pool.dtype).removeprefix('torch.')}"
             )
-        if pool.shape[1] >= MAX_SLOTS:
+        if pool.shape[1] >= MAX_POOL_TOKENS:
             return f"the kernels do not have pools of {pool.shape[1]} tokens"
     return ""
 
@@ -81,7 +81,7 @@ def obstacle(cache: KVCache, device: torch.device) -> str:
 class DeviceAttention:
     """The attention of an engine on one device. `plan` writes each step's plan into static buffers.
 
-    The plan is one buffer of int32: a header, positions (int64), slots, and then the parts that vary in length: items, blocks, and the
+    The plan is one buffer of int32: a header, positions (int64), KV indices, and then the parts that vary in length: items, blocks, and the
     lists of the merge. One copy moves it.
     """
 
@@ -157,8 +157,8 @@ class DeviceAttention:
         staged = host.numpy()
         staged[: len(header)] = header
         positions = staged[HEADER : HEADER + 2 * self._max_tokens].view(np.int64)
-        slots = staged[HEADER + 2 * self._max_tokens : self._lists]
-        for static, values, nothing in ((positions, cuts.positions, 0), (slots, cuts.slots, -1)):
+        kv_indices = staged[HEADER + 2 * self._max_tokens : self._lists]
+        for static, values, nothing in ((positions, cuts.positions, 0), (kv_indices, cuts.kv_indices, -1)):
             static[:count] = values
             static[count:] = nothing
         np.concatenate(
@@ -226,9 +226,9 @@ def attend(
     part_lse = torch.empty((partials, H), dtype=torch.float32, device=q.device)
     scores = (scale * LOG2E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2E)
     some_sinks = plan if sinks is None else sinks.contiguous()  # any tensor: it is not read without sinks
-    slots = plan[HEADER + 2 * max_tokens :]
+    kv_indices = plan[HEADER + 2 * max_tokens :]
     kernels.write_kernel[-(-T // BLOCK_T), K](
-        k, v, keys, values, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), values.stride(0), max_tokens,
+        k, v, keys, values, kv_indices, k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), values.stride(0), max_tokens,
         D, V, BLOCK_T, block_d, block_v, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     tiles = kernels.tiles(D, V, q.dtype, G, q.device)

@@ -113,25 +113,25 @@ def programs(tile: Tile, device: torch.device) -> int:
 
 @triton.jit
 def write_kernel(
-    k, v, keys, values, slots, k_head, k_token, v_head, v_token, keys_head, values_head, MAX_TOKENS: tl.constexpr,
+    k, v, keys, values, kv_indices, k_head, k_token, v_head, v_token, keys_head, values_head, MAX_TOKENS: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`KVCache.write` for a block of tokens and the head `program_id(1)`; a slot below 0 has no token."""
+    """`KVCache.write` for a block of tokens and the head `program_id(1)`; a KV index below 0 has no token."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
     at_d = tl.arange(0, BLOCK_D)
     at_v = tl.arange(0, BLOCK_V)
-    slot = tl.load(slots + token, mask=token < MAX_TOKENS, other=-1).to(tl.int64)
-    in_k = (slot >= 0)[:, None] & (at_d < D)[None, :]
-    in_v = (slot >= 0)[:, None] & (at_v < V)[None, :]
+    kv_index = tl.load(kv_indices + token, mask=token < MAX_TOKENS, other=-1).to(tl.int64)
+    in_k = (kv_index >= 0)[:, None] & (at_d < D)[None, :]
+    in_v = (kv_index >= 0)[:, None] & (at_v < V)[None, :]
     token = token.to(tl.int64)
     key = tl.load(k + head * k_head + (token * k_token)[:, None] + at_d[None, :], mask=in_k, other=0.0).to(tl.float32)
     value = tl.load(v + head * v_head + (token * v_token)[:, None] + at_v[None, :], mask=in_v, other=0.0).to(tl.float32)
     # A token whose values are not all finite gets a NaN key and finite values, as in `KVCache.write`.
     key += tl.sum(value * 0.0, 1)[:, None]
     value = tl.where(tl.abs(value) < INF, value, 0.0)
-    to_k = keys + head * keys_head + (slot * D)[:, None] + at_d[None, :]
-    to_v = values + head * values_head + (slot * V)[:, None] + at_v[None, :]
+    to_k = keys + head * keys_head + (kv_index * D)[:, None] + at_d[None, :]
+    to_v = values + head * values_head + (kv_index * V)[:, None] + at_v[None, :]
     tl.store(to_k, key.to(keys.dtype.element_ty), mask=in_k)
     tl.store(to_v, value.to(values.dtype.element_ty), mask=in_v)
 
@@ -151,9 +151,9 @@ def _walk(
             block = tl.load(blocks + n // BLOCK_SIZE, mask=n < num_keys, other=0)
         else:
             block = tl.load(blocks + n // BLOCK_SIZE)
-        slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
-        k_at = keys + slot[:, None] * D + at_d[None, :]
-        v_at = values + slot[:, None] * V + at_v[None, :]
+        kv_index = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+        k_at = keys + kv_index[:, None] * D + at_d[None, :]
+        v_at = values + kv_index[:, None] * V + at_v[None, :]
         if MASKED:
             k = tl.load(k_at, mask=(n < num_keys)[:, None] & (at_d < D)[None, :], other=0.0)
             v = tl.load(v_at, mask=(n < num_keys)[:, None] & (at_v < V)[None, :], other=0.0)

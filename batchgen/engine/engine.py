@@ -107,10 +107,10 @@ class Engine:
         """Messages for the user; the list grows."""
         pool = BlockPool(self.sizes.num_blocks)
         cache = KVCache(model.layers, pool.num_blocks, self.sizes.block_size, model.dtype)
-        slots = BlockPool(self.sizes.num_slots) if model.states else None
-        states = StateCache(model.states, self.sizes.num_slots, model.dtype) if model.states else None
+        state_slots = BlockPool(self.sizes.num_state_slots) if model.states else None
+        states = StateCache(model.states, self.sizes.num_state_slots, model.dtype) if model.states else None
         self.block_manager = BlockManager(
-            pool, self.sizes.block_size, model.sliding_window, self.sizes.host_blocks, slots, sums=sums
+            pool, self.sizes.block_size, model.sliding_window, self.sizes.host_blocks, state_slots, sums=sums
         )
         self.scheduler = Scheduler(self.block_manager, limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
@@ -268,8 +268,8 @@ class Engine:
         """Raises `AssertionError` unless blocks, state slots, tables and running sequences add up."""
         spans = [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]
         self.block_manager.pool.check(span.table[span.dropped :] for span in spans)
-        if self.block_manager.slots is not None:
-            self.block_manager.slots.check(self.block_manager.slots_of(span) for span in spans)
+        if self.block_manager.state_slots is not None:
+            self.block_manager.state_slots.check(self.block_manager.state_slots_of(span) for span in spans)
         for span in spans:
             assert len(span.table) * self.sizes.block_size >= span.computed, "KV outside of the block table"
 
@@ -353,6 +353,6 @@ class Engine:
         pool = self.block_manager.pool
         self.stats.kv_bytes = pool.num_used * self.sizes.block_size * token
         self.stats.kv_bytes_peak = pool.peak_used * self.sizes.block_size * token
-        if self.block_manager.slots is not None:
-            self.stats.state_bytes_peak = self.block_manager.slots.peak_used * self.sizes.bytes_per_slot
+        if self.block_manager.state_slots is not None:
+            self.stats.state_bytes_peak = self.block_manager.state_slots.peak_used * self.sizes.bytes_per_state_slot
         self.stats.kv_bytes_unshared = self.scheduler.peak_held_tokens * token

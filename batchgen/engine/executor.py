@@ -1,6 +1,6 @@
 """Runs scheduled batches on the device: the forward, the scores, the sampled tokens, and one copy of the numbers to the host.
 
-When a batch is launched, the scheduler gives the blocks and slots of ended sequences to later batches. The device works in the order of
+When a batch is launched, the scheduler gives the blocks, state slots and sampler indices of ended sequences to later batches. The device works in the order of
 the launches, so a step that is still in flight reads and writes them before the later batches do.
 """
 
@@ -100,7 +100,9 @@ class StepExecutor:
         for seq in batch.started:
             if not seq.scoring:
                 params = seq.request.params
-                self._sampler.add(seq.slot, params, seq.request.key, seq.request.tokens, seq.generated, seq.leaf.choice)
+                self._sampler.add(
+                    seq.sampler_index, params, seq.request.key, seq.request.tokens, seq.generated, seq.leaf.choice
+                )
                 if params.guided:
                     self._guided.add(_name(seq))
                     self._constraints.add(_name(seq), params, seq.generated, seq.request.tokens)
@@ -127,7 +129,7 @@ class StepExecutor:
             if step.samples:
                 step.sampled = self._sampler.sample(
                     self._logits(step),
-                    [sample.slot for sample in step.samples],
+                    [sample.sampler_index for sample in step.samples],
                     [sample.position for sample in step.samples],
                     self._constraints.mask(_names(step.samples)) if self._guided else None,
                 )
@@ -162,9 +164,9 @@ class StepExecutor:
         )
 
     def free(self, freed: Freed) -> None:
-        """Forgets the sampler slots, grammars and node logits that are not needed any more."""
-        for slot in freed.slots:
-            self._sampler.remove(slot)
+        """Forgets the parameters of sampler indices, the grammars and node logits that are not needed any more."""
+        for sampler_index in freed.sampler_indices:
+            self._sampler.remove(sampler_index)
         for seq in freed.sequences:
             if _name(seq) in self._guided:
                 self._guided.discard(_name(seq))

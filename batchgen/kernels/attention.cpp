@@ -55,7 +55,7 @@ constexpr int PIECES = 16 / LANES;  // vectors to 16 keys
 struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
     int64_t num_tokens, block_size, num_shared, num_chunks, tile;
     const int32_t* positions;  // [num_tokens]
-    const int32_t* slots;      // [num_tokens] place in the pool of each token's KV: block * block_size + offset
+    const int32_t* kv_indices;  // [num_tokens] where in the pool each token's KV goes: block * block_size + offset
     const int32_t* shared;     // [num_shared][5] first block, blocks, first query, end of the queries, position of the first key; by position
     const int32_t* chunks;     // [num_chunks + 1][2] first query, first of its blocks; each query is in one, whose keys come after all shared ones
     const int32_t* blocks;     // of all chunks, one after the other
@@ -556,7 +556,7 @@ void write(const Plan& plan, const Layer& layer, int threads) {
     // Neighbours that share words are of one piece.
     const auto cut = [&](int64_t piece) {
         int64_t t = plan.num_tokens * piece / pieces;
-        while (t > 0 && t < plan.num_tokens && plan.slots[t] % U && plan.slots[t - 1] + 1 == plan.slots[t]) t++;
+        while (t > 0 && t < plan.num_tokens && plan.kv_indices[t] % U && plan.kv_indices[t - 1] + 1 == plan.kv_indices[t]) t++;
         return t;
     };
     in_parallel(pieces, threads, [&](Tasks& tasks) {
@@ -565,7 +565,7 @@ void write(const Plan& plan, const Layer& layer, int threads) {
         for (int64_t piece; (piece = tasks.take()) >= 0;)
             for (int64_t head = 0; head < layer.kv_heads; head++)
                 for (int64_t t = cut(piece); t < cut(piece + 1); t++) {
-                    const int64_t block = plan.slots[t] / size, at = plan.slots[t] % size;
+                    const int64_t block = plan.kv_indices[t] / size, at = plan.kv_indices[t] % size;
                     const T* v = static_cast<const T*>(layer.v) + head * layer.v_head + t * layer.v_token;
                     const bool numbers = finite(v, layer.v_size);
                     std::memcpy(key.data(), static_cast<const T*>(layer.k) + head * layer.k_head + t * layer.k_token, layer.size * sizeof(T));

@@ -102,7 +102,7 @@ class DeviceStep:
             self._smallest = 2
             if self._graphs is not None:
                 self._graphs = Graphs(new_capture, limits.max_batch_tokens, max(2, limits.batch_size), notes, after=0)
-        # A step's token ids, the places of its wanted logits, and, of tokens that only the device knows, their places and sampler slots.
+        # A step's token ids, the places of its wanted logits, and, of tokens that only the device knows, their places and sampler indices.
         self._inputs = torch.zeros(4 * limits.max_batch_tokens + 1, dtype=torch.int64, device=model.device)
         self._logits: torch.Tensor | None = None
         self._generation = attention.generation
@@ -135,11 +135,13 @@ class DeviceStep:
         self._generation = self.attention.generation
         first = _logits_at(shape)
         tokens, wanted = packed.tokens, packed.logits_places
-        places, slots = (packed.pending_places, packed.pending_slots) if last is not None else (_NONE, _NONE)
+        places, indices = (
+            (packed.pending_places, packed.pending_sampler_indices) if last is not None else (_NONE, _NONE)
+        )
         values = np.zeros(first + shape.logits + 2 * len(places), dtype=np.int64)
         values[: len(tokens)] = tokens
         values[first : first + len(wanted)] = wanted
-        values[first + shape.logits :] = np.concatenate([places, slots])
+        values[first + shape.logits :] = np.concatenate([places, indices])
         inputs = self._inputs[: len(values)]
         inputs.copy_(staged(values, self._device), non_blocking=True)
         if last is not None and len(places):

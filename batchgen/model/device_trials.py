@@ -256,12 +256,14 @@ def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int,
 
 
 def _scheduled(
-    requests: Sequence[Request], block_size: int, tokens: int, window: int | None, share: bool, slots: int = 0
+    requests: Sequence[Request], block_size: int, tokens: int, window: int | None, share: bool, num_state_slots: int = 0
 ) -> tuple[Scheduler, Limits, int]:
     """Returns a scheduler with these requests, its limits, and its number of blocks: twice as many as the requests need."""
     blocks = 2 * sum(-(-(len(r.tokens) + r.max_tokens) // block_size) for r in requests)
     limits = Limits(len(requests), max(tokens, len(requests)), tokens)
-    manager = BlockManager(BlockPool(blocks), block_size, window, 0, BlockPool(slots) if slots else None)
+    manager = BlockManager(
+        BlockPool(blocks), block_size, window, 0, BlockPool(num_state_slots) if num_state_slots else None
+    )
     scheduler = Scheduler(manager, limits, FixedLength)
     leaves = leaves_of(requests)
     plan = plan_prefixes([leaf.tokens for leaf in leaves], block_size, share=share)
@@ -307,9 +309,9 @@ def model_steps(
     tokens, _, rows, length = MODEL_TREE
     requests = _requests(MODEL_TREE, model.vocab_size, seed=7)
     given = np.random.default_rng(8).integers(0, model.vocab_size, (rows, length))
-    slots = 4 * rows if model.states else 0
-    scheduler, limits, blocks = _scheduled(requests, block_size, tokens, model.sliding_window, share, slots)
-    states = StateCache(model.states, slots, model.dtype) if model.states else None
+    num_state_slots = 4 * rows if model.states else 0
+    scheduler, limits, blocks = _scheduled(requests, block_size, tokens, model.sliding_window, share, num_state_slots)
+    states = StateCache(model.states, num_state_slots, model.dtype) if model.states else None
     notes: list[str] = []
     runner = Runner(model, KVCache(model.layers, blocks, block_size, model.dtype), limits, notes, states)
     last = torch.zeros(rows, dtype=torch.int64, device=model.device)
@@ -322,13 +324,13 @@ def model_steps(
             picked = logits[put(batch.sample_rows, model.device)].float()
             for sample, row in zip(batch.samples, picked, strict=True):
                 found[sample.sequence.request.row, sample.position] = row
-            slots = np.array([sample.slot for sample in batch.samples], dtype=np.int64)
-            last.index_copy_(0, put(slots, model.device), put(np.array(tokens, dtype=np.int64), model.device))
+            indices = np.array([sample.sampler_index for sample in batch.samples], dtype=np.int64)
+            last.index_copy_(0, put(indices, model.device), put(np.array(tokens, dtype=np.int64), model.device))
         readback = Readback([last.clone()], model.device)
 
         def wait() -> Sequence[int]:
             (heard,) = readback.lists()
-            if tokens != [heard[sample.slot] for sample in batch.samples]:
+            if tokens != [heard[sample.sampler_index] for sample in batch.samples]:
                 raise Differs("the device returns other tokens than it has sampled")
             return tokens
 

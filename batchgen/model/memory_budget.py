@@ -27,7 +27,7 @@ from batchgen.scheduling.sizes import (
     memory_option,
     sufficient_memory,
 )
-from batchgen.state.cache import StateCache, bytes_per_slot
+from batchgen.state.cache import StateCache, bytes_per_state_slot
 from batchgen.stats import counted, size_text
 
 
@@ -87,7 +87,7 @@ def sequences_of(texts: Sequence[TokenArray], sizes: Sequence[int], block_size: 
         block += len(table)
         sequence = GenerationSequence(
             window=0, place=(i, AFTER_NODES), parent=None, start=0, table=table, computed=0, leaf=leaf, index=i, stops=None,
-            slot=i, state_slot=i,
+            sampler_index=i, state_slot=i,
         )  # fmt: skip
         sequences.append(sequence)
     return sequences
@@ -119,10 +119,10 @@ class Sizes:
     limits: Limits
     host_blocks: int = 0
     """Number of blocks of cached nodes that host memory takes."""
-    num_slots: int = 0
+    num_state_slots: int = 0
     """Number of state slots; 0 for a model without recurrent layers."""
-    bytes_per_slot: int = 0
-    """State of one slot in all recurrent layers."""
+    bytes_per_state_slot: int = 0
+    """The bytes of one state slot in all recurrent layers."""
 
     def blocks_for(self, leaf: Leaf) -> int:
         """Returns the largest number of blocks that the leaf can need."""
@@ -141,8 +141,8 @@ class Sizes:
         needed = self.blocks_for(leaf) * block
         prompt = len(leaf.request.tokens)
         what = "the text to score" if leaf.request.texts else "completion"
-        enough = sufficient_memory(needed, self.bytes_per_slot, self.limits.batch_size)
-        shared = ", which recurrent states share," if self.bytes_per_slot else ""
+        enough = sufficient_memory(needed, self.bytes_per_state_slot, self.limits.batch_size)
+        shared = ", which recurrent states share," if self.bytes_per_state_slot else ""
         return RowError(
             "does_not_fit",
             f"prompt ({counted(prompt, 'token')}) and {what} (up to {leaf.max_kv_tokens - prompt + 1}) need {size_text(needed)} of KV memory, "
@@ -155,11 +155,11 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     """Returns the sizes for this model on its devices. Raises `UsageError` if the KV memory does not hold a single block."""
     block_size = config.block_size
     token = bytes_per_token(model.layers, model.dtype)
-    slot = bytes_per_slot(model.states, model.dtype)
+    state_slot = bytes_per_state_slot(model.states, model.dtype)
     limits = limits_for(config, model.device.type, model.vocab_size)
     wish = parse_memory(config.kv_memory)
     if isinstance(wish, int):
-        shares = [MemoryShare(wish, block_size * token, slot)]
+        shares = [MemoryShare(wish, block_size * token, state_slot)]
     elif wish is None and model.device.type == "cuda":
         limits, room = _measured(model, limits, block_size)
         shares = [_share(model, block_size, on, size) for on, size in room.items()]
@@ -177,20 +177,20 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
             )
             for device in model.devices
         ]
-    num_slots = min(share.slots(limits.batch_size) for share in shares) if slot else 0
-    num_blocks = min(share.blocks(num_slots) for share in shares)
+    num_state_slots = min(share.state_slots(limits.batch_size) for share in shares) if state_slot else 0
+    num_blocks = min(share.blocks(num_state_slots) for share in shares)
     if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
         num_blocks = min(num_blocks, max_useful_blocks(limits, context_length, block_size))
-    if num_blocks < 1 or (slot and num_slots < 2):
+    if num_blocks < 1 or (state_slot and num_state_slots < 2):
         parts = [f"a block of {block_size} tokens ({size_text(block_size * token)})"] if token else []
-        parts += [f"two recurrent states ({size_text(slot)} each)"] if slot else []
-        enough = sufficient_memory(block_size * token, slot, limits.batch_size)
+        parts += [f"two recurrent states ({size_text(state_slot)} each)"] if state_slot else []
+        enough = sufficient_memory(block_size * token, state_slot, limits.batch_size)
         raise UsageError(
             f"--kv-memory {config.kv_memory} does not hold {' and '.join(parts)}",
             f"give {memory_option(enough)} or more" + (", or lower --chunk-size" if token else ""),
         )
-    if config.host_kv_memory is not None and (model.device.type != "cuda" or slot):
-        what = "models without recurrent layers" if slot else f"CUDA devices, not for {model.device}"
+    if config.host_kv_memory is not None and (model.device.type != "cuda" or state_slot):
+        what = "models without recurrent layers" if state_slot else f"CUDA devices, not for {model.device}"
         raise UsageError(f"--host-kv-memory is for {what}", "raise --kv-memory instead")
     host = parse_memory(config.host_kv_memory) if config.host_kv_memory else 0
     return Sizes(
@@ -199,14 +199,14 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
         bytes_per_token=token,
         limits=limits,
         host_blocks=int(host or 0) // config.processes // (block_size * token) if token else 0,
-        num_slots=num_slots,
-        bytes_per_slot=slot,
+        num_state_slots=num_state_slots,
+        bytes_per_state_slot=state_slot,
     )
 
 
 def _share(model: LoadedModel, block_size: int, device: torch.device, room: int) -> MemoryShare:
     token = bytes_per_token(model.layers, model.dtype, device)
-    return MemoryShare(room, block_size * token, bytes_per_slot(model.states, model.dtype, device))
+    return MemoryShare(room, block_size * token, bytes_per_state_slot(model.states, model.dtype, device))
 
 
 def _measured(model: LoadedModel, limits: Limits, block_size: int) -> tuple[Limits, dict[torch.device, int]]:

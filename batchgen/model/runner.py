@@ -69,7 +69,7 @@ class Runner:
     def run(self, batch: ScheduledBatch, last: torch.Tensor | None = None) -> torch.Tensor | None:
         """Returns the batch's rows of logits [N, vocabulary], valid until the next run; None if none are wanted.
 
-        `last` [slots] int64, on the device, holds the newest token of each slot, for sequences whose pending tokens the host does not know.
+        `last` int64, on the device, holds the newest token by sampler index, for sequences whose pending tokens the host does not know.
         If the device runs out of memory, the batch runs in halves: its spans do not depend on one another, and what the failed forward
         has written is written again. Raises `OutOfMemory` if not even one token goes through. With recurrent layers it raises
         `StatesLost` instead of running halves; from then on steps must not be larger than `max_forward_tokens`.
@@ -124,7 +124,7 @@ class Runner:
         self.attention_parts += attention.num_parts
         tokens = put(packed.tokens, device)
         if last is not None and len(packed.pending_places):
-            pending = last.index_select(0, put(packed.pending_slots, device))
+            pending = last.index_select(0, put(packed.pending_sampler_indices, device))
             tokens.index_copy_(0, put(packed.pending_places, device), pending)
         with self._recurrent(packed.spans):
             output = self.model.module(

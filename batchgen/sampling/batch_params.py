@@ -1,4 +1,4 @@
-"""The sampling parameters of the running sequences, by slot: records on the host and one table on the device.
+"""The sampling parameters of the running sequences, by sampler index: records on the host and one table on the device.
 
 On the CPU there is no table: a column of a step's rows is a copy from the host's records.
 """
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from batchgen.kernels.transfer import put
 from batchgen.sampling_params import SamplingParams
 
-# The record of a slot. `seen` and `counts` are rows of the penalty tensors; -1 if the sequence needs none.
-_SLOT = np.dtype(
+# The record of a sampler index. `seen` and `counts` are rows of the penalty tensors; -1 if the sequence needs none.
+_RECORD = np.dtype(
     [
         ("used", "?"),
         ("temperature", "f4"),
@@ -34,7 +34,7 @@ _SLOT = np.dtype(
         ("counts", "i8"),
     ]
 )
-_EMPTY = np.zeros((), dtype=_SLOT)
+_EMPTY = np.zeros((), dtype=_RECORD)
 
 # The fields that the device needs, and their types there.
 _TABLE: dict[str, torch.dtype] = {
@@ -96,58 +96,60 @@ class Batch:
         )
 
 
-class Slots:
-    """The records of all slots. `count` is the number of slots at first; `wide` is the device's widest float type."""
+class BatchParams:
+    """The records of all sequences in the sampler. `count` is how many there is room for at first; `wide` is the device's widest float type."""
 
     def __init__(self, vocab_size: int, device: torch.device, wide: torch.dtype, count: int) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._wide = wide
         self._tabled = device.type != "cpu"
-        self.records = np.zeros(0, dtype=_SLOT)
+        self.records = np.zeros(0, dtype=_RECORD)
         self._params: SamplingParams | None = None
         """The parameters that came last; `_record_of` is the record made of them."""
         self._record_of = _EMPTY
-        self._changed: set[int] = set()  # slots whose rows of the table on the device are out of date
+        self._changed: set[int] = set()  # sampler indices whose rows of the table on the device are out of date
         with torch.inference_mode(False):
             self._table = torch.zeros((0, len(_TABLE)), dtype=wide, device=device)
             self.last = torch.zeros(0, dtype=torch.int64, device=device)
         self._make(count)
 
-    def take(self, slot: int, params: SamplingParams, key: bytes, choice: int) -> Any:
-        """A sequence takes the slot. Returns its record; the caller sets `seen` and `counts` in it. Raises `ValueError` if the slot is in use."""
-        if slot >= len(self.records):
-            self._make(max(slot + 1, 2 * len(self.records)))
-        record = self.records[slot]
+    def take(self, sampler_index: int, params: SamplingParams, key: bytes, choice: int) -> Any:
+        """A sequence takes the index. Returns its record; the caller sets `seen` and `counts` in it. Raises `ValueError` if the index is in use."""
+        if sampler_index >= len(self.records):
+            self._make(max(sampler_index + 1, 2 * len(self.records)))
+        record = self.records[sampler_index]
         if record["used"]:
-            raise ValueError(f"slot {slot} is in use")
+            raise ValueError(f"sampler index {sampler_index} is in use")
         if params is not self._params:
             self._params, self._record_of = params, self._settings(params)
-        self.records[slot] = self._record_of
+        self.records[sampler_index] = self._record_of
         record["key"] = np.frombuffer(key, dtype="<u8")
         record["choice"] = choice
-        self._changed.add(slot)
+        self._changed.add(sampler_index)
         return record
 
-    def free(self, slot: int) -> Any:
-        """Frees the slot and returns the record that it held. Raises `ValueError` if the slot is not in use."""
-        if slot >= len(self.records) or not self.records[slot]["used"]:
-            raise ValueError(f"slot {slot} is not in use")
-        record = self.records[slot].copy()
-        self.records[slot] = _EMPTY
-        self._changed.discard(slot)
+    def free(self, sampler_index: int) -> Any:
+        """Frees the index and returns the record that it held. Raises `ValueError` if the index is not in use."""
+        if sampler_index >= len(self.records) or not self.records[sampler_index]["used"]:
+            raise ValueError(f"sampler index {sampler_index} is not in use")
+        record = self.records[sampler_index].copy()
+        self.records[sampler_index] = _EMPTY
+        self._changed.discard(sampler_index)
         return record
 
-    def of(self, slots: Sequence[int]) -> NDArray[Any]:
-        """Returns the records of these slots. Raises `ValueError` if one of them is not in use."""
-        records = self.records[np.asarray(slots, dtype=np.int64)]
+    def of(self, sampler_indices: Sequence[int]) -> NDArray[Any]:
+        """Returns the records at these indices. Raises `ValueError` if one of them is not in use."""
+        records = self.records[np.asarray(sampler_indices, dtype=np.int64)]
         if not records["used"].all():
-            raise ValueError(f"slots {np.asarray(slots)[~records['used']].tolist()} are not in use")
+            raise ValueError(f"sampler indices {np.asarray(sampler_indices)[~records['used']].tolist()} are not in use")
         return records
 
-    def batch(self, slots: Sequence[int], records: NDArray[Any], u: NDArray[np.float64]) -> tuple[Batch, torch.Tensor]:
-        """Returns the rows of these slots, and the slots on the device. Takes one small copy to the device."""
-        at = np.asarray(slots, dtype=np.int64)
+    def batch(
+        self, sampler_indices: Sequence[int], records: NDArray[Any], u: NDArray[np.float64]
+    ) -> tuple[Batch, torch.Tensor]:
+        """Returns the rows at these indices, and the indices on the device. Takes one small copy to the device."""
+        at = np.asarray(sampler_indices, dtype=np.int64)
         if not self._tabled:
             return Batch(records, u, self._device, None), torch.from_numpy(at)
         self._send()
@@ -167,7 +169,7 @@ class Slots:
 
     def _make(self, count: int) -> None:
         more = count - len(self.records)
-        self.records = np.concatenate([self.records, np.zeros(more, dtype=_SLOT)])
+        self.records = np.concatenate([self.records, np.zeros(more, dtype=_RECORD)])
         # Not inference tensors even under inference mode: those cannot be changed outside it.
         with torch.inference_mode(False), torch.no_grad():
             self._table = torch.cat([self._table, self._table.new_zeros((more, len(_TABLE)))])
@@ -175,7 +177,7 @@ class Slots:
 
     def _settings(self, params: SamplingParams) -> NDArray[Any]:
         """Returns a record with these parameters. It is kept for the next sequence: rows without parameters of their own share one object."""
-        record = np.zeros((), dtype=_SLOT)
+        record = np.zeros((), dtype=_RECORD)
         for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
             record[name] = getattr(params, name)
         record["top_k"] = params.top_k if params.top_k < self._vocab_size else 0

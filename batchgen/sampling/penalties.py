@@ -39,7 +39,7 @@ class VocabularyRows:
 
 
 class Penalties:
-    """The penalties of all sequences. The fields `seen` and `counts` of a slot's record are rows here; -1 for none."""
+    """The penalties of all sequences. The fields `seen` and `counts` of a sequence's record are rows here; -1 for none."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -47,7 +47,7 @@ class Penalties:
         self._counts = VocabularyRows(vocab_size, torch.int32, device)
 
     def add(self, record: Any, params: SamplingParams, prompt: TokenArray, generated: Sequence[int]) -> None:
-        """Takes the rows that a sequence needs, and writes their numbers into its slot's record."""
+        """Takes the rows that a sequence needs, and writes their numbers into its record."""
         if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
             return
         sampled = np.asarray(generated, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Logits to tokens, for rows with different parameters at once. Knows slots and token ids, not text nor when to stop.
+"""Logits to tokens, for rows with different parameters at once. Knows sampler indices and token ids, not text nor when to stop.
 
-A sequence has a slot while it decodes. The slot holds its parameters (batch_params.py) and what penalties need (penalties.py). `sample`
-gathers by slot and works on the whole batch. Nothing in it waits for the device: which rows need which filter is known on the host.
+A sequence has a sampler index while it decodes: the row of its parameters (batch_params.py) and of what penalties need (penalties.py).
+`sample` gathers these rows and works on the whole batch. Nothing in it waits for the device: which rows need which filter is known on the host.
 
 The order is that of transformers' processors: repetition penalty, presence and frequency penalties, the grammar's mask, temperature,
 top-k, top-p, min-p. A token is then sampled by the inverse of the cumulative distribution in vocabulary order, from one uniform
@@ -24,7 +24,7 @@ from batchgen.kernels.build import DTYPES
 from batchgen.kernels.ops import row_maximum
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
-from batchgen.sampling.batch_params import Batch, Slots
+from batchgen.sampling.batch_params import Batch, BatchParams
 from batchgen.sampling.filters import forbid, head_tokens, inverse_cdf, largest, nucleus, nucleus_head, row_sums
 from batchgen.sampling.logprobs import TokenLogprobs, measure, read
 from batchgen.sampling.penalties import Penalties
@@ -82,7 +82,7 @@ class SamplerOutput:
 class Sampler:
     """Samples the next token of many sequences.
 
-    `vocab_size` is the width of the logits, padding included. `slots` is the number of slots at first; more are made when needed.
+    `vocab_size` is the width of the logits, padding included. `capacity` is the number of sequences that there is room for at first; more room is made when needed.
     `at_once` is the number of logits to filter and sample from at once; None for what suits the device. `own_kernels`: the kernels for
     the CPU (kernels/ops.py) are used.
     """
@@ -91,7 +91,7 @@ class Sampler:
         self,
         vocab_size: int,
         device: torch.device,
-        slots: int = 16,
+        capacity: int = 16,
         at_once: int | None = None,
         *,
         own_kernels: bool = False,
@@ -102,7 +102,7 @@ class Sampler:
         self._at_once = at_once or (AT_ONCE_CPU if device.type == "cpu" else AT_ONCE)
         # Cumulative sums are in float64: rounding in float32 would move the samples. MPS has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
-        self._slots = Slots(vocab_size, device, self._wide, slots)
+        self._batch_params = BatchParams(vocab_size, device, self._wide, capacity)
         self._penalties = Penalties(vocab_size, device)
 
     @property
@@ -112,58 +112,58 @@ class Sampler:
 
     @property
     def last(self) -> torch.Tensor:
-        """[slots] int64 on the device: the token that was sampled last in each slot."""
-        return self._slots.last
+        """int64 on the device: by sampler index, the token that was sampled last."""
+        return self._batch_params.last
 
     @property
     def used(self) -> list[int]:
-        """The slots that are in use."""
-        return np.flatnonzero(self._slots.records["used"]).tolist()
+        """The sampler indices that are in use."""
+        return np.flatnonzero(self._batch_params.records["used"]).tolist()
 
     def add(
         self,
-        slot: int,
+        sampler_index: int,
         params: SamplingParams,
         key: bytes,
         prompt: TokenArray,
         generated: Sequence[int] = (),
         choice: int = 0,
     ) -> None:
-        """A sequence takes `slot`. After a preemption, `generated` are the tokens that it had already sampled."""
-        record = self._slots.take(slot, params, key, choice)
+        """A sequence takes `sampler_index`. After a preemption, `generated` are the tokens that it had already sampled."""
+        record = self._batch_params.take(sampler_index, params, key, choice)
         self._penalties.add(record, params, prompt, generated)
 
-    def remove(self, slot: int) -> None:
-        """Forgets the sequence in `slot`."""
-        self._penalties.remove(self._slots.free(slot))
+    def remove(self, sampler_index: int) -> None:
+        """Forgets the sequence at `sampler_index`."""
+        self._penalties.remove(self._batch_params.free(sampler_index))
 
     def clear(self) -> None:
         """Forgets all sequences."""
-        for slot in self.used:
-            self.remove(slot)
+        for sampler_index in self.used:
+            self.remove(sampler_index)
 
     @torch.no_grad()
     def sample(
         self,
         logits: torch.Tensor,
-        slots: Sequence[int],
+        sampler_indices: Sequence[int],
         positions: Sequence[int],
         mask: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Samples one token per row and remembers it, for penalties and in `last`.
 
-        Row i of `logits` [N, V] (any float dtype, on the device) belongs to `slots[i]`; a slot occurs at most once. `positions[i]` is
+        Row i of `logits` [N, V] (any float dtype, on the device) belongs to `sampler_indices[i]`; an index occurs at most once. `positions[i]` is
         the number of tokens that the completion had before. `mask`, int32 [N, words] on the host, says which tokens are allowed
         (filters.forbid); rows without a limit have all bits set.
         """
-        records = self._records(logits, slots)
+        records = self._records(logits, sampler_indices)
         if not len(records):
             return SamplerOutput(self.last[:0], self.last[:0], None, {})
         u = np.zeros(len(records))
         if (records["temperature"] > 0).any():
             places = np.asarray(positions, dtype=np.int64)
             u = uniforms(records["key"], records["seed"], records["choice"], places)
-        batch, at = self._slots.batch(slots, records, u)
+        batch, at = self._batch_params.batch(sampler_indices, records, u)
         chunks = [
             self._sample(logits[part], batch.chunk(part), None if mask is None else mask[part])
             for part in self._chunks(records, mask)
@@ -206,10 +206,10 @@ class Sampler:
             size = max(1, self._at_once // self._vocab_size)
         return [slice(i, i + size) for i in range(0, len(records), size)]
 
-    def _records(self, logits: torch.Tensor, slots: Sequence[int]) -> NDArray[Any]:
-        if logits.shape != (len(slots), self._vocab_size):
-            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(slots), self._vocab_size)}")
-        return self._slots.of(slots)
+    def _records(self, logits: torch.Tensor, sampler_indices: Sequence[int]) -> NDArray[Any]:
+        if logits.shape != (len(sampler_indices), self._vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(sampler_indices), self._vocab_size)}")
+        return self._batch_params.of(sampler_indices)
 
     def _masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Returns a copy of `scores` with -inf for the tokens that are not allowed; `scores` themselves if all tokens are."""

@@ -44,7 +44,7 @@ class ScheduledSpan(NamedTuple):
     logits: int
     """First position after which the logits are wanted; `stop` for none."""
     read: int = -1
-    """The span's `read_slot` when it was scheduled."""
+    """The span's `read_state_slot` when it was scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class PackedSpans:
     """[T] token ids; 0 for tokens that only the device knows yet."""
     pending_places: NDArray[np.int64]
     """[M] places in `tokens` of the tokens that only the device knows, because they were sampled in the step before."""
-    pending_slots: NDArray[np.int64]
-    """[M] sampler slots that hold these tokens."""
+    pending_sampler_indices: NDArray[np.int64]
+    """[M] the sampler indices of their sequences, under which the device holds these tokens."""
     logits_places: NDArray[np.int64]
     """[N] places whose logits are wanted, in the order of the rows of logits."""
 
@@ -105,7 +105,7 @@ def pack(spans: Sequence[ScheduledSpan]) -> PackedSpans:
     """Packs spans, given in depth-first order."""
     tokens = np.zeros(sum(scheduled.stop - scheduled.start for scheduled in spans), dtype=np.int64)
     pending: list[int] = []
-    slots: list[int] = []
+    indices: list[int] = []
     wanted: list[int] = []
     end = 0
     for scheduled in spans:
@@ -114,14 +114,14 @@ def pack(spans: Sequence[ScheduledSpan]) -> PackedSpans:
         if isinstance(span, GenerationSequence) and span.num_pending_tokens > 0 and scheduled.stop == span.end:
             assert end - start == 1, "a preempted sequence has no pending tokens"
             pending.append(start)
-            slots.append(span.slot)
+            indices.append(span.sampler_index)
         elif isinstance(span, GenerationSequence) and scheduled.start >= span.start_tokens:
             first = scheduled.start - span.start_tokens
             tokens[start:end] = span.generated[first : first + end - start]
         else:
             tokens[start:end] = span.tokens(scheduled.start, scheduled.stop)
         wanted += range(end - (scheduled.stop - scheduled.logits), end)
-    places = (np.asarray(numbers, dtype=np.int64) for numbers in (pending, slots, wanted))
+    places = (np.asarray(numbers, dtype=np.int64) for numbers in (pending, indices, wanted))
     return PackedSpans(tuple(spans), tokens, *places)
 
 
@@ -129,8 +129,7 @@ class Sample(NamedTuple):
     """A token to be sampled."""
 
     sequence: GenerationSequence
-    slot: int
-    """The sequence's slot in the sampler."""
+    sampler_index: int
     position: int
     """Number of tokens that the sequence has sampled before."""
 
@@ -158,8 +157,7 @@ class Freed(NamedTuple):
 
     sequences: tuple[GenerationSequence, ...] = ()
     """Sequences that ended or were preempted."""
-    slots: tuple[int, ...] = ()
-    """Sampler slots."""
+    sampler_indices: tuple[int, ...] = ()
     nodes: tuple[PrefixNodeSpan, ...] = ()
     """Nodes that no prompt samples from any more."""
 
@@ -222,7 +220,7 @@ class ScheduledBatch:
         return cls(
             packed=pack(spans),
             moves=moves,
-            samples=tuple(Sample(seq, seq.slot, seq.num_sampled) for seq in (*sampling, *ready)),
+            samples=tuple(Sample(seq, seq.sampler_index, seq.num_sampled) for seq in (*sampling, *ready)),
             sample_rows=np.asarray(rows, dtype=np.int64),
             kept_rows=tuple(kept),
             score_targets=targets,
@@ -310,7 +308,7 @@ class Budget:
         if self.tokens < 1 or not self._reads(seq, end):
             return False
         self.tokens -= 1
-        self.spans.append(ScheduledSpan(seq, seq.computed, end, seq.computed, seq.read_slot))
+        self.spans.append(ScheduledSpan(seq, seq.computed, end, seq.computed, seq.read_state_slot))
         return True
 
     def slice(self, span: Span) -> None:
@@ -325,7 +323,7 @@ class Budget:
         self.tokens -= stop - start
         self._prefill -= stop - start
         self._scored -= stop - logits
-        self.spans.append(ScheduledSpan(span, start, stop, logits, span.read_slot))
+        self.spans.append(ScheduledSpan(span, start, stop, logits, span.read_state_slot))
 
     def _reads(self, span: Span, stop: int) -> bool:
         """Whether the KV that the span reads fits. If so, it is taken from the budget."""

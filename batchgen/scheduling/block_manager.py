@@ -26,7 +26,7 @@ class BlockManager:
     """The block pool and the spans that hold its blocks.
 
     `sliding_window` is the widest sliding window in tokens if every layer has one; blocks behind it are released. `host_blocks` is the
-    number of blocks of cached nodes that host memory takes when the pool has no room for them. `slots` (at least two) are the slots of
+    number of blocks of cached nodes that host memory takes when the pool has no room for them. `state_slots` (at least two) are the slots of
     recurrent states; None for a model without recurrent layers. `sums` says that the outputs of a prefix are summed (pooling by the mean):
     what follows a prefix then begins at the end of a node, as with recurrent layers. `max_cached_nodes` limits the nodes kept for later windows: a long
     file would otherwise fill the whole pool with them.
@@ -38,15 +38,15 @@ class BlockManager:
         block_size: int,
         sliding_window: int | None = None,
         host_blocks: int = 0,
-        slots: BlockPool | None = None,
+        state_slots: BlockPool | None = None,
         max_cached_nodes: int = 1024,
         *,
         sums: bool = False,
     ) -> None:
         self.pool = pool
-        self.slots = slots
+        self.state_slots = state_slots
         self._sums = sums
-        self._whole_nodes = sums or slots is not None
+        self._whole_nodes = sums or state_slots is not None
         self.block_size = block_size
         self.sliding_window = sliding_window
         self.max_cached_nodes = max_cached_nodes
@@ -226,41 +226,41 @@ class BlockManager:
 
     def has_state(self, node_span: PrefixNodeSpan) -> bool:
         """Whether something can begin at the node's end: the node has its state, or the model has no recurrent layers."""
-        return self.slots is None or node_span.state_slot >= 0
+        return self.state_slots is None or node_span.state_slot >= 0
 
-    def has_slots(self, count: int) -> bool:
+    def has_state_slots(self, count: int) -> bool:
         """Whether `count` state slots are free, or would be if cached nodes were evicted. True for a model without recurrent layers."""
-        return self.slots is None or self.slots.num_free + len(self.cached) >= count
+        return self.state_slots is None or self.state_slots.num_free + len(self.cached) >= count
 
     def advance(self, span: Span, computed: int) -> None:
         """Notes that a forward is launched which computes the span's positions before `computed`. From now on the span's state is in its own slot."""
         span.computed = computed
-        if span.read_slot != span.state_slot:
-            if span.read_slot >= 0 and self.slots is not None:
-                self.slots.release([span.read_slot])
-            span.read_slot = span.state_slot
+        if span.read_state_slot != span.state_slot:
+            if span.read_state_slot >= 0 and self.state_slots is not None:
+                self.state_slots.release([span.read_state_slot])
+            span.read_state_slot = span.state_slot
 
-    def slots_of(self, span: Span) -> list[int]:
+    def state_slots_of(self, span: Span) -> list[int]:
         """The state slots that the span holds."""
-        return [slot for slot in dict.fromkeys((span.state_slot, span.read_slot)) if slot >= 0]
+        return [state_slot for state_slot in dict.fromkeys((span.state_slot, span.read_state_slot)) if state_slot >= 0]
 
-    def _make_slot(self) -> bool:
+    def _make_state_slot(self) -> bool:
         """Makes a state slot free. Returns False if that is impossible.
 
         Evicts cached nodes if need be, then releases the state of a node that nothing begins at any more.
         """
-        assert self.slots is not None
-        while not self.slots.num_free and self.cached:
+        assert self.state_slots is not None
+        while not self.state_slots.num_free and self.cached:
             self.evict(next(iter(self.cached)))
-        if not self.slots.num_free:
+        if not self.state_slots.num_free:
             for node_span in self.live:
-                slot = node_span.state_slot
-                own = node_span.complete and slot >= 0 and self.slots.num_references(slot) == 1
+                state_slot = node_span.state_slot
+                own = node_span.complete and state_slot >= 0 and self.state_slots.num_references(state_slot) == 1
                 if own and not self.windows[node_span.window].begins_at(node_span.node.index):
-                    self.slots.release([slot])
-                    node_span.state_slot = node_span.read_slot = -1
+                    self.state_slots.release([state_slot])
+                    node_span.state_slot = node_span.read_state_slot = -1
                     break
-        return self.slots.num_free > 0
+        return self.state_slots.num_free > 0
 
     # -- tables
 
@@ -302,18 +302,18 @@ class BlockManager:
         self, span: Span, source: PrefixNodeSpan | None, known: int, swapped: SwappedBlocks | None, reserve: int
     ) -> bool:
         """Does what `_open` does. Takes the KV of positions before `known` from `source`, or from host memory if `swapped` is given."""
-        if self.slots is None:
+        if self.state_slots is None:
             return self._fill_table(span, source, known, swapped, reserve)
         before = source.state_slot if source is not None else -1
         if before >= 0:  # held first, so that it is not released to make room
-            self.slots.share([before])
+            self.state_slots.share([before])
         whole = isinstance(span, PrefixNodeSpan) and known == span.end  # nothing has to run: the state is the source's
-        if (whole or self._make_slot()) and self._fill_table(span, source, known, swapped, reserve):
-            span.state_slot = before if whole else self.slots.allocate(1)[0]
-            span.read_slot = before
+        if (whole or self._make_state_slot()) and self._fill_table(span, source, known, swapped, reserve):
+            span.state_slot = before if whole else self.state_slots.allocate(1)[0]
+            span.read_state_slot = before
             return True
         if before >= 0:
-            self.slots.release([before])
+            self.state_slots.release([before])
         return False
 
     def _fill_table(
@@ -372,9 +372,9 @@ class BlockManager:
     def _release(self, span: Span) -> None:
         self.pool.release(span.table[span.dropped :])
         span.table, span.dropped = [], 0
-        if self.slots is not None:
-            self.slots.release(self.slots_of(span))
-            span.state_slot = span.read_slot = -1
+        if self.state_slots is not None:
+            self.state_slots.release(self.state_slots_of(span))
+            span.state_slot = span.read_state_slot = -1
 
     def _make_room(self, blocks: int) -> bool:
         """Evicts cached nodes until so many blocks are free. Returns False if that is not enough."""

@@ -19,10 +19,10 @@ MAX_STEPS = 20_000
 class Rehearsal:
     """A job's scheduler with the sizes that its engine will have. Every completion is as long as it may be."""
 
-    def __init__(self, limits: Limits, block_size: int, num_blocks: int, num_slots: int, policy: Policy) -> None:
-        """`num_slots` is at least two."""
-        self._slots = BlockPool(num_slots)
-        self._blocks = BlockManager(BlockPool(num_blocks), block_size, slots=self._slots)
+    def __init__(self, limits: Limits, block_size: int, num_blocks: int, num_state_slots: int, policy: Policy) -> None:
+        """`num_state_slots` is at least two."""
+        self._state_slots = BlockPool(num_state_slots)
+        self._blocks = BlockManager(BlockPool(num_blocks), block_size, state_slots=self._state_slots)
         self._scheduler = Scheduler(self._blocks, limits, FixedLength, policy)
         self._loop = StepLoop(self._scheduler, NoModel(), ahead=0)
         self._spans = 0
@@ -30,9 +30,9 @@ class Rehearsal:
         self._steps = 0
 
     @property
-    def peak_slots(self) -> int:
+    def peak_state_slots(self) -> int:
         """The most state slots in use at once so far, those of nodes that are kept for later windows included."""
-        return self._slots.peak_used
+        return self._state_slots.peak_used
 
     def run(self, leaves: Sequence[Leaf], plan: PrefixPlan) -> None:
         """Runs a window until the peak cannot rise any more. `leaves` and `plan`: see `Engine.add`."""
@@ -41,11 +41,11 @@ class Rehearsal:
         room = self._blocks.pool.num_blocks
         unfit = [i for i, leaf in enumerate(ordered) if self._blocks.blocks_for(leaf.max_kv_tokens) > room]
         self._spans += len(plan.nodes)
-        possible = min(self._slots.num_blocks, min(scheduler.limits.batch_size, len(ordered)) + self._spans)
-        if self.peak_slots >= possible or self._steps >= MAX_STEPS:
+        possible = min(self._state_slots.num_blocks, min(scheduler.limits.batch_size, len(ordered)) + self._spans)
+        if self.peak_state_slots >= possible or self._steps >= MAX_STEPS:
             return
         scheduler.load(ordered, plan, unfit)
-        while scheduler.unfinished and self.peak_slots < possible and self._steps < MAX_STEPS:
+        while scheduler.unfinished and self.peak_state_slots < possible and self._steps < MAX_STEPS:
             for _ in self._loop.step():
                 pass
             self._steps += 1

@@ -31,7 +31,7 @@ Step = TypeVar("Step")
 
 
 class RunningSet:
-    """At most `batch_size` running sequences, each in a slot of its own, and the spans whose prompts are being run."""
+    """At most `batch_size` running sequences, each with its own index in the sampler, and the spans whose prompts are being run."""
 
     def __init__(self, block_manager: BlockManager, batch_size: int) -> None:
         self.block_manager = block_manager
@@ -41,19 +41,19 @@ class RunningSet:
         self.prefilling: dict[Span, None] = {}
         self.unfinished = 0  # leaves that have something to run
         self.held_tokens = 0  # what the running sequences would hold without sharing
-        self._slots = list(range(batch_size))
-        self._freed_slots: list[int] = []
+        self._free_sampler_indices = list(range(batch_size))
+        self._freed_sampler_indices: list[int] = []
         self._ended: list[GenerationSequence] = []
 
     @property
     def full(self) -> bool:
-        """Whether no slot is free."""
-        return not self._slots
+        """Whether no further sequence may start."""
+        return not self._free_sampler_indices
 
     @property
-    def num_free_slots(self) -> int:
+    def num_startable(self) -> int:
         """Number of sequences that may still start."""
-        return len(self._slots)
+        return len(self._free_sampler_indices)
 
     @property
     def computes_a_node(self) -> bool:
@@ -64,8 +64,8 @@ class RunningSet:
         return self.block_manager.windows[span.window]
 
     def start(self, seq: GenerationSequence) -> None:
-        """Gives a slot to a sequence that has its blocks."""
-        seq.slot = heapq.heappop(self._slots)
+        """Starts a sequence that has its blocks."""
+        seq.sampler_index = heapq.heappop(self._free_sampler_indices)
         self.running[seq] = None
         self.held_tokens += seq.end
         # A prompt that ends at a node has nothing to run: its first token is sampled from logits that the node keeps.
@@ -119,9 +119,9 @@ class RunningSet:
 
     def take_freed(self) -> Freed:
         """Returns what was freed since the last call."""
-        freed = Freed(tuple(self._ended), tuple(self._freed_slots), self.block_manager.take_freed_nodes())
+        freed = Freed(tuple(self._ended), tuple(self._freed_sampler_indices), self.block_manager.take_freed_nodes())
         self._ended.clear()
-        self._freed_slots.clear()
+        self._freed_sampler_indices.clear()
         return freed
 
     def abandon(self) -> None:
@@ -173,10 +173,10 @@ class RunningSet:
     def _stop(self, seq: GenerationSequence, state: State) -> None:
         self.prefilling.pop(seq, None)
         del self.running[seq]
-        heapq.heappush(self._slots, seq.slot)
+        heapq.heappush(self._free_sampler_indices, seq.sampler_index)
         if not seq.scoring:
-            self._freed_slots.append(seq.slot)
-        seq.slot = -1
+            self._freed_sampler_indices.append(seq.sampler_index)
+        seq.sampler_index = -1
         self.held_tokens -= seq.end
         self.block_manager.close(seq)
         seq.become(state)
@@ -261,7 +261,7 @@ class Admission:
             ahead = blocks.blocks_for(w.leaves[node.first].max_kv_tokens) - blocks.blocks_for(node.end)
             reserve = max(2 * ahead, self._margin)
             # While other nodes are computed it needs free state slots: what follows each node takes as many as the tree is deep.
-            if self._running.computes_a_node and not blocks.has_slots(1 + self._running.num_free_slots + w.depth):
+            if self._running.computes_a_node and not blocks.has_state_slots(1 + self._running.num_startable + w.depth):
                 return None
         node_span = blocks.open_node(w, n, reserve)
         if node_span is not None:

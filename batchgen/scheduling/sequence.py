@@ -28,7 +28,7 @@ class State(Enum):
     DECODING = "decoding"
     PREEMPTED = "preempted"
     FINISHING = "finishing"
-    """All of its tokens are sampled or scored on the device. It holds no blocks and no slot any more; its last numbers are in flight."""
+    """All of its tokens are sampled or scored on the device. It holds no blocks, state slot or sampler index any more; its last numbers are in flight."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -106,9 +106,9 @@ class Span:
     dropped: int = 0
     """Number of blocks at the beginning of the table that lie behind every sliding window and were released."""
     state_slot: int = -1
-    """Slot of the state of the recurrent layers after `computed` tokens; -1 without such layers."""
-    read_slot: int = -1
-    """Slot that the next forward reads the state from. Before the first forward it is the slot of the node that the span follows,
+    """State slot for the recurrent layers after `computed` tokens; -1 without such layers."""
+    read_state_slot: int = -1
+    """State slot that the next forward reads. Before the first forward it is that of the node that the span follows,
     which the span holds too until then; afterwards its own. -1 at the beginning of a text."""
     scores: dict[tuple[int, int], TokenScore] = field(default_factory=dict)
     """By (position, next token), where texts are scored."""
@@ -230,8 +230,8 @@ class GenerationSequence(Span):
     num_pending_tokens: int = 0
     """Number of tokens sampled after those, which only the device knows yet."""
     state: State = State.WAITING
-    slot: int = -1
-    """Its row in the sampler while it runs."""
+    sampler_index: int = -1
+    """The row of its parameters in the sampler's tables while it runs; -1 otherwise."""
     last_step: int = 0
     """The last step that it decoded in."""
     logprobs: list[Any] = field(default_factory=list)

@@ -29,24 +29,28 @@ class MemoryShare:
 
     room: int
     block: int
-    slot: int
+    state_slot: int
 
-    def slots(self, batch_size: int) -> int:
+    def state_slots(self, batch_size: int) -> int:
         """Returns the number of state slots for so many running sequences."""
         wanted = batch_size + SNAPSHOTS
-        return min(wanted, int(self.room * (STATE_SHARE if self.block else 1)) // self.slot) if self.slot else wanted
+        return (
+            min(wanted, int(self.room * (STATE_SHARE if self.block else 1)) // self.state_slot)
+            if self.state_slot
+            else wanted
+        )
 
-    def blocks(self, num_slots: int) -> int:
-        """Returns the number of blocks that fit beside the slots."""
-        return max(0, self.room - num_slots * self.slot) // self.block if self.block else MAX_BLOCKS
+    def blocks(self, num_state_slots: int) -> int:
+        """Returns the number of blocks that fit beside the state slots."""
+        return max(0, self.room - num_state_slots * self.state_slot) // self.block if self.block else MAX_BLOCKS
 
 
-def sufficient_memory(kv: int, slot: int, batch_size: int) -> int:
+def sufficient_memory(kv: int, state_slot: int, batch_size: int) -> int:
     """Returns an amount of memory that `MemoryShare` divides so that KV of `kv` bytes fits beside the state slots, of which there are at least two."""
-    if not slot:
+    if not state_slot:
         return kv
-    slots = min(kv, (batch_size + SNAPSHOTS) * slot)  # half of the memory, or all that a full batch needs
-    return max(kv + slots, int(2 * slot / (STATE_SHARE if kv else 1)))
+    state_slots = min(kv, (batch_size + SNAPSHOTS) * state_slot)  # half of the memory, or all that a full batch needs
+    return max(kv + state_slots, int(2 * state_slot / (STATE_SHARE if kv else 1)))
 
 
 def memory_option(count: int) -> str:

@@ -27,23 +27,23 @@ class StateShape:
 
 
 class StateCache:
-    """The states of `num_slots` slots in every recurrent layer, and of one more slot that stays zero, which sequences begin with."""
+    """The states of `num_state_slots` slots in every recurrent layer, and of one more slot that stays zero, which sequences begin with."""
 
-    def __init__(self, layers: dict[int, StateShape], num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: dict[int, StateShape], num_state_slots: int, dtype: torch.dtype) -> None:
         """Keeps inputs of convolutions in `dtype` and recurrent states in float32."""
-        self.num_slots = num_slots
+        self.num_state_slots = num_state_slots
         self.convolution: dict[int, torch.Tensor] = {}
-        """By layer: [num_slots + 1, taps, channels]."""
+        """By layer: [num_state_slots + 1, taps, channels]."""
         self.recurrent: dict[int, torch.Tensor] = {}
-        """By layer: float32 [num_slots + 1, *shape]."""
+        """By layer: float32 [num_state_slots + 1, *shape]."""
         for i, shape in layers.items():
             if shape.taps:
-                self.convolution[i] = zeros((num_slots + 1, shape.taps, shape.channels), dtype, shape.device)
+                self.convolution[i] = zeros((num_state_slots + 1, shape.taps, shape.channels), dtype, shape.device)
             if shape.recurrent:
-                self.recurrent[i] = zeros((num_slots + 1, *shape.recurrent), torch.float32, shape.device)
+                self.recurrent[i] = zeros((num_state_slots + 1, *shape.recurrent), torch.float32, shape.device)
 
 
-def bytes_per_slot(layers: dict[int, StateShape], dtype: torch.dtype, device: torch.device | None = None) -> int:
+def bytes_per_state_slot(layers: dict[int, StateShape], dtype: torch.dtype, device: torch.device | None = None) -> int:
     """Returns the bytes of one slot's state in all layers, or in the layers on `device`."""
     here = [s for s in layers.values() if device is None or s.device == device]
     return sum(s.taps * s.channels * dtype.itemsize + (4 * math.prod(s.recurrent) if s.recurrent else 0) for s in here)

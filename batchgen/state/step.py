@@ -44,7 +44,7 @@ class StateStep:
         self._kernels = kernels
         lengths = np.array([s.length for s in spans], dtype=np.int64)
         starts = np.cumsum(lengths) - lengths
-        read = np.array([s.read if s.read >= 0 else cache.num_slots for s in spans], dtype=np.int64)
+        read = np.array([s.read if s.read >= 0 else cache.num_state_slots for s in spans], dtype=np.int64)
         write = np.array([s.write for s in spans], dtype=np.int64)
         generated = np.array([s.generated for s in spans], dtype=np.int64)
         # Distance of each token from the end of its span, from 1. A token is generated if it is not farther than the number of those.

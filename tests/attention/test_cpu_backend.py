@@ -30,12 +30,12 @@ def kernels():
         pytest.skip(e.message)
 
 
-def written(kernels, keys, values, slots, block_size):
-    """A packed pool with these keys and values [K, N, size] at these slots, and NaN nowhere."""
+def written(kernels, keys, values, kv_indices, block_size):
+    """A packed pool with these keys and values [K, N, size] at these KV indices, and NaN nowhere."""
     K, count, D = keys.shape
     cache = KVCache(storage({0: LayerShape(K, D, values.shape[2])}, keys.dtype), BLOCKS, block_size, keys.dtype)
-    at = np.array(slots, dtype=np.int32)
-    plan = _Plan(num_tokens=count, block_size=block_size, slots=at.ctypes.data, tile=1)
+    at = np.array(kv_indices, dtype=np.int32)
+    plan = _Plan(num_tokens=count, block_size=block_size, kv_indices=at.ctypes.data, tile=1)
     what = _Layer(
         heads=K, kv_heads=K, size=D, v_size=values.shape[2], num_blocks=BLOCKS,
         k_head=keys.stride(0), k_token=keys.stride(1), v_head=values.stride(0), v_token=values.stride(1),
@@ -48,15 +48,17 @@ def written(kernels, keys, values, slots, block_size):
 
 def compare(kernels, spans, block_size, *, K=2, G=2, D=8, V=8, dtype=torch.float32, seed=0, sinks=False, **options):
     generator = torch.Generator().manual_seed(seed)
-    slots = sorted({w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.stop)})
+    kv_indices = sorted(
+        {w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.stop)}
+    )
     keys, values = torch.zeros(K, BLOCKS * block_size, D), torch.zeros(K, BLOCKS * block_size, V)
-    keys[:, slots] = torch.randn((K, len(slots), D), generator=generator)
-    values[:, slots] = torch.randn((K, len(slots), V), generator=generator)
+    keys[:, kv_indices] = torch.randn((K, len(kv_indices), D), generator=generator)
+    values[:, kv_indices] = torch.randn((K, len(kv_indices), V), generator=generator)
     keys, values = keys.to(dtype), values.to(dtype)
     if sinks:
         options["sinks"] = torch.randn(K * G, generator=generator)
     layer = LayerOptions(**({"scale": 0.3} | options))
-    cache = written(kernels, keys[:, slots], values[:, slots], slots, block_size)
+    cache = written(kernels, keys[:, kv_indices], values[:, kv_indices], kv_indices, block_size)
     attention = PackedAttention(kernels, spans, cache)
     own = torch.tensor(
         [w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.start, w.stop)]

@@ -27,7 +27,7 @@ def test_the_pool_begins_as_zeros():
     assert not cache_of(dtype=torch.float16).keys[0].any()
 
 
-def test_tokens_are_written_to_their_slots_and_nowhere_else():
+def test_tokens_are_written_to_their_places_and_nowhere_else():
     cache = cache_of(2, 2, {0: LayerShape(2, 1, 1), 1: LayerShape(1, 1, 1)})
     keys = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
     cache.write(0, torch.tensor([3, 0]), keys, -keys)

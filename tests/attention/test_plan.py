@@ -35,7 +35,7 @@ def test_tokens_go_to_their_places_in_the_block_table():
     plan = plan_attention(spans, 4)
     assert (plan.num_tokens, plan.block_size) == (7, 4)
     assert plan.positions.tolist() == [3, 4, 5, 6, 7, 8, 5]
-    assert plan.slots.tolist() == [31, 12, 13, 14, 15, 20, 9]
+    assert plan.kv_indices.tolist() == [31, 12, 13, 14, 15, 20, 9]
 
 
 def test_a_node_is_one_shared_part_of_all_below_it():

@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 GARBAGE = 1e4
 
 
-def pool_of(plan, spans, slots, K, D, V, block_size, dtype, generator):
+def pool_of(plan, spans, size, K, D, V, block_size, dtype, generator):
     """Random KV where these works look, and large garbage everywhere else."""
-    keys, values = torch.full((K, slots, D), GARBAGE), torch.full((K, slots, V), GARBAGE)
+    keys, values = torch.full((K, size, D), GARBAGE), torch.full((K, size, V), GARBAGE)
     used = {w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.stop)}
     at = torch.tensor(sorted(used))
     keys[:, at] = torch.randn((K, len(at), D), generator=generator)
@@ -200,8 +200,8 @@ def shared_step(n, blocks, block_size):
         positions=np.full(n, blocks * block_size),
     )  # fmt: skip
     positions = np.full(n, blocks * block_size)
-    slots = np.arange(blocks, blocks + n) * block_size
-    return AttentionPlan(n, positions, slots, (SharedPart(0, blocks, 0, n, 0),), paged, (), block_size)
+    kv_indices = np.arange(blocks, blocks + n) * block_size
+    return AttentionPlan(n, positions, kv_indices, (SharedPart(0, blocks, 0, n, 0),), paged, (), block_size)
 
 
 @pytest.mark.parametrize("window", [None, 3000])
@@ -289,7 +289,7 @@ def test_a_step_writes_its_kv_before_it_attends():
         q, kv = torch.randn(2, plan.num_tokens, 4), torch.randn(1, plan.num_tokens, 4)
         out = attention(0, q, kv, kv, LayerOptions(0.5))
         assert out.shape == (plan.num_tokens, 2, 4)
-        assert torch.equal(cache.keys[0][:, torch.from_numpy(plan.slots)], kv)
+        assert torch.equal(cache.keys[0][:, torch.from_numpy(plan.kv_indices)], kv)
         want = Reference(step.spans, 4).attend(
             q.view(1, 2, -1, 4).transpose(1, 2), cache.keys[0], cache.values[0], LayerOptions(0.5)
         )

@@ -43,7 +43,7 @@ FINE = Tuning(shared_reads=1, wide_min_keys=1, narrow_min_keys=1, item_keys=0)
 """Reads are split and shared as finely as can be."""
 
 
-def slot(scheduled, position, block_size):
+def kv_index(scheduled, position, block_size):
     return scheduled.span.table[position // block_size] * block_size + position % block_size
 
 
@@ -74,8 +74,8 @@ def compare(
     """What `DeviceAttention` gives is the reference; what nobody may see is NaN, or large."""
     generator = torch.Generator().manual_seed(seed)
     cache = KVCache({0: LayerShape(K, D, V, device)}, BLOCKS, block_size, dtype)
-    before = torch.tensor(sorted({slot(w, p, block_size) for w in spans for p in range(w.stop)}))
-    own = torch.tensor([slot(w, p, block_size) for w in spans for p in range(w.start, w.stop)])
+    before = torch.tensor(sorted({kv_index(w, p, block_size) for w in spans for p in range(w.stop)}))
+    own = torch.tensor([kv_index(w, p, block_size) for w in spans for p in range(w.start, w.stop)])
     keys = torch.full((K, BLOCKS * block_size, D), float("nan"))
     values = torch.full((K, BLOCKS * block_size, V), GARBAGE)
     keys[:, before] = torch.randn((K, len(before), D), generator=generator)
@@ -272,8 +272,10 @@ def test_a_plan_lies_at_the_same_addresses_in_every_step(device):
         want = [p for w in spans for p in range(w.start, w.stop)]
         assert attention.positions_host.tolist() == want
         assert positions.tolist() == want + [0] * (64 - len(want))
-        slots = attention._plan[attention._lists - 64 : attention._lists].tolist()
-        assert slots == [slot(w, p, 16) for w in spans for p in range(w.start, w.stop)] + [-1] * (64 - len(want))
+        kv_indices = attention._plan[attention._lists - 64 : attention._lists].tolist()
+        assert kv_indices == [kv_index(w, p, 16) for w in spans for p in range(w.start, w.stop)] + [-1] * (
+            64 - len(want)
+        )
         assert (attention._plan.data_ptr(), attention.positions.data_ptr()) == at
     assert attention.generation == 0
 

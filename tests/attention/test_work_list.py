@@ -55,10 +55,10 @@ def check(spans, block_size, lists, window=None):
     reads, results = [[] for _ in range(T)], [[] for _ in range(T)]
     for item in np.concatenate([lists.wide, lists.narrow]).tolist():
         n = np.arange(item[NUM_KEYS])
-        slots = lists.blocks[item[BLOCK_TABLE] + n // block_size] * block_size + n % block_size
+        kv_indices = lists.blocks[item[BLOCK_TABLE] + n // block_size] * block_size + n % block_size
         for j in range(item[Q_COUNT]):
             query, visible = item[Q_START] + j, max(0, item[FIRST_VISIBLE] + j)
-            reads[query] += zip((item[POSITION] + n[:visible]).tolist(), slots[:visible].tolist(), strict=True)
+            reads[query] += zip((item[POSITION] + n[:visible]).tolist(), kv_indices[:visible].tolist(), strict=True)
             results[query].append(item[PARTIAL] + j if item[PARTIAL] >= 0 else None)
     rows = []
     for t in range(T):

@@ -122,8 +122,8 @@ class Told:
 @contextmanager
 def guarded(monkeypatch, engine):
     """The steps of this engine, on a device without values."""
-    module, slots, penalties = engine.runner.model.module, engine.sampler._slots, engine.sampler._penalties
-    tensors = [slots.last, slots._table, penalties._seen.rows, penalties._counts.rows]
+    module, params, penalties = engine.runner.model.module, engine.sampler._batch_params, engine.sampler._penalties
+    tensors = [params.last, params._table, penalties._seen.rows, penalties._counts.rows]
     copies = Copies([*module.parameters(), *module.buffers(), *tensors])
     staged = transfer.staged
     monkeypatch.setattr(transfer, "staged", lambda values, device: copies.pin(staged(values, device)))
@@ -209,13 +209,13 @@ def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
 
 
 def test_a_step_takes_few_copies_to_the_device(monkeypatch):
-    """Of tokens and positions; of slots and uniform numbers; no more where all rows are alike. A step of decoding alone needs no wanted places."""
+    """Of tokens and positions; of sampler indices and uniform numbers; no more where all rows are alike. A step of decoding alone needs no wanted places."""
     engine = engine_without_values(monkeypatch)
     requests = requests_of([[i] for i in range(20)], [12] * 20, temperature=1.0, top_k=9, ignore_eos=True)
     with guarded(monkeypatch, engine) as copies:
         run(engine, requests)
     assert engine.stats.steps == 12
-    # Tokens that are on the device already: their places and slots. When they begin, the slots' parameters.
+    # Tokens that are on the device already: their places and sampler indices. When they begin, their parameters.
     assert copies.count == 12 * (2 + 1) + 11 * 2 + 1
 
 

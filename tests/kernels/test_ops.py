@@ -239,9 +239,13 @@ def test_the_sampler_takes_the_tokens_that_it_takes_without_kernels(dtype, threa
     took = []
     for own_kernels in (True, False):
         sampler = Sampler(300, torch.device("cpu"), own_kernels=own_kernels)
-        for slot in range(40):
-            params = warm if slot < 10 else SamplingParams(temperature=0, repetition_penalty=1 + slot // 30)
-            sampler.add(slot, params, slot.to_bytes(16, "little"), PROMPT)
+        for sampler_index in range(40):
+            params = (
+                warm
+                if sampler_index < 10
+                else SamplingParams(temperature=0, repetition_penalty=1 + sampler_index // 30)
+            )
+            sampler.add(sampler_index, params, sampler_index.to_bytes(16, "little"), PROMPT)
         took.append([sampler.sample(logits, range(40), [position] * 40) for position in range(3)])
     assert all(a == b for a, b in zip(*took, strict=True))
     assert [row.valid[7] for row in took[0]] == [False] * 3

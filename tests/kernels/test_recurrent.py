@@ -116,8 +116,8 @@ def test_a_convolution_is_that_of_torch_and_the_same_however_it_is_cut(dtype, ta
     weight, bias = numbers(channels, taps + 1, dtype=dtype, seed=1), numbers(channels, dtype=dtype, seed=2)
     before = numbers(len(lengths), taps, channels, dtype=dtype, seed=3)
 
-    def run(states, starts, sizes, slots):
-        places = [torch.tensor(of) for of in (starts, sizes, slots, slots)]
+    def run(states, starts, sizes, state_slots):
+        places = [torch.tensor(of) for of in (starts, sizes, state_slots, state_slots)]
         return recurrent.convolve(x, weight.t().contiguous(), bias, activation, states, *places)
 
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -151,9 +151,9 @@ def test_a_rule_is_that_of_torch_and_the_same_however_it_is_cut(dtype, rule, len
     rates, skip = -numbers(heads, seed=5).abs(), numbers(heads, seed=7)
     before = numbers(len(lengths), heads, rows, columns, seed=6)
 
-    def run(states, starts, sizes, slots):
+    def run(states, starts, sizes, state_slots):
         decay = (rates * strength).exp()
-        places = [torch.tensor(of) for of in (starts, sizes, slots, slots)]
+        places = [torch.tensor(of) for of in (starts, sizes, state_slots, state_slots)]
         if rule == "mamba2":
             return recurrent.mamba2(v, strength, decay, k, q, skip, states, *places)
         return recurrent.delta_rule(q, k, v, decay, strength, 0.5, True, states, *places)

@@ -112,7 +112,7 @@ def test_compiled_code_writes_the_same_and_does_not_copy_the_pool(monkeypatch):
     got, code = run_and_get_code(run, engine, requests)
     assert texts(got) == want
     assert engine.notes == []
-    slots = engine.runner.cache.keys[0].shape[1]
-    made = [line for line in code[0].splitlines() if "empty_strided" in line and str(slots) in line]
+    pool_tokens = engine.runner.cache.keys[0].shape[1]
+    made = [line for line in code[0].splitlines() if "empty_strided" in line and str(pool_tokens) in line]
     assert "batchgen_tests.attend" in code[0]
     assert made == []

@@ -87,24 +87,24 @@ def test_memory_without_room_for_a_block_is_refused():
     assert sizes(kv_memory="128KiB").num_blocks == 1
 
 
-# 64 KiB of state a slot.
+# 64 KiB of state for each state slot.
 STATES = {2: StateShape(0, 1, (4, 64, 64))}
 
 
 def test_state_slots_are_for_a_full_batch_and_32_nodes_and_blocks_get_what_they_leave():
     got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="16MiB", batch_size=8)
-    assert (got.num_slots, got.bytes_per_slot) == (40, 64 * 1024)
+    assert (got.num_state_slots, got.bytes_per_state_slot) == (40, 64 * 1024)
     assert got.num_blocks == (16 * 1024 - 40 * 64) // 128
 
 
 def test_state_slots_take_half_of_little_memory():
     got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", batch_size=8)
-    assert (got.num_slots, got.num_blocks) == (8, 4)
+    assert (got.num_state_slots, got.num_blocks) == (8, 4)
 
 
 def test_without_attention_all_memory_is_for_state_slots_and_blocks_cost_nothing():
     got = sizes(100, model_with({}, states=STATES), kv_memory="1MiB", batch_size=100)
-    assert (got.num_slots, got.bytes_per_token) == (16, 0)
+    assert (got.num_state_slots, got.bytes_per_token) == (16, 0)
     assert got.num_blocks == 2 * 100 * 4
 
 

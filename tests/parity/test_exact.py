@@ -66,11 +66,11 @@ class Outcome:
     def watch(self, engine: Engine) -> None:
         sample = engine.sampler.sample
 
-        def noted(logits: torch.Tensor, slots: Any, positions: Any, mask: Any = None) -> Any:
-            records = engine.sampler._slots.of(slots)
+        def noted(logits: torch.Tensor, sampler_indices: Any, positions: Any, mask: Any = None) -> Any:
+            records = engine.sampler._batch_params.of(sampler_indices)
             for row, record, position in zip(logits, records, positions, strict=True):
                 self.logits[record["key"].tobytes(), int(record["choice"]), int(position)] = row.clone()
-            return sample(logits, slots, positions, mask)
+            return sample(logits, sampler_indices, positions, mask)
 
         engine.sampler.sample = noted  # type: ignore[method-assign]
 

@@ -118,9 +118,9 @@ def test_output_does_not_change_when_memory_is_short(
     )
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
-    assert engine.block_manager.slots.peak_used <= engine.sizes.num_slots
+    assert engine.block_manager.state_slots.peak_used <= engine.sizes.num_state_slots
     engine.block_manager.evict_all()
-    assert engine.block_manager.slots.num_used == engine.block_manager.pool.num_used == 0
+    assert engine.block_manager.state_slots.num_used == engine.block_manager.pool.num_used == 0
 
 
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, RECURRENT_SHAPES))
@@ -148,15 +148,19 @@ def test_states_are_never_more_than_the_tree_is_deep_and_sequences_run(batch_siz
     expected = [generate(reference_model("mamba2"), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     model = packed_model("mamba2")  # whose memory is for states alone
     slots = DEPTH + batch_size
-    engine = engine_for(model, batch_size=batch_size, kv_memory=f"{slots * engine_for(model).sizes.bytes_per_slot}B")
-    assert engine.sizes.num_slots == slots
+    engine = engine_for(
+        model, batch_size=batch_size, kv_memory=f"{slots * engine_for(model).sizes.bytes_per_state_slot}B"
+    )
+    assert engine.sizes.num_state_slots == slots
     plan = plan_prefixes([leaf.tokens for leaf in leaves_of(make_requests(PROMPTS, LENGTHS))], 32)
     assert max(node.depth for node in plan.nodes) + 1 == DEPTH
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
     assert engine.stats.prefill_tokens == TRIE
-    assert engine.block_manager.slots.peak_used <= slots
-    assert engine.stats.state_bytes_peak == engine.block_manager.slots.peak_used * engine.sizes.bytes_per_slot
+    assert engine.block_manager.state_slots.peak_used <= slots
+    assert (
+        engine.stats.state_bytes_peak == engine.block_manager.state_slots.peak_used * engine.sizes.bytes_per_state_slot
+    )
 
 
 @each_family
@@ -200,7 +204,7 @@ def test_steps_that_run_out_of_memory_and_leave_states_behind_are_made_smaller(
     assert max(sizes[9:]) <= engine.scheduler.limits.max_batch_tokens <= 50
     assert engine.runner.max_forward_tokens == engine.scheduler.limits.max_batch_tokens
     engine.block_manager.evict_all()
-    assert engine.block_manager.slots.num_used == engine.block_manager.pool.num_used == 0
+    assert engine.block_manager.state_slots.num_used == engine.block_manager.pool.num_used == 0
 
 
 @pytest.mark.parametrize(

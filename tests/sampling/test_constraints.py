@@ -118,8 +118,8 @@ def bits(mask: torch.Tensor, vocab_size: int) -> Any:
     return np.unpackbits(words, axis=1, bitorder="little")[:, :vocab_size].astype(bool)
 
 
-def allowed(constraints: Constraints, slot: int, vocab_size: int) -> set[int]:
-    mask = constraints.mask([slot])
+def allowed(constraints: Constraints, name: int, vocab_size: int) -> set[int]:
+    mask = constraints.mask([name])
     assert mask is not None
     return set(np.flatnonzero(bits(mask, vocab_size)[0]).tolist())
 
@@ -142,26 +142,26 @@ def complete(
         [3.0 if i in eos or set(p) & set(b'"}],.') else 0.0 for i, p in enumerate(token_bytes(tokenizer, size))]
     )
     done: dict[int, tuple[list[int], str]] = {}
-    drawn: dict[int, list[int]] = {slot: [] for slot in range(len(rows))}
-    for slot, params in enumerate(rows):
-        constraints.add(slot, params)
+    drawn: dict[int, list[int]] = {name: [] for name in range(len(rows))}
+    for name, params in enumerate(rows):
+        constraints.add(name, params)
     while drawn:
-        slots = list(drawn)
-        constraints.start(slots)
-        logits = torch.randn(len(slots), size, generator=random) * 2 + liking
-        mask = constraints.mask(slots)
+        names = list(drawn)
+        constraints.start(names)
+        logits = torch.randn(len(names), size, generator=random) * 2 + liking
+        mask = constraints.mask(names)
         if mask is not None:
             logits = logits.masked_fill(~torch.from_numpy(bits(mask, size)), -torch.inf)
         assert torch.isfinite(logits.amax(dim=1)).all()
         tokens = torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0] if sampled else logits.argmax(dim=1)
-        for slot, token in zip(slots, tokens.tolist(), strict=True):
-            whole = constraints.accept(slot, token)
+        for name, token in zip(names, tokens.tolist(), strict=True):
+            whole = constraints.accept(name, token)
             if token not in eos:
-                drawn[slot].append(token)
-            if whole or token in eos or len(drawn[slot]) == max_tokens:
-                done[slot] = drawn.pop(slot), "stop" if whole or token in eos else "length"
-                constraints.remove(slot)
-    return [done[slot] for slot in range(len(rows))]
+                drawn[name].append(token)
+            if whole or token in eos or len(drawn[name]) == max_tokens:
+                done[name] = drawn.pop(name), "stop" if whole or token in eos else "length"
+                constraints.remove(name)
+    return [done[name] for name in range(len(rows))]
 
 
 def text_of(tokenizer: Any, tokens: list[int]) -> str:
@@ -234,8 +234,8 @@ def test_a_row_of_a_mixed_batch_has_the_mask_that_it_has_alone(byte_level: Any) 
     size = len(byte_level)
     rows = [regex("[a-c]+x"), SamplingParams(), schema(SCHEMA), regex("yes|no"), SamplingParams(), regex("[a-c]+x")]
     constraints = constraints_of(byte_level)
-    for slot, params in enumerate(rows):
-        constraints.add(slot, params)
+    for name, params in enumerate(rows):
+        constraints.add(name, params)
     constraints.accept(0, byte_level.convert_tokens_to_ids("a"))
     constraints.start([5, 4, 3, 2, 1, 0])
     mask = constraints.mask([5, 4, 3, 2, 1, 0])
@@ -244,9 +244,9 @@ def test_a_row_of_a_mixed_batch_has_the_mask_that_it_has_alone(byte_level: Any) 
     assert mask.shape == (6, -(-size // 32))
     rows_of_bits = bits(mask, size)
     assert rows_of_bits[[1, 4]].all()
-    for at, slot in ((0, 5), (2, 3), (3, 2), (5, 0)):
+    for at, name in ((0, 5), (2, 3), (3, 2), (5, 0)):
         alone = constraints_of(byte_level)
-        alone.add(7, rows[slot], [byte_level.convert_tokens_to_ids("a")] if slot == 0 else [])
+        alone.add(7, rows[name], [byte_level.convert_tokens_to_ids("a")] if name == 0 else [])
         assert set(np.flatnonzero(rows_of_bits[at])) == allowed(alone, 7, size)
 
 
@@ -358,9 +358,9 @@ def test_a_grammar_that_cannot_be_used_fails_its_row_alone(byte_level: Any) -> N
 def test_a_dead_end_fails_its_row_alone(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = Constraints(byte_level, size, (byte_level.eos_token_id, id_of("q")))
-    for slot, pattern in enumerate(("aq", "ab")):  # q ends a text, so it cannot be inside one
-        constraints.add(slot, regex(pattern))
-        constraints.accept(slot, id_of("a"))
+    for name, pattern in enumerate(("aq", "ab")):  # q ends a text, so it cannot be inside one
+        constraints.add(name, regex(pattern))
+        constraints.accept(name, id_of("a"))
     mask = constraints.mask([0, 1])
     assert mask is not None
     assert set(np.flatnonzero(~bits(mask, size)[0])) == {byte_level.eos_token_id, id_of("q")}

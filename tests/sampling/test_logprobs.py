@@ -20,8 +20,8 @@ def random_logits(rows, dtype=torch.float32):
 
 def sampler_of(*params):
     sampler = Sampler(V, torch.device("cpu"))
-    for slot, p in enumerate(params):
-        sampler.add(slot, p, slot.to_bytes(16, "little"), PROMPT)
+    for sampler_index, p in enumerate(params):
+        sampler.add(sampler_index, p, sampler_index.to_bytes(16, "little"), PROMPT)
     return sampler
 
 

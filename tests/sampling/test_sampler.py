@@ -44,7 +44,7 @@ def random_logits(rows: int, vocabulary: int = V, seed: int = 0, dtype=torch.flo
 
 
 def sampler_of(*params: SamplingParams, vocabulary: int = V, prompt=PROMPT, generated=(), **options) -> Sampler:
-    """Sequence i in slot i, with key i."""
+    """Sequence i at sampler index i, with key i."""
     sampler = Sampler(vocabulary, CPU, **options)
     for i, p in enumerate(params):
         sampler.add(i, p, key(i), prompt, generated)
@@ -267,18 +267,18 @@ def test_a_uniform_that_rounds_to_one_does_not_draw_a_token_without_probability(
     assert tokens.tolist() == [1, 2]
 
 
-def test_the_same_row_draws_the_same_tokens_in_any_batch_and_slot():
+def test_the_same_row_draws_the_same_tokens_in_any_batch_and_place():
     params = [ALL, SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams()] * 3
     steps = [random_logits(len(params), seed=s) for s in range(6)]
 
-    def tokens(order: list[int], slots: list[int], groups: int) -> dict[int, list[int]]:
+    def tokens(order: list[int], sampler_indices: list[int], groups: int) -> dict[int, list[int]]:
         sampler, drawn = Sampler(V, CPU), {i: [] for i in order}
-        for i, slot in zip(order, slots, strict=True):
-            sampler.add(slot, params[i], key(i), PROMPT)
+        for i, sampler_index in zip(order, sampler_indices, strict=True):
+            sampler.add(sampler_index, params[i], key(i), PROMPT)
         for step, logits in enumerate(steps):
             for at in range(0, len(order), groups):
                 some = order[at : at + groups]
-                got = sampler.sample(logits[some], slots[at : at + groups], [step] * len(some))
+                got = sampler.sample(logits[some], sampler_indices[at : at + groups], [step] * len(some))
                 for i, token in zip(some, got.tokens, strict=True):
                     drawn[i].append(token)
         return drawn
@@ -364,7 +364,7 @@ def test_a_sequence_that_comes_back_with_its_tokens_goes_on_as_if_it_had_never_l
         assert restored.sample(logits, [3], [step]) == token
 
 
-def test_a_slot_taken_again_has_nothing_of_the_sequence_before():
+def test_an_index_taken_again_has_nothing_of_the_sequence_before():
     sampler = sampler_of(ALL, ALL)
     for step in range(4):
         sampler.sample(random_logits(2), [0, 1], [step, step])
@@ -413,11 +413,11 @@ def test_sequences_added_under_inference_mode_can_be_sampled_outside_it():
 
 def test_misuse_is_refused_in_words():
     sampler = sampler_of(ALL)
-    with pytest.raises(ValueError, match=r"^slot 0 is in use$"):
+    with pytest.raises(ValueError, match=r"^sampler index 0 is in use$"):
         sampler.add(0, ALL, key(0), PROMPT)
-    with pytest.raises(ValueError, match=r"^slot 5 is not in use$"):
+    with pytest.raises(ValueError, match=r"^sampler index 5 is not in use$"):
         sampler.remove(5)
-    with pytest.raises(ValueError, match=r"^slots \[7\] are not in use$"):
+    with pytest.raises(ValueError, match=r"^sampler indices \[7\] are not in use$"):
         sampler.sample(random_logits(2), [0, 7], [0, 0])
     with pytest.raises(ValueError, match=r"^logits are \(1, 32\), not \(1, 64\)$"):
         sampler.sample(random_logits(1, 32), [0], [0])
@@ -433,17 +433,23 @@ def test_a_top_k_of_the_whole_vocabulary_is_none_beside_rows_that_have_none():
 
 
 def test_draws_by_the_table_on_the_device_are_those_by_the_records_of_the_host():
-    """With sequences that come and go in the slots, in steps of some of them."""
+    """With sequences that come and go, in steps of some of them."""
     params = [ALL, SamplingParams(), SamplingParams(temperature=1.3, logprobs=2), *COMBINATIONS[::5]]
     count = len(params)
-    samplers = [Sampler(V, CPU, slots=3) for _ in range(2)]
-    samplers[1]._slots._tabled = True
+    samplers = [Sampler(V, CPU, capacity=3) for _ in range(2)]
+    samplers[1]._batch_params._tabled = True
     drawn = [[], []]
     for sampler, found in zip(samplers, drawn, strict=True):
         for i, p in enumerate(params):
             sampler.add(i, p, key(i), PROMPT, [i])
-        for step, slots in enumerate((range(count), range(0, count, 3), range(count - 1, -1, -2), range(count))):
-            found.append(sampler.sample(random_logits(len(slots), seed=step), slots, [step] * len(slots)))
+        for step, sampler_indices in enumerate(
+            (range(count), range(0, count, 3), range(count - 1, -1, -2), range(count))
+        ):
+            found.append(
+                sampler.sample(
+                    random_logits(len(sampler_indices), seed=step), sampler_indices, [step] * len(sampler_indices)
+                )
+            )
             if step == 1:
                 sampler.remove(4)
                 sampler.add(4, params[7], key(99), PROMPT)
@@ -521,7 +527,7 @@ def test_a_small_top_k_gives_the_probabilities_of_the_whole_vocabulary(combinati
         logits = logits.round()
     params = [SamplingParams(temperature=0.6 + 0.1 * k, top_k=k, **combination) for k in range(1, 9)]
     sampler = sampler_of(*params)
-    batch, _ = sampler._slots.batch(range(8), sampler._records(logits, range(8)), np.zeros(8))
+    batch, _ = sampler._batch_params.batch(range(8), sampler._records(logits, range(8)), np.zeros(8))
     weights = sampler._weights(logits, logits.max(dim=-1).values, batch)
     want = weights / weights.sum(dim=-1, keepdim=True)
     torch.testing.assert_close(sampler.probabilities(logits, range(8)), want, atol=1e-6, rtol=1e-5)
@@ -546,8 +552,8 @@ def test_top_p_over_a_large_vocabulary_is_the_same_from_its_head_and_from_all_of
     size = 2048
     params = [SamplingParams(temperature=1.0, top_p=p) for p in (0.3, 0.9, 0.99)] * 2
     sampler = Sampler(size, CPU)
-    for slot, p in enumerate(params):
-        sampler.add(slot, p, key(slot), PROMPT)
+    for sampler_index, p in enumerate(params):
+        sampler.add(sampler_index, p, key(sampler_index), PROMPT)
     lengths = []
     largest = filters.largest
     monkeypatch.setattr(filters, "largest", lambda x, k: (lengths.append(k), largest(x, k))[1])

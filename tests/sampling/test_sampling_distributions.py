@@ -102,16 +102,16 @@ def by_transformers(logits: torch.Tensor, p: SamplingParams, allowed: torch.Tens
 @pytest.mark.parametrize("params", slow_but(COMBINATIONS[::5], COMBINATIONS), ids=name)
 def test_probabilities_equal_transformers_after_every_combination(params):
     logits = difficult_logits()
-    slots = range(len(logits))
+    sampler_indices = range(len(logits))
     sampler = Sampler(V, CPU)
-    for slot in slots:
-        sampler.add(slot, params, key(slot), PROMPT, GENERATED)
-    got, want = sampler.probabilities(logits, slots), by_transformers(logits, params)
+    for sampler_index in sampler_indices:
+        sampler.add(sampler_index, params, key(sampler_index), PROMPT, GENERATED)
+    got, want = sampler.probabilities(logits, sampler_indices), by_transformers(logits, params)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert ((got > 0) == (want > 0)).all()
     allowed = set(range(1, V, 2)) | {4}
     may = torch.tensor([token in allowed for token in range(V)])
-    got = sampler.probabilities(logits, slots, words(*[allowed] * len(logits)))
+    got = sampler.probabilities(logits, sampler_indices, words(*[allowed] * len(logits)))
     torch.testing.assert_close(got, by_transformers(logits, params, may), atol=1e-5, rtol=0)
 
 
@@ -173,8 +173,8 @@ def test_draws_of_every_choice_follow_the_probabilities(shape, choice):
     params, allowed = SHAPES[shape]
     rows = 3000
     sampler = Sampler(V, CPU)
-    for slot in range(rows):
-        sampler.add(slot, params, key(slot), PROMPT, GENERATED, choice)
+    for sampler_index in range(rows):
+        sampler.add(sampler_index, params, key(sampler_index), PROMPT, GENERATED, choice)
     logits = noise(1, V, seed=4).expand(rows, V)
     mask = words(allowed)
     expected = sampler.probabilities(logits[:1], [0], mask)[0].double().numpy() * rows
@@ -187,11 +187,13 @@ def test_draws_of_every_choice_follow_the_probabilities(shape, choice):
 def streams(params: SamplingParams, choices: range, positions: range, rows: int, vocabulary: int) -> np.ndarray:
     """Draws [rows, choices, positions] from a flat distribution; a row's choices have one key."""
     sampler = Sampler(vocabulary, CPU)
-    slots = list(itertools.product(range(rows), choices))
-    for slot, (row, choice) in enumerate(slots):
-        sampler.add(slot, params, key(row), PROMPT, choice=choice)
-    logits = torch.zeros(len(slots), vocabulary)
-    drawn = [sampler.sample(logits, range(len(slots)), [at] * len(slots)).tokens for at in positions]
+    sampler_indices = list(itertools.product(range(rows), choices))
+    for sampler_index, (row, choice) in enumerate(sampler_indices):
+        sampler.add(sampler_index, params, key(row), PROMPT, choice=choice)
+    logits = torch.zeros(len(sampler_indices), vocabulary)
+    drawn = [
+        sampler.sample(logits, range(len(sampler_indices)), [at] * len(sampler_indices)).tokens for at in positions
+    ]
     return np.array(drawn).T.reshape(rows, len(choices), len(positions))
 
 
@@ -237,18 +239,18 @@ KINDS = [
 STEPS = [noise(len(KINDS) * 3, V, seed=step).round().bfloat16() for step in range(5)]  # many are equal
 
 
-def texts(order: list[int], slots: list[int], parts: list[int]) -> dict[int, list[object]]:
-    """What every sequence draws, when they are in this order, in these slots, and steps are cut at these places."""
+def texts(order: list[int], sampler_indices: list[int], parts: list[int]) -> dict[int, list[object]]:
+    """What every sequence draws, when they are in this order, at these sampler indices, and steps are cut at these places."""
     sampler = Sampler(V, CPU)
     drawn: dict[int, list[object]] = {i: [] for i in order}
-    for i, slot in zip(order, slots, strict=True):
-        sampler.add(slot, KINDS[i % len(KINDS)], key(i // 2), PROMPT, choice=i % 2)
+    for i, sampler_index in zip(order, sampler_indices, strict=True):
+        sampler.add(sampler_index, KINDS[i % len(KINDS)], key(i // 2), PROMPT, choice=i % 2)
     for step, logits in enumerate(STEPS):
         for start, stop in itertools.pairwise([0, *parts, len(order)]):
             some = order[start:stop]
             masked = [set(range(step, V, 3)) if i % 5 == 0 else None for i in some]
             mask = words(*masked) if any(masked) else None
-            got = sampler.sample(logits[some], slots[start:stop], [step] * len(some), mask)
+            got = sampler.sample(logits[some], sampler_indices[start:stop], [step] * len(some), mask)
             rows = zip(some, got.tokens, got.valid, got.logprobs or [None] * len(some), strict=True)
             for i, token, valid, logprobs in rows:
                 drawn[i].append((token, valid, logprobs))
@@ -262,7 +264,7 @@ def together() -> dict[int, list[object]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_same_row_draws_the_same_tokens_and_logprobs_in_any_order_slots_and_cuts(seed, together):
+def test_the_same_row_draws_the_same_tokens_and_logprobs_in_any_order_places_and_cuts(seed, together):
     shuffle = random.Random(seed)
     count = len(together)
     order = shuffle.sample(range(count), count)

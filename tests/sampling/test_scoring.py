@@ -74,8 +74,8 @@ def test_a_token_is_the_likeliest_where_greedy_decoding_draws_it():
     torch.manual_seed(0)
     logits = (torch.randn(60, 500) * 2).round().bfloat16()  # the largest are often equal
     sampler = Sampler(500, torch.device("cpu"))
-    for slot in range(60):
-        sampler.add(slot, SamplingParams(), bytes(16), np.array([1], dtype=np.int32))
+    for sampler_index in range(60):
+        sampler.add(sampler_index, SamplingParams(), bytes(16), np.array([1], dtype=np.int32))
     drawn = sampler.sample(logits, range(60), [0] * 60).tokens
     assert (logits == logits.amax(-1, keepdim=True)).sum() > 60
     assert score_targets(logits, range(60), drawn)[1] == [True] * 60

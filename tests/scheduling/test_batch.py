@@ -10,10 +10,10 @@ CPU = torch.device("cpu")
 
 
 def pending(packed):
-    return packed.pending_places.tolist(), packed.pending_slots.tolist()
+    return packed.pending_places.tolist(), packed.pending_sampler_indices.tolist()
 
 
-def test_tokens_that_only_the_device_knows_are_zero_and_named_by_place_and_slot():
+def test_tokens_that_only_the_device_knows_are_zero_and_named_by_place_and_sampler_index():
     s = sim.Simulation(ahead=True)
     s.load([[5, 6], [7, 8], [9]], [3, 1, 3])
     first = s.step().packed
@@ -21,8 +21,8 @@ def test_tokens_that_only_the_device_knows_are_zero_and_named_by_place_and_slot(
     assert pending(first) == ([], [])
     second = s.scheduler.schedule()
     assert second.packed.tokens.tolist() == [0, 0]  # the second prompt has its one token
-    assert (second.packed.pending_places.dtype, second.packed.pending_slots.dtype) == (np.int64, np.int64)
-    assert pending(second.packed) == ([0, 1], [w.span.slot for w in second.spans])
+    assert (second.packed.pending_places.dtype, second.packed.pending_sampler_indices.dtype) == (np.int64, np.int64)
+    assert pending(second.packed) == ([0, 1], [w.span.sampler_index for w in second.spans])
 
 
 def test_tokens_that_the_host_knows_are_there():
@@ -52,18 +52,18 @@ def test_a_batch_says_who_wants_which_row_of_the_logits():
     assert third.sample_rows.tolist() == [0, 1, 2]
 
 
-def test_slots_and_sequences_that_ended_are_told_once():
+def test_sampler_indices_and_sequences_that_ended_are_told_once():
     s = sim.Simulation()
     s.load([[1], [2], [3]], [1, 2, 3])
     first = s.step()
     assert first.freed == ((), (), ())
     second = s.step()
     assert [seq.request.row for seq in second.freed.sequences] == [0]
-    assert second.freed.slots == (first.samples[0].slot,)
+    assert second.freed.sampler_indices == (first.samples[0].sampler_index,)
     third = s.step()
     assert [seq.request.row for seq in third.freed.sequences] == [1]
-    ended, slots, nodes = s.scheduler.take_freed()
-    assert ([seq.request.row for seq in ended], len(slots), nodes) == ([2], 1, ())
+    ended, indices, nodes = s.scheduler.take_freed()
+    assert ([seq.request.row for seq in ended], len(indices), nodes) == ([2], 1, ())
     assert s.scheduler.take_freed() == ((), (), ())
 
 

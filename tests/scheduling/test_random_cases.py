@@ -56,15 +56,16 @@ def prompt_trie(w):
 ENDS = (1003, 1008)  # of the eleven tokens that may be sampled
 
 
-def check(sim, seed, spare, policy, sliding, scored, cancels, ends=(), slots=None):
+def check(sim, seed, spare, policy, sliding, scored, cancels, ends=(), state_slots=None):
     """A step at a time and a step ahead; where nothing is cancelled, with the same results."""
     one, other = (
-        check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, slots, ahead) for ahead in (False, True)
+        check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, state_slots, ahead)
+        for ahead in (False, True)
     )
     assert one == other or cancels
 
 
-def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, slots, ahead):
+def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, state_slots, ahead):
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 3, 4])
     tokens = rng.choice([1, 2, 5, 16, 100])
@@ -73,8 +74,8 @@ def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, slots, 
     s = sim.Simulation(
         blocks=needed + spare, block_size=block_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
         prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]), kv_read=rng.choice([None, None, 1, 10, 40]),
-        sliding=sliding, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
-        ahead=ahead, ends=ends, slots=slots,
+        sliding=sliding, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if state_slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
+        ahead=ahead, ends=ends, state_slots=state_slots,
     )  # fmt: skip
     results = []
     for number, w in enumerate(windows):
@@ -96,12 +97,12 @@ def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, slots, 
         if not cancels and spare == 1000:
             assert s.scheduler.preemptions == s.recomputed == 0
             prefilled = s.prefilled - before
-            if slots in (None, 1000):
+            if state_slots in (None, 1000):
                 assert prefilled == prompt_trie(w) if number == 0 else prefilled <= prompt_trie(w)
     assert not s.late or (ahead and (ends or cancels))
     s.block_manager.evict_all()
     assert s.block_manager.pool.num_used == 0
-    assert s.block_manager.slots is None or s.block_manager.slots.num_used == 0
+    assert s.block_manager.state_slots is None or s.block_manager.state_slots.num_used == 0
     return results
 
 
@@ -113,18 +114,18 @@ cases = given(
     scored=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
     cancels=st.booleans(),
     ends=st.sampled_from([(), ENDS]),
-    slots=st.sampled_from([None, None, 2, 3, 5, 9, 1000]),
+    state_slots=st.sampled_from([None, None, 2, 3, 5, 9, 1000]),
 )
 
 
 # A node below one that was given up for its state slot held a block that another child then wrote on in.
-@example(seed=171253, spare=0, policy="prefill-first", sliding=None, scored=0.5, cancels=False, ends=(), slots=3)
+@example(seed=171253, spare=0, policy="prefill-first", sliding=None, scored=0.5, cancels=False, ends=(), state_slots=3)
 @settings(max_examples=examples(12, 50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @cases
 def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
-    seed, spare, policy, sliding, scored, cancels, ends, slots
+    seed, spare, policy, sliding, scored, cancels, ends, state_slots
 ):
-    check(sim, seed, spare, policy, sliding, scored, cancels, ends, slots)
+    check(sim, seed, spare, policy, sliding, scored, cancels, ends, state_slots)
 
 
 @pytest.mark.slow
@@ -133,18 +134,25 @@ def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @cases
-def test_every_leaf_is_right_in_many_more_cases(seed, spare, policy, sliding, scored, cancels, ends, slots):
-    check(sim, seed, spare, policy, sliding, scored, cancels, ends, slots)
+def test_every_leaf_is_right_in_many_more_cases(seed, spare, policy, sliding, scored, cancels, ends, state_slots):
+    check(sim, seed, spare, policy, sliding, scored, cancels, ends, state_slots)
 
 
-@pytest.mark.parametrize("slots", slow_but({None, 2}, [None, 2, 7]))
+@pytest.mark.parametrize("state_slots", slow_but({None, 2}, [None, 2, 7]))
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_windows_that_run_together_are_right(policy, ahead, slots):
+def test_windows_that_run_together_are_right(policy, ahead, state_slots):
     for seed in range(examples(2, 20)):
         rng = random.Random(seed)
         s = sim.Simulation(
-            blocks=40, block_size=2, tokens=9, batch_size=4, policy=policy, ahead=ahead, ends=ENDS, slots=slots
+            blocks=40,
+            block_size=2,
+            tokens=9,
+            batch_size=4,
+            policy=policy,
+            ahead=ahead,
+            ends=ENDS,
+            state_slots=state_slots,
         )
         count = 0
         for _ in range(4):

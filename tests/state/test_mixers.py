@@ -20,7 +20,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.recurrent_gemma import modeling_recurrent_gemma
 
 from batchgen.errors import ModelError
-from batchgen.state.cache import StateCache, StateShape, bytes_per_slot
+from batchgen.state.cache import StateCache, StateShape, bytes_per_state_slot
 from batchgen.state.mixers import RecurrentLayers, install
 from batchgen.state.step import StateSpan, StateStep
 from support.models import kernels as compiled
@@ -264,10 +264,10 @@ def test_what_is_not_a_number_stays_in_its_own_sequence() -> None:
 
 def test_a_slot_is_as_large_as_its_states() -> None:
     layers = {0: StateShape(3, 8, (2, 4, 5)), 1: StateShape(2, 8)}
-    assert bytes_per_slot(layers, torch.bfloat16) == 3 * 8 * 2 + 2 * 4 * 5 * 4 + 2 * 8 * 2
+    assert bytes_per_state_slot(layers, torch.bfloat16) == 3 * 8 * 2 + 2 * 4 * 5 * 4 + 2 * 8 * 2
     cache = StateCache(layers, 7, torch.bfloat16)
     states = (*cache.convolution.values(), *cache.recurrent.values())
-    assert sum(s[:-1].nbytes for s in states) == 7 * bytes_per_slot(layers, torch.bfloat16)
+    assert sum(s[:-1].nbytes for s in states) == 7 * bytes_per_state_slot(layers, torch.bfloat16)
 
 
 def test_a_model_without_recurrent_layers_is_left_as_it_is() -> None:

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from batchgen.attention.kv_cache import bytes_per_token
 from batchgen.dry_run import kv_bytes_per_token, state_bytes_per_sequence
 from batchgen.model.architectures import RECURRENT
-from batchgen.state.cache import bytes_per_slot
+from batchgen.state.cache import bytes_per_state_slot
 from batchgen.state.sizes import attention_layers, recurrent_layers
 from support.models import packed_model
 from support.shapes import SHAPES
@@ -23,7 +23,7 @@ HYBRID = sorted(s for s in SHAPES if s.split("/")[0] in RECURRENT & set(CONFIG_M
 def test_the_plan_of_a_models_memory_is_exact(name: str) -> None:
     model = packed_model(name, compiled=False)
     config = model.module.config
-    assert state_bytes_per_sequence(config, "float32") == bytes_per_slot(model.states, model.dtype)
+    assert state_bytes_per_sequence(config, "float32") == bytes_per_state_slot(model.states, model.dtype)
     assert kv_bytes_per_token(config, "float32") == bytes_per_token(model.layers, model.dtype)
 
 

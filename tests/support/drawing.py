@@ -20,11 +20,11 @@ class Sampler(sampler.Sampler):
 
     @torch.no_grad()
     def probabilities(
-        self, logits: torch.Tensor, slots: Sequence[int], mask: torch.Tensor | None = None
+        self, logits: torch.Tensor, sampler_indices: Sequence[int], mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """What `sample` draws from: float32 [N, V], penalties, mask and filters applied; greedy rows have 1 on one token."""
-        records = self._records(logits, slots)
-        batch, _ = self._slots.batch(slots, records, np.zeros(len(records)))
+        records = self._records(logits, sampler_indices)
+        batch, _ = self._batch_params.batch(sampler_indices, records, np.zeros(len(records)))
         scores = self._masked(self._penalties.applied(logits, batch), mask)
         best, tokens = scores.max(dim=-1)
         result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)

@@ -33,7 +33,7 @@ class FakeAttention:
     def plan(self, works, tokens=None):
         plan = plan_attention(works, self.cache.block_size)
         self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
-        self.cascade, self.slots = Cascade(plan, torch.device("cpu")), torch.from_numpy(plan.slots)
+        self.cascade, self.kv_indices = Cascade(plan, torch.device("cpu")), torch.from_numpy(plan.kv_indices)
         self.positions.zero_()
         self.positions[: plan.num_tokens] = torch.from_numpy(plan.positions)
         self.sizes.append(plan.num_tokens if tokens is None else tokens)
@@ -54,10 +54,10 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     self = _attentions[number]
     H, padded, D = q_HTD.shape
-    K, T = len(k_KTD), len(self.slots)
+    K, T = len(k_KTD), len(self.kv_indices)
     assert padded == self.sizes[-1], "the batch is not padded as its plan is"
-    keys.index_copy_(1, self.slots, k_KTD[:, :T])
-    values.index_copy_(1, self.slots, v_KTV[:, :T])
+    keys.index_copy_(1, self.kv_indices, k_KTD[:, :T])
+    values.index_copy_(1, self.kv_indices, v_KTV[:, :T])
     q_KTGD = q_HTD[:, :T].reshape(K, H // K, T, D).transpose(1, 2)
     out = self.cascade.attend(q_KTGD, keys, values, LayerOptions(scale, window, softcap, sinks))
     return torch.cat([out.reshape(T, H, -1), out.new_zeros(padded - T, H, values.shape[-1])])

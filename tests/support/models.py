@@ -115,10 +115,10 @@ def memory_for(engine: Engine, blocks: int) -> str:
     """The `kv_memory` that holds so many blocks, and beside them as many state slots as take no memory left than they do."""
     sizes = engine.sizes
     block = sizes.block_size * sizes.bytes_per_token
-    if not sizes.num_slots:
+    if not sizes.num_state_slots:
         return f"{blocks * block}B"
-    slots = min(sizes.num_slots, max(2, blocks * block // sizes.bytes_per_slot)) if block else 4
-    states = slots * sizes.bytes_per_slot
+    slots = min(sizes.num_state_slots, max(2, blocks * block // sizes.bytes_per_state_slot)) if block else 4
+    states = slots * sizes.bytes_per_state_slot
     return f"{max(blocks * block + states, 2 * states if block else states)}B"
 
 

@@ -25,14 +25,14 @@ class Reference:
             for position in range(scheduled.start, scheduled.stop):
                 first = 0 if options.window is None else max(0, position - options.window + 1)
                 at = torch.arange(first, position + 1, device=keys.device)
-                slots = table[at // self.block_size] * self.block_size + at % self.block_size
+                kv_indices = table[at // self.block_size] * self.block_size + at % self.block_size
                 q = q_KTGD[:, len(rows)].float()
-                scores = q @ keys[:, slots].float().transpose(1, 2) * options.scale  # [K, G, S]
+                scores = q @ keys[:, kv_indices].float().transpose(1, 2) * options.scale  # [K, G, S]
                 if options.softcap is not None:
                     scores = torch.tanh(scores / options.softcap) * options.softcap
                 if options.sinks is not None:
                     sink = options.sinks.float().view(*scores.shape[:2], 1)
                     scores = torch.cat([scores, sink], -1)
                 weights = scores.softmax(-1)[..., : len(at)]
-                rows.append(weights @ values[:, slots].float())
+                rows.append(weights @ values[:, kv_indices].float())
         return torch.stack(rows).to(q_KTGD.dtype)

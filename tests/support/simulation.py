@@ -1,4 +1,4 @@
-"""The engine without a model: the scheduler's steps carried out on a pool that remembers what each slot holds."""
+"""The engine without a model: the scheduler's steps carried out on a pool that remembers what each place of the KV holds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_leaves(
     )
 
 
-def slot(span: Span, position: int, block_size: int) -> int:
+def kv_index(span: Span, position: int, block_size: int) -> int:
     return span.table[position // block_size] * block_size + position % block_size
 
 
@@ -75,7 +75,7 @@ def score(path: tuple[int, ...], token: int) -> TokenScore:
 class Simulation:
     """A scheduler whose steps are carried out on paper, every step checked.
 
-    A slot holds the tokens from the start of its path to its own: the KV is right if and only if they are. `ahead`: the tokens and scores of a
+    Each place in the KV holds the tokens from the start of its path to its own: the KV is right if and only if they are. `ahead`: the tokens and scores of a
     step are told when the next one is under way, as on a device. Tokens in `ends` end a completion.
     """
 
@@ -83,12 +83,12 @@ class Simulation:
         self, blocks: int = 1000, block_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
         scored: int = 1000, kv_read: int | None = None, sliding: int | None = None, policy: str = "prefix",
         host_blocks: int = 0,
-        slots: int | None = None,
+        state_slots: int | None = None,
         shared_reads: int = 4, every_step: Callable[[ScheduledBatch, AttentionPlan | None], None] | None = None,
         ahead: bool = False, ends: Container[int] = (),
     ) -> None:  # fmt: skip
         self.block_manager = BlockManager(
-            BlockPool(blocks), block_size, sliding, host_blocks, BlockPool(slots) if slots else None
+            BlockPool(blocks), block_size, sliding, host_blocks, BlockPool(state_slots) if state_slots else None
         )
         self.states: dict[int, tuple[int, ...]] = {}
         """By state slot, the tokens that its state stands for."""
@@ -112,7 +112,7 @@ class Simulation:
         self.sampled: dict[GenerationSequence, list[int]] = {}
         """The tokens sampled for each sequence, on the host or not."""
         self.last: dict[int, int] = {}
-        """By slot, the token sampled last."""
+        """By sampler index, the token sampled last."""
         self.node_logits: dict[PrefixNodeSpan, tuple[int, ...]] = {}
         self.late = 0
         """Tokens sampled for sequences that had ended."""
@@ -197,7 +197,7 @@ class Simulation:
         if plan is not None:
             self._check_tokens(batch)
             self._write(batch, plan)
-            if self.block_manager.slots is not None:
+            if self.block_manager.state_slots is not None:
                 self._write_states(batch)
             self._check_reads(batch, plan)
         if self.every_step is not None:
@@ -216,11 +216,11 @@ class Simulation:
     def sample(self, batch: ScheduledBatch) -> None:
         """Samples: the token says which row, which of its completions and which place it is for."""
         self.check()
-        for seq, slot, position in batch.samples:
+        for seq, sampler_index, position in batch.samples:
             token = 1000 + (7 * seq.request.row + position + 3 * seq.leaf.choice) % 11
             self.sampled.setdefault(seq, []).append(token)
             assert len(self.sampled[seq]) == position + 1
-            self.last[slot] = token
+            self.last[sampler_index] = token
 
     def wait(self, batch: ScheduledBatch) -> StepOutput:
         rows = self._rows(batch)
@@ -248,15 +248,17 @@ class Simulation:
     def check(self) -> None:
         spans = [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]
         self.block_manager.pool.check(span.table[span.dropped :] for span in spans)
-        if self.block_manager.slots is not None:
-            self.block_manager.slots.check(self.block_manager.slots_of(span) for span in spans)
+        if self.block_manager.state_slots is not None:
+            self.block_manager.state_slots.check(self.block_manager.state_slots_of(span) for span in spans)
             for span in spans:
-                if span.read_slot >= 0:
-                    assert self.states[span.read_slot] == self._prefix(span, span.computed), "the state of other tokens"
+                if span.read_state_slot >= 0:
+                    assert self.states[span.read_state_slot] == self._prefix(span, span.computed), (
+                        "the state of other tokens"
+                    )
         assert self.scheduler._running.held_tokens == sum(seq.end for seq in self.scheduler.running)
         for span in spans:
             for position in range(span.dropped * self.block_size, span.computed):
-                assert self.held[slot(span, position, self.block_size)] == self._prefix(span, position + 1)
+                assert self.held[kv_index(span, position, self.block_size)] == self._prefix(span, position + 1)
 
     def _prefix(self, span: Span, count: int) -> tuple[int, ...]:
         """The first `count` tokens of the span's path: what the KV of the last of them depends on."""
@@ -271,22 +273,22 @@ class Simulation:
             elif isinstance(move, SwapOut):
                 move.to.kv = [self._block(block) for block in move.blocks]
             else:
-                for block, slots in zip(move.blocks, move.source.kv[move.first :], strict=False):
-                    self._fill(block, slots)
+                for block, held in zip(move.blocks, move.source.kv[move.first :], strict=False):
+                    self._fill(block, held)
 
     def _check_tokens(self, step: ScheduledBatch) -> None:
         packed = step.packed
         tokens = packed.tokens.copy()
         assert not len(packed.pending_places) or self.loop.ahead
-        tokens[packed.pending_places] = [self.last[slot] for slot in packed.pending_slots.tolist()]
+        tokens[packed.pending_places] = [self.last[index] for index in packed.pending_sampler_indices.tolist()]
         want = [self._prefix(w.span, w.stop)[w.start :] for w in step.spans]
         assert tokens.tolist() == [token for some in want for token in some], "other tokens are run than were drawn"
 
     def _block(self, block: int) -> list[tuple[int, ...]]:
         return [self.held.get(block * self.block_size + offset, ()) for offset in range(self.block_size)]
 
-    def _fill(self, block: int, slots: list[tuple[int, ...]]) -> None:
-        for offset, what in enumerate(slots):
+    def _fill(self, block: int, held: list[tuple[int, ...]]) -> None:
+        for offset, what in enumerate(held):
             self.held[block * self.block_size + offset] = what
 
     def _end(self, seq: GenerationSequence, what: list[Any]) -> None:
@@ -309,13 +311,13 @@ class Simulation:
             assert own + sum(b.end - b.start for b in nodes) <= limits.max_kv_read
         places = [w.span.place for w in step.spans]
         assert places == sorted(places)
-        slots = [s.slot for s in self.scheduler.running]
-        assert len(set(slots)) == len(slots)
-        assert all(0 <= s < limits.batch_size for s in slots)
+        indices = [s.sampler_index for s in self.scheduler.running]
+        assert len(set(indices)) == len(indices)
+        assert all(0 <= s < limits.batch_size for s in indices)
 
     def _write_states(self, step: ScheduledBatch) -> None:
         written = [scheduled.span.state_slot for scheduled in step.spans]
-        assert len(set(written)) == len(written), "two states written to one slot"
+        assert len(set(written)) == len(written), "two states written to one state slot"
         for scheduled in step.spans:
             before = self.states[scheduled.read] if scheduled.read >= 0 else ()
             assert before == self._prefix(scheduled.span, scheduled.start), "a state of other tokens is read"
@@ -327,11 +329,13 @@ class Simulation:
 
     def _write(self, step: ScheduledBatch, plan: AttentionPlan) -> None:
         at = 0
-        assert len(set(plan.slots.tolist())) == plan.num_tokens == step.num_tokens, "two tokens written to one slot"
+        assert len(set(plan.kv_indices.tolist())) == plan.num_tokens == step.num_tokens, (
+            "two tokens written to one place"
+        )
         for scheduled in step.spans:
             for position in range(scheduled.start, scheduled.stop):
                 assert plan.positions[at] == position
-                self.held[int(plan.slots[at])] = self._prefix(scheduled.span, position + 1)
+                self.held[int(plan.kv_indices[at])] = self._prefix(scheduled.span, position + 1)
                 at += 1
 
     def _check_reads(self, step: ScheduledBatch, plan: AttentionPlan) -> None:
@@ -339,19 +343,19 @@ class Simulation:
         at = 0
         for scheduled in step.spans:
             for position in range(scheduled.span.dropped * self.block_size, scheduled.stop):
-                assert self.held[slot(scheduled.span, position, self.block_size)] == self._prefix(
+                assert self.held[kv_index(scheduled.span, position, self.block_size)] == self._prefix(
                     scheduled.span, position + 1
                 )
             for position in range(scheduled.start, scheduled.stop):
                 first = 0 if self.sliding is None else max(0, position + 1 - self.sliding)
-                want = [(p, slot(scheduled.span, p, self.block_size)) for p in range(first, position + 1)]
+                want = [(p, kv_index(scheduled.span, p, self.block_size)) for p in range(first, position + 1)]
                 seen = sorted(read for read in reads[at] if read[0] >= first)  # the others are masked
                 assert seen == want, "a query does not read each of its keys once"
                 at += 1
 
 
 def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
-    """By query: the (position, slot) of each key that it attends to, in all parts."""
+    """By query: the (position, KV index) of each key that it attends to, in all parts."""
     size = plan.block_size
     reads: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_tokens)]
     for part in plan.shared:
