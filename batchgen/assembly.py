@@ -188,12 +188,13 @@ def _merge_shards(
             same = SameInput(source, job, plan.asked["inputs"])
             write_output(source, job, same, outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
             job.flush()
-        jobs = [s["stats"]["job"] for s in shards] + ([job.previous["job"]] if job.previous else [])
+        before = sum_of_jobs([s["stats"]["job"] for s in shards] + ([job.previous["job"]] if job.previous else []))
         setting = Setting(
             **{name: shards[0]["stats"][name] for name in ("model", "dtype", "device", "attention", "sampling")}
         )
         engine = EngineStats(quantization=shards[0]["stats"]["quantization"])
-        stats = figures(outcomes.run, engine, setting, earlier={"job": sum_of_jobs(jobs)})
+        stats = figures(outcomes.run, engine, setting, earlier={"job": before})
+        stats["job"]["runs"] = before["runs"]  # a merge is no run: it generates nothing
         stats["shards"] = [_shard_line(shard) for shard in shards]
         job.finish(stats)
         for note in job.notes:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from batchgen.attention.sizes import kv_numbers
 from batchgen.collector import few_collections
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
-from batchgen.errors import memory_errors
-from batchgen.jobs.identity import dtype_name
+from batchgen.errors import UsageError, memory_errors
+from batchgen.jobs.identity import date_of_job, dtype_name
 from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
+from batchgen.jobs.place import output_of
 from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.windows import KeptPrefixes
@@ -36,7 +39,7 @@ from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 from batchgen.recording import tree_record
-from batchgen.records import DatasetChoice, Row, open_input, window_rows
+from batchgen.records import DatasetChoice, Input, Row, open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
@@ -182,7 +185,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
         tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
-        prompts = PromptBuilder(tokenizer, config.prompts, config.sampling)
+        prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config, source))
         plan = _PlanBuilder(config, tokenizer)
         tracker.phase("planning")
         size = window_rows(config, source)
@@ -213,6 +216,15 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
         report.page().save(config.report)
         tracker.note(f"the report is in {config.report}")
     return report
+
+
+def _date_of_prompts(config: JobConfig, source: Input) -> datetime | None:
+    """Returns the time that the job writes into its prompts if it has begun (`date_of_job`), else None."""
+    if config.overwrite:
+        return None
+    with suppress(UsageError):  # no output is named, or its folder is damaged: the run will say so
+        return date_of_job(output_of(config, source), config.work_dir)
+    return None
 
 
 def _cuts(shares: Sequence[Share]) -> CutFigures:

@@ -32,6 +32,7 @@ from batchgen.jobs.job_folder import JobFolder, find_finished, open_job
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.manifest import as_stored
 from batchgen.jobs.outcomes import Outcomes
+from batchgen.jobs.place import output_of
 from batchgen.jobs.requests import FirstReading, RequestReader, RowStream, asked_of
 from batchgen.jobs.shards import ShardFolder, open_shard, write_plan
 from batchgen.jobs.stdout_job import StdoutJob
@@ -42,7 +43,7 @@ from batchgen.progress import GENERATING, Progress, Tracker, shown_progress
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.push import push_output
 from batchgen.recording import RunRecorder, tree_record
-from batchgen.records import DatasetChoice, Input, Row, default_output, open_input, row_form, window_rows
+from batchgen.records import DatasetChoice, Input, Row, open_input, row_form, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
@@ -165,10 +166,7 @@ def _ask(config: JobConfig) -> _Asked:
         output=config.output,
         choice=DatasetChoice(config.dataset_config, config.split),
     )
-    parquet = config.push is not None
-    output = (
-        config.output or default_output(config.inputs, source.is_stdin, config.input_format, parquet=parquet) or "-"
-    )
+    output = output_of(config, source)
     if config.report is not None:
         check_report_file(config.report, "--report")
         if output == "-":

@@ -65,6 +65,7 @@ def test_shards_in_any_order_write_what_one_run_writes(tiny_model_dir: Path, sou
     entries = report.stats["shards"]
     assert [(entry["shard"], entry["device"]) for entry in entries] == [("1/3", "cpu"), ("2/3", "cpu"), ("3/3", "cpu")]
     assert sum(entry["rows"] for entry in entries) == 23
+    assert report.stats["job"]["runs"] == 3  # the merge is none
     assert report.stats["job"]["prefill_tokens"] == sum(entry["prefill_tokens"] for entry in entries)
     assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
         "claims", "keys", "lock", "manifest.json", "report.json", "stats.json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from batchgen.config import JobConfig
 from batchgen.errors import OutputError, UsageError
 from batchgen.jobs import results as results_files
 from batchgen.jobs.finished import KEPT_FILE
@@ -12,7 +13,7 @@ from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER
 from batchgen.jobs.target import Target
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
-from batchgen.records.output import RowForm, jobs_folder, output_format
+from batchgen.records.output import RowForm, default_output, jobs_folder, output_format
 from batchgen.records.remote import is_url
 from batchgen.stats import size_text
 
@@ -38,6 +39,12 @@ _OURS = {
 }
 _TIGHT = 3
 """A note is shown if the disk has less free space than this many times the output's smallest size: results and sorted requests need space too."""
+
+
+def output_of(config: JobConfig, source: Input) -> str:
+    """Returns the output of a job: the one that is named, else one beside the input. Raises `UsageError` if it must be named."""
+    parquet = config.push is not None
+    return config.output or default_output(config.inputs, source.is_stdin, config.input_format, parquet=parquet)
 
 
 def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> None:

@@ -164,6 +164,7 @@ def _clock(now: datetime) -> str:
     transformers passes plain data alone to a template, no function. The line end after the macro is not part of the output.
     """
     values = {f"%{mark}{d}": now.strftime(f"%{mark}{d}") for d in ascii_letters for mark in ("", "-")}
+    values = {"%%": "\0", **values, "\0": "%"}  # a percent sign that is written twice begins no directive
     replaced = "".join(f"|replace({name!r},{value!r})" for name, value in values.items() if value != name)
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import batchgen.job
-from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
 from batchgen.assembly import merge_job
 from batchgen.prompts.messages import ChatTemplate
 from support.tokenizers_by_hand import byte_tokenizer
@@ -67,6 +67,24 @@ def test_results_of_yesterday_are_those_of_todays_rows(
     assert (stats["rows_resumed"], stats["rows_ok"]) == (0, 3)
 
 
+def test_a_plan_writes_the_date_of_the_job_that_has_begun(config: JobConfig, clock: _Clock) -> None:
+    run_job(config)
+    assert plan_job(config).tree[0].text == "Today Date: 01 Mar 2026<|user|>"
+    for other in (replace(config, overwrite=True), replace(config, output=f"{config.output}.jsonl")):
+        text = plan_job(other).tree[0].text
+        assert text.startswith("Today Date: ")
+        assert "01 Mar 2026" not in text
+
+
+def test_a_plan_writes_todays_date_where_the_job_cannot_be_known(
+    config: JobConfig, write_jsonl: Callable[..., Path]
+) -> None:
+    source = Path(config.inputs[0])
+    other = source.with_name("other.jsonl")
+    other.write_bytes(source.read_bytes())
+    assert plan_job(replace(config, inputs=(str(source), str(other)), output=None)).rows == 4
+
+
 def test_shards_of_different_days_are_one_job(config: JobConfig, clock: _Clock) -> None:
     run_job(replace(config, shard="1/2"))
     clock.time = datetime(2026, 3, 2)
@@ -90,7 +108,7 @@ def test_shards_that_start_together_are_one_job(
 
 def test_a_templates_clock_formats_as_python_does() -> None:
     now = datetime(2026, 3, 1, 9, 5, 7)
-    asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s"
+    asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s 100%% %%d %%%d"
     source = "\n {% if true %}{{ strftime_now(" + repr(asked) + ") }}{% endif %}\n{{ messages[0].content }}"
     template = ChatTemplate(byte_tokenizer(), source, {}, now=now)
     assert (
