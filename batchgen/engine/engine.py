@@ -23,7 +23,7 @@ from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.kernel_fallback import KernelFallback
 from batchgen.engine.results import ResultAssembler
 from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
-from batchgen.model.adapter import LoadedModel, with_blocks
+from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
 from batchgen.parsers.heads import Head

@@ -16,8 +16,8 @@ from torch.fx.experimental import _config as shapes
 from batchgen.attention.kv_cache import KVCache
 from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import staged
-from batchgen.model.adapter import LoadedModel
 from batchgen.model.cuda_graphs import Capture, CudaCapture, Graphs, Shape
+from batchgen.model.loaded_model import LoadedModel
 from batchgen.scheduling.batch import Limits, PackedSpans
 
 if TYPE_CHECKING:

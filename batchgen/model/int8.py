@@ -18,7 +18,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.build import NoKernels
 from batchgen.kernels.onednn import sums_are_exact
 from batchgen.kernels.quantization import Quantized, from_layers, quantize_linear
-from batchgen.model.adapter import LoadedModel, with_blocks
+from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import sequences_of
 from batchgen.model.quantized import is_int8, quant_method
 from batchgen.model.runner import Runner

@@ -25,10 +25,11 @@ from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.lean_imports import finish_torch
-from batchgen.model.adapter import LoadedModel, prepare
+from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_verified
 from batchgen.model.heads import class_for, without_language_head
 from batchgen.model.int8 import check_int8, check_kernels, checkpoint_scales, quantize
+from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.lora import merge_adapter
 from batchgen.model.multimodal import is_multimodal, left_out, own_class
 from batchgen.model.packed import PACKED, unpacked_weights

@@ -11,7 +11,7 @@ import torch
 from batchgen.attention.kv_cache import KVCache, bytes_per_token
 from batchgen.config import EngineConfig, parse_memory
 from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
-from batchgen.model.adapter import LoadedModel
+from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.runner import Runner
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
 from batchgen.sampling.sampler import AT_ONCE

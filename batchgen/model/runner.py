@@ -16,8 +16,8 @@ from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.errors import ModelError, OutOfMemory, is_out_of_memory
 from batchgen.kernels.transfer import put
-from batchgen.model.adapter import LoadedModel, logits_at
 from batchgen.model.cuda_runner import DeviceStep, device_step
+from batchgen.model.loaded_model import LoadedModel, logits_at
 from batchgen.scheduling.batch import CopyBlock, Limits, PackedSpans, ScheduledBatch, ScheduledSpan, SwapIn, SwapOut
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache

@@ -26,7 +26,8 @@ from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.errors import ModelError
-from batchgen.model.adapter import LoadedModel, logits_at, prepare
+from batchgen.model.adapter import prepare
+from batchgen.model.loaded_model import LoadedModel, logits_at
 from batchgen.model.multimodal import is_multimodal, model_class
 from batchgen.model.shrink import UNKNOWN, VOCAB, Unshrinkable, shrink
 from batchgen.prompts.tokenizer import language_config, quiet

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from batchgen.model.adapter import AttentionKind, prepare
+from batchgen.model.adapter import prepare
 from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying
 from batchgen.model.device_trials import attention_trial, run, sampler_trial
+from batchgen.model.loaded_model import AttentionKind
 from benchmarks.gpu.device import Bench
 from benchmarks.models import random_model
 

@@ -13,7 +13,7 @@ from batchgen.attention.base import LayerOptions
 from batchgen.attention.cpu_backend import PackedAttention, _Layer, _Plan, storage
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.kernels.build import NoKernels, library
-from batchgen.model.adapter import with_blocks
+from batchgen.model.loaded_model import with_blocks
 from support import simulation as sim
 from support.params import FULL, examples, slow_but
 from support.reference_attention import Reference
@@ -209,7 +209,7 @@ def test_sizes_are_rounded_up_to_what_is_read_at_a_time():
     ],
 )  # fmt: skip
 def test_other_blocks_types_and_devices_run_without_the_kernels(block_size, dtype, device, packed):
-    from batchgen.model.adapter import LoadedModel
+    from batchgen.model.loaded_model import LoadedModel
 
     layers = {0: LayerShape(2, 7, 20, torch.device(device))}
     model = LoadedModel(None, torch.device(device), dtype, layers, 10, kernels=object())

@@ -17,8 +17,9 @@ import torch
 from batchgen.config import ModelConfig
 from batchgen.llm import LLM
 from batchgen.model import device_check, device_trials
-from batchgen.model.adapter import AttentionKind, prepare
+from batchgen.model.adapter import prepare
 from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Unknown, Verdict, check_device
+from batchgen.model.loaded_model import AttentionKind
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
 from support.params import slow_but

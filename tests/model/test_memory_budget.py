@@ -10,7 +10,7 @@ from batchgen.attention.kv_cache import LayerShape
 from batchgen.config import EngineConfig
 from batchgen.errors import OutOfMemory, UsageError
 from batchgen.model import memory_budget
-from batchgen.model.adapter import LoadedModel
+from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, halved, room_for_blocks, size_engine, step_bytes
 from batchgen.model.runner import Runner
 from batchgen.request import Request, leaves_of
