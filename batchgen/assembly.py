@@ -22,12 +22,12 @@ from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.requests import RowStream, SameInput
 from batchgen.jobs.shards import CLAIMS, ShardPlan, load_plan, running_shards, shard_figures, unfinished_shards
 from batchgen.jobs.status import no_job
+from batchgen.process.signals import Signals
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.records import Input, RowForm, job_path
 from batchgen.records.files import InputFile
 from batchgen.records.openai_batch import OpenAIForm
 from batchgen.report import ReportPage, report_job
-from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures, sum_of_jobs
 
 

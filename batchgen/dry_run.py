@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.attention.sizes import kv_numbers
-from batchgen.collector import few_collections
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.errors import UsageError, memory_errors
 from batchgen.jobs.identity import date_of_job, dtype_name
@@ -35,6 +34,8 @@ from batchgen.prefix import (
     plan_prefixes,
 )
 from batchgen.preflight import check_job
+from batchgen.process.collector import few_collections
+from batchgen.process.signals import Signals
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
@@ -57,7 +58,6 @@ from batchgen.scheduling.sizes import (
     sufficient_memory,
 )
 from batchgen.scheduling.waiting import POLICIES
-from batchgen.signals import Signals
 from batchgen.state.sizes import attention_layers, state_bytes
 
 TREE_NODES = 20

@@ -13,7 +13,6 @@ from datetime import datetime
 from typing import Any
 
 from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
-from batchgen.collector import few_collections
 from batchgen.config import JobConfig, check_config
 from batchgen.devices import AnyEngine, Workers, open_engine
 from batchgen.errors import (
@@ -39,6 +38,8 @@ from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.jobs.windows import Planned, PlannedWindows, Planner, outlined
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
+from batchgen.process.collector import few_collections
+from batchgen.process.signals import Signals
 from batchgen.progress import GENERATING, Progress, Tracker, shown_progress
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.push import push_output
@@ -49,7 +50,6 @@ from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
 from batchgen.result import Result
 from batchgen.sampling.grammars import GrammarCheck
-from batchgen.signals import Signals
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures, versions
 
 KEEP_SECONDS = 0.25

@@ -15,6 +15,7 @@ from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.errors import RowError
 from batchgen.prefix import plan_prefixes
+from batchgen.process.signals import noted_interrupt
 from batchgen.progress import prompt_bar
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
@@ -24,7 +25,6 @@ from batchgen.request import Request, leaves_of
 from batchgen.result import OnResult, OnToken, Result
 from batchgen.sampling.grammars import GrammarCheck
 from batchgen.sampling_params import SamplingParams
-from batchgen.signals import noted_interrupt
 from batchgen.stats import EngineStats
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]

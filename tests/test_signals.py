@@ -9,7 +9,7 @@ import time
 import pytest
 
 from batchgen.errors import Interrupted
-from batchgen.signals import Signals
+from batchgen.process.signals import Signals
 
 
 def send(signum: int) -> None:

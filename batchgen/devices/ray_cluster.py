@@ -252,9 +252,9 @@ class EngineActor:
         return messages
 
     def _run(self) -> None:
-        from batchgen.collector import few_collections
         from batchgen.devices.worker import load, serve
-        from batchgen.lean_imports import allow_lean_imports
+        from batchgen.process.collector import few_collections
+        from batchgen.process.lean_imports import allow_lean_imports
 
         allow_lean_imports()
 

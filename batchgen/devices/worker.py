@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchgen.collector import few_collections
 from batchgen.devices.opening import engine_here, use_threads
 from batchgen.devices.transport import Cancel, Channel, Ready, Report, Stop, Work, WorkerFailed, WorkerSetup
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
-from batchgen.lean_imports import allow_lean_imports
 from batchgen.prefix import PrefixPlan, plan_prefixes
+from batchgen.process.collector import few_collections
+from batchgen.process.lean_imports import allow_lean_imports
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import Leaf, Request, leaves_of

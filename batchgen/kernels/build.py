@@ -14,10 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ import torch
 
 from batchgen.errors import BatchgenError
 from batchgen.kernels.isa import NONE, flags, instruction_set, sets_below
-from batchgen.lean_imports import cache_folder
+from batchgen.process.user_cache import cache_folder, locked, replaced
 
 SOURCES = Path(__file__).parent
 FLAGS = (
@@ -67,26 +64,13 @@ def _compiled() -> Path:
     if target.exists():
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _lock(target.parent):
+        with locked(target.parent / "lock"):
             if not target.exists():  # another process may have been first
-                with tempfile.TemporaryDirectory(dir=target.parent, prefix="unfinished-") as folder:
-                    made = Path(folder) / target.name
+                with replaced(target) as made:
                     _compile(made)
-                    made.replace(target)
     except OSError as e:
         raise NoKernels(f"compiled kernels cannot be kept in {target.parent}: {e.strerror or e}") from e
     return target
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Holds a lock on the folder. A process that ends releases it."""
-    import fcntl  # missing on Windows, which `_compiler` refuses
-
-    with (folder / "lock").open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
 
 
 @cache

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -25,8 +25,8 @@ from typing import IO, Any, Literal
 import torch
 
 from batchgen.config import ModelConfig
-from batchgen.lean_imports import cache_folder
 from batchgen.model.child_process import Process, exit_code, how_it_ended, start_module
+from batchgen.process.user_cache import cache_folder, locked, replaced
 from batchgen.stats import version_of
 from batchgen.version import __version__
 
@@ -78,10 +78,8 @@ class Verdict:
         """Writes the file atomically. If the folder cannot be written, the next start repeats the trials."""
         if self.file is None:
             return
-        with suppress(OSError), tempfile.TemporaryDirectory(dir=self.file.parent, prefix="unfinished-") as folder:
-            made = Path(folder) / self.file.name
-            made.write_text(json.dumps({"key": self.key, "off": self.off}, indent=2) + "\n", encoding="utf-8")
-            made.replace(self.file)
+        with suppress(OSError), replaced(self.file) as new:
+            new.write_text(json.dumps({"key": self.key, "off": self.off}, indent=2) + "\n", encoding="utf-8")
 
     def notes(self) -> list[str]:
         """Returns a line for the user for each part that is off."""
@@ -224,16 +222,9 @@ def _kept(verdict: Verdict) -> Verdict | None:
 def _locked(verdict: Verdict) -> Iterator[None]:
     """Holds the verdict's lock: of several processes on GPUs of one kind, the first tries the parts and the others read what it found."""
     assert verdict.file is not None
-    import fcntl  # missing on Windows
-
-    try:
-        verdict.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = verdict.file.with_suffix(".lock").open("w")
-    except OSError:
-        yield  # without a lock, each process tries the parts itself
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        with suppress(OSError):  # without a lock, each process tries the parts itself
+            held.enter_context(locked(verdict.file.with_suffix(".lock")))
         yield
 
 

@@ -24,7 +24,6 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
-from batchgen.lean_imports import finish_torch
 from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_verified
 from batchgen.model.heads import class_for, without_language_head
@@ -47,6 +46,7 @@ from batchgen.model.quantized import (
 from batchgen.model.self_check import self_check
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import Head
+from batchgen.process.lean_imports import finish_torch
 from batchgen.prompts.gguf import alone
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 from batchgen.request import TokenArray

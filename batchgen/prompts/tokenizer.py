@@ -13,11 +13,11 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
-from batchgen.lean_imports import import_transformers
 from batchgen.model_files import check_model_files, gguf_file
 from batchgen.parsers.heads import Head
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
+from batchgen.process.lean_imports import import_transformers
 from batchgen.prompts.gguf import load_gguf
 from batchgen.prompts.heads import find_file, max_prompt_tokens, read_head
 from batchgen.prompts.hub import load_failure

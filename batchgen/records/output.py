@@ -10,8 +10,8 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.lean_imports import cache_folder
 from batchgen.parsers.heads import Head
+from batchgen.process.user_cache import cache_folder
 from batchgen.records.files import split_name
 from batchgen.records.openai_batch import OpenAIForm, batch_record
 from batchgen.records.parquet_types import id_text

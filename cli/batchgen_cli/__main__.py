@@ -14,10 +14,10 @@ def main() -> None:
     """Runs the command line of this process and exits."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)  # a job's own handler takes its place as long as there is something to keep
-    from batchgen.collector import few_collections
+    from batchgen.process.collector import few_collections
 
     with few_collections():
-        from batchgen.lean_imports import allow_lean_imports
+        from batchgen.process.lean_imports import allow_lean_imports
         from batchgen_cli.app import run_command
 
         allow_lean_imports()

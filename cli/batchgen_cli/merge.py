@@ -34,7 +34,7 @@ class MergeCommand(Command):
 
 
 def _merge(output: str, work_dir: str | None, stats: str | None, *, quiet: bool) -> int:
-    from batchgen.lean_imports import import_arrow
+    from batchgen.process.lean_imports import import_arrow
 
     import_arrow()
     from batchgen.assembly import merge_job

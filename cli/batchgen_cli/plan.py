@@ -65,7 +65,7 @@ def show_plan(given: dict[str, Any]) -> int:
     display = build(Display, given)
     config = job_config(given)
     shards = _shards(given.get("shards"))
-    from batchgen.lean_imports import import_arrow
+    from batchgen.process.lean_imports import import_arrow
 
     import_arrow()
     from batchgen.dry_run import plan_job  # after the options are known to be good: it takes half a second

@@ -36,7 +36,7 @@ def _run(given: dict[str, Any]) -> int:
     display = build(Display, given)
     as_json = display.log_format == "json"
     config = job_config(given | {"output": _named_output(given["output"])})
-    from batchgen.lean_imports import import_arrow
+    from batchgen.process.lean_imports import import_arrow
 
     import_arrow()
     from batchgen.job import run_job

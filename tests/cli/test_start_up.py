@@ -111,7 +111,7 @@ def test_accelerate_is_left_out_for_a_cached_model_of_the_hub_that_does_not_need
     code = (
         "import sys\n"
         "from batchgen.config import ModelConfig\n"
-        "from batchgen.lean_imports import *\n"
+        "from batchgen.process.lean_imports import *\n"
         "allow_lean_imports()\n"
         "import_transformers(ModelConfig(model='org/name'))\n"
         "import transformers, torch\n"
@@ -131,7 +131,7 @@ def test_accelerate_is_left_out_for_a_cached_model_of_the_hub_that_does_not_need
 USE = """
 import inspect, sys
 from batchgen.config import ModelConfig
-from batchgen.lean_imports import allow_lean_imports, finish_torch, import_transformers
+from batchgen.process.lean_imports import allow_lean_imports, finish_torch, import_transformers
 allow_lean_imports()
 import_transformers(ModelConfig(model={model!r}))
 import torch
@@ -191,7 +191,7 @@ def test_in_a_users_program_transformers_is_imported_as_it_always_is(
     launched: dict[str, str], command_environment: dict[str, str]
 ) -> None:
     code = (
-        "from batchgen.lean_imports import *\n"
+        "from batchgen.process.lean_imports import *\n"
         f"{'allow_lean_imports()' if launched else ''}\n"
         "from batchgen.config import ModelConfig\n"
         "import_transformers(ModelConfig(model='x'))\n"
@@ -209,7 +209,7 @@ LOAD = """
 import json, sys
 from pathlib import Path
 from batchgen.config import ModelConfig
-from batchgen.lean_imports import allow_lean_imports, finish_torch, import_transformers
+from batchgen.process.lean_imports import allow_lean_imports, finish_torch, import_transformers
 folders = sorted(Path("models").iterdir())
 allow_lean_imports()
 import_transformers(ModelConfig(model=str(folders[0])))
@@ -265,7 +265,7 @@ class Spy:
         if name == "numpy":
             print("while numpy is imported:", os.environ.get("OPENBLAS_NUM_THREADS"))
 sys.meta_path.insert(0, Spy())
-from batchgen.lean_imports import allow_lean_imports, import_arrow
+from batchgen.process.lean_imports import allow_lean_imports, import_arrow
 if sys.argv[1] == "command":
     allow_lean_imports()
 import_arrow()

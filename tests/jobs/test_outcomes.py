@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from batchgen.collector import few_collections
 from batchgen.errors import ModelError, OutOfMemory, TooManyErrors, memory_errors
 from batchgen.jobs.outcomes import ErrorLimit, Outcomes
+from batchgen.process.collector import few_collections
 from batchgen.progress import Silent, Tracker
 from batchgen.result import Result, Score, ToolCall
 from batchgen.stats import RunFigures

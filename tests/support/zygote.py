@@ -46,7 +46,7 @@ def main() -> None:
 def _import_everything(model: str) -> None:
     """As the command does that runs `model`."""
     from batchgen.config import ModelConfig
-    from batchgen.lean_imports import allow_lean_imports, import_transformers
+    from batchgen.process.lean_imports import allow_lean_imports, import_transformers
 
     allow_lean_imports()
     import_transformers(ModelConfig(model=model))

@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
@@ -27,6 +26,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from batchgen.config import ModelConfig
+from batchgen.process.user_cache import cache_folder, replaced
 
 _DYNAMO = "torch._dynamo"
 _LIGHT = f"{_DYNAMO}._trace_wrapped_higher_order_op"
@@ -43,15 +43,6 @@ _IMPORTS = "transformers.utils.import_utils"
 _Table = dict[frozenset[str], dict[str, set[str]]]
 """The names in each module of transformers, by the packages that the module needs."""
 _ours = _finished = False
-
-
-def cache_folder() -> Path:
-    """Returns `$XDG_CACHE_HOME/batchgen`, by default `~/.cache/batchgen`. Raises `OSError` if there is no home."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        return (base if base.is_absolute() else Path.home() / ".cache") / "batchgen"
-    except RuntimeError as e:  # a user that the system does not know, as in some containers
-        raise OSError(str(e)) from e
 
 
 def allow_lean_imports() -> None:
@@ -351,6 +342,5 @@ def _store(file: Path, table: _Table) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         for old in file.parent.glob("*.json"):
             old.unlink(missing_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            new.write(text)
-        Path(new.name).replace(file)
+        with replaced(file) as new:
+            new.write_text(text)

@@ -1,0 +1,1 @@
+"""What every process of batchgen needs before it has a model: few imports, few garbage collections, signals, the user's cache folder. No torch."""
