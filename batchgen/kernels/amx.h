@@ -1,5 +1,6 @@
 // Advanced Matrix Extensions: tiles of up to 16 rows of 64 bytes. The instructions are written in assembly, because some compilers that
-// know all others do not know these. isa.py has asked the system to let this process use them. (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.)
+// know all other instructions do not know these. isa.py has asked the system to let this process use them.
+// (Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.)
 #pragma once
 #if defined(BATCHGEN_AMX)
 #include <cstdint>

@@ -1,17 +1,17 @@
 // Attention of one step over the paged KV pool, and the writing of the step's KV into it.
 //
-// The step's queries are cut into tiles of neighbours. A tile meets its keys group by group: GROUP x 16 keys at fixed positions of the
-// sequences, in rising order, with a running softmax (online softmax: Milakov and Gimelshein, arXiv:1805.02867; tiles: FlashAttention,
-// arXiv:2205.14135). Keys that several rows share are read once for all of them; what a row has of its own is read for that row.
+// The step's queries are cut into tiles of neighbouring tokens. A tile reads its keys in groups of GROUP x 16 keys, which lie at fixed
+// positions of the sequences, in rising order, with a running softmax (online softmax: Milakov and Gimelshein, arXiv:1805.02867; tiles:
+// FlashAttention, arXiv:2205.14135). Keys that several rows share are read once for all of these rows; a row's own keys are read for it alone.
 // A row is a query head of a token; the heads that share a key/value head are neighbouring rows.
 //
 // Results do not depend on what else is in the step. For one row the order of all sums follows from the positions of its keys alone:
 // a score is one chain of products over the head, the largest score and the weights are those of whole groups, and the weighted values
-// are added key by key. Whether keys are read as a shared part or as a row's own changes which rows are computed side by side,
-// and nothing else. A key that a row does not see has the weight 0, which changes no sum.
+// are added key by key. Whether keys are read as a shared part or as a row's own only changes which rows are computed side by side.
+// A key that a row does not see has the weight 0, which changes no sum.
 //
-// On matrix units (Tiled) the two products are those of tiles, of up to 32 rows, whose sums over the head and over 32 keys (16, where
-// blocks are of odd multiples of that) are added as the unit adds them; all else is the same.
+// On matrix units (Tiled), tiles of up to 32 rows compute both products, and the unit orders the sums over the head and over 32 keys (over
+// 16 keys if the block size is an odd multiple of 16). Everything else is the same.
 //
 // In the pool a block of keys is [words of D][block_size] and a block of values [words of block_size][V rounded up to 16]: whatever the
 // products read is 16 words that lie side by side. See `vec.h` for words, cpu_backend.py for the same layout in Python.
@@ -24,11 +24,11 @@
 #include "pool.h"
 #include "vec.h"
 
-#define NOINLINE __attribute__((noinline))  // compiled once, and not for each caller: a third less of the compiler's time, and as fast
+#define NOINLINE __attribute__((noinline))  // compiled once instead of for each caller: a third less compile time, and as fast
 
 namespace {
 
-// What attention multiplies bfloat16 with: vectors, or matrix units.
+// Attention multiplies bfloat16 by vectors (Bfloat) or by matrix units (Tiled).
 #if defined(BATCHGEN_AMX)
 struct Tiled : Bfloat {};
 #else
@@ -36,7 +36,7 @@ typedef Bfloat Tiled;
 #endif
 
 template <class T>
-struct WholeLines {  // memory that begins where a line of the cache begins
+struct WholeLines {  // allocates memory that begins at a cache line
     typedef T value_type;
     T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
     void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
@@ -44,20 +44,20 @@ struct WholeLines {  // memory that begins where a line of the cache begins
     bool operator!=(const WholeLines&) const { return false; }
 };
 
-constexpr int GROUP = 32;  // times 16 keys, whose scores a row has in hand at a time: fewer cost more in largest scores and sums
+constexpr int GROUP = 32;  // times 16 keys, whose scores are computed at a time; with fewer, finding largest scores and rescaling sums take longer
 constexpr int64_t SPAN = GROUP * 16;  // positions of a group
-constexpr int64_t ROW = SPAN + 16;  // floats from one row of scores to the next: not a power of two, whose lines would all go to few sets of the cache
+constexpr int64_t ROW = SPAN + 16;  // floats from one row of scores to the next: if it were a power of two, rows would share a few sets of the cache
 constexpr double LOG2E = 1.44269504088896340736;
 constexpr int TILED_ROWS = 32;  // rows whose products are made at a time on matrix units
-constexpr int FETCHED = 8;  // times 16 keys of the next sequence that are asked for ahead
-constexpr int PIECES = 16 / LANES;  // vectors to 16 keys
+constexpr int FETCHED = 8;  // times 16 keys of the next sequence that are prefetched
+constexpr int PIECES = 16 / LANES;  // vectors for 16 keys
 
 struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
     int64_t num_tokens, block_size, num_shared, num_chunks, tile;
     const int32_t* positions;  // [num_tokens]
     const int32_t* kv_indices;  // [num_tokens] where in the pool each token's KV goes: block * block_size + offset
     const int32_t* shared;     // [num_shared][5] first block, blocks, first query, end of the queries, position of the first key; by position
-    const int32_t* chunks;     // [num_chunks + 1][2] first query, first of its blocks; each query is in one, whose keys come after all shared ones
+    const int32_t* chunks;     // [num_chunks + 1][2] first query, first place in `blocks`; each query is in one chunk, whose keys come after all shared ones
     const int32_t* blocks;     // of all chunks, one after the other
     const int32_t* starts;     // position of each of these blocks' first key, rising within a chunk
 };
@@ -110,7 +110,7 @@ class Tile {
     void run(int64_t tile, int64_t head) {
         head_ = head;
         const int64_t end = std::min((tile + 1) * plan_.tile, plan_.num_tokens);
-        for (begin_ = tile * plan_.tile; begin_ < end; begin_ = end_) {  // neighbours that are all wanted, or all not
+        for (begin_ = tile * plan_.tile; begin_ < end; begin_ = end_) {  // neighbours that are all wanted, or all not wanted
             for (end_ = begin_ + 1; end_ < end && wanted(end_) == wanted(begin_);) end_++;
             if (wanted(begin_)) attend();
         }
@@ -132,7 +132,7 @@ class Tile {
         for (start_ = 0; start_ <= high; start_ += SPAN) {
             gather(start_);
             for (size_t i = 0; i < parts_.size();) {
-                // Parts that share queries with each other: mostly one part, or some above the sequences' own.
+                // Parts that have queries in common: usually one part, or shared parts together with the sequences' own.
                 size_t next = i + 1;
                 int64_t to = parts_[i].to;
                 bool same = true;
@@ -154,10 +154,10 @@ class Tile {
 #else
     static constexpr bool is_tiled = false;
 #endif
-    struct Run {  // of places in a row of scores
+    struct Run {  // neighbouring places in a row of scores
         int begin, end;
     };
-    struct Own {  // queries of one chunk, and those of its blocks that have not been read
+    struct Own {  // queries of one chunk, and its blocks that have not been read yet
         int64_t from, to, block, end;
     };
 
@@ -190,7 +190,7 @@ class Tile {
 
     int64_t row(int64_t token, int64_t g) const { return (token - begin_) * group_ + g; }
 
-    // The parts of the group that begins at position `start`: by their first query, and above each other in the order of positions.
+    // Collects the parts of the group that begins at position `start`, sorted by first query and then by position.
     void gather(int64_t start) {
         keys_.clear();
         parts_.clear();
@@ -211,7 +211,7 @@ class Tile {
             const auto [low, high] = seen_by(own.from, own.to);
             for (; own.block < own.end && plan_.starts[own.block] < start + SPAN; own.block++) {
                 take(plan_.blocks[own.block], plan_.starts[own.block], start, low, high);
-                if (plan_.starts[own.block] + size > start + SPAN) break;  // the rest of it is the next group's
+                if (plan_.starts[own.block] + size > start + SPAN) break;  // the next group reads the rest of this block
             }
             put({own.from, own.to, first, int(keys_.size()) - first, true});
         }
@@ -230,7 +230,7 @@ class Tile {
         return {layer_.window ? *low - layer_.window + 1 : 0, *high};
     }
 
-    // The keys of a block that are in the group and between `low` and `high`.
+    // Collects the keys of a block that are in the group and between `low` and `high`.
     void take(int64_t block, int64_t position, int64_t start, int64_t low, int64_t high) {
         const int64_t size = plan_.block_size, key_words = size * words_, value_words = size / E::per_word * width_;
         const uint32_t* keys = static_cast<const uint32_t*>(layer_.keys) + (head_ * layer_.num_blocks + block) * key_words;
@@ -243,7 +243,7 @@ class Tile {
         }
     }
 
-    // A decoding sequence's own blocks are read once a step, and so come from memory: asked for while another's are worked on.
+    // A decoding sequence's own blocks are read once in a step, so they come from memory: they are prefetched during the work on other keys.
     void fetch(const Part& part) const {
         for (int i = part.first; i < part.first + std::min(part.count, FETCHED); i++) {
             const Keys& some = keys_[i];
@@ -252,7 +252,7 @@ class Tile {
         }
     }
 
-    // Parts that the same queries read: some rows at a time, whose scores stay in the nearest cache.
+    // Processes parts that the same queries read, a few rows at a time, so that scores stay in the first-level cache.
     void together(const Part* part, const Part* end) {
         const Keys* keys = &keys_[part->first];
         int n = 0;
@@ -270,7 +270,7 @@ class Tile {
         });
     }
 
-    // Parts whose queries differ, below each other: the scores of all, then each row's weights over all that it reads, then the values.
+    // Processes parts whose queries overlap but differ: the scores of all parts, then each row's weights over all of its keys, then the values.
     void apart(const Part* parts, const Part* end, int64_t to) {
         for (const Part* p = parts; p < end; p++) {
             if (p + 1 < end && p[1].own) fetch(p[1]);
@@ -285,7 +285,7 @@ class Tile {
             by_rows(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { add(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
     }
 
-    // Vectors of sums that R rows have in registers: with few rows more, so that enough sums are under way at once.
+    // Vectors of sums that each of R rows has in registers: more if the rows are few, so that enough sums are under way at once.
     static constexpr int vectors_of(int rows) { return rows >= 4 ? VECTORS : 4; }
 
     // Calls do_rows(R, r) for R rows at a time, as many as fit into registers.
@@ -324,8 +324,8 @@ class Tile {
         }
     }
 
-    // A row's scores of a group become its weights, in place, as words; what it had is scaled to the new largest score. Scores are in
-    // powers of 2. Only the places in `runs_` are read and written.
+    // Turns a row's scores of a group into weights, in place, as words, and rescales its sums so far to the new largest score. Scores are
+    // exponents of 2. Reads and writes only the places in `runs_`.
     NOINLINE void weigh(int64_t r, float* row) {
         const int64_t position = plan_.positions[begin_ + r / group_];
         float factor = float(layer_.scale * LOG2E);
@@ -365,7 +365,7 @@ class Tile {
         total_[r] += sum(total);
     }
 
-    // The places that these keys have in a row of scores, as few runs as there are.
+    // Finds the places that these keys have in a row of scores, in as few runs as possible.
     NOINLINE void find_runs(const Part* part, const Part* end, int64_t from, int64_t to) {
         runs_.clear();
         for (const Part* p = part; p < end; p++)
@@ -422,10 +422,10 @@ class Tile {
     }
 
 #if defined(BATCHGEN_AMX)
-    // The same by tiles, for any number of rows up to TILED_ROWS. The next keys and values are asked for while these are multiplied: tiles
-    // wait for the second cache otherwise.
+    // `score` and `add` by tiles, for up to TILED_ROWS rows. The next keys and values are prefetched while the present ones are multiplied;
+    // otherwise tiles would wait for the second-level cache.
     void score(int rows, int64_t r, float* scores, const Keys* keys, int n) {
-        const int64_t depth = std::min<int64_t>(TILE, words_ & -words_);  // a power of 2 that the words of a head are a multiple of
+        const int64_t depth = std::min<int64_t>(TILE, words_ & -words_);  // the largest power of 2 up to TILE that divides the words of a head
         tiles_.set(std::min(rows, TILE), std::max(0, rows - TILE), depth);
         rows > TILE ? score_tiles<true>(r, scores, keys, n, depth) : score_tiles<false>(r, scores, keys, n, depth);
     }
@@ -501,11 +501,11 @@ class Tile {
     const Plan& plan_;
     const Layer& layer_;
     const int64_t group_, words_, width_;
-    const int64_t unit_;  // keys that are read together, or not at all
+    const int64_t unit_;  // keys that are read together or skipped together
     std::vector<uint32_t, WholeLines<uint32_t>> q_;    // [rows][words of D]
     std::vector<float, WholeLines<float>> scores_;  // [rows][ROW], then weights in their place
     std::vector<float, WholeLines<float>> sums_;    // [rows][V], unnormalised
-    std::vector<float> top_;     // [rows] largest score yet, as a power of 2
+    std::vector<float> top_;     // [rows] largest score so far, as an exponent of 2
     std::vector<float> total_;   // [rows] sum of the weights relative to it
     std::vector<Own> own_;
     std::vector<Part> parts_;  // of the group
@@ -526,7 +526,7 @@ void attend(const Plan& plan, const Layer& layer, int threads) {
     });
 }
 
-// Whether all are finite.
+// Returns whether all numbers are finite.
 template <class T>
 INLINE bool finite(const T* v, int64_t count) {
     floats zeros = {};
@@ -537,7 +537,7 @@ INLINE bool finite(const T* v, int64_t count) {
     return rest == 0;
 }
 
-// A token's values among those of its block: words that it has for itself, or shares with its neighbour.
+// Writes a token's values into its block. A word holds the value of one token (float32) or of two neighbouring tokens (bfloat16).
 INLINE void put_values(float* row, const float* v, int64_t count, int64_t) { std::memcpy(row, v, count * sizeof(float)); }
 INLINE void put_values(bf16* row, const bf16* v, int64_t count, int64_t half) {
     uint32_t* words = reinterpret_cast<uint32_t*>(row);
@@ -545,15 +545,15 @@ INLINE void put_values(bf16* row, const bf16* v, int64_t count, int64_t half) {
     for (int64_t c = 0; c < count; c++) words[c] = (words[c] & other) | uint32_t(v[c]) << shift;
 }
 
-// A token whose values are not all numbers gets a NaN key and values of 0: whoever attends to it gets NaN, but not who masks it
-// (0 * NaN is NaN), such as a later sequence in the same block.
+// A token whose values are not all finite gets a NaN key and values of 0. Then a query that attends to it gets NaN, and a query that masks
+// it does not (0 * NaN would be NaN), such as one of a later sequence in the same block.
 template <class E>
 void write(const Plan& plan, const Layer& layer, int threads) {
     typedef typename E::type T;
     constexpr int64_t U = E::per_word;
     const int64_t size = plan.block_size, words = words_of(layer.size, U), width = width_of(layer.v_size);
     const int64_t pieces = std::min<int64_t>(plan.num_tokens, threads > 1 ? 4 * threads : 1);
-    // Neighbours that share words are of one piece.
+    // Neighbours that share words belong to one piece.
     const auto cut = [&](int64_t piece) {
         int64_t t = plan.num_tokens * piece / pieces;
         while (t > 0 && t < plan.num_tokens && plan.kv_indices[t] % U && plan.kv_indices[t - 1] + 1 == plan.kv_indices[t]) t++;

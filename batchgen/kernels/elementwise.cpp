@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t MIN_ELEMENTS = 4096;  // elements worth a thread
+constexpr int64_t MIN_ELEMENTS = 4096;  // elements that are worth a thread
 
 INLINE int threads_for(int64_t elements, int64_t threads) {
     return int(std::max<int64_t>(1, std::min(threads, elements / MIN_ELEMENTS)));
@@ -26,10 +26,10 @@ struct Norm {  // `NormArguments` in ops.py is the same
     const float* weight;
     const void* x;
     void* y;  // [outer][inner][size]; nullptr: the sum alone is wanted
-    // Where there is `more` [outer][inner][size], x + more * by is put into `sum`, as large, and is what the norm is of.
+    // If `more` [outer][inner][size] is given, x + more * by is written to `sum`, which has the same shape, and the norm is that of `sum`.
     const void* more;
     void* sum;
-    // Also as 8 bits, where there is a place for them (int8.h).
+    // If `q` is given, y is also quantized to 8 bits (int8.h).
     quantized* q;
     float* scales;
     int64_t q_row;  // elements of q from one row to the next
@@ -85,13 +85,13 @@ void norm(const Norm& n) {
 
 struct Rotary {  // `RotaryArguments` in ops.py is the same
     int64_t tokens, q_heads, k_heads, size, turned;  // the first `turned` elements of each head are rotated
-    int64_t q_token, q_head, k_token, k_head, cos_token;  // elements from one to the next; sin lies as cos does
+    int64_t q_token, q_head, k_token, k_head, cos_token;  // elements from one to the next; sin has the layout of cos
     int64_t threads;
     const void *q, *k, *cos, *sin;
     void *q_out, *k_out;  // [tokens][heads][size]
 };
 
-// x cos + rotate_half(x) sin. T is the heads' type, C that of cos and sin: the products are rounded to it.
+// y = x cos + rotate_half(x) sin. T is the type of the heads, C that of cos and sin; products are rounded to C.
 template <class T, class C>
 INLINE void turn(const T* x, const C* cos, const C* sin, T* y, int64_t size, int64_t turned) {
     const int64_t half = turned / 2;
@@ -128,7 +128,7 @@ struct Maximum {  // `_Maximum` in ops.py is the same
     int64_t* indices;  // [rows]
 };
 
-// The first of a row's largest numbers; the first NaN where there is one.
+// Returns the place of a row's largest number, the first of equal ones; of the first NaN if there is one.
 template <class T>
 int64_t place_of_maximum(const T* x, int64_t size) {
     constexpr int64_t PIECE = 16 * LANES;
@@ -179,7 +179,7 @@ struct RowTable {  // `_RowTable` in ops.py is the same
 
 }  // namespace
 
-// Returns whether all indices are those of rows of the table. Nothing is written otherwise.
+// Returns whether the table has a row for every index. If not, nothing is written.
 EXPORT int32_t batchgen_take_rows(const RowTable* r) {
     for (int64_t i = 0; i < r->rows; i++)
         if (r->indices[i] < 0 || r->indices[i] >= r->table_rows) return 0;

@@ -1,7 +1,7 @@
 // Linear layers with weights packed once: y = x W^T + bias, or y = act(x G^T) * (x U^T) for a gated one.
 //
-// W is [panels][words of the inner dimension][WIDTH], so that what a product reads is WIDTH words that lie side by side (where E::side is
-// less, [panels][WIDTH / side][words][side]); a panel of a gated layer holds half as many rows of G and the same ones of U. A block of
+// W is stored as [panels][words of the inner dimension][WIDTH] (if E::side is less, as [panels][WIDTH / side][words][side]), so a product
+// reads WIDTH words that lie side by side. A panel of a gated layer holds WIDTH / 2 rows of G and the same rows of U. A block of
 // ROWS rows by WIDTH columns is summed in registers, in float32 or in integers; results are rounded where the modules of transformers
 // round. ops.py and int8.py pack the weights. Weights that something else reads too, such as an embedding, stay as they are, and are
 // packed on the way into the cache.
@@ -26,7 +26,7 @@ constexpr int DEPTH = 512;
 constexpr int DEPTH = 256;
 #endif
 constexpr int MAX_ROWS = 288;  // of a task
-// Tasks of so many rows make weights wide once for all of their rows; with fewer, each block of rows does it in registers.
+// Tasks of at least so many rows widen weights once for all of their rows; in smaller tasks, each block of rows widens them in registers.
 #if defined(__AVX512F__)
 constexpr int WIDENED_ROWS = 9 * ROWS;
 #else
@@ -43,7 +43,7 @@ struct Product {  // `Product` in ops.py is the same
     const uint32_t* weights;
     const float* bias;  // [panels][WIDTH], or null
     void* y;
-    // Of 8 bits only: what x and the weights are multiplied by, and what the sums begin with.
+    // For 8 bits only: the scales of x and of the weights, and the values that sums begin with.
     const float* x_scales;      // [rows]
     const float* scales;        // [panels][WIDTH]
     const int32_t* beginnings;  // [panels][WIDTH]
@@ -52,7 +52,8 @@ struct Product {  // `Product` in ops.py is the same
     int64_t w_row;  // words from one row of W [columns][words] to the next; 0 where W is packed
 };
 
-// Sums [R][WIDTH] of R rows of x with a panel, over `words` words; onto what is there where `more`, else onto `from`, or zero.
+// Computes the sums [R][WIDTH] of R rows of x times a panel, over `words` words. With `more` they are added to those in `sums`, else to `from`
+// if it is given.
 template <class E, int R>
 void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums, bool more,
            const int32_t* from) {
@@ -68,7 +69,8 @@ void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t grou
         for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-// As many rows as a block takes of those that are left; returns how many. 8 are two blocks of 4: one of 2 takes as long as one of 4.
+// Runs a block of as many of the rows that are left as it can take; returns how many. 8 rows are two blocks of 4, because a block of 2 rows
+// takes as long as one of 4.
 template <class E>
 int64_t some_rows(int64_t left, const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums,
                   bool more, const int32_t* from) {
@@ -78,7 +80,7 @@ int64_t some_rows(int64_t left, const uint32_t* x, int64_t x_row, const uint32_t
     return block<E, 1>(x, x_row, panel, group, words, sums, more, from), 1;
 }
 
-// The first columns of N vectors to y, as many as there are.
+// Writes N vectors to y, `columns` columns at most.
 template <int N, class T>
 INLINE void put(T* y, int64_t columns, const floats (&values)[N]) {
     for (int v = 0; v < N; v++) {
@@ -89,7 +91,7 @@ INLINE void put(T* y, int64_t columns, const floats (&values)[N]) {
     }
 }
 
-// The sums of one row and panel, finished, to y.
+// Finishes the sums of one row and panel (scales, bias, activation), and writes them to y.
 template <class E, class T>
 INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_t row) {
     floats values[VECTORS];
@@ -110,7 +112,7 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
     put(y, columns, gated);
 }
 
-// Weights that are read next, asked for in parts while others are multiplied.
+// Prefetches the weights that are read next, in parts, while others are multiplied.
 class Ahead {
    public:
     Ahead() = default;
@@ -124,7 +126,7 @@ class Ahead {
     int64_t part_ = 0;
 };
 
-// Rows [begin, end) of x times `words` words of a panel, from word k on; finished where these are the last.
+// Multiplies rows [begin, end) of x by `words` words of a panel, from word k on; finishes the rows if these words are the last.
 template <class E, class T>
 INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums, Ahead ahead) {
     const bool last = (k + words) * E::per_word == p.inner;
@@ -140,7 +142,7 @@ INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, c
     }
 }
 
-// Words of narrow numbers as two rows of wide ones.
+// Widens the numbers of each row of words to two rows.
 template <class E>
 INLINE void widen(const uint32_t* weights, int64_t words, uint32_t* to) {
     for (int64_t i = 0; i < words * WIDTH; i += WIDTH)
@@ -151,7 +153,7 @@ INLINE void widen(const uint32_t* weights, int64_t words, uint32_t* to) {
         }
 }
 
-// Transposes LANES vectors of LANES words: in each step halves, quarters, ... of two vectors change places.
+// Transposes LANES vectors of LANES words: each step exchanges halves, then quarters, ... of two vectors.
 template <int HALF = LANES / 2>
 INLINE void transpose(uints (&v)[LANES]) {
     for (int i = 0; i < LANES; i++) {
@@ -172,7 +174,7 @@ INLINE void transpose(uints (&v)[LANES]) {
     if constexpr (HALF > 1) transpose<HALF / 2>(v);
 }
 
-// Words [k, k + words) of a panel's columns, of weights that are not packed, as they are packed: [WIDTH / SIDE][words][SIDE].
+// Packs words [k, k + words) of a panel's columns from weights that are not packed, as [WIDTH / SIDE][words][SIDE].
 template <int SIDE>
 void pack(const Product& p, int64_t panel, int64_t k, int64_t words, uint32_t* to) {
     for (int c = 0; c < WIDTH; c += LANES) {
@@ -207,7 +209,7 @@ void run(Product p) {
     if (p.rows == 0) return;
     const int64_t work = panels * p.words * ((p.rows + ROWS - 1) / ROWS);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
-    // Enough tasks for every thread to have several, but no smaller than that needs: each task reads its panel.
+    // Enough tasks for every thread to have several, but no more than that, because each task reads its panel.
     const int64_t wanted = threads == 1 ? 1 : std::max<int64_t>(1, 4 * threads / panels);
     const int64_t share = (p.rows + wanted - 1) / wanted;
     const int64_t task_rows = std::min<int64_t>((share + ROWS - 1) / ROWS * ROWS, MAX_ROWS);
@@ -227,7 +229,7 @@ void run(Product p) {
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);
-                        // Next comes more of the panel, or probably that of the task after those that other threads take meanwhile.
+                        // Next comes the rest of the panel, or probably the panel of the task after those that other threads take meanwhile.
                         const int64_t from = k + words < p.words ? k + words : 0, next = from > 0 ? task : task + threads;
                         Ahead ahead;
                         if (next < tasks && !p.w_row)

@@ -1,5 +1,5 @@
-// Linear layers by matrix units, in bfloat16 and in 8 bits. linear.h says what is multiplied and how weights lie; tiles sum in an
-// order of their own.
+// Linear layers on matrix units, in bfloat16 and in 8 bits. linear.h describes the products and the layout of the weights; tiles add in
+// another order.
 #pragma once
 #include "amx.h"
 #include "linear.h"
@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t TILE_DEPTH = 512;    // words of the inner dimension that are summed at a time
-constexpr int64_t MIN_TILES = 150;  // of 16 rows by 16 words by a panel, about 0.2 us each, that are worth a thread
+constexpr int64_t MIN_TILES = 150;  // products of 16 rows, 16 words and a panel, about 0.2 us each, that are worth a thread
 
 // One thread's tasks: each is some rows of x times a panel.
 template <class E, class T>
@@ -19,7 +19,8 @@ class TileTask {
         rows_at_a_time_ = (SIDE - 1) / std::max<int64_t>(1, last / TILE * (WIDTH / SIDE)) + 1;
     }
 
-    // Rows [begin, end) of y in a panel; the weights of `next`, if it is one, are asked for meanwhile. A row is finished by vectors while the matrix unit is at work on the rows after it.
+    // Computes rows [begin, end) of y in a panel, and prefetches the weights of panel `next`, unless it is -1. Vectors finish a row while the
+    // matrix unit works on the rows after it.
     void run(int64_t panel, int64_t begin, int64_t end, int64_t next) {
         plan_fetching(end - begin, next);
         panel_ = panel, begin_ = finished_ = summed_ = begin, end_ = end;
@@ -49,7 +50,7 @@ class TileTask {
         for (const uint32_t* end = std::min(ahead_end_, ahead_ + ahead_at_a_time_); ahead_ < end; ahead_ += TILE) __builtin_prefetch(ahead_, 0, 2);
     }
 
-    // The rows from `row` on, as many as tiles have, times `words` words of the panel from word k on.
+    // Multiplies the rows from `row` on, SIDE at most, by `words` words of the panel from word k on.
     void add(int64_t row, int64_t k, int64_t words, const uint32_t* weights, int64_t from_side) {
         const int64_t whole = words / TILE * TILE, rest = words - whole;
         const uint32_t* x = p_.x + row * p_.x_row + k;
@@ -69,7 +70,7 @@ class TileTask {
         end_ - row > TILE ? tiles<true>(x, x_row, weights, words, sums, more) : tiles<false>(x, x_row, weights, words, sums, more);
     }
 
-    // 16 rows of x, or with LOWER 32, times one side of a panel; onto the sums that are there where `more`.
+    // Multiplies 16 rows of x (32 with LOWER) by one side of a panel. With `more`, the products are added to those in `sums`.
     template <bool LOWER>
     void tiles(const uint32_t* x, int64_t x_row, const uint32_t* weights, int64_t words, uint32_t* sums, bool more) {
         typedef Sums<LOWER, true> Block;
@@ -92,8 +93,8 @@ class TileTask {
     const Product& p_;
     int64_t rows_at_a_time_;
     int64_t panel_ = 0, begin_ = 0, end_ = 0;
-    int64_t summed_ = 0, finished_ = 0;  // rows before these are
-    const uint32_t *ahead_ = nullptr, *ahead_end_ = nullptr;  // weights of the next task that have not been asked for
+    int64_t summed_ = 0, finished_ = 0;  // the rows before these are summed, and finished
+    const uint32_t *ahead_ = nullptr, *ahead_end_ = nullptr;  // weights of the next task that have not been prefetched
     int64_t ahead_at_a_time_ = 0;
     Tiles shapes_;
     std::vector<uint32_t> packed_;
@@ -101,7 +102,7 @@ class TileTask {
     alignas(64) uint32_t x_rest_[SIDE * TILE] = {}, w_rest_[SIDE * TILE] = {};
 };
 
-// `run` by tiles, for any number of rows.
+// `run` of linear.h by tiles, for any number of rows.
 template <class E, class T>
 void run_tiles(const Product& p) {
     if (p.rows == 0) return;

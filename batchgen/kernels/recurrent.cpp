@@ -1,6 +1,6 @@
 // Recurrent layers: the causal convolution, the gated delta rule, Mamba2's recurrence and Mamba's scan of a step's spans, and gates with and
 // without norms.
-// States are read from one slot and written to another, which may be the same; memory is passed over once.
+// A span reads its state from one slot and writes it to a slot, which may be the same; each state is read once and written once.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -16,12 +16,12 @@ namespace {
 struct Convolution {  // `_Convolution` in recurrent.py is the same
     int64_t spans, channels, taps, x_token, activation, threads;  // taps: inputs before the token's own
     const int64_t *starts, *lengths, *read, *write;               // by span: first token, tokens, slots
-    const void *x, *weight, *bias;  // [T] rows x_token apart; [taps + 1][channels]; [channels] or null
+    const void *x, *weight, *bias;  // [T][channels], x_token elements apart; [taps + 1][channels]; [channels] or null
     void *states, *out;             // [slots][taps][channels]; [T][channels]
 };
 
-// Tokens that run through some channels before the next channels. Their rows are read and written side by side from the first channel to
-// the last, as the processor fetches memory ahead; a column of many rows would be on a page of its own for each.
+// So many tokens run through a group of channels before the next group. So a few rows at a time are read and written from the first channel
+// to the last, which the processor prefetches; a column of many rows would touch a page for each row.
 constexpr int64_t STRETCH = 16;
 
 // Tokens [begin, end) of a span through PART vectors of channels. The TAPS inputs before a token stay in registers from token to token.
@@ -52,7 +52,7 @@ INLINE void convolve_channels(const Convolution& c, int64_t span, int64_t i, int
         }
 }
 
-// The same from channel `first` on, for any number of taps and for channels that fill no vector.
+// The same from channel `first` on, for any number of taps, and for channels that do not fill a vector.
 template <class T>
 void convolve_some(const Convolution& c, int64_t span, int64_t first, int64_t begin, int64_t end) {
     const int64_t n = c.channels, taps = c.taps, start = c.starts[span];
@@ -87,7 +87,7 @@ void keep_last(const Convolution& c, int64_t span) {
     const int64_t n = c.channels, taps = c.taps, length = c.lengths[span];
     const T *before = (const T*)c.states + c.read[span] * taps * n, *x = (const T*)c.x + c.starts[span] * c.x_token;
     T* after = (T*)c.states + c.write[span] * taps * n;
-    // Of a slot that is read and written each row comes from a later one, so that in this order none is lost.
+    // If the slot is both read and written, each row is overwritten from a later one, so this order loses none.
     for (int64_t tap = 0; tap < taps; tap++) {
         const int64_t t = length - taps + tap;
         const T* from = t < 0 ? before + (t + taps) * n : x + t * c.x_token;
@@ -110,7 +110,7 @@ void convolve(const Convolution& c) {
         convolve_stretch<T>(c, span, begin, std::min(begin + STRETCH, c.lengths[span]));
         if (c.lengths[span] <= STRETCH) keep_last<T>(c, span);
     });
-    // The slot of a longer span may be what its first stretch reads.
+    // A longer span may write the slot that its first stretch reads, so this waits for all stretches.
     for (int64_t span = 0; span < c.spans; span++)
         if (c.lengths[span] > STRETCH) keep_last<T>(c, span);
 }
@@ -119,8 +119,8 @@ struct Rule {  // `_Rule` in recurrent.py is the same: the gated delta rule, or 
     int64_t spans, heads, groups, rows, columns, row_decays, normalize, q_token, k_token, v_token, threads;
     const int64_t *starts, *lengths, *read, *write;  // by span: first token, tokens, slots
     const float *decay, *strength;                   // [T][heads], or with row_decays decay is [T][heads][rows]; [T][heads]
-    const float* skip;                               // [heads]: how much of v an output has besides; or null
-    const void *q, *k, *v;                           // tokens so many numbers apart: [groups][rows] twice, [heads][columns]
+    const float* skip;                               // [heads]: the multiple of v that is added to the output; or null
+    const void *q, *k, *v;                           // of a token: [groups][rows] of q and k, [heads][columns] of v; tokens are q_token, k_token, v_token apart
     void* out;                                       // [T][heads][columns]; of Mamba2 always float
     float* states;                                   // [slots][heads][rows][columns]
     float scale;                                     // of queries
@@ -131,7 +131,7 @@ using Output = std::conditional_t<DELTA, T, float>;
 
 constexpr int BLOCK = 4;  // vectors of columns
 
-// What is read and written of a vector of columns; the last of a row may not be full.
+// Reads and writes a vector of columns. The last one of a row may not be FULL.
 template <bool FULL, class T>
 INLINE floats load_column(const T* p, int64_t count) { return FULL ? load_floats(p) : load_some(p, count); }
 template <bool FULL, class T>
@@ -142,7 +142,7 @@ INLINE void store_column(T* p, floats v, int64_t count) {
         store_some(p, v, count);
 }
 
-// The keys and queries of a token in float32, with what a state's rows decay by.
+// The key and the query of a token in float32, and the decays of a state's rows.
 struct Token {
     float *k, *q;              // [rows]
     float *decay, *ka, *qa;    // [rows] decays, and keys and queries times them
@@ -172,7 +172,7 @@ void prepare(const Rule& s, int64_t t, int64_t head, Token& to) {
 }
 
 // A state's rows are keys, its columns values. S <- a S + k d; out = q S = q a S + (q k) d. With DELTA d = b (v - k a S), otherwise d = b v.
-// A pass over the columns' states writes what one token makes of them, and sums what the next one reads.
+// One pass over the columns of a state applies the update of one token and computes the sums that the next token reads.
 template <class T, bool DELTA, int B, bool FULL>
 void run_columns(const Rule& s, int64_t span, int64_t head, int64_t first, int64_t count, float* local, Token now, Token next) {
     const int64_t rows = s.rows, n = s.columns, length = s.lengths[span], start = s.starts[span], wide = B * LANES;
@@ -215,7 +215,7 @@ void run_columns(const Rule& s, int64_t span, int64_t head, int64_t first, int64
             return;
         }
         prepare<T>(s, t + 1, head, next);
-        for (int64_t r = 0; r < rows; r++) {  // numbers of a row are read before a store that may be to anywhere
+        for (int64_t r = 0; r < rows; r++) {  // a row's numbers are read here: for the compiler, each store below may change them
             const floats decay = splat(now.decay[r]), k = splat(now.k[r]), ka = splat(next.ka[r]), qa = splat(next.qa[r]);
             for (int j = 0; j < B; j++) {
                 const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * decay + d[j] * k;
@@ -252,7 +252,7 @@ void run(const Rule& s) {
             const int64_t state = task % (s.spans * s.heads), span = state / s.heads, head = state % s.heads;
             int64_t i = task / (s.spans * s.heads) * WIDE;
             const int64_t end = parts == 1 ? s.columns : std::min(i + WIDE, s.columns);
-            if (LANES == 16 && s.lengths[span] == 1)  // registers for longer pieces of rows, as a state is passed over only once
+            if (LANES == 16 && s.lengths[span] == 1)  // one token needs one pass over the state, so registers suffice for longer pieces of rows
                 for (; i + 2 * WIDE <= end; i += 2 * WIDE)
                     run_columns<T, DELTA, 2 * BLOCK, true>(s, span, head, i, LANES, local, now, next);
             for (; i + WIDE <= end; i += WIDE) run_columns<T, DELTA, BLOCK, true>(s, span, head, i, LANES, local, now, next);
@@ -309,11 +309,11 @@ void scan(const Scan& s) {
 }
 
 struct GatedNorm {  // `_GatedNorm` in recurrent.py is the same
-    int64_t rows, groups, size;  // each row is groups of so many elements, each with a norm of its own
+    int64_t rows, groups, size;  // each row has `groups` groups of `size` elements, each with its own norm
     int64_t x_row, gate_row;     // elements from one row to the next
     int64_t gate_first;          // the gate comes before the norm, else after it
     int64_t sigmoid;             // the gate is a sigmoid, else SiLU
-    int64_t rounds;              // to the type of x after the norm, and where the gate comes last after the weight
+    int64_t rounds;              // rounds to the type of x after the norm and, if the gate comes last, also after the weight
     int64_t threads;
     double eps;
     const float* weight;  // [groups][size]

@@ -1,11 +1,11 @@
 // What all kernels share: vectors as wide as the processor's registers in the compiler's own notation, bfloat16 in pairs, and exp.
-// Everything is exact in the same way on every processor but for the order of sums.
+// Accuracy is the same on every processor; the order of sums is not.
 #pragma once
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && __GNUC__ <= 14 && !defined(__clang__)
-// <immintrin.h> without the later instruction sets, which GCC reads whatever it compiles for: a second for each file. The guard's name is
-// GCC's own matter, so later versions than those that are known read everything.
+// <immintrin.h> without the later instruction sets. GCC reads these whatever it compiles for, which takes a second for each file. The name
+// of the guard is internal to GCC, so versions later than those that are known read everything.
 #define _IMMINTRIN_H_INCLUDED
 #include <smmintrin.h>
 #include <avxintrin.h>
@@ -102,7 +102,7 @@ INLINE halves to_bf16(floats x) {
 INLINE void store_floats(float* p, floats v) { store(p, v); }
 INLINE void store_floats(bf16* p, floats v) { store(p, to_bf16(v)); }
 
-INLINE floats max(floats a, floats b) {  // b where one is NaN
+INLINE floats max(floats a, floats b) {  // b where either is NaN
 #if defined(__AVX512F__)
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
@@ -190,9 +190,9 @@ INLINE float largest(floats v) {
 #endif
 }
 
-// Products of a block: sums[r][n] += a word of B at a time, 32 bits of one column, with what stands beside it in row r of A. A word
-// of B is one float or two bfloat16 (`type`) that follow one another along the summed dimension; to each A has `a_words` words of
-// 32 bits, of `a_type`.
+// The kinds of products. `multiply` adds to sums[r][n] the product of a word of B (32 bits of one column) and the numbers of row r of A that
+// belong to it. A word of B is one float or two bfloat16 (`type`) that are neighbours along the summed dimension. For each word of B, A has
+// `a_words` words of 32 bits, of `a_type`.
 struct Float {
     typedef float type, a_type;
     typedef floats sum;
@@ -211,7 +211,7 @@ struct Widened {  // B in bfloat16, A in float32: exact products
     typedef bf16 type;
     typedef float a_type;
     typedef floats sum;
-    typedef Float wide;  // what the two numbers of a word are, made wide
+    typedef Float wide;  // the kind of product after the two numbers of a word are widened
     static constexpr int per_word = 2, a_words = 2;
     static constexpr int side = VECTORS * LANES;
     static constexpr bool scaled = false;
@@ -252,7 +252,7 @@ struct Bfloat {
 typedef Widened Bfloat;
 #endif
 
-// sums[r][n] += A row r times the vectors at b[n], over `count` words; B's next word is `step` words on.
+// Adds row r of A times the vectors at b[n] to sums[r][n], over `count` words. B's next word is `step` words further on.
 template <class E, int R, int N, class S>
 INLINE void product(S (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t step, int64_t count) {
 #pragma GCC unroll 4
