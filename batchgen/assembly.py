@@ -1,6 +1,6 @@
 """The end of a job: the input is read a second time, and every row is written with its result, in input order.
 
-The same for a job that ran in shards, whose results are joined for that (`merge_job`).
+`merge_job` does this for a job that ran in shards, after it has joined their results.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def write_output(
         stored = job.stored(list(keys.values()))
         lost = sum(1 for key in keys.values() if key not in stored)
         if lost:
-            job.forget_reading()  # the next run is to look at every row
+            job.forget_reading()  # the next run must look at every row
             raise OutputError(
                 f"the results of {job.output} are damaged: {lost:,} of them cannot be read",
                 f"{'run all shards' if merging else 'run the same command'} again: only these rows are generated again",
@@ -218,7 +218,7 @@ def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
 
 
 def _held_shard(shard: str, holder: Mapping[str, Any]) -> OutputLocked:
-    """What is known of a shard that is not done and that another process has claimed."""
+    """Returns the error for a shard that is not done and that another process has claimed."""
     process = f"process {holder.get('pid')} on {holder.get('host')}"
     silent = seconds_silent(holder)
     if is_alive_here(holder) or (silent is not None and silent <= SILENT_SECONDS):

@@ -88,7 +88,7 @@ class CutFigures:
     cost: tuple[float, ...]
     """Each shard's part of the estimated cost of all; they add up to 1."""
     prefill_tokens_again: int
-    """Prompt tokens that a shard runs though the one before it runs them too."""
+    """Prompt tokens that a shard runs although the shard before it runs them too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class PlanReport:
     failures: tuple[str, ...] = ()
     """The first few rows that would fail: where, and why."""
     sufficient_memory: str = ""
-    """A `--kv-memory` that holds the longest row: its KV, and of a model with recurrent layers the states beside it."""
+    """A `--kv-memory` that holds the longest row: its KV and, if the model has recurrent layers, its states."""
     title: str = ""
     """The inputs, as they were named."""
     prefix_tree: Mapping[str, Any] | None = None

@@ -53,9 +53,9 @@ from batchgen.sampling.grammars import GrammarCheck
 from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures, versions
 
 KEEP_SECONDS = 0.25
-"""Shortest time between two writes of what unfinished rows have."""
+"""Minimum time between two writes of unfinished completions."""
 KEEP_SHARE = 0.02
-"""Longest share of a run's time that these writes take, unless `--flush-every` asks for more."""
+"""Maximum share of a run's time that these writes take, unless `--flush-every` asks for more."""
 QUANTIZED_TEXTS = 4
 """Rows on which `--quantize` is measured."""
 
@@ -518,7 +518,7 @@ class _Generation:
         self.outcomes.done(result, source)
 
     def _keep_under_way(self, engine: AnyEngine) -> None:
-        """Keeps what unfinished rows have, for a run that is killed; the next time is soon, but takes no more than a small share of the run."""
+        """Stores unfinished completions, in case the run is killed. Done as often as possible without taking more than `KEEP_SHARE` of the run."""
         began = time.monotonic()
         self.job.keep_under_way({self._running[row][0]: parts for row, parts in engine.under_way().items()})
         now = time.monotonic()

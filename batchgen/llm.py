@@ -189,13 +189,13 @@ class LLM:
     ) -> Any:
         """Generates for each row of a table, and returns the table with the columns of the results (`text`, `finish_reason`, `usage`…).
 
-        With the task `embed` or `classify` it adds the columns of these.
+        With the task `embed` or `classify` it adds the columns of that task.
 
         `table` is an Arrow table, a DataFrame of pandas or polars, or a `datasets.Dataset`, with a column `prompt` or `messages`, or those
-        that `prompt_options` name, and the returned table is of the same kind. Its own columns stay as they are; one that is called like
-        a field of a result gets the prefix `input_`. `sampling_params` and the other columns of a file's rows mean what they mean there.
+        that `prompt_options` name, and the returned table is of the same kind. Its own columns stay as they are; a column with
+        the name of a result field gets the prefix `input_`. `sampling_params` and other special columns mean the same as in a file.
 
-        Raises `TypeError` for anything that is no such table, `UsageError` if no row has a prompt.
+        Raises `TypeError` for anything that is not such a table, `UsageError` if no row has a prompt.
         """
         options = _prompt_options(prompt_options)
         frame = frame_of(table)
@@ -387,7 +387,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 
 def _check_order(name: str, given: Any) -> None:
-    """Raises `TypeError` for a set, whose order differs from process to process: results could not be told apart."""
+    """Raises `TypeError` for a set: its order differs between processes, so nobody could tell which result is whose."""
     if isinstance(given, set | frozenset):
         raise TypeError(f"{name} must be in an order, and a set has none: give a list, such as sorted({name})")
 

@@ -113,7 +113,7 @@ INT8_SMALL = 16
 def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[int, int] | None:
     """Returns the bytes that a model's weights take with `itemsize` bytes each, and with `--quantize int8`.
 
-    None if that is not known from the files' heads: on the hub, in GGUF, quantized checkpoints, and those with other parts than a language model.
+    None if the headers of the files do not tell: for models on the hub, GGUF files, quantized checkpoints, and checkpoints with other parts than a language model.
     """
     folder = Path(config.model).expanduser()
     if not folder.is_dir() or gguf_file(config) is not None or not any(folder.glob("*.safetensors")):
@@ -132,7 +132,7 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[int, int] | None:
 
 
 def _is_int8_layer(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is the weight of a layer that `--quantize int8` packs, as far as its name says."""
+    """Whether a tensor is the weight of a layer that `--quantize int8` packs, judged by its name and shape."""
     parts = name.split(".")
     return (
         parts[-1] == "weight"

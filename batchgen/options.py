@@ -215,7 +215,7 @@ def first_problem(config: Any) -> tuple[str, str] | None:
 
 
 def _shown(value: Any) -> str:
-    """The value as it was given: several values one after the other."""
+    """The value as it was given. Several values stand one after the other."""
     several = isinstance(value, tuple) and value
     return ", ".join(map(repr, value)) if several else repr(value)
 

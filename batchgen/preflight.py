@@ -1,6 +1,6 @@
 """Checks that need no tokenizer, made before it is loaded: the model's files, the output's place, the grammar and the first rows.
 
-Every check is repeated where its subject is used; here it is only made sooner. Imports neither torch nor transformers.
+Every check is repeated later, where its subject is used; here a wrong command only fails sooner. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations

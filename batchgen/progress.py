@@ -288,7 +288,7 @@ def in_notebook() -> bool:
 
 @contextmanager
 def shown_progress(progress: Progress | None) -> Iterator[Progress]:
-    """Yields `progress`, or what shows a job's progress if there is none: a bar in a notebook, else nothing."""
+    """Yields `progress` if it is given; otherwise a bar in a notebook, and elsewhere an object that shows nothing."""
     if progress is not None or not in_notebook():
         yield progress or Silent()
         return
@@ -301,7 +301,7 @@ def shown_progress(progress: Progress | None) -> Iterator[Progress]:
 
 @contextmanager
 def prompt_bar(prompts: int, wanted: bool | None) -> Iterator[PromptBar]:
-    """Yields the bar of a call: one that shows nothing if it is not wanted. None wants it in a notebook."""
+    """Yields the bar of a call, which shows nothing if it is not `wanted`. None means only in a notebook."""
     bar = PromptBar(prompts, shown=in_notebook() if wanted is None else wanted)
     try:
         yield bar
@@ -314,7 +314,7 @@ class _Bar:
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a text stands for the bar if ipywidgets is not installed
+            warnings.simplefilter("ignore")  # tqdm warns that it shows text if ipywidgets is not installed
             from tqdm.auto import tqdm
 
         self._tqdm: Any = tqdm(total=1, bar_format=" ")

@@ -30,7 +30,7 @@ from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 
 KEY = "batchgen_prefix_key"
-"""The column that `in_prefix_order` sorts by, and takes away again."""
+"""The column that `in_prefix_order` adds, sorts by and removes."""
 
 
 class Generate:

@@ -46,9 +46,9 @@ class Request:
     priority: float = 0.0
     """Requests with lower numbers start first."""
     tools: str = ""
-    """The row's tools as JSON, where calls of them are looked for in the answer; else empty."""
+    """The row's tools as JSON if calls of them are looked for in the answer; else empty."""
     source: str = ""
-    """The row's place in its file, for messages; empty for a row of no file."""
+    """The row's place in its file, for messages; empty if the row comes from no file."""
     begun: Mapping[int, Completion] = field(default_factory=dict)
     """Completions that an earlier run started, by number. They are continued, unless they have a finish reason."""
 

@@ -200,7 +200,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         settle(self)
-        if self.top_k == -1:  # vLLM's word for off
+        if self.top_k == -1:  # off, as in vLLM
             object.__setattr__(self, "top_k", 0)
         problem = first_problem(self)
         if problem is not None:
@@ -289,7 +289,7 @@ def _params_digest(params: SamplingParams, max_tokens: int) -> bytes:
 
 
 def choices_of(text: str) -> tuple[str, ...]:
-    """Returns the choices of a text: separated by commas, without the blanks around them; or a JSON list, taken literally.
+    """Returns the choices in a text: parts between commas without the blanks around them, or the members of a JSON list, taken literally.
 
     Raises `ValueError` for a list that is not JSON.
     """

@@ -197,7 +197,7 @@ class StepExecutor:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Counts the time, which `watch` sees. While our kernels run on a GPU, raises `KernelsFailed` instead of the device's error, unless memory has run out."""
+        """Counts the time inside, and lets `watch` see it. While our kernels run on a GPU, raises `KernelsFailed` instead of the device's error, unless memory has run out."""
         began = time.perf_counter()
         if self.watch is not None:
             self.watch.since = began

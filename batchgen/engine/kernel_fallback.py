@@ -37,7 +37,7 @@ class KernelFallback:
         self.suspects = set(failed.rows)
 
     def examine(self, update: SequenceUpdate) -> None:
-        """Finds out whether the kernels made logits that are not numbers. Raises `KernelsFailed` if plain torch has to run the row first."""
+        """Finds out whether the kernels are the cause of logits that are not numbers. Raises `KernelsFailed` if plain torch has to run the row first."""
         seq, token, reason, error = update
         row = seq.request.row
         no_numbers = error is not None and error.type == "numerical_error"
@@ -55,7 +55,7 @@ class KernelFallback:
                 self._switch_off(KernelsFailed(NO_NUMBERS))
 
     def keep_suspects(self, rows: set[int]) -> None:
-        """Drops the suspects that are not in `rows`. If none is left, the cause cannot be found any more, and the kernels run again."""
+        """Drops the suspects that are not in `rows`. If none is left, the cause can no longer be found, and the kernels run again."""
         self.suspects &= rows
         if not self.suspects:
             self._runner.resume_kernels()

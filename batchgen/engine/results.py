@@ -209,7 +209,7 @@ class ResultAssembler:
         return found
 
     def requests(self) -> list[tuple[Request, OnResult, OnToken | None]]:
-        """The rows that are not done, each with what it calls."""
+        """The rows that are not done, each with its callbacks."""
         return [(row.request, row.on_result, row.on_token) for row in self._rows.values()]
 
     def clear(self) -> None:

@@ -16,13 +16,13 @@ _logger = logging.getLogger("batchgen")
 
 
 class StepWatch:
-    """Looks from a thread of its own how long the engine's call to the device takes, and logs one warning if that is too long.
+    """Measures in its own thread how long the engine's call to the device takes, and logs one warning if that is too long.
 
-    The thread that waits for a device cannot say this itself. The watch's thread ends with this object.
+    The thread that waits for the device cannot warn. The watch's thread ends with this object.
     """
 
     def __init__(self, device: str, seconds: float = SLOW_STEP_SECONDS, every: float = LOOK_SECONDS) -> None:
-        """Warns after `seconds`, and looks `every` so many seconds. `device` is its name in the warning."""
+        """Warns after `seconds`, and looks every `every` seconds. `device` is its name in the warning."""
         self.since: float | None = None
         """When the present call began (`time.perf_counter`); None between two calls. The engine's thread writes it."""
         self._device = device

@@ -89,7 +89,7 @@ class Job(Store, Protocol):
         ...
 
     def begin_rows(self) -> None:
-        """Says that the input is read from its start: drops all rows added before."""
+        """Must be called when the input is read from its start. Drops all rows added before."""
         ...
 
     def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:

@@ -35,7 +35,7 @@ _NETWORK = (
     "fuse.",
 )
 _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
-"""Why a file that may be written to cannot be replaced by another one: its folder is not ours, or it is mounted by itself."""
+"""Errors of a file that can be written to but not replaced by another: its folder is not writable, or the file is a mount of its own."""
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command again: finished rows are kept",
     errno.EDQUOT: "free some of your quota and run the same command again: finished rows are kept",
@@ -115,8 +115,8 @@ def write_json(path: Path, value: Any) -> None:
 def write_whole(path: str | Path, text: str) -> None:
     """Replaces a file by one with this text in UTF-8 (what UTF-8 cannot hold becomes `?`). A link stays a link. Raises `OSError`.
 
-    What cannot be replaced is written to as it is: a pipe, a device, what `/dev/stdout` and `/dev/stderr` stand for (a file is not cut
-    then), and a file that is mounted by itself or whose folder cannot be written to.
+    A file that cannot be replaced is written in place: a pipe, a device, the target of `/dev/stdout` and `/dev/stderr` (which is not
+    truncated then), and a file that is a mount of its own or whose folder cannot be written to.
     """
     data, place = text.encode("utf-8", "replace"), Path(path).resolve()
     stream = _standard_stream(path)

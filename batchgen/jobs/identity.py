@@ -78,7 +78,7 @@ def job_settings(
 def date_of_job(output: str, work_dir: str | None) -> datetime | None:
     """Returns the time that a job's chat template writes into prompts: that of the job's first run. None if there is no job or no such template.
 
-    All runs and shards of a job write the same time, since otherwise the prompts of yesterday's results would not be those of today's rows.
+    All runs and shards of a job write the same time. With another time every prompt would be new, and no result could be used.
     Raises `UsageError` if the job's manifest is damaged.
     """
     manifest = None if output == "-" else load_manifest(job_path(output, work_dir) / "manifest.json")
@@ -201,7 +201,7 @@ def _sampled(file: BinaryIO, size: int) -> list[tuple[int, int]]:
 
     Of a GGUF file: its first MiB, where its settings are, and many more blocks at equal distances.
 
-    The tensors make sure that a change of a few layers, as an adapter that was merged makes it, is seen.
+    The middles of tensors show a change of a few layers only, such as that of a merged adapter.
     """
     if file.read(4) == b"GGUF":
         count = _BLOCKS + _TENSOR_BLOCKS
@@ -215,7 +215,7 @@ def _sampled(file: BinaryIO, size: int) -> list[tuple[int, int]]:
         ends = sorted(t["data_offsets"] for name, t in header.items() if name != "__metadata__")
         middles = [data + (start + end) // 2 for start, end in ends]
     except (ValueError, TypeError, KeyError, AttributeError):
-        middles = []  # damaged: loading the model will say so
+        middles = []  # a damaged file, which is reported when the model is loaded
     middles = [middles[i * len(middles) // _TENSOR_BLOCKS] for i in range(_TENSOR_BLOCKS)] if middles else []
     even = [i * (size - _BLOCK_BYTES) // (_BLOCKS - 1) for i in range(_BLOCKS)]
     blocks = sorted({min(start, size - _BLOCK_BYTES) for start in (*even, *middles)})

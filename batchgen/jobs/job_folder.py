@@ -277,7 +277,7 @@ class JobFolder:
             )
 
     def _holds_nothing(self, old: Manifest) -> bool:
-        """Whether the earlier run has left no result, for example because the model refused an option. Its settings then bind nobody."""
+        """Whether the earlier run has left no result, for example because the model refused an option. Then its settings do not matter."""
         if old.state != "running" or old.outputs or (self._folder / KEPT_FILE).exists():
             return False
         if load_plan(self._folder) or stores(self._folder):
@@ -349,7 +349,7 @@ class JobFolder:
         with ExitStack() as opened:
             self._results = opened.enter_context(closing(Results(self._folder, flush_every)))
             self._take_results()
-            sync_folder(self._folder)  # a synced database is of no use in a folder that does not name it
+            sync_folder(self._folder)  # a synced database is lost if its folder's entry is not synced
             self._manifest.save(self._folder / "manifest.json")
             self._open_files(opened)
             self._opened = opened.pop_all()
@@ -490,7 +490,7 @@ class JobFolder:
         if not gone:
             return
         lost = max(0, gone - new)  # as many rows as are new were changed, not removed
-        # With a raised limit, all rows may have become others: shortened prompts, and rows whose own limit is the job's first or new one.
+        # A raised limit can give any row a new key: rows with shortened prompts, and rows whose own limit is the job's first or new one.
         others = gone == finished >= _FEW and self.first_max_tokens is None
         if not prune and (10 * lost > finished or others):
             if self._old is not None and self._old.state == "finished" and not self._appended:

@@ -90,7 +90,7 @@ def check_free(path: Path, output: str) -> None:
     except BlockingIOError:
         raise held_by_another(output, _holder(fd)) from None
     except OSError:
-        return  # a file system without locks: taking the lock will tell
+        return  # a file system without locks: taking the lock will report it
     finally:
         os.close(fd)
 
@@ -128,7 +128,7 @@ def _begun(pid: int) -> float | None:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether a process has ended and only its parent has not asked how."""
+    """Whether a process has ended but its parent has not collected its exit status yet."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "Z"

@@ -21,7 +21,7 @@ _LONGEST = 60
 _MAX_DIFFERENCES = 6
 _MAX_FILES = 2
 MODEL_FILE = "model file "
-"""What the names of settings begin with that are files of the model."""
+"""The beginning of the names of settings that are files of the model."""
 _NO_VALUE = object()
 
 
@@ -44,7 +44,7 @@ class Manifest:
     stats: str = ""
     """Digest of `stats.json` of a finished job."""
     command: str = ""
-    """`identity.command_digest` of the run that began or finished the job: of an equal command, all of the above is known to be equal."""
+    """`identity.command_digest` of the run that began or finished the job: if a later run has the same command, all of the above is equal."""
 
     def save(self, path: Path) -> None:
         value = asdict(self)

@@ -219,7 +219,7 @@ class SameInput:
             raise self.changed()
 
     def changed(self) -> InputCorrupt:
-        """Makes sure that no later run uses the reading, and returns the error to raise for a changed input."""
+        """Makes sure that no later run uses the first reading. Returns the error for a changed input."""
         self._job.forget_reading()
         names = ", ".join(file.shown for file in self._source.files[:3])
         return InputCorrupt(

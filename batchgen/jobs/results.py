@@ -114,7 +114,9 @@ class Results:
                 self.damaged += len(bad)
                 db.execute("BEGIN")
                 db.executemany("DELETE FROM results WHERE key IS ?", [(key,) for key in bad])
-                db.execute("DELETE FROM facts WHERE name = 'reading'")  # it counted them as finished
+                db.execute(
+                    "DELETE FROM facts WHERE name = 'reading'"
+                )  # the first reading counted the damaged rows as finished
                 db.execute("COMMIT")
             (self._folder / "run.sqlite").unlink(missing_ok=True)
             db.execute("ATTACH DATABASE ? AS run", (str(self._folder / "run.sqlite"),))
@@ -166,9 +168,9 @@ class Results:
         return count
 
     def take_from(self, folder: Path) -> int:
-        """Copies the results, and the work under way, of the database in another folder, which nobody is at. Returns the number of results.
+        """Copies the results and the work under way from the database of another folder, which no process may be using. Returns the number of results.
 
-        What is damaged there is left out, and counted in `damaged`. All is on disk when this returns.
+        Damaged entries are left out, and counted in `damaged`. Everything is on disk when this returns.
         """
         with closing(Results(folder, 0.0)) as other:  # reads every result once
             self.damaged += other.damaged
@@ -217,7 +219,7 @@ class Results:
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
         """Stores the tokens so far of unfinished completions. Only what has come since the last call is written.
 
-        A power cut takes what came after the last `flush`; a process that is killed loses nothing.
+        A power cut loses what came after the last `flush`; a kill loses nothing.
         """
         parts, again = [], []
         for key, begun in completions.items():
@@ -290,7 +292,7 @@ class Results:
         self.forget_reading()
 
     def forget_cut(self) -> None:
-        """Drops everything that was cut by its length: results of which at least one completion was, and such completions of unfinished rows."""
+        """Drops completions that were cut by their length: those of unfinished rows, and all results with at least one such completion."""
         self.commit()
         cut = [
             (key,)
@@ -302,7 +304,7 @@ class Results:
         ended = [(key, number) for key, parts in begun for number, c in parts.items() if c.finish_reason == "length"]
         self._many("DELETE FROM under_way WHERE key = ? AND number = ?", ended)
         self.forget_reading()
-        self.flush()  # before the manifest says that what is left fits the new limit
+        self.flush()  # before the manifest names the new limit, which the remaining results fit
 
     def forget_unasked(self) -> int:
         """Drops the results that no row of the output asks for. Returns their number."""

@@ -73,7 +73,7 @@ def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
 
 
 def result_of_row(columns: dict[str, Any], asked: Collection[str] = TASK_NAMES) -> Result | None:
-    """Returns the result of an output row; None if it is not whole, or the row is none of ours. `asked` is `RowForm.asked` of the output."""
+    """Returns the result of an output row; None if it is not whole, or if batchgen did not write the row. `asked` is `RowForm.asked` of the output."""
     try:
         return _of_row(columns, asked) if "usage" in columns else result_of(columns)
     except (ValueError, TypeError, KeyError):

@@ -31,7 +31,7 @@ class Share:
     cost: float
     """Estimated, in prompt tokens."""
     again: int
-    """Prompt tokens at its start that the share before it runs too: what the cut costs."""
+    """Prompt tokens at its start that the share before it runs too: the cost of the cut."""
 
 
 class PrefixCosts:

@@ -136,7 +136,7 @@ def no_job(output: str, folder: Path) -> UsageError:
 
 
 def _meant(output: Path, folder: Path) -> str:
-    """A question that names the output of a job in the same place, if the name is like it or is that of its folder; else empty."""
+    """Returns a question that names another output with a job in the same place, if its name is similar or its folder was named; else empty."""
     jobs = [m.parent.name.removesuffix(".job") for m in folder.parent.glob("*.job/manifest.json")]
     own = output.name.removesuffix(".job")
     near = [own] if own in jobs else difflib.get_close_matches(output.name, jobs, 1)

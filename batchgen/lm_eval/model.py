@@ -106,7 +106,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
             return rendered([message for message in chat_history if message["role"] != "system"])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Returns the token ids of a text. Special tokens come around it unless the text begins with the prefix token, or as the flag says."""
+        """Returns the token ids of a text. Special tokens are put around the text unless it begins with the prefix token, or as the flag says."""
         return self._encoded([string], self._prefix(), add_special_tokens)[0]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -271,7 +271,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
 
 
 def _needs(text: str, first: str | None, special: bool | None) -> bool:
-    """Whether the tokenizer puts its special tokens around a text."""
+    """Whether special tokens are to be put around a text."""
     return not (first is not None and text.startswith(first)) if special is None else special
 
 

@@ -1,4 +1,4 @@
-"""Completions that repeat themselves: the same tokens again and again, from which a model rarely finds its way back."""
+"""Finds completions that repeat the same tokens again and again, which a model rarely stops doing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 LONGEST = 256
 """Tokens of the longest pattern that is looked for."""
 SHORTEST = 32
-"""Tokens that the repetitions have together, at least: a short pattern has to come more often."""
+"""Minimum number of tokens of all repetitions together, so a short pattern has to come more often."""
 _PATTERNS = np.arange(1, LONGEST + 1)
 
 
 class Repetition:
-    """Follows a completion token by token, and knows when it ends in one pattern `times` times over."""
+    """Follows a completion token by token, and tells when it ends with one pattern `times` times in a row."""
 
     def __init__(self, times: int) -> None:
         self._enough = _matches_needed(times)
@@ -38,13 +38,13 @@ class Repetition:
 
 @cache
 def _matches_needed(times: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """By length of a pattern less one: the tokens that equal those of the pattern before, once it stands there often enough."""
+    """By length of a pattern minus one: how many tokens must equal those one pattern earlier, so that it occurs often enough."""
     needed: np.ndarray[tuple[int], np.dtype[np.int64]] = np.maximum(_PATTERNS * (times - 1), SHORTEST - _PATTERNS)
     return needed
 
 
 def repeats(tokens: Sequence[int], times: int) -> bool:
-    """Whether a completion ends in one pattern `times` times over."""
+    """Whether a completion ends with one pattern `times` times in a row."""
     if len(tokens) < SHORTEST:
         return False
     whole = np.asarray(tokens[-LONGEST * times :], dtype=np.int64)

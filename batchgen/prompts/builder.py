@@ -42,7 +42,7 @@ class PromptBuilder:
         *,
         now: datetime | None = None,
     ) -> None:
-        """`now`: the time for a chat template that writes the date; None for that of each render. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
+        """`now`: the time that a chat template writes; None for the time of each render. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._head = tokenizer.head
@@ -255,7 +255,7 @@ class PromptBuilder:
         )
 
     def _max_tokens_in_key(self, max_tokens: int) -> int:
-        """Returns what stands for a row's effective `max_tokens` in its key. Different values stay different."""
+        """Returns the number that a row's key has for its effective `max_tokens`. Different values of `max_tokens` give different numbers."""
         first = self._first_max_tokens
         if first is None:
             return max_tokens

@@ -152,7 +152,7 @@ class Columns:
         )
 
     def _usable(self, columns: Mapping[str, Any]) -> bool:
-        """Whether there is a prompt in this row, be it a bad one. A null counts: the column is there."""
+        """Whether this row has a prompt, even an invalid one. A null counts, because the column exists."""
         if is_batch_row(columns):
             try:
                 return self._chat or not is_chat(columns)
@@ -180,14 +180,14 @@ def _renders(template: RowTemplate, columns: Mapping[str, Any]) -> bool:
 
 
 def task_option(prompts: PromptConfig, head: Head | None) -> str:
-    """Returns the option because of which rows are not generated: `--score`, `--prompt-logprobs`, `--embed` or `--classify`; else empty."""
+    """Returns the option that replaces generating text: `--score`, `--prompt-logprobs`, `--embed` or `--classify`; else empty."""
     if head is not None:
         return f"--{head.task}"
     return "--score" if prompts.score else "--prompt-logprobs" if prompts.prompt_logprobs else ""
 
 
 def not_for_scores(params: SamplingParams) -> str | None:
-    """Returns the name of a parameter that cannot be combined with such an option; None if there is none."""
+    """Returns the name of a parameter that cannot be combined with an option of `task_option`; None if there is none."""
     if params.n > 1:
         return "n"
     if params.logprobs is not None:
@@ -222,7 +222,7 @@ def completion_of(columns: Mapping[str, Any], prompts: PromptConfig) -> str | li
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether there is nothing in a value; an array, which is not compared, always has something."""
+    """Whether a value is empty. An array is not compared, and counts as not empty."""
     return value is None or (isinstance(value, str | bytes | list | Mapping) and not value)
 
 

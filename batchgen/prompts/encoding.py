@@ -159,7 +159,7 @@ def _text_batches(texts: Sequence[str], limits: EncoderLimits) -> Iterator[Seque
 
 
 def _of_a_text(error: BaseException) -> bool:
-    """Whether a text can have caused the error. A panic of the Rust library is one, though it is not an `Exception`."""
+    """Whether a text can have caused the error. A panic of the Rust library counts, although it is not an `Exception`."""
     if isinstance(error, Exception):
         return not isinstance(error, MemoryError)
     return type(error).__name__ == "PanicException"

@@ -11,7 +11,7 @@ from typing import Any
 METHOD = "gguf"
 """The `quant_method` that a configuration from a GGUF file has here."""
 _DTYPES = {0: "float32", 1: "float16"}
-"""By the file's type (`general.file_type`), of the files that hold floats; all others are computed in bfloat16."""
+"""The dtype of files that hold floats, by `general.file_type`. Models of all other files are computed in bfloat16."""
 
 
 @contextmanager

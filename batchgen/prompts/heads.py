@@ -74,7 +74,7 @@ def _embedding(config: ModelConfig) -> Head:
         normalize=normalize if config.normalize is None else config.normalize,
         prompts=found,
         prompt_name=name if name in found else None,
-        # Since version 6 sentence-transformers writes so of models that have a chat template.
+        # Since version 6, sentence-transformers writes this for models with a chat template.
         chat="message" in (transformer.get("modality_config") or ()),
     )
 
@@ -109,7 +109,7 @@ def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> st
 
 
 def _check_absent(config: ModelConfig, name: str) -> None:
-    """Raises `ModelError` if the hub may have a file that says how the model pools, and it was neither fetched nor can be now."""
+    """Raises `ModelError` if the hub may have a file that says how the model pools, and the file is neither in the cache nor can be fetched."""
     if config.pooling != "auto" or Path(config.model).expanduser().exists():
         return
     from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
@@ -117,7 +117,7 @@ def _check_absent(config: ModelConfig, name: str) -> None:
 
     if try_to_load_from_cache(config.model, name, revision=config.revision) is _CACHED_NO_EXIST:
         return
-    try:  # a cache that cannot be written to does not keep that the hub has none
+    try:  # a cache that cannot be written to does not remember that the hub has no such file
         hf_hub_download(config.model, name, revision=config.revision)
     except LocalEntryNotFoundError as e:
         raise ModelError(

@@ -164,7 +164,7 @@ def _clock(now: datetime) -> str:
     transformers passes plain data alone to a template, no function. The line end after the macro is not part of the output.
     """
     values = {f"%{mark}{d}": now.strftime(f"%{mark}{d}") for d in ascii_letters for mark in ("", "-")}
-    values = {"%%": "\0", **values, "\0": "%"}  # a percent sign that is written twice begins no directive
+    values = {"%%": "\0", **values, "\0": "%"}  # a doubled percent sign begins no directive
     replaced = "".join(f"|replace({name!r},{value!r})" for name, value in values.items() if value != name)
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
@@ -181,8 +181,8 @@ class ChatTemplate:
         whole: bool = False,
         now: datetime | None = None,
     ) -> None:
-        """`whole`: conversations are rendered as they are, with nothing to be answered or continued. `now`: the time for a template that writes
-        the date; None for that of each render. Raises `UsageError` if the template is not valid Jinja, or if `variables` has a reserved name.
+        """`whole`: conversations are rendered as they are, with nothing to be answered or continued. `now`: the time that a template writes; None
+        for the time of each render. Raises `UsageError` if the template is not valid Jinja, or if `variables` has a reserved name.
         """
         self._whole = whole
         reserved = sorted(_RESERVED & variables.keys())

@@ -168,7 +168,7 @@ def _part_of(body: Mapping[str, Any], name: str, known: Sequence[str]) -> Mappin
 
 
 def _conversation(body: Mapping[str, Any]) -> Any:
-    """Returns the `input` of a response as messages of a chat, after the `instructions`. What is no list of messages is left as it is."""
+    """Returns the `input` of a response as messages of a chat, after the `instructions`. An input that is not a list of messages is returned as it is."""
     given, instructions = body["input"], body.get("instructions")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, list) or not all(isinstance(item, Mapping) for item in messages):

@@ -53,7 +53,7 @@ class Rendered:
     """The text to score, or its token ids; None if the row is generated or labelled."""
     priority: float
     tools: str = ""
-    """The row's tools as JSON, where calls of them are looked for in the answer."""
+    """The row's tools as JSON if calls of them are looked for in the answer; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Renderer:
             return RowError("invalid_row", "the row has a value that is nested too deeply")
 
     def _at_the_answer(self, prompt: Text, params: SamplingParams) -> Text:
-        """Returns a prompt after which the answer begins, for labels and texts to score: without thoughts where its template has opened some."""
+        """Returns the prompt of labels and texts to score, after which the answer begins: thoughts that its template has opened are closed."""
         thinking = self._tokenizer.thinking
         asked = any(self._prompts.chat_template_kwargs.get(name) for name in SWITCHES)
         if thinking is None or asked or params.reasoning != "auto" or not thinking.opened(prompt.text):
@@ -264,7 +264,7 @@ class Renderer:
         return found
 
     def _tools(self, columns: Mapping[str, Any], body: Body | None) -> str:
-        """The JSON of the tools that the row's prompt shows; empty where there are none, or calls are not to be looked for."""
+        """Returns the JSON of the tools that the row's prompt shows; empty if there are none, or if batchgen does not look for calls."""
         if self._chat is None or not self._chat.uses("tools"):
             return ""
         if body is not None:
@@ -344,7 +344,7 @@ class Renderer:
             self.notes.append(text)
 
     def note_columns(self, rows: Sequence[Row]) -> None:
-        """Adds notes that name columns which are not used and look as if they should be: media, and names of sampling parameters."""
+        """Adds notes about columns that are not used but look as if they should be: media, and names of sampling parameters."""
         if "media" not in self._said and (
             media := sorted({name for row in rows for name in self.columns.media(row.columns)})
         ):

@@ -2,7 +2,7 @@
 
 The texts of a call are sorted, and the beginnings that neighbours share become a tree (as token ids do in the prefix tree). Each node
 of the tree is tokenized alone, up to a place where the tokenizer cuts whatever text follows (`Cuts`). A few texts of every call are also
-tokenized whole. If one of them differs, nothing is cut from then on.
+tokenized whole. If one of them has other token ids, the job stops cutting texts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MIN_SAVED = 1_000
 _CHECKED = 4
 """Texts with a new beginning that are checked in every call, and half as many others."""
 _WINDOWS = (256, 4096)
-"""Characters before the end of a known text in which a cut is searched for: first in few, because they are tokenized for that."""
+"""How many characters at the end of a known text are searched for a cut: first few, because they must be tokenized for it."""
 _TRIES = 16
 """Places that are tried for one cut."""
 _MIN_PIECES_AFTER = 2

@@ -1,4 +1,4 @@
-"""The card of a dataset that a job has made: its README.md, which says what generated the rows, with which settings, and how that went."""
+"""The card of a dataset that a job has made: its README.md, which names the model, the settings and the figures of the job."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _short_cell(value: Any) -> str:
 
 
 def _last_name(name: str) -> str:
-    """Returns a name of the Hub or a model as it is; of a path or another address, only its last part, without what signs an address."""
+    """Returns a name of the Hub or a model as it is; of a path or another address, only its last part, without a signature."""
     if "://" in name:
         name = name.partition("?")[0]
     local = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1

@@ -1,7 +1,7 @@
 """Pushes a finished output to the Hub, as a dataset: Parquet files, a card, and a mark by which a later push recognises its own.
 
-All files arrive in one commit. Nothing is pushed if the repository holds this output already, so a push that failed is made up for by the
-same command.
+All files arrive in one commit. Nothing is pushed if the repository holds this output already, so after a failed push the same command
+can be repeated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def repo_of(name: str) -> str:
 
 
 def check_push(config: JobConfig, output: str) -> None:
-    """Raises `UsageError` if `output` could not be pushed at the end, as far as that is known before: its format, the token, the repository."""
+    """Raises `UsageError` if `output` could not be pushed at the end, as far as that can be checked beforehand: its format, the token, the repository."""
     if config.push is None:
         return
     repo = repo_of(config.push)
@@ -154,7 +154,7 @@ def _dataset_files(repo: str) -> set[str]:
 
 
 def _mark(repo: str, there: set[str]) -> dict[str, Any]:
-    """Returns what the repository says of its data; empty if batchgen has not pushed it."""
+    """Returns the content of the repository's `MARK`; empty if batchgen has not pushed its data."""
     from huggingface_hub import HfApi
 
     if MARK not in there:

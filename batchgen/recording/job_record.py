@@ -1,6 +1,6 @@
 """The record of a job, `report.json` in its folder: its runs over time, its prefix tree, and sums over the rows of its output.
 
-Nothing depends on it but the report. A record that is missing, damaged or cannot be written is none.
+Only the report depends on it. A record that is missing or damaged counts as empty, and one that cannot be written is not written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class JobRecord:
             self.tree = dict(tree)
 
     def save(self, folder: Path) -> None:
-        """Writes the record. Ignores errors: a full disk is reported by what the job cannot do without."""
+        """Writes the record. Ignores errors: a full disk is reported by the files that the job needs."""
         value = {"schema": SCHEMA, "runs": self.runs, "tree": self.tree, "rows": self.rows}
         new = folder / FILES[1]
         with suppress(OSError):

@@ -13,7 +13,7 @@ from batchgen.result import Result
 SAMPLES = 4
 """Rows that are kept of each reason, and of each type of error."""
 MAX_LABELS = 200
-"""Labels that are counted each on its own; all others are counted together."""
+"""Number of labels that are counted one by one; all others are counted together."""
 SURENESS_BINS = 20
 BINS = 40
 SAMPLE_TEXT = 320
@@ -161,7 +161,7 @@ def _rounded(value: float) -> float:
 
 
 def _percentile(values: Sequence[tuple[float, int]], total: int, part: float) -> float:
-    """The smallest value that is at least as large as this part of all."""
+    """Returns the smallest value that is not below `part` of all values."""
     seen = 0
     for value, count in values:
         seen += count

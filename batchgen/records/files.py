@@ -123,7 +123,7 @@ class InputFile:
         return {"path": str(path_.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
     def check_start(self) -> None:
-        """Raises `UsageError` if the first bytes of a local file show that it is something else than its name says."""
+        """Raises `UsageError` if the first bytes of a local file show that its content is not what its name says."""
         path = Path(self.name)
         if is_url(self.name) or not path.is_file() or not os.access(path, os.R_OK):
             return

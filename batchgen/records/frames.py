@@ -41,7 +41,7 @@ class Frame(ABC):
     def with_results(self, rows: Sequence[Row], results: Sequence[Result], form: RowForm) -> Any:
         """Returns a new table of the same kind: the caller's columns, then one column for each field of a result.
 
-        A column of the caller's that is called like a field of a result (`text`, say) gets the prefix `input_`.
+        A column of the caller's with the name of a result field (such as `text`) gets the prefix `input_`.
         """
         renamed = {old: new for old, new in carried_names(self._columns(), form).items() if new != old}
         out = [output_row(row, result, form) for row, result in zip(rows, results, strict=True)]

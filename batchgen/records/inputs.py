@@ -341,7 +341,7 @@ def _input_file(name: str, format: str | None) -> InputFile:
 
 
 def _hint_of_suffix(name: str) -> str:
-    """Returns how a file with a suffix that is not that of an input becomes one."""
+    """Returns how to convert a file with an unknown suffix to an input."""
     suffix = "" if is_url(name) else Path(name).suffix.lower()
     quoted, jsonl = shlex.quote(name), shlex.quote(name[: len(name) - len(suffix)] + ".jsonl")
     say = f"say what it is with --input-format {_ANY_FORMAT}"

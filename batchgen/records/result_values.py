@@ -21,7 +21,7 @@ _FIELDS = {f.name: f.default for f in fields(Result) if f.name not in ("row", "e
 
 
 def result_values(result: Result) -> dict[str, Any]:
-    """Returns a result without its row number and without fields that have their defaults. Only its probabilities may be infinite or no numbers."""
+    """Returns a result without its row number and without fields that have their defaults. Only its probabilities may be infinite or NaN."""
     values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
     if result.completions:
         values["completions"] = completion_values(result, token_ids=True)
@@ -123,7 +123,7 @@ def score_of(value: Mapping[str, Any]) -> Score:
 
 
 def plain_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Returns the log-probabilities of a text's tokens. A token that nothing comes before has null."""
+    """Returns the log-probabilities of a text's tokens. The first token of a prompt has null."""
     return [_token_entry(t) | ({"logprob": None} if math.isnan(t.logprob) else {}) for t in logprobs]
 
 

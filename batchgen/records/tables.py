@@ -296,7 +296,7 @@ def _python(scalar: pa.Scalar) -> Any:
 
 
 def _beyond(scalar: pa.Scalar) -> bool:
-    """Whether Arrow cannot write the time either. With a zone it would write a wrong time; without one it says that it is out of range."""
+    """Whether Arrow cannot write the time either. It would write a wrong time if there is a zone, and raises an error if there is none."""
     if pa.types.is_timestamp(scalar.type):
         scalar = scalar.cast(pa.timestamp(scalar.type.unit))
     return bool(scalar.cast(pa.string()).as_py().startswith("<"))

@@ -78,7 +78,7 @@ def job_data(output: str, work_dir: str | None = None) -> dict[str, Any]:
 
 
 def _of_output_alone(output: str, folder: Path) -> dict[str, Any]:
-    """The data of an output without its job's folder: what its rows tell."""
+    """Returns the data that the rows of an output give, if its job's folder is gone."""
     if not open_target(output).exists():
         raise no_job(output, folder)
     rows = _rows_of_output(output)

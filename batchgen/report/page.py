@@ -1,8 +1,8 @@
 """The page of a report: HTML with its data, its style and its program inside. It loads nothing, and its security policy forbids it to.
 
 The tables are in the HTML, so that the page can be read without charts: by a screen reader, or where JavaScript is off. plotly draws the
-charts from the data. The page has its program, compressed, with only the kinds of charts that a report needs: a browser compiles that in a
-fifth of the time of the whole plotly.
+charts from the data. The page contains plotly's code, compressed, with only the kinds of charts that a report needs. A browser
+compiles it in a fifth of the time that the whole plotly takes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReportPage:
 
     @property
     def missing(self) -> str:
-        """What the report cannot show, in one line; empty if it shows all."""
+        """What the report cannot show, in one line; empty if nothing is missing."""
         return str(self.data["missing"])
 
     @cached_property

@@ -27,7 +27,7 @@ def plan_data(title: str, plan: Mapping[str, Any], tree: Mapping[str, Any] | Non
 
 
 def _memory_bars(plan: Mapping[str, Any]) -> Sequence[tuple[str, int]]:
-    """Returns what a run needs of memory, in bytes; nothing that is not known."""
+    """Returns the memory that a run needs, in bytes, as far as it is known."""
     bars = [
         ("weights", plan["weight_bytes"]),
         ("KV of the longest row", plan["kv_bytes_least"]),

@@ -97,7 +97,7 @@ class Batch:
 
 
 class BatchParams:
-    """The records of all sequences in the sampler. `count` is how many there is room for at first; `wide` is the device's widest float type."""
+    """The records of all sequences in the sampler. There is room for `count` at first; `wide` is the device's widest float type."""
 
     def __init__(self, vocab_size: int, device: torch.device, wide: torch.dtype, count: int) -> None:
         self._vocab_size = vocab_size

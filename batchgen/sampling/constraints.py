@@ -131,7 +131,7 @@ class Constraints:
             self._replace_matcher(row)
 
     def _thoughts(self, params: SamplingParams, prompt: TokenArray | None) -> ThoughtStream | None:
-        """Returns what follows the completion through its thoughts; None if it cannot have any, or its row asks for the raw text."""
+        """Returns the stream that follows the completion's thoughts; None if it cannot have thoughts, or its row asks for the raw text."""
         if self._thinking is None or self._piece is None or prompt is None or params.reasoning != "auto":
             return None
         end = "".join(map(self._piece, prompt[-PROMPT_END:].tolist()))
@@ -196,7 +196,7 @@ class Constraints:
         """Returns the allowed tokens, int32 [N, ceil(V / 32)] on the host, in the order of `names`; None if none of them has a grammar.
 
         Waits for what `start` began, or computes it now. Rows without a grammar have all bits set. Rows whose grammar has failed have
-        all bits but those of end tokens, so that a token reaches `accept`, which raises the error.
+        all bits but those of end tokens set, so that a token is sampled and `accept` can raise the error.
         """
         if self._job is None or self._job.names != list(names):
             self.start(names)

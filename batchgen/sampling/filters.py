@@ -52,7 +52,7 @@ def head_tokens(scores: torch.Tensor, k: NDArray[np.int64]) -> tuple[torch.Tenso
 
 
 def row_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sums of the rows [n, 1]. One row alone is summed as two are: torch would cut it between threads, and add up in another order."""
+    """The sums of the rows [n, 1]. A single row is summed as part of two rows, because torch would split it between threads and add in another order."""
     rows = x.expand(2, -1) if len(x) == 1 else x
     return rows.sum(dim=-1, keepdim=True, dtype=dtype)[: len(x)]
 

@@ -298,7 +298,7 @@ class GrammarCheck:
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
 
     def of_command(self, params: SamplingParams) -> None:
-        """Raises `UsageError` for a grammar that cannot be used, or if no grammar can be."""
+        """Raises `UsageError` if the command's grammar, or any grammar, cannot be used."""
         _check_grammars(self._vocabulary, params)
 
     def of_row(self, request: Request) -> Request | Result:

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of the likeliest ones: of raw logits, in float32."""
+"""Log-probabilities of sampled tokens and of the likeliest tokens, from raw logits, in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 AT_ONCE = 1 << 24
 """Number of logits converted to float32 at once."""
 AT_ONCE_CPU = 1 << 19
-"""The same on the CPU: three times as fast on what stays in its cache."""
+"""The same on the CPU: as many as stay in its cache (three times as fast)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
     """Returns the places [n, k] of the `k` largest numbers of each row of `x`, float32 [n, V]; of equal numbers the first.
 
     Which of several equal numbers `topk` takes depends on k, and k is the largest that any row of the batch asks for. Logits in bfloat16
-    are often equal. So the sort key has the place in its low bits, below the float's bits as an integer that sorts as the floats do.
+    are often equal. So the sort key is an integer: in the high bits the float, as an integer that sorts as floats do, and in the low bits the place.
     """
     if not k:
         return torch.empty((len(x), 0), dtype=torch.int64, device=x.device)

@@ -65,7 +65,7 @@ class Penalties:
                 )
 
     def remove(self, record: Any) -> None:
-        """Gives a sequence's rows back. The next owner sets them after this sequence's last step, in the order of the launches."""
+        """Gives a sequence's rows back. The next owner writes them only after this sequence's last step, because the device works in the order of the launches."""
         for name, rows in (("seen", self._seen), ("counts", self._counts)):
             if record[name] >= 0:
                 rows.give_back(int(record[name]))

@@ -30,7 +30,7 @@ def score_targets(
     best = torch.empty(len(logits), dtype=torch.int64, device=device)
     for start in range(0, len(logits), size):
         chunk = logits[start : start + size].float()
-        # One row alone is summed as two are: torch would cut it between threads, and add up in another order.
+        # A single row is summed as part of two rows, because torch would split it between threads and add in another order.
         some = chunk.expand(2, -1) if len(chunk) == 1 else chunk
         total[start : start + size] = some.logsumexp(-1)[: len(chunk)]
         best[start : start + size] = chunk.argmax(-1)

@@ -1,7 +1,7 @@
-"""What one step runs: the scheduled spans, their tokens, and which rows of logits are wanted by whom. Integers only.
+"""What one step runs: the scheduled spans, their tokens, and which sequence or text wants which row of logits. Integers only.
 
-A `ScheduledBatch` is made once. The runner reads its tokens, the executor and the sampler its rows of logits, and the scheduler what its
-output means for the sequences.
+A `ScheduledBatch` is made once. The runner reads its tokens, the executor and the sampler its rows of logits, and the scheduler the
+effect of its output on the sequences.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ScoreTargets:
 
 
 class Freed(NamedTuple):
-    """What the executor may forget."""
+    """Sequences and nodes that the executor may forget."""
 
     sequences: tuple[GenerationSequence, ...] = ()
     """Sequences that ended or were preempted."""
@@ -350,7 +350,7 @@ class TokenCounts:
     decode_sequences: int = 0
     """Tokens sampled for sequences that had not ended."""
     completion_tokens: int = 0
-    """Those of them that became part of a completion."""
+    """Sampled tokens that became part of a completion."""
 
     def count(self, batch: ScheduledBatch) -> None:
         """Counts a batch that has just been scheduled. Its sampled tokens are counted when they reach the host."""

@@ -71,7 +71,7 @@ class BlockManager:
         return moves
 
     def take_freed_nodes(self) -> tuple[PrefixNodeSpan, ...]:
-        """Returns the nodes that no prompt samples from any more, of those since the last call."""
+        """Returns the nodes that were freed since the last call: no prompt samples from them any more."""
         nodes = tuple(self._freed_nodes)
         self._freed_nodes.clear()
         return nodes
@@ -79,7 +79,7 @@ class BlockManager:
     # -- across windows
 
     def add_window(self, w: Window) -> None:
-        """Registers a window, and finds what nodes of earlier windows hold of its tree. Its spans take that over when they are opened.
+        """Registers a window, and finds the KV of its tree that nodes of earlier windows hold. Its spans take it over when they are opened.
 
         The match is exact to the token, or with recurrent layers and sums to the end of such a node. Tokens that must run for their logits
         are left out.
@@ -280,7 +280,7 @@ class BlockManager:
         if shelf is not None:
             del shelf[kept]
         filled = self._fill(span, kept, known, kept.swapped, reserve)
-        # Otherwise every window would leave one more copy of a prefix that all of them have.
+        # Otherwise every window would leave one more copy of a prefix that all windows have.
         replaced = filled and isinstance(span, PrefixNodeSpan) and _covers(span, kept, known)
         # With recurrent layers or sums no other node can take over from the middle of the new one.
         replaced = replaced and (not self._whole_nodes or span.end == kept.end)

@@ -6,7 +6,7 @@ that still has children to start. The policy says in which order.
 
 A step may be scheduled before the tokens of the step before it are known. `advance` does what is certain as soon as a step is
 launched; `apply` does what its tokens mean. A sequence that turns out to have ended has run once too often, and that token is dropped.
-`StepLoop` is the one loop that calls the three, for the engine and for all that runs steps without it.
+`StepLoop` is the one loop that calls these three methods, for the engine and for everything else that runs steps.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class RunningSet:
         self.queue.push(Cursor(self.window_of(seq), seq.parent.node.index if seq.parent else -1, [seq.item]))
 
     def start_finishing(self, seq: GenerationSequence) -> None:
-        """Marks a sequence all of whose work is launched: its leaf has nothing more to run. `end` follows when its last numbers are on the host.
+        """Marks a sequence whose work is all launched: its leaf has nothing more to run. `end` follows when its last numbers are on the host.
 
-        What it held may go to others at once: the device runs them after it, in the order of the launches.
+        Other sequences may get its blocks at once, because the device runs steps in the order of the launches.
         """
         if seq in self.running:
             self._stop(seq, State.FINISHING)
@@ -151,7 +151,7 @@ class RunningSet:
         self._close_if_done(w)
 
     def complete(self, node_span: PrefixNodeSpan) -> None:
-        """Lets the children of a node start, which is computed now."""
+        """Lets the children of a node start when the node has been computed."""
         w, n = self.window_of(node_span), node_span.node.index
         self.queue.complete(w, n)
         if not w.is_needed(n):
@@ -204,7 +204,7 @@ class Admission:
             if parent is not None and parent.complete and not self._block_manager.has_state(parent):
                 self._block_manager.evict(
                     parent
-                )  # its state was released: it runs again for the items that still begin there
+                )  # the node's state was released, so it runs again for the items that still begin there
             if cursor.node >= 0 and (parent is None or not parent.complete):
                 queue.wait()
                 continue
@@ -257,7 +257,7 @@ class Admission:
         blocks = self._block_manager
         reserve = 0
         if self._running.running or self._running.prefilling:
-            # A node that starts early must not take the room of what started before it.
+            # A node that starts early must not take the memory of work that started before it.
             ahead = blocks.blocks_for(w.leaves[node.first].max_kv_tokens) - blocks.blocks_for(node.end)
             reserve = max(2 * ahead, self._margin)
             # While other nodes are computed it needs free state slots: what follows each node takes as many as the tree is deep.

@@ -78,7 +78,7 @@ class TokenScore:
     likeliest: bool = False
     """Whether no other token is likelier in its place."""
     output: NDArray[np.float32] | None = None
-    """The model's output there instead [width], of a request that is embedded or classified."""
+    """[width] If the request is embedded or classified: the model's output there, instead of a score."""
 
     @property
     def is_number(self) -> bool:

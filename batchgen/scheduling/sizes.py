@@ -1,4 +1,4 @@
-"""How many blocks and state slots an engine has: what suits a device where the user does not say. No torch."""
+"""How many blocks and state slots an engine has, and defaults for each kind of device. No torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def limits_for(config: EngineConfig, device: str, vocab_size: int) -> Limits:
 
 
 def max_useful_blocks(limits: Limits, context_length: int, block_size: int) -> int:
-    """Returns the blocks of a full batch of the longest sequences, twice: more are of no use."""
+    """Returns twice the number of blocks of a full batch of the longest sequences. More blocks would be of no use."""
     return 2 * limits.batch_size * -(-context_length // block_size)
 
 

@@ -187,7 +187,7 @@ class Window:
             self._waiters.setdefault(cursor.node, []).append(cursor)
 
     def end_waiting(self, n: int) -> list[Cursor]:
-        """Node n is computed. Returns the cursors that have something to start under it."""
+        """Must be called when node n has been computed. Returns the cursors that have something to start under it."""
         waiting = self.waiting(n)
         self._waiters.pop(n, None)
         return waiting
@@ -326,7 +326,7 @@ class Queue:
         self._restart(cursor.window, cursor.node, cursor.start_order)
 
     def complete(self, w: Window, n: int) -> None:
-        """Lets the children of node n start, which is computed now."""
+        """Lets the children of node n start when the node has been computed."""
         for cursor in w.end_waiting(n):
             self.push(cursor)
 

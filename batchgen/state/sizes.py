@@ -63,7 +63,7 @@ def _embeddings(config: Any) -> int:
 
 
 def state_bytes(config: Any, dtype_bytes: int) -> int:
-    """Returns the bytes of one sequence's state in all recurrent layers. A number of the convolutions' inputs has `dtype_bytes`.
+    """Returns the bytes of one sequence's state in all recurrent layers. Each input of a convolution takes `dtype_bytes`.
 
     `config` is as for `recurrent_layers`.
     """
