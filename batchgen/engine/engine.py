@@ -225,7 +225,7 @@ class Engine:
         self._shrink()
         self._update_stats()
         if self.config.debug:
-            self.check()
+            self.scheduler.check()
 
     @property
     def unfinished(self) -> int:
@@ -263,15 +263,6 @@ class Engine:
 
     def close(self) -> None:
         """Does nothing: the memory is freed with the object. (`devices.Workers` has processes to end.)"""
-
-    def check(self) -> None:
-        """Raises `AssertionError` unless blocks, state slots, tables and running sequences add up."""
-        spans = [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]
-        self.block_manager.pool.check(span.table[span.dropped :] for span in spans)
-        if self.block_manager.state_slots is not None:
-            self.block_manager.state_slots.check(self.block_manager.state_slots_of(span) for span in spans)
-        for span in spans:
-            assert len(span.table) * self.sizes.block_size >= span.computed, "KV outside of the block table"
 
     # -- the parts of a run
 

@@ -477,6 +477,17 @@ class Scheduler:
         """Returns what was freed since the last call."""
         return self._running.take_freed()
 
+    def check(self) -> None:
+        """Raises `AssertionError` unless blocks, state slots, tables and running sequences add up."""
+        manager = self.block_manager
+        spans: list[Span] = [*self.running, *manager.live, *manager.cached]
+        manager.pool.check(span.table[span.dropped :] for span in spans)
+        if manager.state_slots is not None:
+            manager.state_slots.check(manager.state_slots_of(span) for span in spans)
+        for span in spans:
+            assert len(span.table) * manager.block_size >= span.computed, "KV outside of the block table"
+        assert self._running.held_tokens == sum(seq.end for seq in self.running), "held tokens do not add up"
+
     # -- running
 
     def _decode(self, decoding: list[GenerationSequence], budget: Budget) -> None:

@@ -1,4 +1,7 @@
-"""A checkpoint of `models.py`, a Llama or a hybrid of Qwen3.5's shape, as a GGUF file for llama.cpp. numpy and gguf alone: bfloat16 is read as 16-bit integers."""
+"""Writes a Llama or a hybrid of Qwen3.5's shape as a GGUF file, as llama.cpp's converter does. Needs only numpy and gguf: bfloat16 is read as 16-bit integers.
+
+Tests write their GGUF files with it, too.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,8 @@ LINEAR = {
     "post_attention_layernorm": "post_attention_norm",
 }
 """What a hybrid has besides, or under another name."""
+HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""The setting that has the number of heads, by the layers whose rotary pairs are put side by side."""
 OTHERS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 SECTIONS = [11, 11, 10, 0]
 """Of a rotary embedding with positions of images. In text all of them have the same position."""
@@ -68,27 +73,31 @@ def write_gguf(folder: Path, to: Path, weights: str) -> None:
     write_header(writer, config, "ALL_F32" if weights == "F32" else f"MOSTLY_{weights}")
     if hybrid:
         write_hybrid_header(writer, config)
-    write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), config["vocab_size"])
+    write_tokenizer(writer, folder, config["vocab_size"])
     for name, weight in checkpoint(folder):
-        name = name.removeprefix("model.").removesuffix(".weight")
         if hybrid:
             put_hybrid(writer, name, weight, kind)
-        elif name.startswith("layers."):
-            _, layer, part = name.split(".", 2)
-            if part.endswith(("q_proj", "k_proj")):
-                key = "num_attention_heads" if part.endswith("q_proj") else "num_key_value_heads"
-                weight = pairs_side_by_side(weight, config[key])
-            put(writer, f"blk.{layer}.{TENSORS[part]}.weight", weight, kind)
         else:
-            put(writer, f"{OTHERS[name]}.weight", weight, kind)
+            heads = HEADS.get(name.split(".")[-2])
+            put(writer, tensor_name(name), pairs_side_by_side(weight, config[heads]) if heads else weight, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+def tensor_name(name: str) -> str:
+    """Returns the name of a Llama's tensor in GGUF. `name`: its name in transformers."""
+    name = name.removeprefix("model.").removesuffix(".weight")
+    if not name.startswith("layers."):
+        return f"{OTHERS[name]}.weight"
+    _, layer, part = name.split(".", 2)
+    return f"blk.{layer}.{TENSORS[part]}.weight"
+
+
 def put_hybrid(writer: Any, name: str, weight: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> None:
     """As llama.cpp's converter has them where there are as many value heads as key heads: norms with their offset of one, decays as -exp(A)."""
+    name = name.removeprefix("model.").removesuffix(".weight")
     if name.endswith("norm") and not name.endswith("linear_attn.norm"):
         weight = widened(weight) + 1
     if not name.startswith("layers."):
@@ -143,18 +152,24 @@ def write_hybrid_header(writer: Any, config: dict[str, Any]) -> None:
     writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
 
 
-def write_tokenizer(writer: Any, tokenizer: dict[str, Any], size: int) -> None:
-    """Not used, prompts come as token ids; but llama.cpp loads no model without one."""
-    vocabulary = tokenizer["model"]["vocab"]
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+def write_tokenizer(writer: Any, folder: Path, size: int) -> None:
+    """Writes tokens, merges, special tokens and the chat template. llama.cpp loads no model without a tokenizer, even if prompts are token ids."""
+    tokenizer, settings = (
+        json.loads((folder / name).read_text(encoding="utf-8")) for name in ("tokenizer.json", "tokenizer_config.json")
+    )
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    ids = tokenizer["model"]["vocab"] | added
+    tokens = sorted(ids, key=ids.__getitem__)
     tokens += [f"<unused{i}>" for i in range(len(tokens), size)]
-    special = {token["content"] for token in tokenizer["added_tokens"]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_merges(merges)
-    writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
+    writer.add_token_types([gguf.TokenType.CONTROL if t in added else gguf.TokenType.NORMAL for t in tokens])
+    writer.add_bos_token_id(ids[settings["bos_token"]])
+    writer.add_eos_token_id(ids[settings["eos_token"]])
+    writer.add_pad_token_id(ids[settings["pad_token"]])
+    template = folder / "chat_template.jinja"
+    if template.exists():
+        writer.add_chat_template(template.read_text(encoding="utf-8"))

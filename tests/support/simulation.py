@@ -246,17 +246,13 @@ class Simulation:
         self.check()
 
     def check(self) -> None:
-        spans = [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]
-        self.block_manager.pool.check(span.table[span.dropped :] for span in spans)
-        if self.block_manager.state_slots is not None:
-            self.block_manager.state_slots.check(self.block_manager.state_slots_of(span) for span in spans)
-            for span in spans:
-                if span.read_state_slot >= 0:
-                    assert self.states[span.read_state_slot] == self._prefix(span, span.computed), (
-                        "the state of other tokens"
-                    )
-        assert self.scheduler._running.held_tokens == sum(seq.end for seq in self.scheduler.running)
-        for span in spans:
+        """Raises `AssertionError` unless the scheduler's own accounts add up, and blocks and state slots hold what they stand for."""
+        self.scheduler.check()
+        for span in [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]:
+            if span.read_state_slot >= 0:
+                assert self.states[span.read_state_slot] == self._prefix(span, span.computed), (
+                    "the state of other tokens"
+                )
             for position in range(span.dropped * self.block_size, span.computed):
                 assert self.held[kv_index(span, position, self.block_size)] == self._prefix(span, position + 1)
 
