@@ -73,6 +73,17 @@ def test_a_slot_is_a_place_for_recurrent_state() -> None:
     assert found == set()
 
 
+def test_a_window_is_planned_together_and_that_of_attention_slides() -> None:
+    found = {
+        f"{path} {name}"
+        for path, tree in modules().items()
+        if path.parts[1] in ("attention", "kernels", "model", "sampling", "state")
+        for name in identifiers(tree)
+        if "window" in name.lower().replace("sliding_window", "")
+    }
+    assert found == set()
+
+
 def identifiers(tree: ast.Module) -> set[str]:
     """All names of variables, parameters, attributes, functions and classes in a module, but not the keywords of calls."""
     names = set()

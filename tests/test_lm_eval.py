@@ -174,7 +174,7 @@ def test_a_continuation_that_greedy_decoding_writes_is_greedy(models: tuple[Any,
     assert [greedy for _, greedy in theirs._loglikelihood_tokens(pairs)] == [True, False]
 
 
-def test_long_texts_are_scored_in_windows(models: tuple[Any, Any]) -> None:
+def test_long_texts_are_scored_in_pieces(models: tuple[Any, Any]) -> None:
     theirs, ours = models
     lengths = (0, 1, CONTEXT_LENGTH - 2, CONTEXT_LENGTH - 1, CONTEXT_LENGTH, 3 * CONTEXT_LENGTH + 5)
     of = requests("loglikelihood_rolling", *((("abcdefg " * 300)[:length],) for length in lengths))

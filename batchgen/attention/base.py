@@ -25,8 +25,8 @@ class LayerOptions:
     """The options of a layer's attention beside softmax(q k^T * scale) v."""
 
     scale: float
-    window: int | None = None
-    """A query at position p only sees keys after position p - window."""
+    sliding_window: int | None = None
+    """A query at position p only sees keys after position p - `sliding_window`."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     sinks: torch.Tensor | None = None
@@ -149,7 +149,7 @@ def attention_forward(
             raise ModelError(f"{type(module).__name__} asks attention for {what}, which is not supported")
     options = LayerOptions(
         scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
-        window=sliding_window,
+        sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )

@@ -51,7 +51,7 @@ class _Layer(ctypes.Structure):
     """`Layer` of attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "size", "v_size", "num_blocks", "window")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "size", "v_size", "num_blocks", "sliding_window")),
         *((name, ctypes.c_int64) for name in ("q_head", "q_token", "k_head", "k_token", "v_head", "v_token")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("sinks", "q", "k", "v", "keys", "values", "out", "wanted")),
@@ -138,7 +138,7 @@ class PackedAttention:
         tile = max(1, TILE_ROWS * k.heads // q.heads)
         plan = self._plans.get(tile) or self._plans.setdefault(tile, _Plan(*self._counts, tile, *self._pointers))
         what = _Layer(
-            q.heads, k.heads, q.size, v.size, self._cache.num_blocks, options.window or 0,
+            q.heads, k.heads, q.size, v.size, self._cache.num_blocks, options.sliding_window or 0,
             q.to_head, q.to_token, k.to_head, k.to_token, v.to_head, v.to_token,
             options.scale, options.softcap or 0.0, None if sinks is None else sinks.data_ptr(), q.at, k.at, v.at,
             self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr(), out,

@@ -44,7 +44,7 @@ class Cascade:
             q_KTGD.dtype == torch.float32 or math.frexp(options.scale)[0] == 0.5
         ):  # the scaling is exact, and needs no pass over the scores
             q_KTGD = q_KTGD * options.scale
-            options = LayerOptions(1.0, options.window, options.softcap, options.sinks)
+            options = LayerOptions(1.0, options.sliding_window, options.softcap, options.sinks)
         # The extra row takes the padding of causal chunks.
         out = torch.empty((K, T + 1, G, values.shape[-1]), dtype=torch.float32, device=q_KTGD.device)
         lse = torch.empty((K, T + 1, G), dtype=torch.float32, device=q_KTGD.device)
@@ -82,9 +82,9 @@ class Cascade:
                 k_nKSD = broadcast(keys[:, k_start:k_end], count)
                 v_nKSV = broadcast(values[:, k_start:k_end], count)
                 masked = None
-                if options.window is not None:
+                if options.sliding_window is not None:
                     at = torch.arange(k_start, k_end, device=q_KTGD.device) + (part.position - first)
-                    masked = at <= self.positions[q_start:q_end, None] - options.window
+                    masked = at <= self.positions[q_start:q_end, None] - options.sliding_window
                     masked = masked.repeat_interleave(G, dim=0)
                 o, s = shared_attention(q_KTGD[:, q_start:q_end], k_nKSD, v_nKSV, options, masked)
                 merge(out[:, q_start:q_end], lse[:, q_start:q_end], o, s)
@@ -178,8 +178,8 @@ class _Causal:
         K, T, G, D = q_KTGD.shape
         B, L, S = self.later.shape
         masked = self.later
-        if options.window is not None:
-            masked = masked | (self.k_positions[:, None, :] <= self.q_positions[:, :, None] - options.window)
+        if options.sliding_window is not None:
+            masked = masked | (self.k_positions[:, None, :] <= self.q_positions[:, :, None] - options.sliding_window)
         q = q_KTGD.index_select(1, self.queries.clamp(max=T - 1)).view(K * B, L * G, D)
         k = keys.index_select(1, self.keys).view(K * B, S, D)
         v = values.index_select(1, self.keys).view(K * B, S, -1)
@@ -236,9 +236,9 @@ class _Paged:
         for head in range(K):  # a stretch of the pool is no single batch over heads and blocks
             torch.bmm(q_KRGD[head], k_KRCD[head].transpose(1, 2), out=scores[head])
         missing = self.missing
-        if options.window is not None:
+        if options.sliding_window is not None:
             at = self.positions[:, None] + torch.arange(C, device=keys.device)
-            missing = missing | (at <= self._last_positions()[:, None] - options.window)
+            missing = missing | (at <= self._last_positions()[:, None] - options.sliding_window)
         weights, block_lse, total = _softmax(scores, options, missing[None, :, None, :])
         partial_out = torch.empty((K, R, G, V), dtype=values.dtype, device=keys.device)
         weights = weights.to(values.dtype)

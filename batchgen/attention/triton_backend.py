@@ -184,7 +184,7 @@ class DeviceAttention:
         """Writes the layer's KV into the pool. Returns its attention output [T, H, V] for the planned step's padded batch."""
         out: torch.Tensor = torch.ops.batchgen.attend(
             q_HTD, k_KTD, v_KTV, self._cache.keys[layer], self._cache.values[layer], self._plan, options.sinks, options.scale,
-            options.window, options.softcap, self._cache.block_size, self._max_tokens, self._partials, self._wide.tokens,
+            options.sliding_window, options.softcap, self._cache.block_size, self._max_tokens, self._partials, self._wide.tokens,
             self._narrow.tokens,
         )  # fmt: skip
         return out
@@ -200,7 +200,7 @@ def attend(
     plan: torch.Tensor,
     sinks: torch.Tensor | None,
     scale: float,
-    window: int | None,
+    sliding_window: int | None,
     softcap: float | None,
     block_size: int,
     max_tokens: int,
@@ -236,8 +236,8 @@ def attend(
     for tile, (lane, tokens) in zip(tiles, lanes, strict=True):
         kernels.attend_kernel[(kernels.programs(tile, q.device),)](
             q, keys, values, plan, some_sinks, out, part_out, part_lse, q.stride(0), q.stride(1), keys.stride(0),
-            values.stride(0), window or 0, *scores, lane, tokens, K, G, D, V, block_size, block_d, block_v, tile.rows, tile.keys,
-            window is not None, softcap is not None, sinks is not None, kernels.INTERPRETED,
+            values.stride(0), sliding_window or 0, *scores, lane, tokens, K, G, D, V, block_size, block_d, block_v, tile.rows, tile.keys,
+            sliding_window is not None, softcap is not None, sinks is not None, kernels.INTERPRETED,
             "ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
             maxnreg=tile.registers, enable_fp_fusion=True,
         )  # fmt: skip

@@ -140,7 +140,7 @@ def write_kernel(
 def _walk(
     acc, top, total, q, keys, values, blocks, begin, end, num_keys, visible, position, lowest, scale, cap,
     D: tl.constexpr, V: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, SLIDING_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds softmax attention over keys [begin, end) of an item to the running results (acc, top, total)."""
     at_d = tl.arange(0, BLOCK_D)
@@ -174,7 +174,7 @@ def _walk(
             s = (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E)) + 1.0)) * cap  # tanh
         if MASKED:
             s = tl.where(n[None, :] < visible[:, None], s, -INF)
-        if WINDOW:
+        if SLIDING_WINDOW:
             s = tl.where((position + n)[None, :] >= lowest[:, None], s, -INF)
         new = tl.maximum(top, tl.max(s, 1))
         base = tl.where(new == -INF, 0.0, new)  # no key seen yet
@@ -210,10 +210,10 @@ def _store(
 
 @triton.jit
 def attend_kernel(
-    q, keys, values, plan, sinks, out, part_out, part_lse, q_head, q_token, keys_head, values_head, window, scale, cap,
+    q, keys, values, plan, sinks, out, part_out, part_lse, q_head, q_token, keys_head, values_head, sliding_window, scale, cap,
     LANE: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Runs a lane's items. A unit of work is one item, one key/value head and, if the item has more rows than a block, one block of rows."""
     BLOCKS: tl.constexpr = (TOKENS * G + BLOCK_M - 1) // BLOCK_M
@@ -248,9 +248,9 @@ def attend_kernel(
             full = tl.minimum(first_visible + first_row // G, num_keys)
             begin = 0
             lowest = token
-            if WINDOW:
+            if SLIDING_WINDOW:
                 q_position = tl.load(plan + HEADER + 2 * (q_start + token), mask=real, other=2147483647)
-                lowest = q_position - window + 1
+                lowest = q_position - sliding_window + 1
                 begin = tl.maximum(tl.min(lowest, 0) - position, 0) // BLOCK_N * BLOCK_N
             full = tl.maximum(full // BLOCK_N * BLOCK_N, begin)
 
@@ -261,11 +261,11 @@ def attend_kernel(
             v_at = values + kv_head.to(tl.int64) * values_head
             acc, top, total = _walk(
                 acc, top, total, queries, k_at, v_at, blocks, begin, full, num_keys, visible, position, lowest, scale, cap,
-                D, V, BLOCK_SIZE, BLOCK_D, BLOCK_V, BLOCK_N, False, WINDOW, SOFTCAP, UPCAST, PRECISION,
+                D, V, BLOCK_SIZE, BLOCK_D, BLOCK_V, BLOCK_N, False, SLIDING_WINDOW, SOFTCAP, UPCAST, PRECISION,
             )  # fmt: skip
             acc, top, total = _walk(
                 acc, top, total, queries, k_at, v_at, blocks, full, end, num_keys, visible, position, lowest, scale, cap,
-                D, V, BLOCK_SIZE, BLOCK_D, BLOCK_V, BLOCK_N, True, WINDOW, SOFTCAP, UPCAST, PRECISION,
+                D, V, BLOCK_SIZE, BLOCK_D, BLOCK_V, BLOCK_N, True, SLIDING_WINDOW, SOFTCAP, UPCAST, PRECISION,
             )  # fmt: skip
 
             _store(

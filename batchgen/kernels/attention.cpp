@@ -63,7 +63,7 @@ struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
 };
 
 struct Layer {  // `_Layer` in cpu_backend.py is the same
-    int64_t heads, kv_heads, size, v_size, num_blocks, window;  // window 0: none
+    int64_t heads, kv_heads, size, v_size, num_blocks, sliding_window;  // sliding_window: 0 for none
     int64_t q_head, q_token, k_head, k_token, v_head, v_token;  // elements from one head, one token, to the next
     double scale, softcap;  // softcap 0: none
     const float* sinks;     // [heads] or null
@@ -227,7 +227,7 @@ class Tile {
     // Positions of the first and the last key that any of these queries sees.
     std::pair<int64_t, int64_t> seen_by(int64_t from, int64_t to) const {
         const auto [low, high] = std::minmax_element(plan_.positions + from, plan_.positions + to);
-        return {layer_.window ? *low - layer_.window + 1 : 0, *high};
+        return {layer_.sliding_window ? *low - layer_.sliding_window + 1 : 0, *high};
     }
 
     // Collects the keys of a block that are in the group and between `low` and `high`.
@@ -335,8 +335,8 @@ class Tile {
                 for (int at = run.begin; at < run.end; at += LANES) store(row + at, capped(load<floats>(row + at) * float(layer_.scale)) * float(LOG2E));
                 factor = 1;
             }
-            // Vectors before `low` have keys before the query's window, and those from `high` on have keys that come after it.
-            const int64_t low = layer_.window ? std::min<int64_t>(run.end, position + 1 - layer_.window - start_) : 0;
+            // Vectors before `low` have keys before the query's sliding window, and those from `high` on have keys that come after it.
+            const int64_t low = layer_.sliding_window ? std::min<int64_t>(run.end, position + 1 - layer_.sliding_window - start_) : 0;
             const int64_t high = std::max<int64_t>(run.begin, position < start_ ? 0 : (position + 1 - start_) / LANES * LANES);
             for (int64_t at = run.begin; at < low; at += LANES) mask(row, at, position);
             for (int64_t at = high; at < run.end; at += LANES) mask(row, at, position);
@@ -392,7 +392,7 @@ class Tile {
         static const int32_t first[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const ints at = load<ints>(first) + int32_t(key);
         const ints yes = at <= ints{} + int32_t(query);
-        return layer_.window ? yes & (at > ints{} + int32_t(query - layer_.window)) : yes;
+        return layer_.sliding_window ? yes & (at > ints{} + int32_t(query - layer_.sliding_window)) : yes;
     }
 
     // Adds values times the weights in `scores` [R][ROW] to the sums of rows r to r + R.

@@ -131,17 +131,17 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-probability of each whole text. A text longer than the context is scored in windows, each token once."""
+        """Returns the log-probability of each whole text. A text longer than the context is scored in pieces, each token once."""
         texts = [request.args[0] for request in requests]
-        windows: list[tuple[None, list[int], list[int]]] = []
+        pieces: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for tokens in self._encoded(texts, self._prefix()):
-            pieces = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            own = [(None, *make_disjoint_window(piece)) for piece in pieces]
-            windows += own
+            overlapping = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            own = [(None, *make_disjoint_window(piece)) for piece in overlapping]
+            pieces += own
             counts.append(len(own))
-        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
-        sums = [float(sum(next(scores)[0] for _ in range(windows_of))) for windows_of in counts]
+        scores = iter(self._loglikelihood_tokens(pieces, disable_tqdm=disable_tqdm))
+        sums = [float(sum(next(scores)[0] for _ in range(count))) for count in counts]
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums

@@ -66,8 +66,8 @@ def prepare(
         )
     if not probe.layers and not states.layers:
         raise ModelError(f"{type(module).__name__} never calls attention")
-    windows = [window for window in probe.windows if window is not None]
-    sliding = max(windows) if windows and len(windows) == len(probe.windows) else None
+    sizes = [size for size in probe.sliding_windows if size is not None]
+    sliding_window = max(sizes) if sizes and len(sizes) == len(probe.sliding_windows) else None
     last = None if kernels is None else last_layer(module)
     return LoadedModel(
         module=module,
@@ -79,7 +79,7 @@ def prepare(
         recurrent=recurrent,
         group=probe.group,
         kinds=tuple(probe.kinds),
-        sliding_window=sliding,
+        sliding_window=sliding_window,
         spread=spread,
         kernels=kernels,
         last_layer=last if last in probe.layers and last == max([*probe.layers, *states.layers]) else None,
@@ -228,7 +228,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
-        self.windows: list[int | None] = []
+        self.sliding_windows: list[int | None] = []
         self.kinds: dict[AttentionKind, None] = {}
         self.group = 1
         self.dtype = torch.float32
@@ -239,12 +239,12 @@ class _Probe:
         if layer in self.layers:
             raise ModelError(f"the model runs attention twice in layer {layer}, which is not supported")
         self.layers[layer] = LayerShape(k_KTD.shape[0], k_KTD.shape[2], v_KTV.shape[2], v_KTV.device)
-        self.windows.append(options.window)
+        self.sliding_windows.append(options.sliding_window)
         self.dtype = v_KTV.dtype
         group = q_HTD.shape[0] // k_KTD.shape[0]
         self.group = max(self.group, group)
         kind = AttentionKind(
-            k_KTD.shape[0], group, k_KTD.shape[2], v_KTV.shape[2], q_HTD.dtype, options.scale, options.window, options.softcap,
+            k_KTD.shape[0], group, k_KTD.shape[2], v_KTV.shape[2], q_HTD.dtype, options.scale, options.sliding_window, options.softcap,
             None if options.sinks is None else options.sinks.dtype,
         )  # fmt: skip
         self.kinds[kind] = None

@@ -106,7 +106,7 @@ REFUSED = {
     "roformer": _ENCODER,
     "rwkv": "their recurrence (RWKV) is not implemented",
     "trocr": _BOTH,
-    "unlimited_ocr": "some of their layers see only the first tokens and a window",
+    "unlimited_ocr": "some of their layers see only the first tokens and a sliding window",
     "vision-encoder-decoder": _BOTH,
     "voxtral_realtime": _IMAGE,
     "xlm-roberta": _ENCODER,

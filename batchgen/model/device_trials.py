@@ -256,13 +256,18 @@ def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int,
 
 
 def _scheduled(
-    requests: Sequence[Request], block_size: int, tokens: int, window: int | None, share: bool, num_state_slots: int = 0
+    requests: Sequence[Request],
+    block_size: int,
+    tokens: int,
+    sliding_window: int | None,
+    share: bool,
+    num_state_slots: int = 0,
 ) -> tuple[Scheduler, Limits, int]:
     """Returns a scheduler with these requests, its limits, and its number of blocks: twice as many as the requests need."""
     blocks = 2 * sum(-(-(len(r.tokens) + r.max_tokens) // block_size) for r in requests)
     limits = Limits(len(requests), max(tokens, len(requests)), tokens)
     manager = BlockManager(
-        BlockPool(blocks), block_size, window, 0, BlockPool(num_state_slots) if num_state_slots else None
+        BlockPool(blocks), block_size, sliding_window, 0, BlockPool(num_state_slots) if num_state_slots else None
     )
     scheduler = Scheduler(manager, limits, FixedLength)
     leaves = leaves_of(requests)

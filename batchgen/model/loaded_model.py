@@ -33,13 +33,13 @@ class AttentionKind:
     dtype: torch.dtype
     """The type of the queries."""
     scale: float
-    window: int | None
+    sliding_window: int | None
     softcap: float | None
     sinks: torch.dtype | None
     """The type of the sinks; None without sinks."""
 
     def options(self, sinks: torch.Tensor | None) -> LayerOptions:
-        return LayerOptions(self.scale, self.window, self.softcap, sinks)
+        return LayerOptions(self.scale, self.sliding_window, self.softcap, sinks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,22 +45,22 @@ def hand_over(module: Any) -> bool:
 
 
 def _attend(
-    module: Any, step: StepInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None
+    module: Any, step: StepInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sliding_window: int | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns [1, T, H, V]."""
     q, k = q.to(v.dtype), k.to(v.dtype)
     return attention_forward(
-        module, q, k, v, None, scaling=scaling, sliding_window=window, step_attention=step.attention
+        module, q, k, v, None, scaling=scaling, sliding_window=sliding_window, step_attention=step.attention
     )[0]
 
 
 def _gpt_neo(module: Any, step: StepInputs) -> None:
     module.layer_idx = module.layer_id
-    # `bias` is a lower triangle: as wide as the window in layers with one, else as wide as the longest text.
-    window = int(module.bias[0, 0, -1].sum()) if module.attention_type == "local" else None
+    # `bias` is a lower triangle: as wide as the sliding window in layers with one, else as wide as the longest text.
+    sliding_window = int(module.bias[0, 0, -1].sum()) if module.attention_type == "local" else None
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any = None) -> tuple[torch.Tensor, None]:
-        return _attend(module, step, q, k, v, 1.0, window).transpose(1, 2), None
+        return _attend(module, step, q, k, v, 1.0, sliding_window).transpose(1, 2), None
 
     module._attn = attend
 

@@ -15,7 +15,7 @@ from batchgen.prompts.tokenizer import OTHER_PARTS
 CONTEXT = 512
 """Positions of the small model."""
 LENGTH = 20
-"""Largest value of lengths at which attention changes: windows, chunks."""
+"""Largest value of lengths at which attention changes: sliding windows, chunks."""
 ORIGINAL = 32
 """Positions that scaled rotary embeddings were trained with, as the configuration says."""
 SOFTCAP = 2.0

@@ -30,7 +30,7 @@ _MIN_SAVED = 1_000
 """Characters that a piece must save, because about 700 are tokenized to find where it can be cut."""
 _CHECKED = 4
 """Texts with a new beginning that are checked in every call, and half as many others."""
-_WINDOWS = (256, 4096)
+_SEARCHED = (256, 4096)
 """How many characters at the end of a known text are searched for a cut: first few, because they must be tokenized for it."""
 _TRIES = 16
 """Places that are tried for one cut."""
@@ -285,7 +285,7 @@ class Cuts:
         """Returns the last cut in `text[start:stop]`, which depends on nothing else; None if none is found near its end."""
         if not self.any:
             return None
-        for size in _WINDOWS:
+        for size in _SEARCHED:
             begin = max(start, stop - self._longest - size)
             known = text[begin:stop]
             whole = self._backend.encode(known, add_special_tokens=False)

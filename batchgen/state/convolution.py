@@ -35,7 +35,7 @@ def convolve_spans(
     return out, after
 
 
-def window_spans(
+def unfold_spans(
     x_TC: torch.Tensor, before_NKC: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, owners: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the input of each token behind the K-1 inputs before it [T, K, C], and the inputs that the next tokens need [N, K-1, C].

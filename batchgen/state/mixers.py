@@ -41,7 +41,7 @@ class Recurrence(Protocol):
         self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
     ) -> torch.Tensor: ...
     def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor: ...
-    def window(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor: ...
+    def unfold(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor: ...
 
 
 class RecurrentLayers:
@@ -256,7 +256,7 @@ def _per_layer_embedding(layers: RecurrentLayers, module: Any) -> str:
         """[1, T]"""
         # No earlier token is as an end of text. Tokens are counted from 1, because 0 stands for none.
         counted = (input_ids[0] + 1).float()[:, None]
-        texts = layers.step.window(module.layer_idx, counted, tokens.context_len, exact=True)[:, :, 0].long() - 1
+        texts = layers.step.unfold(module.layer_idx, counted, tokens.context_len, exact=True)[:, :, 0].long() - 1
         texts = texts.where(texts >= 0, tokens.eos_token_id)
         return cast(torch.Tensor, type(tokens).forward(tokens, texts, None)[:, -1]).unsqueeze(0)
 
@@ -282,14 +282,14 @@ def _compressed_attention(layers: RecurrentLayers, module: Any) -> str:
         # Before a text is a token whose hidden state is zero.
         first = module.v_proj_delayed(torch.zeros_like(hidden_states[:, :1]))[0]
         inputs = torch.cat([q, k, module.v_proj_delayed(hidden_states) - first], -1)[0]
-        window = layers.step.window(index, inputs, taps)
+        unfolded = layers.step.unfold(index, inputs, taps)
         channels = q.shape[-1] + k.shape[-1]
-        convolved = module.conv_qk_depthwise(window[:, :, :channels].transpose(1, 2))
+        convolved = module.conv_qk_depthwise(unfolded[:, :, :channels].transpose(1, 2))
         mixed = module.conv_qk_grouped(convolved)[None, :, :, 0]
         q, k, mixed = (x.unflatten(-1, (-1, size)) for x in (q, k, mixed))
         both = (q + k.repeat_interleave(module.num_key_value_groups, 2)) * 0.5
         of_keys = both.view(*q.shape[:2], -1, module.num_key_value_groups, size).mean(3)
-        delayed = window[None, :, -2, channels:] + first
+        delayed = unfolded[None, :, -2, channels:] + first
         values = torch.cat([module.v_proj_current(hidden_states), delayed], -1).view(*q.shape[:2], -1, size)
         heads = q.shape[2]
         return mixed[:, :, :heads] + both, mixed[:, :, heads:] + of_keys, values
@@ -380,7 +380,7 @@ class StateProbe:
         self._note(layer, (x.shape[1],), x.device)
         return x
 
-    def window(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor:
+    def unfold(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor:
         if exact:
             self._note(layer, (taps, x_TC.shape[1]), x_TC.device)
         else:

@@ -15,7 +15,7 @@ from batchgen.kernels import recurrent
 from batchgen.state import delta_rule, mamba, mamba2
 from batchgen.state.cache import StateCache
 from batchgen.state.chunks import Chunks, chunks_of
-from batchgen.state.convolution import convolve_spans, window_spans
+from batchgen.state.convolution import convolve_spans, unfold_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +146,14 @@ class StateStep:
             lambda chunks, ends: mamba.run_linear(chunks, x, decay, ends),
         )  # fmt: skip
 
-    def window(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor:
+    def unfold(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor:
         """Returns the input of each token behind the `taps` inputs before it in its text [T, taps + 1, C], zeros before its first.
 
         The state keeps inputs in the model's dtype, or with `exact` in float32.
         """
         at, kept = self._layout(x_TC.device), self._cache.recurrent if exact else self._cache.convolution
         before = kept[layer].index_select(0, at.read)
-        out, after = window_spans(x_TC, before, at.starts, at.lengths, at.owners)
+        out, after = unfold_spans(x_TC, before, at.starts, at.lengths, at.owners)
         kept[layer].index_copy_(0, at.write, after.to(before.dtype))
         return out
 

@@ -23,8 +23,8 @@ BLOCK = 32
 KINDS: dict[str, dict[str, Any]] = {
     "llama 8b": {"heads": 8, "group": 4, "k_size": 128, "v_size": 128},
     "qwen 0.5b": {"heads": 2, "group": 7, "k_size": 64, "v_size": 64},
-    "gemma-2": {"heads": 4, "group": 2, "k_size": 256, "v_size": 256, "softcap": 50.0, "window": 256},
-    "gpt-oss": {"heads": 8, "group": 8, "k_size": 64, "v_size": 64, "window": 128, "sinks": torch.bfloat16},
+    "gemma-2": {"heads": 4, "group": 2, "k_size": 256, "v_size": 256, "softcap": 50.0, "sliding_window": 256},
+    "gpt-oss": {"heads": 8, "group": 8, "k_size": 64, "v_size": 64, "sliding_window": 128, "sinks": torch.bfloat16},
     "phi-3": {"heads": 8, "group": 1, "k_size": 96, "v_size": 96},
     "deepseek": {"heads": 4, "group": 1, "k_size": 192, "v_size": 128},
 }
@@ -44,7 +44,7 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def kind_of(dtype: torch.dtype, **shape: Any) -> AttentionKind:
-    free = {"scale": shape["k_size"] ** -0.5, "window": None, "softcap": None, "sinks": None}
+    free = {"scale": shape["k_size"] ** -0.5, "sliding_window": None, "softcap": None, "sinks": None}
     return AttentionKind(dtype=dtype, **(free | shape))
 
 

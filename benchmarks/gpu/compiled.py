@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma-4": {"heads": 2, "group": 4, "k_size": 512, "v_size": 512},
     "falcon": {"heads": 1, "group": 71, "k_size": 64, "v_size": 64},
     "all options": {
-        "heads": 2, "group": 4, "k_size": 128, "v_size": 128, "window": 20, "softcap": 30.0, "sinks": torch.float32
+        "heads": 2, "group": 4, "k_size": 128, "v_size": 128, "sliding_window": 20, "softcap": 30.0, "sinks": torch.float32
     },
 }  # fmt: skip
 NAMES = ("write", "attend wide", "attend narrow", "merge")

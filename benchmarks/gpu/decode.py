@@ -17,7 +17,7 @@ SEQUENCES = 256
 OWN = 64
 """Tokens of a prompt's own; with what is drawn in the measured steps they are 127.5 on the mean."""
 OUT = 128
-WINDOW = 16
+INTERVAL = 16
 """Steps that are timed together."""
 FIRST, LAST = 16, 112
 """Of each sequence's tokens, those that are measured: all sequences draw one in each of these steps."""
@@ -34,10 +34,10 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 def measure(bench: Bench, ceiling: Ceiling, served: Served, prefix: int) -> dict[str, Any]:
     sequences, shared = bench.size((SEQUENCES, prefix), (4, prefix // 64))
-    found: list[Window] = []
+    found: list[Interval] = []
     preempted = served.engine.stats.preemptions
     for _ in range(bench.size(REPEATS, 1)):
-        found += windows(served, sequences, shared)
+        found += intervals(served, sequences, shared)
     shape = shape_of(served.name, bench.dtype)
     step = statistics.median(w.seconds for w in found)
     own = statistics.fmean(w.own for w in found)
@@ -51,7 +51,7 @@ def measure(bench: Bench, ceiling: Ceiling, served: Served, prefix: int) -> dict
         "tokens_per_s": round(sequences / step, 1),
         "step_ms": round(step * 1e3, 3),
         "step_ms_spread": [round(f(w.seconds for w in found) * 1e3, 3) for f in (min, max)],
-        "windows": len(found),
+        "intervals": len(found),
         "floor_ms": round(floor * 1e3, 3),
         "floor_parts_ms": {name: round(cost.seconds(ceiling) * 1e3, 3) for name, cost in costs.items()},
         "floor_share": round(floor / step, 4),
@@ -61,7 +61,7 @@ def measure(bench: Bench, ceiling: Ceiling, served: Served, prefix: int) -> dict
     }
 
 
-class Window:
+class Interval:
     """Some steps between two moments, in which each sequence draws a token."""
 
     def __init__(self, begin: Moment, end: Moment, before: int, sequences: int) -> None:
@@ -73,9 +73,9 @@ class Window:
         """Tokens of a sequence's own, that which is run among them, on the mean."""
 
 
-def windows(served: Served, sequences: int, shared: int) -> list[Window]:
+def intervals(served: Served, sequences: int, shared: int) -> list[Interval]:
     """Of one run: every 16 steps in which all sequences draw."""
     before = served.engine.stats.completion_tokens
     moments = served.run(served.prompts(sequences, shared, OWN), OUT)
-    edges = [reached(moments, before + sequences * at) for at in range(FIRST, LAST + 1, WINDOW)]
-    return [Window(begin, end, before, sequences) for begin, end in pairwise(edges)]
+    edges = [reached(moments, before + sequences * at) for at in range(FIRST, LAST + 1, INTERVAL)]
+    return [Interval(begin, end, before, sequences) for begin, end in pairwise(edges)]

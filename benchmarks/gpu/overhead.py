@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.gpu.decode import OUT, OWN, SEQUENCES, windows
+from benchmarks.gpu.decode import OUT, OWN, SEQUENCES, intervals
 from benchmarks.gpu.device import Bench
 from benchmarks.gpu.serving import OneAtATime, Served
 from benchmarks.gpu.traces import Recorder, Trace
@@ -26,7 +26,7 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 def measure(bench: Bench, served: Served, prefix: int) -> dict[str, Any]:
     """The step's time is that of runs without the profiler, the busy time that of a run with it."""
     sequences, shared = bench.size((SEQUENCES, prefix), (4, prefix // 64))
-    found = [w.seconds for _ in range(bench.size(REPEATS, 1)) for w in windows(served, sequences, shared)]
+    found = [w.seconds for _ in range(bench.size(REPEATS, 1)) for w in intervals(served, sequences, shared)]
     step = statistics.median(found) * 1e3
     busy = decode_trace(bench, served, sequences, shared)
     busy_ms = busy.busy_us / 1e3 / busy.steps

@@ -30,11 +30,11 @@ from benchmarks.programs import ROOT
 sys.path.insert(0, str(ROOT / "tests"))
 
 ARCHITECTURES = (
-    "llama", "llama/llama3", "llama/mqa", "qwen2", "qwen3", "mistral/window", "mixtral", "gemma2", "gemma3_text", "gemma4_text",
+    "llama", "llama/llama3", "llama/mqa", "qwen2", "qwen3", "mistral/sliding_window", "mixtral", "gemma2", "gemma3_text", "gemma4_text",
     "phi3", "gpt2", "gpt_neox", "gpt_oss", "olmo2", "olmoe", "cohere2", "granite", "glm4", "exaone4", "smollm3", "starcoder2",
     "opt", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mimo_v2_flash", "minimax_m2", "helium", "ernie4_5",
 )  # fmt: skip
-"""Windows, soft caps, sinks, heads of one or many, K and V of different sizes, experts, learned and scaled positions among them."""
+"""Sliding windows, soft caps, sinks, heads of one or many, K and V of different sizes, experts, learned and scaled positions among them."""
 TINY = ("llama", "gemma2")
 BLOCK_TABLE = 8  # of 32 tokens; the longest completion needs 6
 SCHEDULES: dict[str, dict[str, Any]] = {

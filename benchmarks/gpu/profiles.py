@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.gpu.decode import SEQUENCES, windows
+from benchmarks.gpu.decode import SEQUENCES, intervals
 from benchmarks.gpu.device import Bench
 from benchmarks.gpu.overhead import decode_trace
 from benchmarks.gpu.serving import OneAtATime, Served
@@ -25,7 +25,7 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 def decode(bench: Bench, served: Served) -> dict[str, Any]:
     sequences, shared = bench.size((SEQUENCES, PREFIX), (4, PREFIX // 64))
-    step = statistics.median(w.seconds for w in windows(served, sequences, shared)) * 1e3
+    step = statistics.median(w.seconds for w in intervals(served, sequences, shared)) * 1e3
     return {"model": served.name} | summary(decode_trace(bench, served, sequences, shared), step)
 
 

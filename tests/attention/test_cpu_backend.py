@@ -108,8 +108,8 @@ def test_the_kernels_are_the_reference_for_every_shape_of_heads(kernels, K, G, D
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": 1}, {"window": 5}, {"window": 40}, {"window": 1000}, {"softcap": 0.7}, {"sinks": True},
-        {"scale": 0.25}, {"scale": 1.0}, {"window": 20, "softcap": 2.0, "sinks": True},
+        {"sliding_window": 1}, {"sliding_window": 5}, {"sliding_window": 40}, {"sliding_window": 1000}, {"softcap": 0.7}, {"sinks": True},
+        {"scale": 0.25}, {"scale": 1.0}, {"sliding_window": 20, "softcap": 2.0, "sinks": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -119,7 +119,7 @@ def test_the_kernels_are_the_reference_under_every_option(kernels, options, dtyp
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize(
-    "options", slow_but([{"softcap": 0.7, "G": 3}], [{}, {"window": 700}, {"softcap": 0.7, "G": 3}]), ids=str
+    "options", slow_but([{"softcap": 0.7, "G": 3}], [{}, {"sliding_window": 700}, {"softcap": 0.7, "G": 3}]), ids=str
 )
 def test_the_kernels_are_the_reference_over_more_keys_than_they_have_in_hand_at_a_time(kernels, options, dtype):
     rng = random.Random(8)
@@ -141,7 +141,7 @@ def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
     rng = random.Random(seed)
     block_size = rng.choice([16, 32, 48, 160])
     options = {
-        "window": rng.choice([None, None, 3, 33]), "softcap": rng.choice([None, 1.5]), "sinks": rng.random() < 0.3,
+        "sliding_window": rng.choice([None, None, 3, 33]), "softcap": rng.choice([None, 1.5]), "sinks": rng.random() < 0.3,
         "K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3, 8]), "D": rng.choice([8, 9, 64]), "V": rng.choice([4, 16, 72]),
         "dtype": rng.choice([torch.float32, torch.bfloat16]),
     }  # fmt: skip

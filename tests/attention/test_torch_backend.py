@@ -90,8 +90,8 @@ def test_the_cascade_is_the_reference(K, G, shared_reads):
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": 1}, {"window": 5}, {"window": 1000}, {"softcap": 0.7}, {"sinks": True}, {"scale": 0.25}, {"scale": 1.0},
-        {"window": 6, "softcap": 2.0, "sinks": True},
+        {"sliding_window": 1}, {"sliding_window": 5}, {"sliding_window": 1000}, {"softcap": 0.7}, {"sinks": True}, {"scale": 0.25}, {"scale": 1.0},
+        {"sliding_window": 6, "softcap": 2.0, "sinks": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -107,7 +107,7 @@ def test_the_cascade_is_the_reference_on_random_trees(data):
     rng = random.Random(seed)
     block_size, blocks = rng.choice([1, 3, 4, 8]), 500
     options = {
-        "window": rng.choice([None, None, 3, 9]),
+        "sliding_window": rng.choice([None, None, 3, 9]),
         "softcap": rng.choice([None, 1.5]),
         "sinks": rng.random() < 0.3,
     }
@@ -127,12 +127,12 @@ def test_long_slices_are_cut_into_blocks(shared_reads):
     limits = {"max_scores": 64}
     options = {"shared_reads": shared_reads, "longest": 40, "tokens": 90, "causal_chunk": 5, "causal_scores": 100}
     random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, limits=limits), **options)
-    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, window=7, limits=limits), **options)
+    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, sliding_window=7, limits=limits), **options)
 
 
 @pytest.mark.parametrize("dense", [0.0, 2.0], ids=["in place", "gathered"])
 def test_blocks_read_in_place_and_gathered_give_the_same(dense):
-    random_steps(sim, 6, lambda s, p: compare(s, p, 4, 400, window=9, limits={"dense": dense}), shared_reads=1)
+    random_steps(sim, 6, lambda s, p: compare(s, p, 4, 400, sliding_window=9, limits={"dense": dense}), shared_reads=1)
 
 
 def test_memory_that_is_scattered_is_read_right():
@@ -204,8 +204,8 @@ def shared_step(n, blocks, block_size):
     return AttentionPlan(n, positions, kv_indices, (SharedPart(0, blocks, 0, n, 0),), paged, (), block_size)
 
 
-@pytest.mark.parametrize("window", [None, 3000])
-def test_memory_of_the_shared_part_does_not_grow_with_a_copy_for_each_query(window):
+@pytest.mark.parametrize("sliding_window", [None, 3000])
+def test_memory_of_the_shared_part_does_not_grow_with_a_copy_for_each_query(sliding_window):
     """Its largest tensor is the scores, K*G*S for a query: KV for each query would be D times as much."""
     K, G, D, block_size, blocks = 2, 1, 64, 16, 128
     made = {}
@@ -214,7 +214,7 @@ def test_memory_of_the_shared_part_does_not_grow_with_a_copy_for_each_query(wind
         keys = torch.randn(K, (blocks + n) * block_size, D)
         q = torch.randn(K, n, G, D)
         with Largest() as seen:
-            Cascade(plan, CPU).attend(q, keys, keys, LayerOptions(0.125, window))
+            Cascade(plan, CPU).attend(q, keys, keys, LayerOptions(0.125, sliding_window))
         made[n] = seen
         copied = n * K * blocks * block_size * D
         assert seen.largest <= copied // D

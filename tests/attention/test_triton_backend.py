@@ -141,8 +141,8 @@ def test_it_is_the_reference_for_every_shape_of_heads(device, K, G, D, V, spans)
 
 
 OPTIONS = [
-    {"window": 1}, {"window": 5}, {"window": 1000}, {"softcap": 0.7}, {"sinks": True}, {"scale": 1.0},
-    {"window": 20, "softcap": 2.0, "sinks": True}, {"dtype": torch.bfloat16}, {"dtype": torch.float16},
+    {"sliding_window": 1}, {"sliding_window": 5}, {"sliding_window": 1000}, {"softcap": 0.7}, {"sinks": True}, {"scale": 1.0},
+    {"sliding_window": 20, "softcap": 2.0, "sinks": True}, {"dtype": torch.bfloat16}, {"dtype": torch.float16},
 ]  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def random_case(sim, device, seed, steps, longest):
     rng = random.Random(seed)
     block_size = rng.choice([16, 32, 48])
     options = {
-        "window": rng.choice([None, None, 3, 33]), "softcap": rng.choice([None, 1.5]), "sinks": rng.random() < 0.3,
+        "sliding_window": rng.choice([None, None, 3, 33]), "softcap": rng.choice([None, 1.5]), "sinks": rng.random() < 0.3,
         "K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3, 8]), "D": rng.choice([8, 9, 64]), "V": rng.choice([4, 16, 72]),
         "dtype": rng.choice([torch.float32, torch.float32, torch.bfloat16]), "padding": rng.choice([0, 3]),
     }  # fmt: skip
@@ -176,7 +176,7 @@ def random_case(sim, device, seed, steps, longest):
     options["tuning"] = Tuning(*(rng.choice([1, 16, 10**9]) for _ in range(3)), item_keys=rng.choice([0, 64]))
     random_steps(
         sim, seed, lambda step: compare(device, step.spans, block_size, seed=seed % 1000, **options), block_size=block_size,
-        tokens=tokens, steps=steps, longest=longest, sliding=options["window"] if rng.random() < 0.5 else None,
+        tokens=tokens, steps=steps, longest=longest, sliding_window=options["sliding_window"] if rng.random() < 0.5 else None,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def columns(items):
     return [tuple("all" if x >= ALL // 2 else x for x in item) for item in items[:, at].tolist()]
 
 
-def check(spans, block_size, lists, window=None):
+def check(spans, block_size, lists, sliding_window=None):
     """Each query reads each of its keys once, and gets a result from each of its items."""
     T = sum(w.stop - w.start for w in spans)
     reads, results = [[] for _ in range(T)], [[] for _ in range(T)]
@@ -69,7 +69,7 @@ def check(spans, block_size, lists, window=None):
     query = 0
     for w in spans:
         for position in range(w.start, w.stop):
-            first = 0 if window is None else max(0, position + 1 - window)
+            first = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
             want = [
                 (p, w.span.table[p // block_size] * block_size + p % block_size) for p in range(first, position + 1)
             ]
@@ -82,7 +82,7 @@ def check(spans, block_size, lists, window=None):
 @given(st.data())
 def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data):
     rng = random.Random(data.draw(st.integers(0, 2**32)))
-    block_size, sliding = rng.choice([1, 2, 4, 16]), rng.choice([None, None, 3, 9])
+    block_size, sliding_window = rng.choice([1, 2, 4, 16]), rng.choice([None, None, 3, 9])
     wide = Lane(rng.choice([2, 5, 32]), rng.choice([1, 3, 100]), rng.choice([1, 2]), rng.choice([1, 7, 1000]))
     narrow = Lane(rng.choice([1, 2]), rng.choice([1, 3, 100]), rng.choice([1, 2]), rng.choice([1, 7, 1000]))
     shared_reads = rng.choice([1, 6, NO_LIMIT])
@@ -90,7 +90,7 @@ def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data
     def every_step(step, plan):
         if plan is not None:
             lists = listed(step.spans, block_size, wide, narrow, shared_reads)
-            check(step.spans, block_size, lists, sliding)
+            check(step.spans, block_size, lists, sliding_window)
             assert (lists.narrow[:, Q_COUNT] <= narrow.tokens).all()
             assert (lists.wide[:, Q_COUNT] <= wide.tokens).all()
 
@@ -100,7 +100,7 @@ def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data
         prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, 30))])
     tokens = rng.choice([9, 40, 300])
     s = sim.Simulation(
-        blocks=rng.choice([120, 1000]), block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens, sliding=sliding,
+        blocks=rng.choice([120, 1000]), block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens, sliding_window=sliding_window,
         every_step=every_step,
     )  # fmt: skip
     s.load(prompts, [rng.randint(1, 8) for _ in prompts])

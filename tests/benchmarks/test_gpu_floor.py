@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from benchmarks.gpu.decode import Window
+from benchmarks.gpu.decode import Interval
 from benchmarks.gpu.device import shape_of
 from benchmarks.gpu.floor import Ceiling, Cost, busy, decode_costs, floor_seconds, prefill_flop
 from benchmarks.gpu.serving import Moment
@@ -60,11 +60,11 @@ def test_a_prefill_comes_to_its_linear_layers_its_pairs_and_a_head_for_each_prom
     assert prefill_flop(SHAPE, [3, 2]) == 2 * 5 * 3 * 78 + 2 * 2 * 14 + 9 * 96
 
 
-def test_a_window_of_steps_says_how_long_one_takes_and_how_much_is_read() -> None:
+def test_an_interval_of_steps_says_how_long_one_takes_and_how_much_is_read() -> None:
     # Four sequences with 64 tokens of their own draw tokens 17 to 32 in 0.32 s: the steps run tokens 16 to 31.
-    window = Window(Moment(1.0, 100 + 4 * 16, 20), Moment(1.32, 100 + 4 * 32, 36), before=100, sequences=4)
-    assert window.seconds == pytest.approx(0.02)
-    assert window.own == 64 + (16 + 31) / 2
+    interval = Interval(Moment(1.0, 100 + 4 * 16, 20), Moment(1.32, 100 + 4 * 32, 36), before=100, sequences=4)
+    assert interval.seconds == pytest.approx(0.02)
+    assert interval.own == 64 + (16 + 31) / 2
 
 
 @pytest.mark.parametrize(

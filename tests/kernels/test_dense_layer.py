@@ -135,7 +135,7 @@ def test_a_copy_of_a_model_reads_its_own_weights():
 def test_a_layer_asks_attention_for_what_its_module_asks_for():
     layers = prepared(kind="gemma2", sliding_window=24).module.model.layers
     options = [layer.dense.options for layer in layers]
-    assert [(of.window, of.softcap, of.scale) for of in options] == [(24, 1.0, 0.0625), (None, 1.0, 0.0625)]
+    assert [(of.sliding_window, of.softcap, of.scale) for of in options] == [(24, 1.0, 0.0625), (None, 1.0, 0.0625)]
 
 
 @pytest.mark.parametrize("kind", ["granite", "smollm3", "mixtral"])

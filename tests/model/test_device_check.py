@@ -97,7 +97,7 @@ def test_rounding_is_no_fault(model, monkeypatch):
     assert tried(model)[1] == {}
 
 
-SOFT = {"window": 24, "softcap": 20.0, "sinks": torch.float32}
+SOFT = {"sliding_window": 24, "softcap": 20.0, "sinks": torch.float32}
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]))
@@ -105,7 +105,7 @@ SOFT = {"window": 24, "softcap": 20.0, "sinks": torch.float32}
 def test_rounding_in_half_precision_is_no_fault_and_an_element_of_a_thousand_is(monkeypatch, dtype, options):
     kind = AttentionKind(
         heads=2, group=4, k_size=32, v_size=32, dtype=dtype, scale=32**-0.5,
-        **{"window": None, "softcap": None, "sinks": None} | options,
+        **{"sliding_window": None, "softcap": None, "sinks": None} | options,
     )  # fmt: skip
     on = SimpleNamespace(dtype=dtype, device=CPU)
 

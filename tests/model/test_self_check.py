@@ -174,7 +174,7 @@ class Deaf(LlamaDecoderLayer):
         return hidden_states + self.mlp(hidden_states)
 
 
-class Windowed(LlamaAttention):
+class Masking(LlamaAttention):
     """Takes every fourth key for nothing, in the mask that it is given."""
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
@@ -193,7 +193,7 @@ def test_a_subclass_that_is_as_before_passes(tampered):
     [
         ("self_attn", Forgetful, OTHER_LOGITS),
         ("self_attn", Private, "Odd never calls attention"),
-        pytest.param("self_attn", Windowed, OTHER_LOGITS, marks=pytest.mark.slow),
+        pytest.param("self_attn", Masking, OTHER_LOGITS, marks=pytest.mark.slow),
         pytest.param("mlp", Shifted, OTHER_LOGITS, marks=pytest.mark.slow),
         ("mlp", Mean, OTHER_LOGITS),
         ("", Deaf, "a small model of this type hardly depends on what it has read, so that it cannot be checked"),

@@ -15,7 +15,8 @@ PLAIN = 1.1
 
 
 @pytest.mark.parametrize(
-    "name", slow_but({"llama"}, ["llama", "qwen2", "qwen3", "gemma2", "mistral/window", "olmo2", "phi3", "cohere2"])
+    "name",
+    slow_but({"llama"}, ["llama", "qwen2", "qwen3", "gemma2", "mistral/sliding_window", "olmo2", "phi3", "cohere2"]),
 )
 def test_the_error_is_that_of_transformers(name: str) -> None:
     if kernels() is None:

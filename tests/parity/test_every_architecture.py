@@ -33,10 +33,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 INSTALLED = ".".join(transformers.__version__.split(".")[:2])
 BLOCKS = 8  # of 32 tokens; the longest completion needs 6
-ALL_SLIDE = {"mistral/window", "mixtral/window", "phi3/window", "starcoder2"}  # their blocks are given back as they go
+ALL_SLIDE = {
+    "mistral/sliding_window",
+    "mixtral/sliding_window",
+    "phi3/sliding_window",
+    "starcoder2",
+}  # their blocks are given back as they go
 TOLERANCE = 5e-5
 """Largest difference of a logit, relative to the largest logit. Float noise is below a fifth of it (a tenth but for Gemma 4);
-2% of attention's scale, a window, a soft cap or sinks left out make ten times as much and more."""
+2% of attention's scale, a sliding window, a soft cap or sinks left out make ten times as much and more."""
 
 
 PROMPTS, LENGTHS = prompts_and_lengths()
@@ -88,7 +93,7 @@ def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
 # What a backend might get wrong, or a module not pass on.
 SPOILT: dict[str, Callable[[LayerOptions], LayerOptions]] = {
     "scale": lambda o: replace(o, scale=o.scale * 1.02),
-    "window": lambda o: replace(o, window=None),
+    "sliding_window": lambda o: replace(o, sliding_window=None),
     "softcap": lambda o: replace(o, softcap=None),
     "sinks": lambda o: replace(o, sinks=None),
 }

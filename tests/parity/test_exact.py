@@ -196,7 +196,7 @@ def check(model: Any, seed: int, count: int, longest: int) -> None:
         assert torch.equal(logits, want.logits[place]), place
 
 
-MODELS = ["llama", "llama tied", "qwen2", "qwen3", "mistral/window", "gemma2", "olmo2", "phi3"]
+MODELS = ["llama", "llama tied", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "olmo2", "phi3"]
 """All of their modules have kernels."""
 
 

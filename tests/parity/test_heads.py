@@ -94,7 +94,7 @@ def embedding(model, head, prompt):
     return (torch.nn.functional.normalize(vector, dim=0) if head.normalize else vector).numpy()
 
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral/window", "gemma2", "phi3", "gpt2", "opt"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "phi3", "gpt2", "opt"]
 RECURRENT = ["qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
 
 

@@ -76,7 +76,7 @@ def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
 
 @pytest.mark.parametrize(
     "name",
-    slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma3_text", "mistral/window", *RECURRENT_SHAPES]),
+    slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma3_text", "mistral/sliding_window", *RECURRENT_SHAPES]),
 )
 def test_every_fork_writes_what_the_prompt_alone_does(name):
     rng = random.Random(7)
@@ -97,7 +97,7 @@ def test_blocks_behind_every_sliding_window_are_given_back(ahead):
     rng = random.Random(8)
     root = numbers(rng, 200)
     prompts = [root + numbers(rng, n) for n in (9, 60, 3)]
-    name = "mistral/window"  # 24 tokens in every layer
+    name = "mistral/sliding_window"  # 24 tokens in every layer
     want = [generate(reference_model(name), p, 100) for p in prompts]
     engine = engine_for(packed_model(name), ahead=ahead)
     assert engine.block_manager.sliding_window == 24

@@ -65,7 +65,7 @@ ENGINES = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma2", "mistral/window", *RECURRENT_SHAPES]),
+    slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma2", "mistral/sliding_window", *RECURRENT_SHAPES]),
 )
 def test_a_score_is_that_of_a_forward_of_prompt_and_text(name):
     want = [teacher(reference_model(name), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]

@@ -56,16 +56,16 @@ def prompt_trie(w):
 ENDS = (1003, 1008)  # of the eleven tokens that may be sampled
 
 
-def check(sim, seed, spare, policy, sliding, scored, cancels, ends=(), state_slots=None):
+def check(sim, seed, spare, policy, sliding_window, scored, cancels, ends=(), state_slots=None):
     """A step at a time and a step ahead; where nothing is cancelled, with the same results."""
     one, other = (
-        check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, state_slots, ahead)
+        check_once(sim, seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead)
         for ahead in (False, True)
     )
     assert one == other or cancels
 
 
-def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, state_slots, ahead):
+def check_once(sim, seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead):
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 3, 4])
     tokens = rng.choice([1, 2, 5, 16, 100])
@@ -74,7 +74,7 @@ def check_once(sim, seed, spare, policy, sliding, scored, cancels, ends, state_s
     s = sim.Simulation(
         blocks=needed + spare, block_size=block_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
         prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]), kv_read=rng.choice([None, None, 1, 10, 40]),
-        sliding=sliding, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if state_slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
+        sliding_window=sliding_window, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if state_slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
         ahead=ahead, ends=ends, state_slots=state_slots,
     )  # fmt: skip
     results = []
@@ -110,7 +110,7 @@ cases = given(
     seed=st.integers(0, 2**32),
     spare=st.sampled_from([0, 1, 2, 3, 5, 8, 13, 1000]),
     policy=st.sampled_from(sorted(POLICIES)),
-    sliding=st.sampled_from([None, None, 1, 4, 9]),
+    sliding_window=st.sampled_from([None, None, 1, 4, 9]),
     scored=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
     cancels=st.booleans(),
     ends=st.sampled_from([(), ENDS]),
@@ -119,13 +119,15 @@ cases = given(
 
 
 # A node below one that was given up for its state slot held a block that another child then wrote on in.
-@example(seed=171253, spare=0, policy="prefill-first", sliding=None, scored=0.5, cancels=False, ends=(), state_slots=3)
+@example(
+    seed=171253, spare=0, policy="prefill-first", sliding_window=None, scored=0.5, cancels=False, ends=(), state_slots=3
+)
 @settings(max_examples=examples(12, 50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @cases
 def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
-    seed, spare, policy, sliding, scored, cancels, ends, state_slots
+    seed, spare, policy, sliding_window, scored, cancels, ends, state_slots
 ):
-    check(sim, seed, spare, policy, sliding, scored, cancels, ends, state_slots)
+    check(sim, seed, spare, policy, sliding_window, scored, cancels, ends, state_slots)
 
 
 @pytest.mark.slow
@@ -134,8 +136,10 @@ def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @cases
-def test_every_leaf_is_right_in_many_more_cases(seed, spare, policy, sliding, scored, cancels, ends, state_slots):
-    check(sim, seed, spare, policy, sliding, scored, cancels, ends, state_slots)
+def test_every_leaf_is_right_in_many_more_cases(
+    seed, spare, policy, sliding_window, scored, cancels, ends, state_slots
+):
+    check(sim, seed, spare, policy, sliding_window, scored, cancels, ends, state_slots)
 
 
 @pytest.mark.parametrize("state_slots", slow_but({None, 2}, [None, 2, 7]))

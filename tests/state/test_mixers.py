@@ -112,15 +112,15 @@ def test_the_convolution_is_that_of_transformers(kernels: bool, lengths: list[in
 @pytest.mark.parametrize("exact", [False, True])
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_a_window_has_the_inputs_before_each_token_and_zeros_before_the_first(
+def test_unfolding_gives_the_inputs_before_each_token_and_zeros_before_the_first(
     exact: bool, lengths: list[int], seed: int
 ) -> None:
     xs = [normal(10 + i, n, 5) for i, n in enumerate(lengths)]
     shape = StateShape(0, 0, (TAPS, 5)) if exact else StateShape(TAPS, 5)
-    got = in_steps(False, lengths, seed, shape, lambda s, pack: s.window(LAYER, pack(xs), TAPS, exact=exact))
-    for x, windows in zip(xs, got, strict=True):
+    got = in_steps(False, lengths, seed, shape, lambda s, pack: s.unfold(LAYER, pack(xs), TAPS, exact=exact))
+    for x, unfolded in zip(xs, got, strict=True):
         padded = torch.cat([torch.zeros(TAPS, 5), x])
-        assert torch.equal(windows, padded.unfold(0, TAPS + 1, 1).transpose(1, 2))
+        assert torch.equal(unfolded, padded.unfold(0, TAPS + 1, 1).transpose(1, 2))
 
 
 @each_way

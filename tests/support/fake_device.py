@@ -42,7 +42,7 @@ class FakeAttention:
     def __call__(self, layer, q_HTD, k_KTD, v_KTV, options):
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return torch.ops.batchgen_tests.attend(
-            q_HTD, k_KTD, v_KTV, keys, values, options.scale, options.window, options.softcap, options.sinks,
+            q_HTD, k_KTD, v_KTV, keys, values, options.scale, options.sliding_window, options.softcap, options.sinks,
             self._number,
         )  # fmt: skip
 
@@ -50,7 +50,7 @@ class FakeAttention:
 @torch.library.custom_op("batchgen_tests::attend", mutates_args=("keys", "values"))
 def attend(
     q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None, number: int,
+    scale: float, sliding_window: int | None, softcap: float | None, sinks: torch.Tensor | None, number: int,
 ) -> torch.Tensor:  # fmt: skip
     self = _attentions[number]
     H, padded, D = q_HTD.shape
@@ -59,12 +59,12 @@ def attend(
     keys.index_copy_(1, self.kv_indices, k_KTD[:, :T])
     values.index_copy_(1, self.kv_indices, v_KTV[:, :T])
     q_KTGD = q_HTD[:, :T].reshape(K, H // K, T, D).transpose(1, 2)
-    out = self.cascade.attend(q_KTGD, keys, values, LayerOptions(scale, window, softcap, sinks))
+    out = self.cascade.attend(q_KTGD, keys, values, LayerOptions(scale, sliding_window, softcap, sinks))
     return torch.cat([out.reshape(T, H, -1), out.new_zeros(padded - T, H, values.shape[-1])])
 
 
 @attend.register_fake
-def _(q_HTD, k_KTD, v_KTV, keys, values, scale, window, softcap, sinks, number):
+def _(q_HTD, k_KTD, v_KTV, keys, values, scale, sliding_window, softcap, sinks, number):
     return q_HTD.new_empty(q_HTD.shape[1], q_HTD.shape[0], values.shape[-1])
 
 

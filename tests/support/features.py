@@ -59,7 +59,7 @@ def features_of(shape: str) -> set[str]:
     config = model.config
     alibi = config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False)
     biased = alibi or config.model_type == "doge"  # with wider keys, in which the bias is
-    sliding = [o.window is not None for o in asked.options]
+    sliding = [o.sliding_window is not None for o in asked.options]
     found = {
         "alternating sliding windows": any(sliding) and not all(sliding),
         "sliding window": bool(sliding) and all(sliding),

@@ -23,7 +23,7 @@ class Reference:
         for scheduled in self.spans:
             table = torch.tensor(scheduled.span.table, device=keys.device)
             for position in range(scheduled.start, scheduled.stop):
-                first = 0 if options.window is None else max(0, position - options.window + 1)
+                first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
                 at = torch.arange(first, position + 1, device=keys.device)
                 kv_indices = table[at // self.block_size] * self.block_size + at % self.block_size
                 q = q_KTGD[:, len(rows)].float()

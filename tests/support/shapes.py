@@ -1,6 +1,6 @@
 """The configurations that parity is shown for: tiny, random, and with every kind of layer that their architecture has.
 
-By `model_type`; what follows a slash is another shape of the same. Windows are shorter than the prompts of the tests.
+By `model_type`; what follows a slash is another shape of the same. Sliding windows are shorter than the prompts of the tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # where None is not allowed; `generate` gets its own
 LAYERS = ["sliding_attention", "full_attention"]
-WINDOW = {"sliding_window": 24, "layer_types": LAYERS}
+SLIDING_WINDOW = {"sliding_window": 24, "layer_types": LAYERS}
 FOUR = {"num_hidden_layers": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -72,7 +72,7 @@ QSA = {
     "indexer_budget": 256, "indexer_compress_ratio": 8,
 }  # fmt: skip
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
-GEMMA4 = WINDOW | {"num_hidden_layers": 6, "layer_types": LAYERS * 3, "global_head_dim": 32}
+GEMMA4 = SLIDING_WINDOW | {"num_hidden_layers": 6, "layer_types": LAYERS * 3, "global_head_dim": 32}
 
 
 def _rope(kind: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _rope(kind: str) -> dict[str, Any]:
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "afmoe": EXPERTS | WINDOW | {"num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
+    "afmoe": EXPERTS | SLIDING_WINDOW | {"num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
     "apertus": {"rope_parameters": PLAIN_ROPE},
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
@@ -88,18 +88,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "axk2": MLA | ROUTED | GROUPS | MIXED | INDEXER,
     "bailing_hybrid": MLA | ROUTED | GROUPS | KDA | {"q_lora_rank": None, "head_dim": 16, "num_local_experts": 4},
     "bamba": MAMBA2 | FOUR | {"attn_layer_indices": [1, 3]},
-    "beam": EXPERTS | WINDOW | MIXED | GROUPS,
+    "beam": EXPERTS | SLIDING_WINDOW | MIXED | GROUPS,
     "biogpt": {},
     "bitnet": {},
     "bloom": {"num_attention_heads": 6, "hidden_size": 96},
     "codegen": GPT2 | {"rotary_dim": 8},
     "cohere": {"logit_scale": 1.0},
     "cohere/qk-norm": {"logit_scale": 1.0, "use_qk_norm": True},
-    "cohere2": WINDOW | {"logit_scale": 1.0},
-    "cohere2_moe": EXPERTS | WINDOW | MIXED | {"num_shared_experts": 1, "logit_scale": 1.0},
-    "cohere_compass_text": WINDOW | {"rope_parameters": dict.fromkeys(LAYERS, PLAIN_ROPE | {"mrope_section": [3, 3, 2]})},
+    "cohere2": SLIDING_WINDOW | {"logit_scale": 1.0},
+    "cohere2_moe": EXPERTS | SLIDING_WINDOW | MIXED | {"num_shared_experts": 1, "logit_scale": 1.0},
+    "cohere_compass_text": SLIDING_WINDOW | {"rope_parameters": dict.fromkeys(LAYERS, PLAIN_ROPE | {"mrope_section": [3, 3, 2]})},
     "ctrl": GPT2 | {"dff": 96},
-    "cwm": WINDOW | TOKENS | _rope("llama3"),
+    "cwm": SLIDING_WINDOW | TOKENS | _rope("llama3"),
     "dbrx": {
         "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 10000.0},
@@ -124,14 +124,14 @@ SHAPES: dict[str, dict[str, Any]] = {
             "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
         }}, "shared_experts_intermediate_size": 32, "head_dim": 24,
     },
-    "dots1": ROUTED | FIRST_DENSE | WINDOW | {"n_group": 1, "topk_group": 1},
+    "dots1": ROUTED | FIRST_DENSE | SLIDING_WINDOW | {"n_group": 1, "topk_group": 1},
     "ernie4_5": {},
     "ernie4_5_moe": {
         "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 32,
         "moe_layer_start_index": 1,
     },
-    "exaone4": WINDOW,
-    "exaone_moe": EXPERTS | WINDOW | MIXED | {"num_shared_experts": 1},
+    "exaone4": SLIDING_WINDOW,
+    "exaone_moe": EXPERTS | SLIDING_WINDOW | MIXED | {"num_shared_experts": 1},
     "falcon": {"num_kv_heads": 1, "alibi": False, "bias": False},
     "falcon/alibi": {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True},
     "falcon/alibi-mqa": {"multi_query": True, "alibi": True, "num_attention_heads": 2},
@@ -142,12 +142,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "falcon_h1/norm": MAMBA2 | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
     "falcon_mamba": MAMBA,
     "flex_olmo": EXPERTS,
-    "flint": EXPERTS | WINDOW | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    "flint": EXPERTS | SLIDING_WINDOW | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     "gemma": {},
-    "gemma2": WINDOW | {"attn_logit_softcapping": 1.0},
-    "gemma3_text": WINDOW,
-    "gemma3_text/ropes": WINDOW | TWO_ROPES,
-    "gemma3n_text": WINDOW | {
+    "gemma2": SLIDING_WINDOW | {"attn_logit_softcapping": 1.0},
+    "gemma3_text": SLIDING_WINDOW,
+    "gemma3_text/ropes": SLIDING_WINDOW | TWO_ROPES,
+    "gemma3n_text": SLIDING_WINDOW | {
         "num_hidden_layers": 6, "layer_types": LAYERS * 3, "num_kv_shared_layers": 2, "laurel_rank": 8,
         "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16,
         "activation_sparsity_pattern": [0.5, 0.0] * 3,
@@ -176,13 +176,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 24},
     "gpt_neox": {"num_key_value_heads": 4},
     "gpt_neox/plain": {"num_key_value_heads": 4, "use_parallel_residual": False},
-    "gpt_oss": EXPERTS | WINDOW | {"rope_parameters": PLAIN_ROPE},
-    "gpt_oss/yarn": EXPERTS | WINDOW | _rope("yarn"),
+    "gpt_oss": EXPERTS | SLIDING_WINDOW | {"rope_parameters": PLAIN_ROPE},
+    "gpt_oss/yarn": EXPERTS | SLIDING_WINDOW | _rope("yarn"),
     "gptj": GPT2 | {"rotary_dim": 8},
     "granite": {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0},
-    "granite_swa": WINDOW | {"attention_multiplier": 0.3, "layer_rope_theta": [10000.0, 0]},
+    "granite_swa": SLIDING_WINDOW | {"attention_multiplier": 0.3, "layer_rope_theta": [10000.0, 0]},
     "granitemoe": EXPERTS,
-    "granitemoe_swa": EXPERTS | WINDOW | {"shared_intermediate_size": 32, "layer_rope_theta": [10000.0, 0]},
+    "granitemoe_swa": EXPERTS | SLIDING_WINDOW | {"shared_intermediate_size": 32, "layer_rope_theta": [10000.0, 0]},
     "granitemoehybrid": EXPERTS | {
         "layer_types": ["attention"] * 2, "shared_intermediate_size": 32, "position_embedding_type": "rope",
         "mamba_n_heads": 8, "attention_multiplier": 0.3,
@@ -210,8 +210,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "jetmoe": EXPERTS | {"kv_channels": 16, "num_key_value_heads": 2},
     "kimi_linear": MLA | ROUTED | GROUPS | KDA | {"q_lora_rank": None, "num_local_experts": 4},
-    "kolibri1": EXPERTS | WINDOW | {"shared_expert_intermediate_size": 32},
-    "laguna": EXPERTS | WINDOW | MIXED | {
+    "kolibri1": EXPERTS | SLIDING_WINDOW | {"shared_expert_intermediate_size": 32},
+    "laguna": EXPERTS | SLIDING_WINDOW | MIXED | {
         "shared_expert_intermediate_size": 32, "num_attention_heads_per_layer": [4, 8],
         "moe_router_logit_softcapping": 5.0,
     },
@@ -240,8 +240,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mamba2": {
         "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "conv_kernel": 4, "chunk_size": 16,
     },
-    "mellum": EXPERTS | WINDOW | MIXED | TWO_ROPES,
-    "mimo_v2_flash": ROUTED | WINDOW | MIXED | GROUPS | {"v_head_dim": 12},
+    "mellum": EXPERTS | SLIDING_WINDOW | MIXED | TWO_ROPES,
+    "mimo_v2_flash": ROUTED | SLIDING_WINDOW | MIXED | GROUPS | {"v_head_dim": 12},
     "minicpm3": MLA,
     "minimax": EXPERTS | FOUR | {
         "layer_types": LINEAR, "block_size": 16, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.8,
@@ -252,16 +252,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 32,
     },
     "minimax_m2": EXPERTS | {"rotary_dim": 8},
-    "ministral": WINDOW,
+    "ministral": SLIDING_WINDOW,
     "ministral3": {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5}
         | SCALED_ROPES["yarn"] | {"original_max_position_embeddings": 32},
     },
     "mistral": {"sliding_window": None},
-    "mistral/window": {"sliding_window": 24},
+    "mistral/sliding_window": {"sliding_window": 24},
     "mixtral": EXPERTS | {"sliding_window": None},
-    "mixtral/window": EXPERTS | {"sliding_window": 24},
-    "modernbert-decoder": WINDOW | TOKENS | {"local_attention": 48},
+    "mixtral/sliding_window": EXPERTS | {"sliding_window": 24},
+    "modernbert-decoder": SLIDING_WINDOW | TOKENS | {"local_attention": 48},
     "mpt": {"hidden_size": 96, "num_attention_heads": 6, "max_seq_len": 512, "attn_config": {"clip_qkv": 1.0}},
     "nanochat": {},
     "nemotron_h": ROUTED | {
@@ -272,7 +272,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "olmo": {"clip_qkv": 1.0},
     "olmo2": {},
-    "olmo3": WINDOW,
+    "olmo3": SLIDING_WINDOW,
     "olmo_hybrid": DELTA | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
     "olmoe": EXPERTS,
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
@@ -284,11 +284,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3/longrope": {
         "sliding_window": None, "original_max_position_embeddings": 192, "rope_parameters": LONGROPE,
     },
-    "phi3/window": {"sliding_window": 24},
+    "phi3/sliding_window": {"sliding_window": 24},
     "phimoe": EXPERTS,
     "phimoe/longrope": EXPERTS | {"rope_parameters": LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.5}},
     "qwen2": {},
-    "qwen2/window": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
+    "qwen2/sliding_window": {"use_sliding_window": True, "max_window_layers": 1} | SLIDING_WINDOW,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
     "qwen3": {},
     "qwen3_5_moe_text": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32},
@@ -311,7 +311,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "stablelm/qk-norm": {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True},
     "starcoder2": {"sliding_window": 24},
-    "vaultgemma": WINDOW | {"attn_logit_softcapping": 1.0},
+    "vaultgemma": SLIDING_WINDOW | {"attn_logit_softcapping": 1.0},
     "youtu": MLA,
     "zamba": {
         "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["hybrid"], "n_mamba_heads": 2, "mamba_d_state": 8,

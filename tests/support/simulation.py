@@ -81,14 +81,14 @@ class Simulation:
 
     def __init__(
         self, blocks: int = 1000, block_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
-        scored: int = 1000, kv_read: int | None = None, sliding: int | None = None, policy: str = "prefix",
+        scored: int = 1000, kv_read: int | None = None, sliding_window: int | None = None, policy: str = "prefix",
         host_blocks: int = 0,
         state_slots: int | None = None,
         shared_reads: int = 4, every_step: Callable[[ScheduledBatch, AttentionPlan | None], None] | None = None,
         ahead: bool = False, ends: Container[int] = (),
     ) -> None:  # fmt: skip
         self.block_manager = BlockManager(
-            BlockPool(blocks), block_size, sliding, host_blocks, BlockPool(state_slots) if state_slots else None
+            BlockPool(blocks), block_size, sliding_window, host_blocks, BlockPool(state_slots) if state_slots else None
         )
         self.states: dict[int, tuple[int, ...]] = {}
         """By state slot, the tokens that its state stands for."""
@@ -99,7 +99,7 @@ class Simulation:
         self.block_size = block_size
         self.attention = {"shared_reads": shared_reads}
         """Options of `plan_attention`."""
-        self.sliding = sliding
+        self.sliding_window = sliding_window
         self.every_step = every_step
         self.held: dict[int, tuple[int, ...]] = {}
         self.done: dict[tuple[int, int], list[Any]] = {}
@@ -343,7 +343,7 @@ class Simulation:
                     scheduled.span, position + 1
                 )
             for position in range(scheduled.start, scheduled.stop):
-                first = 0 if self.sliding is None else max(0, position + 1 - self.sliding)
+                first = 0 if self.sliding_window is None else max(0, position + 1 - self.sliding_window)
                 want = [(p, kv_index(scheduled.span, p, self.block_size)) for p in range(first, position + 1)]
                 seen = sorted(read for read in reads[at] if read[0] >= first)  # the others are masked
                 assert seen == want, "a query does not read each of its keys once"
