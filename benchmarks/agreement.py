@@ -1,9 +1,10 @@
-"""Whether batchgen and transformers write the same tokens: rows that differ, and how near the two tokens were where they part.
+"""Whether batchgen and transformers write the same tokens: the rows that differ, and how close the logits of the two tokens were at the first difference.
 
     python -m benchmarks.agreement --rows 16
 
-Greedy decoding in float32 may part at a near tie (float noise between batch shapes decides it); what follows is then another
-text. So the model is run over the common beginning alone, and the gap between the two tokens' logits is shown beside the spread of all.
+In float32, two greedy decodings may differ at a near tie, which rounding decides differently in batches of different shapes; then the rest of
+the texts differs too. So the model is run over the common beginning, and the gap between the logits of the two tokens is compared with the
+spread of all logits.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from benchmarks.programs import GENERATE, OURS, PROGRAMS, Case, EngineFailed, La
 from benchmarks.workloads import WORKLOADS, workload_file
 
 NEAR_TIE = 1e-3
-"""In standard deviations of the logits: float32 noise between batch shapes is well below it, a wrong computation well above.
-bfloat16 cannot tell them apart so: there the gaps are only shown."""
+"""In standard deviations of the logits: rounding in float32 is well below it, a wrong computation well above.
+In bfloat16 the two cannot be told apart, and the gaps are only shown."""
 
 
 def ids_of(engine: str, case: Case, launcher: Launcher) -> list[list[int]]:
@@ -34,7 +35,7 @@ def ids_of(engine: str, case: Case, launcher: Launcher) -> list[list[int]]:
 
 
 def gap(case: Case, prompt: str, ours: list[int], theirs: list[int]) -> tuple[int, float]:
-    """Where two completions part, and the difference of the two tokens' logits there, in standard deviations of the logits."""
+    """Returns the place where two completions begin to differ, and the difference of the two tokens' logits there in standard deviations of all logits."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,11 +1,11 @@
-"""What is around the model: the time that reading, tokenizing, planning, scheduling, detokenizing and writing add to a job of many rows.
+"""The work around the model: the time that reading, tokenizing, planning, scheduling, detokenizing and writing add to a job of many rows.
 
     python -m benchmarks.around --out benchmarks/results/around.json
 
-Not one long run, but two parts that are put together. The work around the model is timed over all rows with a stand-in for the
-forward, which gives the same random logits at once; what the stand-in and the sampler take is left out. The model's time (forward and
-sampling) comes from real runs of N and 2N rows: what N rows more take, for as many as there are. `share` is the first over the sum of
-both. What runs beside the model in truth, such as tokenizing ahead in a thread, is in it as if nothing could: the real share is no larger.
+Two measurements are put together. First, the work around the model is timed over all rows with a stand-in for the forward, which returns
+the same random logits at once; the time of the stand-in and of the sampler is left out. Second, the model's time (forward and sampling) is
+extrapolated from real runs of N and 2N rows. `share` is the first time divided by the sum of both. Work that really runs beside the model,
+such as tokenizing in another thread, is counted as if it did not, so the real share is no larger.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ KINDS: dict[str, tuple[int, tuple[int, int], int]] = {
     "shared-prefix": (1024, (16, 64), 64),
     "few-shot": (2048, (32, 32), 4),
 }
-"""Tokens shared, tokens of a row's own, tokens out."""
+"""By name: tokens that all rows share, the least and most tokens of a row's own, tokens to generate."""
 LOGITS_KEPT = 2048
 
 
 class InPlace:
-    """What stands in for the forward, and the time that is not to be counted."""
+    """The stand-in for the forward, and the time that is not counted."""
 
     def __init__(self, vocabulary: int, dtype: Any) -> None:
         import torch
@@ -47,7 +47,7 @@ class InPlace:
         self.steps = 0
 
     def run(self, batch: Any) -> Any:
-        """Logits for the places that want some; other rows of the random ones each time, so that texts differ."""
+        """Returns logits for the places that want some: other random rows each time, so that texts differ."""
         wanted = sum(scheduled.stop - scheduled.logits for scheduled in batch.spans)
         self.steps += 1
         self.next = (self.next + 37) % (LOGITS_KEPT // 2)
@@ -120,7 +120,7 @@ def around(launcher: Launcher, case: Case, rows: Rows, kind: str, args: argparse
 
 
 def model_seconds(real: list[dict[str, Any]], rows: int) -> float:
-    """Of all rows: those of the smaller run, and for every row more what the larger run's took."""
+    """Returns the model's time for all rows: that of the smaller run, and for each further row what it took in the larger run."""
     less, more = real
     each: float = (more["model_s"] - less["model_s"]) / (more["rows"] - less["rows"])
     return float(less["model_s"] + each * (rows - less["rows"]))

@@ -1,9 +1,9 @@
-"""A file larger than memory should have to be: planned, run for a while, killed, taken up again, and how much memory that takes.
+"""A large file is planned, run for a while, killed and continued: how much memory each takes.
 
     python -m benchmarks.big_file --work FOLDER --rows 5000000 --seconds 120
 
 Rows are about 1 KB each, most of it a column that is only carried. The tiny model generates one token a row. The run is killed (SIGKILL)
-`--seconds` after its first results, and started again for as long; peaks are the kernel's own mark of each process.
+`--seconds` after its first results, and then continued for as long. Peaks of memory are the kernel's own figures of each process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def peak_mib(pid: int) -> int:
 
 
 def results_of(output: str) -> int:
-    """Results that the job's folder has."""
+    """Returns the number of results in the job's folder."""
     try:
         return job_status(output)["results"] or 0
     except UsageError:
@@ -54,7 +54,7 @@ def results_of(output: str) -> int:
 
 
 def run_killed(command: list[str], output: str, seconds: float) -> dict[str, Any]:
-    """Starts the command, kills it so long after its first result, and says what was seen."""
+    """Starts the command, and kills it this long after its first result. Returns what was measured."""
     before = 0 if "--overwrite" in command else results_of(output)
     began = time.perf_counter()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""What one driver can take, measured with engines that do nothing, and a simulated job of 100 million rows over 1,000 workers.
+"""How many rows one driver can handle, measured with engines that do nothing, and a simulated job of 100 million rows over 1,000 workers.
 
     python -m benchmarks.cluster --out benchmarks/results/cluster.json
 
@@ -34,7 +34,7 @@ BATCH = 256
 
 
 class Idle:
-    """A worker that answers every row at once. Messages are pickled as on a cluster; the worker's own time is counted apart."""
+    """A worker that answers every row at once. Messages are pickled as on a cluster; the worker's own time is counted separately."""
 
     def __init__(self, on_message: Callable[[Any], None], counts: dict[str, float]) -> None:
         self._on_message, self._counts = on_message, counts
@@ -113,7 +113,7 @@ def driver(rows: int, workers: int) -> dict[str, Any]:
             model=ROOT / "sample_data" / "model",
             sampling=SamplingParams(max_tokens=8),
         )
-        plan_job(config)  # what is imported and compiled once is not measured
+        plan_job(config)  # imports and compilation are not measured
         began = time.process_time()
         plan_job(config)
         reading = time.process_time() - began
@@ -153,9 +153,9 @@ class Shape:
 
 
 def one_driver(shape: Shape, job_seconds: float, window: int = 20_000) -> dict[str, float]:
-    """`--ray`: every window is dealt to all workers; the slower of driver and workers sets the pace. `job_seconds`: the driver's, per row.
+    """`--ray`: every window is divided among all workers, and the slower of driver and workers sets the pace. `job_seconds` is the driver's time per row.
 
-    Each worker's share of a window has cuts of its own: groups that end in another share are run twice.
+    The share of each worker has its own cuts: a group that lies in two shares runs twice.
     """
     windows = shape.rows / window
     cuts = windows * min(shape.workers, window / shape.group)
@@ -165,7 +165,7 @@ def one_driver(shape: Shape, job_seconds: float, window: int = 20_000) -> dict[s
 
 
 def static_shards(shape: Shape, plan_seconds: float) -> dict[str, float]:
-    """`--shard I/1000`: one reading, then equal shares; the slowest worker ends last."""
+    """`--shard I/1000`: one reading, then equal shares. The slowest worker ends last."""
     share = shape.cost(shape.rows, shape.rows / shape.group + shape.workers) / shape.workers
     speeds = shape.speeds()
     compute = share * shape.workers / sum(speeds)

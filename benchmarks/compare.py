@@ -1,11 +1,11 @@
-"""batchgen beside other ways to run the same rows on this CPU, one engine at a time, repeats interleaved; results as JSON.
+"""Compares batchgen with other engines on the same rows on this CPU: one engine at a time, repeats interleaved, results as JSON.
 
     python -m benchmarks.compare --name cpu
-    python -m benchmarks.compare --name cpu --continue       what is not measured yet
+    python -m benchmarks.compare --name cpu --continue       only what is not measured yet
     python -m benchmarks.compare --quick
 
 Every run is a process of its own. All engines decode greedily, past the end token, and make the same number of tokens.
-Engines that are not installed are left out: bash benchmarks/setup_engines.sh makes their environments.
+Engines that are not installed are left out. `bash benchmarks/setup_engines.sh` makes their environments.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Comparison:
             self._compare(case, runs)
 
     def _cases(self) -> list[Case]:
-        """Makes models and workloads that are not there yet, so that no measurement waits for them."""
+        """Makes missing models and workloads, so that no measurement waits for them."""
         cases = []
         for model in self.args.models:
             for dtype in self.args.dtypes:
@@ -95,7 +95,7 @@ class Comparison:
         return replace(case, input=file, limit=limit)
 
     def _runs(self, case: Case, engines: list[str]) -> list[tuple[str, Case]]:
-        """What is measured for a case: an engine that has fewer rows is compared with batchgen on just those."""
+        """Returns the runs of a case. An engine that gets fewer rows is compared with batchgen on these rows."""
         runs: dict[tuple[str, Case], None] = {}
         for engine in engines:
             if case.dtype == INT8 and not PROGRAMS[engine].int8:
@@ -115,7 +115,7 @@ class Comparison:
         prepared = [(engine, of) for engine, of in runs if self._prepare(engine, of)]
         batch = {(engine, of): self._best_batch(engine, of) for engine, of in prepared if PROGRAMS[engine].swept}
         for repeat in range(self.args.repeats):
-            # In turn, so that what the machine does meanwhile falls on all of them; each repeat begins with another.
+            # In turn, so that other work on the machine affects all engines alike; each repeat begins with another engine.
             turn = repeat % max(1, len(prepared))
             for engine, of in prepared[turn:] + prepared[:turn]:
                 failed = self.file.find("failures", of, engine=engine)
@@ -126,7 +126,7 @@ class Comparison:
 
     def _roofline(self, case: Case) -> None:
         if "model_type" in SHAPES[case.model] or case.dtype == INT8:
-            return  # the roofline knows Llamas alone, and no products of 8 bits
+            return  # the roofline knows only Llamas, and no products of 8 bits
         if self.file.find("rooflines", case) is None:
             command = [sys.executable, "-m", "benchmarks.roofline"]
             command += ["--model", str(case.folder), "--input", str(case.input)]
@@ -157,7 +157,7 @@ class Comparison:
         return True
 
     def _best_batch(self, engine: str, case: Case) -> int | None:
-        """The batch size at which an engine is fastest; its repeats run with that one."""
+        """Returns the batch size at which an engine is fastest; its repeats use it."""
         found = self.file.find("sweeps", case, engine=engine)
         if found is None:
             if self.file.find("failures", case, engine=engine):
@@ -187,7 +187,7 @@ class Comparison:
         print(f"{case}: {engine} {figures['tokens_per_s']:.1f} tokens/s ({figures['wall_s']:.1f} s)", flush=True)
 
     def _fail(self, engine: str, case: Case, failure: EngineFailed) -> None:
-        """What failed once on a case is not tried again on it."""
+        """Notes that an engine has failed on a case, so that it is not tried on it again."""
         after = self.args.timeout if isinstance(failure, NotDone) else None
         self.file.add("failures", case, {"engine": engine, "message": str(failure), "timed_out_after": after})
         print(f"{case}: {failure}", file=sys.stderr, flush=True)

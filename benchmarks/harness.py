@@ -2,8 +2,8 @@
 
     python -m benchmarks.harness
 
-A multiple-choice task made here: each document has a question of about 12 tokens and 4 answers of 2 to 5 tokens, after 10 examples that are the same for
-all documents. The 30m model. The time is that of the call `loglikelihood` with all requests: tokenizing is in it, loading the model is not. The two take turns.
+The multiple-choice task is made here: each document has a question of about 12 tokens and 4 answers of 2 to 5 tokens, after 10 examples that are the same for
+all documents. The model is `30m`. The time is that of the call `loglikelihood` with all requests, which includes tokenizing but not loading the model. The two models take turns.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main() -> None:
         make_task(Path(folder), args.documents)
         for size in args.batch_sizes:
             for name in ("batchgen", f"hf, batch size {size}", "batchgen"):
-                if name == "batchgen":  # loaded again, or it would still have the prefixes of the last run
+                if name == "batchgen":  # loaded again, because it would still have the prefixes of the last run
                     chosen = BatchgenLM(model, device="cpu", dtype=args.dtype)
                 else:
                     chosen = HFLM(model, device="cpu", dtype=args.dtype, batch_size=size)

@@ -1,8 +1,8 @@
-"""What keeping a job costs: the share of a run that goes into its folder (keys, results, output), beside the whole.
+"""The cost of keeping a job: the share of a run's time that goes into its folder (keys, results, output).
 
     python -m benchmarks.journal --workloads shared-prefix few-shot
 
-The 30m model; the methods of the job's folder are timed in the run itself. Every result is committed as it comes, and synced every second.
+The model is `30m`. The methods of the job's folder are timed in the run itself. Every result is committed at once, and synced every second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENS = {"shared-prefix": 64, "few-shot": 4}
 
 
 def timed(seconds: dict[str, float]) -> None:
-    """From now on the time in the folder's methods is added up in `seconds`."""
+    """Adds the time in the folder's methods to `seconds` from now on."""
 
     def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

@@ -1,8 +1,8 @@
-"""Labels by scoring every choice, beside generating four tokens, on few-shot prompts: rows per second.
+"""Compares labels by scoring every choice with generating four tokens, on few-shot prompts: rows per second.
 
     python -m benchmarks.labels
 
-512 rows of 32 tokens under a prefix of 2,048; three labels of one to three tokens. Both ways in turn, in one process.
+512 rows of 32 tokens under a prefix of 2,048; three labels of one to three tokens. Both ways run in turn, in one process.
 """
 
 from __future__ import annotations

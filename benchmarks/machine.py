@@ -1,4 +1,4 @@
-"""On what a result was measured."""
+"""The machine on which a result was measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ISA = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16"
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -34,7 +34,7 @@ def memory_bytes() -> int:
 
 
 def memory_of(device: str) -> int:
-    """Of "cpu" or "cuda"."""
+    """Returns the memory of "cpu" or "cuda"."""
     if device == "cpu":
         return memory_bytes()
     import torch

@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory --rows 10000 200000
 
-Runs and plans a tiny random model with one token out, each in a process of its own, with a window that both files fill and with
-the default window, which a file shorter than it does not fill. Exits with 1 if, with the given window, the peaks differ by 10% or more.
+Runs and plans with a tiny random model and one token per row, each in its own process: with a given window, which both files fill, and with
+the default window, which a short file does not fill. Exits with 1 if the peaks with the given window differ by 10% or more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = ("import", "return", "class", "self", "value", "name", "raise", "None", 
 
 
 def write_rows(path: Path, rows: int) -> Path:
-    """Rows of a prefix shared by all and some words of their own, in no order."""
+    """Writes rows that share a prefix and have some words of their own, in random order."""
     rnd = random.Random(rows)
     prefix = " ".join(rnd.choices(WORDS, k=32))
     with path.open("w", encoding="utf-8") as f:
@@ -41,7 +41,7 @@ def write_rows(path: Path, rows: int) -> Path:
 
 
 def child(task: str, rows: Path, model: Path, window: int | None, kv_memory: str) -> None:
-    """The measured process: one job, and its peak on standard output."""
+    """The measured process: runs one job, and prints its peak memory."""
     from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
     from batchgen.stats import memory_bytes_peak
 

@@ -1,4 +1,4 @@
-"""Prints what the command says of broken models and of misuse: exit code, processor time, message. Read it by eye.
+"""Prints the command's answers to broken models and wrong commands: exit code, processor time, message. They are read by a person.
 
 python benchmarks/messages.py [models|misuse]
 """
@@ -25,7 +25,7 @@ from support.tiny_model import save_tiny_llama  # noqa: E402
 
 
 def tell(name: str, arguments: list[str], folder: Path, hidden: dict[str, str]) -> None:
-    """Runs the command and prints its line of the table. `hidden`: paths and what stands for them."""
+    """Runs the command and prints its line of the table. `hidden`: paths, and the text that replaces each."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "batchgen_cli", *arguments],

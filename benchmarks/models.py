@@ -27,7 +27,7 @@ HYBRID = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-"""What hybrids of every size have from Qwen3.5: three of four layers run the gated delta rule, and heads are as wide."""
+"""The settings that hybrids of every size have from Qwen3.5: three of four layers run the gated delta rule, with heads of its size."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "30m": {
@@ -92,7 +92,7 @@ TINY = {
     "head_dim": 16,
     "intermediate_size": 64,
 }
-"""For what is not about the model: host memory, say."""
+"""For measurements that are not about the model, such as host memory."""
 
 GPU_CONFIGS: dict[str, dict[str, Any]] = {
     "8b": {
@@ -165,7 +165,7 @@ def train_tokenizer(vocabulary: int = VOCABULARY, files: int = 400) -> Any:
 
 
 def save_model(folder: Path, shape: dict[str, Any], tokenizer: Any, dtype: str) -> None:
-    """Writes a model of this shape; the same weights each time, rounded to `dtype`."""
+    """Writes a model of this shape. The weights are the same each time, rounded to `dtype`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -183,7 +183,7 @@ def save_model(folder: Path, shape: dict[str, Any], tokenizer: Any, dtype: str) 
     for parameter in model.parameters():
         if parameter.dim() == 2:  # filters of convolutions stay as they are
             torch.nn.init.normal_(parameter, std=WEIGHT_STD)
-    # Written beside its place and renamed, so that a run that was stopped leaves no half of a model.
+    # Written beside its place and renamed, so that an interrupted run leaves no incomplete model.
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     model.to(getattr(torch, dtype)).save_pretrained(unfinished)
@@ -192,7 +192,7 @@ def save_model(folder: Path, shape: dict[str, Any], tokenizer: Any, dtype: str) 
 
 
 def model_folder(work: Path, name: str, dtype: str) -> Path:
-    """The model's folder under `work`; made if it is not there."""
+    """Returns the model's folder under `work`. Makes the model if it is missing."""
     folder = work / "models" / f"{name}-{dtype}"
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def model_folder(work: Path, name: str, dtype: str) -> Path:
 
 
 def random_model(name: str, device: str, dtype: str) -> Any:
-    """A model of `GPU_CONFIGS`, made where it is to lie: nothing is read from a disk or copied."""
+    """Returns a model of `GPU_CONFIGS`, made on the device itself: nothing is read from a disk or copied."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -216,7 +216,7 @@ def random_model(name: str, device: str, dtype: str) -> Any:
 
 
 def gpu_model_folder(work: Path, name: str, device: str, dtype: str) -> Path:
-    """A model of `GPU_CONFIGS` on the disk, with a tokenizer whose ids are the first of its vocabulary; made if it is not there."""
+    """Returns the folder of a model of `GPU_CONFIGS`, with a tokenizer whose ids are the first of its vocabulary. Makes the model if it is missing."""
     folder = work / "models" / f"{name}-{dtype}"
     if not (folder / "config.json").exists():
         unfinished = folder.with_name(folder.name + ".unfinished")

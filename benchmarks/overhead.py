@@ -1,9 +1,9 @@
-"""What a decode step costs outside the model, by how many requests wait: it must be small, and not grow with them.
+"""The time of a decode step outside the model, by the number of waiting requests: it must be small and must not grow with them.
 
     python -m benchmarks.overhead --waiting 0 10000 100000
 
-256 sequences decode; the rest waits. A step's overhead is all of it but the model's forward: scheduling, packing, drawing,
-detokenizing, bookkeeping; of that, `drawing_ms` is the sampler's pass over the logits. One process, the 30M model in bfloat16; medians over the steps.
+256 sequences decode, and the rest waits. The overhead of a step is everything but the model's forward: scheduling, packing, sampling,
+detokenizing, bookkeeping. `drawing_ms` is the part that the sampler takes for the logits. One process, the model `30m` in bfloat16, medians over the steps.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from benchmarks.models import model_folder
 SEQUENCES = 256
 PREFIX, OWN = 512, 16
 FIRST = 8
-"""Steps that are not counted: the prompts, and what is warmed up."""
+"""Steps that are not counted: prompts, and the first use of everything."""
 
 
 def measure(
     model: LoadedModel, tokenizer: LoadedTokenizer, waiting: int, steps: int, params: dict[str, Any]
 ) -> dict[str, Any]:
-    """Milliseconds of a decode step in all, and outside of the model."""
+    """Returns the milliseconds of a decode step, and those outside the model."""
     engine = Engine(model, tokenizer, EngineConfig(batch_size=SEQUENCES, kv_memory="2GiB"))
     rnd = random.Random(waiting)
     prefix = [rnd.randrange(256, 8000) for _ in range(PREFIX)]

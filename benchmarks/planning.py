@@ -2,7 +2,7 @@
 
     python benchmarks/planning.py --prompts 100000 --repeat 3 --json planning.json
 
-Each case runs in a process of its own, so that its peak memory is its own. Linux and macOS.
+Each case runs in its own process, so that its peak memory is its own. For Linux and macOS.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def peak_mib() -> float:
 
 
 def measure(name: str, count: int, repeat: int) -> dict[str, Any]:
-    """One case: the least time of `repeat` plans, and the memory that the first one needed besides the prompts."""
+    """Measures one case: the shortest time of `repeat` plans, and the memory that the first plan needed besides the prompts."""
     rng = np.random.default_rng(0)
     prompts = CASES[name](count, lambda n: rng.integers(0, VOCABULARY, n, dtype=np.int32))
     order = rng.permutation(len(prompts))

@@ -1,6 +1,6 @@
-"""The engines there are, each run as a process of its own with the Python that has it.
+"""The engines, each of which runs as a process with the Python that has it.
 
-batchgen and transformers are where this process has them; the others are in environments made by `setup_engines.sh`.
+batchgen and transformers run with this Python; the others are in environments that `setup_engines.sh` makes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EngineFailed(Exception):
 
 
 class NotDone(EngineFailed):
-    """An engine's process was ended for it took too long."""
+    """An engine's process was ended because it took too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class Program:
     environment: str | None = None
     """Its folder among the engines' environments; None: this Python."""
     converted: str | None = None
-    """What is added to a model folder's name for the model in the engine's own form; None: it takes the folder."""
+    """The suffix of a model folder's name for the model in the engine's own format; None: it takes the folder."""
     swept: bool = False
-    """Whether its best batch size is looked for first."""
+    """Whether its best batch size is searched for first."""
     int8: bool = False
     """Whether it has a form of 8 bits."""
     options: tuple[str, ...] = ()
-    """Always given."""
+    """Options that are always given."""
     options_without_bfloat16: tuple[str, ...] = ()
-    """Given where the processor stands in for one without products of bfloat16."""
+    """Options for a processor that stands in for one without products of bfloat16."""
 
 
 PROGRAMS: dict[str, Program] = {
@@ -91,7 +91,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Starts engines. One at a time, each with so many threads and for so long at most."""
+    """Starts engines one at a time, each with `threads` threads and a time limit."""
 
     engines_folder: Path
     threads: int
@@ -100,7 +100,7 @@ class Launcher:
     """Variables with which an engine sees a smaller processor (`stand_in.py`)."""
 
     def missing(self, engine: str) -> str | None:
-        """Why an engine cannot be run here, in a line; None if it can."""
+        """Returns in one line why an engine cannot run here; None if it can."""
         environment = PROGRAMS[engine].environment
         if environment is None or (self.engines_folder / environment / "ready").exists():
             return None
@@ -108,7 +108,7 @@ class Launcher:
         return f"{engine} is left out: it is not in {self.engines_folder / environment} ({setup})"
 
     def prepare(self, engine: str, case: Case) -> None:
-        """Makes the model in the engine's own form, once for a model."""
+        """Makes the model in the engine's own format, once for each model."""
         target = converted(engine, case)
         if target is None or target.exists():
             return
@@ -117,7 +117,7 @@ class Launcher:
         unfinished.rename(target)
 
     def call(self, engine: str, case: Case, options: Sequence[str]) -> dict[str, Any]:
-        """The JSON line of an engine's script. Raises `EngineFailed`."""
+        """Returns the JSON line that an engine's script prints. Raises `EngineFailed`."""
         stdout = self._run(engine, case, options, converted(engine, case), timeout=self.timeout)
         return last_json(engine, stdout)
 
@@ -140,13 +140,13 @@ class Launcher:
         return environment_of(self.threads, path) | dict(self.stand_in) | {"LD_PRELOAD": ":".join(preloads)}
 
     def _preloads(self) -> list[str | None]:
-        """vLLM is several times slower without Intel's OpenMP and a faster malloc."""
+        """Returns the libraries to preload for vLLM: it is several times slower without Intel's OpenMP and a faster malloc."""
         openmp = self.engines_folder / "vllm" / "lib" / "libiomp5.so"
         return [ctypes.util.find_library("tcmalloc_minimal"), str(openmp) if openmp.exists() else None]
 
 
 def converted(engine: str, case: Case) -> Path | None:
-    """The place of a case's model in the engine's own form; None if the engine takes the folder."""
+    """Returns the place of a case's model in the engine's own format; None if the engine takes the folder."""
     suffix = PROGRAMS[engine].converted
     form = f"{suffix}-{INT8}" if case.dtype == INT8 else suffix
     return case.folder.with_name(f"{case.folder.name}.{form}") if suffix else None
@@ -163,12 +163,12 @@ def environment_of(threads: int, path: str) -> dict[str, str]:
 
 
 def end_children_too() -> None:
-    """SIGTERM ends this process as an interrupt does, so that `run` ends what it started."""
+    """Makes SIGTERM end this process like an interrupt, so that `run` ends what it started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def run(name: str, command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> str:
-    """What a command prints. It is ended, with all that it started, when its time is up or this process is interrupted."""
+    """Returns what a command prints. Ends it and everything that it started when its time is up or this process is interrupted."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -193,7 +193,7 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], timeo
 
 
 def last_json(name: str, stdout: str) -> dict[str, Any]:
-    """The last line that is a JSON object: engines say other things before it."""
+    """Returns the last line that is a JSON object. Engines print other things before it."""
     lines = [line for line in stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise EngineFailed(f"{name}: printed no figures")

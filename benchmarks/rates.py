@@ -1,4 +1,4 @@
-"""This machine's rates, for the roofline: torch's best at a model's own matrix products, and at reading memory."""
+"""This machine's rates, for the roofline: torch's highest rates for a model's own matrix products and for reading memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from benchmarks.roofline import Rates, Shape
 
 TOKENS = (256, 512, 1024, 2048, 4096)
-"""Rows of a product; the best of them counts."""
+"""Rows of a product; the highest rate counts."""
 QUERIES = (64, 256)
 KEYS = (512, 1024, 2048)
 COPIED_BYTES = 2**28
 REPEATS = 5
 MIN_SECONDS = 0.05
-"""What is quick is tried until so much time has passed, if that is more often."""
+"""Short calls are repeated until so much time has passed."""
 
 
 def best_seconds(run: Callable[[], object]) -> float:
-    """Of some tries: what the machine can do, not what else it does meanwhile."""
+    """Returns the shortest of several times, so that other work on the machine does not count."""
     run()
     best, passed, tries = float("inf"), 0.0, 0
     while tries < REPEATS or passed < MIN_SECONDS:
@@ -45,7 +45,7 @@ def measure(
 
 
 def linear(out: int, into: int, dtype: torch.dtype, tokens: Sequence[int]) -> Iterable[float]:
-    """Operations a second, for each number of tokens, with the weight as it is and laid out for the library."""
+    """Returns operations per second for each number of tokens, with the weight as it is and in the library's own layout."""
     weight = torch.randn(out, into).to(dtype)
     for count in tokens:
         x = torch.randn(count, into).to(dtype)
@@ -59,8 +59,8 @@ def linear(out: int, into: int, dtype: torch.dtype, tokens: Sequence[int]) -> It
 
 
 def attention(shape: Shape, dtype: torch.dtype, tokens: Sequence[int], key_counts: Sequence[int]) -> Iterable[float]:
-    """Operations a second of the two products, without the softmax between them, over keys and values in a cache: for all heads
-    at once as they lie there, and one head's as if its keys were a layer's weight (in float32 some processors' batched products are slow).
+    """Returns operations per second of the two products over keys and values in a cache, without the softmax between them: for all heads at once
+    in the cache's layout, and for one head with its keys as a layer's weight (batched products in float32 are slow on some processors).
     """
     group = shape.heads // shape.kv_heads
     for keys in key_counts:
@@ -90,7 +90,7 @@ def attention(shape: Shape, dtype: torch.dtype, tokens: Sequence[int], key_count
 
 
 def bandwidth(copied_bytes: int) -> float:
-    """Bytes a second: a large copy, which reads and writes."""
+    """Returns bytes per second of a large copy, which reads and writes."""
     source = torch.ones(copied_bytes // 4)
     target = torch.empty_like(source)
     return 2 * copied_bytes / best_seconds(lambda: target.copy_(source))

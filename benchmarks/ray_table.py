@@ -3,7 +3,7 @@
     python -m benchmarks.ray_table --rows 1000000 --work FOLDER --out benchmarks/results/ray_table.json
 
 Measures rows/s, the memory of the driver over time, and the prompt tokens that were run beside two minima: the token trie of all prompts, and the
-sum of the tries of all batches, which is what the cuts between batches allow.
+sum of the tries of all batches, the minimum with cuts between batches.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Memory:
             self.mib.append(pages * PAGE >> 20)
 
     def end(self) -> dict[str, Any]:
-        """The memory at ten equal distances of time, and the largest."""
+        """Returns the memory at ten moments at equal distances, and the maximum."""
         self._ended.set()
         self._thread.join()
         tenths = [self.mib[i * (len(self.mib) - 1) // 10] for i in range(11)]
@@ -147,7 +147,7 @@ def run(work: Path, model: Path, rows: int, blocks: int, batch: int, workers: in
 
 
 def tokens_run(folder: Path) -> dict[str, Any]:
-    """The prompt tokens that were run, and the minima."""
+    """Returns the prompt tokens that were run, and the two minima."""
     batches = [(path.name.partition("-")[0], pickle.loads(path.read_bytes())) for path in sorted(folder.iterdir())]
     run = sum({name: told["run"] for name, told in batches}.values())  # an actor's last batch has its sum
     ordered = sorted((told for _, told in batches), key=lambda told: token_key(told["first"]))

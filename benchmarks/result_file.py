@@ -1,4 +1,4 @@
-"""The result of a comparison: what was measured, written after every measurement, taken up again, read as medians."""
+"""The result file of a comparison: written after every measurement, continued by a later run, read as medians."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.programs import OURS, PROGRAMS, ROOT, Case
 SCHEMA = "batchgen.benchmarks/2"
 SAME_SETTINGS = ("threads", "stand_in", "limit", "sweep", "sweep_rows", "quick")
 SAME_MACHINE = ("cpu", "cores", "versions")
-"""With others of these, figures are no longer of one run."""
+"""Figures belong to one run only if all of these are equal."""
 
 
 class OtherRun(Exception):
-    """The file's measurements cannot be gone on with."""
+    """The measurements of the file cannot be continued."""
 
 
 def new_result(name: str, machine: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def new_result(name: str, machine: Mapping[str, Any], settings: Mapping[str, Any
 
 
 def source_digest() -> str:
-    """Of batchgen's own code: its figures are of this code and no other."""
+    """Returns a digest of batchgen's own code, to which its figures belong."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "batchgen").rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -47,17 +47,17 @@ def source_digest() -> str:
 
 
 class ResultFile:
-    """A result and its place."""
+    """A result and its file."""
 
     def __init__(self, path: Path, result: dict[str, Any]) -> None:
         self.path = path
         self.result = result
 
     def take_up(self) -> list[str]:
-        """Goes on with the measurements of the file that is there, and says in lines what of them is kept.
+        """Continues the measurements of an existing file. Returns lines that say which of them are kept.
 
-        Raises `OtherRun` if they were made with other settings or on another machine. What failed for another reason than its
-        time is tried again. Figures of an older batchgen are dropped.
+        Raises `OtherRun` if they were made with other settings or on another machine. Failures are tried again, unless the time was up.
+        Figures of an older batchgen are dropped.
         """
         if not self.path.exists():
             return [f"{self.path} is not there yet: a new file is begun"]
@@ -81,7 +81,7 @@ class ResultFile:
         return lines
 
     def find(self, kind: str, case: Case, **more: Any) -> dict[str, Any] | None:
-        """The first entry of a kind ("rooflines", "measurements"…) that is of this case and has these values."""
+        """Returns the first entry of a kind ("rooflines", "measurements"…) of this case that has these values."""
         wanted = case.names() | more
         entries = (e for e in self.result[kind] if all(e.get(name) == value for name, value in wanted.items()))
         return next(entries, None)
@@ -98,7 +98,7 @@ class ResultFile:
 
 
 def medians(result: Mapping[str, Any], names: Mapping[str, Any], figure: str = "tokens_per_s") -> dict[str, float]:
-    """The median of a figure for each engine that was measured on a case, in the order of `PROGRAMS`."""
+    """Returns the median of a figure for each engine that was measured on a case, in the order of `PROGRAMS`."""
     found: dict[str, list[float]] = {}
     for m in result["measurements"]:
         if all(m[key] == value for key, value in names.items()):
@@ -107,7 +107,7 @@ def medians(result: Mapping[str, Any], names: Mapping[str, Any], figure: str = "
 
 
 def shares(result: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, float]:
-    """Of the roofline, by engine: its seconds over those of the engine's median."""
+    """Returns the share of the roofline by engine: the roofline's seconds over those of the engine's median."""
     for roofline in result["rooflines"]:
         if all(roofline[key] == value for key, value in names.items()):
             least = roofline["seconds"]["total"]

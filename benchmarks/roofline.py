@@ -1,11 +1,11 @@
-"""The least time that a workload's unavoidable work takes on this machine: its linear layers and its attention, at the rates measured now.
+"""The minimum time of a workload's unavoidable work on this machine: its linear layers and its attention, at the rates measured now.
 
     python -m benchmarks.roofline --model FOLDER --input ROWS.jsonl
 
-Unavoidable: every token of the prompts' trie goes once through the layers, so does every completion token but a row's last; the head
-is there for the tokens that are drawn; every query meets every key that it sees; all rows decode together, and a step reads the weights
-and the keys and values of what is decoding, each once. Linear layers and attention take the larger of arithmetic and reading; they follow
-each other. Softmax, norms, activation and everything else is free. No engine can be much faster; how near one is says what is left to gain.
+This work is unavoidable: every token of the prompts' trie goes through the layers once, and so does every completion token except a row's
+last. The head runs for the sampled tokens. Every query is multiplied with every key that it sees. All rows decode together, and a step reads the weights, and
+the keys and values of the decoding rows, once each. Linear layers and attention follow each other; each takes its time for arithmetic or for reading,
+whichever is longer. Softmax, norms, activations and everything else count as free. No engine can be much faster than the roofline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a Llama decides its arithmetic."""
+    """The settings of a Llama that determine its arithmetic."""
 
     hidden: int
     layers: int
@@ -64,7 +64,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine does in a second."""
+    """The machine's rates per second."""
 
     linear: Mapping[str, float]
     """Floating-point operations, by name of `Shape.linears`."""
@@ -76,18 +76,18 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a workload comes to, whatever runs it."""
+    """The work of a workload, whichever engine runs it."""
 
     prefill_tokens: int
     """Size of the prompts' token trie."""
     layer_tokens: int
     """Tokens that go through the layers."""
     head_tokens: int
-    """Tokens that are drawn."""
+    """Tokens that are sampled."""
     pairs: int
-    """Of a query and a key that it sees."""
+    """Number of pairs of a query and a key that it sees."""
     steps: int
-    """Of the longest completion."""
+    """Number of decode steps of the longest completion."""
     kv_tokens_read: int
     """Distinct tokens whose keys and values a decode step needs, summed over the steps."""
 
@@ -100,7 +100,7 @@ def load_of(prompts: Sequence[TokenArray], max_tokens: Sequence[int]) -> Load:
     prefill = int((lengths - shared).sum())
     # A token at position p sees p + 1 keys: positions shared..length-1 are a row's own part of the trie.
     prompt_pairs = int((_triangle(lengths) - _triangle(shared)).sum())
-    # Of m tokens the last is never run: positions length..length+m-2.
+    # The last of m tokens is never run: positions length..length+m-2.
     decode_pairs = int((_triangle(lengths + made - 1) - _triangle(lengths)).sum())
     return Load(
         prefill_tokens=prefill,
@@ -131,15 +131,15 @@ def _kv_tokens_read(lengths: np.ndarray[Any, Any], shared: np.ndarray[Any, Any],
 
 
 def _shared_between(shared: np.ndarray[Any, Any], alive: np.ndarray[Any, Any]) -> int:
-    """Tokens that rows share with the one before them among the rows `alive`, of all in depth-first order."""
+    """Returns the sum of the tokens that each row of `alive` shares with the one before it there. `shared` has these numbers for all rows, in depth-first order."""
     if len(alive) < 2:
         return 0
-    # Two rows share what the least of the neighbours between them do.
+    # Two rows share the minimum of what the neighbours between them share.
     return int(np.minimum.reduceat(shared[: alive[-1] + 1], alive[:-1] + 1).sum())
 
 
 def seconds(load: Load, shape: Shape, rates: Rates) -> dict[str, float]:
-    """The roofline and its parts."""
+    """Returns the roofline and its parts, in seconds."""
     arithmetic = 0.0
     for name, (out, into) in shape.linears().items():
         tokens = load.head_tokens if name == "head" else load.layer_tokens * shape.layers
@@ -159,7 +159,7 @@ def seconds(load: Load, shape: Shape, rates: Rates) -> dict[str, float]:
 
 
 def roofline(folder: Path, rows: Path, dtype: str | None = None) -> dict[str, Any]:
-    """Of a model and a workload's file, with the rates measured here and now; in another dtype than the checkpoint's where one is given."""
+    """Returns the roofline of a model and a workload's file, with the rates measured now. `dtype` replaces the checkpoint's if it is given."""
     from transformers import AutoTokenizer
 
     from benchmarks.engines.common import read_work

@@ -1,8 +1,8 @@
-"""What grows with the rows and with the shared prefix: time a row as rows double, memory and the share of the roofline by the prefix's length.
+"""How time grows with the number of rows, and how memory and the share of the roofline change with the length of the shared prefix.
 
     python -m benchmarks.scaling --out benchmarks/results/scaling.json
 
-Doubling the rows should double the time; a longer prefix should cost its own keys and values once, and nothing a row.
+Twice the rows should take twice the time. A longer prefix should cost its own keys and values once, and nothing per row.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rows:
 
 
 def doubling(launcher: Launcher, case: Case, rows: Rows, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds, medians of the repeats, by how many rows; `doubled`: beside twice the seconds of half the rows."""
+    """Returns the seconds by number of rows, as medians of the repeats; `doubled` is their ratio to twice the seconds of half the rows."""
     sizes = [SMALLEST * 2**i for i in range(args.doublings + 1)]
     files = {size: rows.file(size, args.prefix, (8, 8), args.tokens_out) for size in sizes}
     walls: dict[int, list[float]] = {size: [] for size in sizes}
@@ -97,7 +97,7 @@ def by_prefix(launcher: Launcher, case: Case, rows: Rows, args: argparse.Namespa
 
 
 def prefix_copies(by_length: list[dict[str, Any]], shape: Shape) -> float:
-    """How often the longer prefix is in memory, by what the pool held at its fullest: once, if nothing of it is kept a row."""
+    """Returns how many copies of the longer prefix are in memory, by the peak of the pool: one if rows keep no copy of it."""
     short, long = by_length
     token = shape.layers * 2 * shape.kv_heads * shape.head_dim * ITEM_BYTES[shape.dtype]
     more: int = long["kv_bytes_peak"] - short["kv_bytes_peak"]

@@ -1,4 +1,4 @@
-"""A processor with AMX stands in for one without it, or without AVX-512: what is newer is hidden from every process of a comparison.
+"""A processor with AMX stands in for one without it, or without AVX-512: newer instructions are hidden from every process of a comparison.
 
 `ONEDNN_MAX_CPU_ISA` and its like restrict one library each. OpenVINO, for one, then looks for bfloat16 products that its oneDNN no
 longer has, and fails; its attention asks the processor itself. `stand_in.c` changes what the processor says.
@@ -15,7 +15,7 @@ STAND_INS = (AVX2, AVX512_BF16)
 
 
 def environment(kind: str, folder: Path) -> dict[str, str]:
-    """The variables with which a process sees a smaller processor; the library that they name is compiled into `folder`.
+    """Returns the environment variables that make a process see a smaller processor; the library that they name is compiled into `folder`.
 
     Raises `subprocess.CalledProcessError` if there is no compiler or this processor cannot stand in for another.
     """
@@ -26,7 +26,7 @@ def environment(kind: str, folder: Path) -> dict[str, str]:
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", *keep, str(source), "-o", str(library)], check=True)
     found = {
         "LD_PRELOAD": str(library),
-        "BATCHGEN_ISA": kind,  # which goes by /proc/cpuinfo
+        "BATCHGEN_ISA": kind,  # batchgen reads /proc/cpuinfo
     }
     if kind == AVX2:
         # The C library chooses its functions before anything is preloaded.

@@ -1,8 +1,8 @@
-"""A result file of `compare.py`, or of `gpu.sh`, as markdown tables; kept between two markers of docs/benchmarks.md, so that it can be made again and checked.
+"""A result file of `compare.py`, or of `gpu.sh`, as markdown tables; they stand between two markers of docs/benchmarks.md, so that they can be updated and checked.
 
     python -m benchmarks.table benchmarks/results/cpu.json                        prints them
     python -m benchmarks.table benchmarks/results/cpu.json --write docs/benchmarks.md      puts them between the markers
-    python -m benchmarks.table benchmarks/results/cpu.json --check docs/benchmarks.md      fails if they are not what is there
+    python -m benchmarks.table benchmarks/results/cpu.json --check docs/benchmarks.md      fails if the page has other tables
 
 The markers are `<!-- benchmarks:NAME:begin -->` and `<!-- benchmarks:NAME:end -->`, with the name of the result.
 """
@@ -25,7 +25,7 @@ from benchmarks.workloads import WORKLOADS
 
 MISSING = "–"
 SHORT = {"f32": "float32", "bf16": "bfloat16", "F32": "float32", "BF16": "bfloat16"}
-"""Other engines' names of what rows are named by."""
+"""Other engines' names for the dtypes by which rows are named."""
 
 
 def number(value: float) -> str:
@@ -33,7 +33,7 @@ def number(value: float) -> str:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """A table a model, and what they say in words."""
+    """Returns a table for each model, and a caption."""
     return "\n".join(f"{table(result, model)}\n" for model in SHAPES if model in _models(result)) + caption(result)
 
 
@@ -59,7 +59,7 @@ def table(result: dict[str, Any], model: str) -> str:
 
 
 def cell(result: dict[str, Any], engine: str, names: dict[str, Any]) -> str:
-    """Tokens/s of an engine, and how many times as many batchgen made of the same rows."""
+    """Returns the tokens/s of an engine, and the ratio of batchgen's to them on the same rows."""
     rows = result["settings"]["engine_rows"].get(engine)
     limits = [names["limit"]] if rows is None else [rows, names["limit"]]
     for limit in limits:
@@ -107,7 +107,7 @@ def caption(result: dict[str, Any]) -> str:
 
 
 def _named_versions(measurement: dict[str, Any]) -> dict[str, str]:
-    """Of an engine in an environment of its own its own version, which it names first; else those of what runs the model."""
+    """Returns the version of an engine in its own environment, which it names first; of other engines, the versions of torch and transformers."""
     listed = [(n, v) for n, v in measurement["versions"].items() if n != "python"]
     own = PROGRAMS[measurement["engine"]].environment is not None
     return dict(listed[:1]) if own else {n: v for n, v in listed if n in ("torch", "transformers")}
@@ -122,7 +122,7 @@ def _repeats(result: dict[str, Any]) -> str:
 
 
 def _precisions(result: dict[str, Any]) -> str:
-    """Which engines computed in something else than their row says; empty if that is not known."""
+    """Returns which engines computed in another type than their row says; empty if that is not known."""
     others: dict[str, set[str]] = {}
     for m in result["measurements"]:
         extras = m.get("extras", {})
@@ -135,7 +135,7 @@ def _precisions(result: dict[str, Any]) -> str:
 
 
 def put(text: str, name: str, content: str) -> str:
-    """`text` with `content` between the markers of `name`. Raises `ValueError` if they are not there, once each."""
+    """Returns `text` with `content` between the markers of `name`. Raises `ValueError` unless each marker is there once."""
     begin, end = f"<!-- benchmarks:{name}:begin -->", f"<!-- benchmarks:{name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the markers {begin} and {end} must be there once each, in this order")

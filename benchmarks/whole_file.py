@@ -1,10 +1,10 @@
-"""The whole file in prefix order: what it saves and what it costs.
+"""The whole file in prefix order: its savings and its cost.
 
     python -m benchmarks.whole_file --work FOLDER --rows 1000000 --groups 20000 [--sorted]
 
-Makes a shuffled file of short rows in groups that share a beginning, and runs it (one token out, tiny random model) in prefix order; with --sorted also
-the same rows in order. Says how many tokens were prefilled, beside the token trie of the whole file, and what the first reading (read,
-tokenize, spool, sort) takes beside tokenizing alone, in the same process.
+Makes a shuffled file of short rows in groups that share a beginning, and runs it (one token per row, tiny random model) in prefix order; with --sorted also
+the same rows in order. Compares the number of prefilled tokens with the token trie of the whole file, and the time of the first reading (read,
+tokenize, spool, sort) with that of tokenizing alone, in the same process.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Phases(Silent):
             self.began.append((now.phase, time.perf_counter()))
 
     def seconds(self, name: str) -> float:
-        """From the first time it began to the next phase."""
+        """Returns the seconds from the first start of a phase to the next phase."""
         at = next(i for i, (phase, _) in enumerate(self.began) if phase == name)
         return self.began[at + 1][1] - self.began[at][1]
 
 
 def tokenizing(model: str, path: Path) -> dict[str, float]:
-    """Seconds for the texts of the file: by the library alone, by transformers' own call, and with reading and rendering the rows."""
+    """Returns the seconds to tokenize the texts of the file: by the library alone, by transformers' own call, and with reading and rendering of the rows."""
     tokenizer = load_tokenizer(ModelConfig(model=model))
     with path.open() as file:
         texts = [json.loads(line)["prompt"] for line in file]
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--sorted", action="store_true", help="also the same rows in order")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    model = str(tiny_model_folder(given.work))  # so that the file is the work
+    model = str(tiny_model_folder(given.work))  # tiny, so that the file is most of the work
     shuffled = given.work / "shuffled.jsonl"
     write_rows(shuffled, given.rows, given.groups)
     result: dict[str, Any] = {"machine": machine_facts(), "rows": given.rows, "groups": given.groups}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.workers --workers 1 2 --out benchmarks/results/workers.json
 
-Every job is a command of its own. Speed is that of generating: loading models is left out.
+Every job is a separate command. Loading models does not count for the speed.
 """
 
 from __future__ import annotations

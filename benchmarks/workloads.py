@@ -1,4 +1,4 @@
-"""Rows to generate for: raw prompts whose token counts are exact, in random order, the same for every engine.
+"""The rows of the workloads: raw prompts with exact token counts, in random order, the same for every engine.
 
 A row is `{id, prompt, sampling_params: {max_tokens}}`. Text is made of words that are single tokens of the tokenizer, each with
 its space before it, so that a text of n words has n tokens wherever it stands.
@@ -15,7 +15,7 @@ from typing import Any
 SEED = 7
 Text = Callable[[int], str]
 Prompt = tuple[str, int]
-"""A prompt and the tokens to generate for it."""
+"""A prompt and the number of tokens to generate for it."""
 
 
 def _under_one(text: Text, rnd: random.Random, prefix: int, rows: int, out: int) -> list[Prompt]:
@@ -64,7 +64,7 @@ def long_prefix(text: Text, rnd: random.Random) -> list[Prompt]:
 
 
 def varied_lengths(text: Text, rnd: random.Random) -> list[Prompt]:
-    """128 rows of 16–256 tokens that share nothing, 1–256 out, short outputs as likely as long ones on a scale of doublings."""
+    """128 rows of 16–256 tokens that share nothing, 1–256 out, with lengths that are uniform on a logarithmic scale."""
     return [(text(rnd.randint(16, 256)), round(256 ** rnd.random())) for _ in range(128)]
 
 
@@ -100,7 +100,7 @@ GPU_WORKLOADS: dict[str, Callable[[Text, random.Random], list[Prompt]]] = {
     "gpu-few-shot": few_shot_4000,
     "gpu-nothing-shared": unshared_2000,
 }
-"""Of a size for a GPU."""
+"""Workloads of a size for a GPU."""
 ALL = WORKLOADS | GPU_WORKLOADS
 
 
@@ -123,7 +123,7 @@ def make_rows(name: str, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def workload_file(work: Path, name: str, model: Path, limit: int | None = None) -> tuple[Path, dict[str, Any]]:
-    """The workload's JSONL under `work`, its first `limit` rows or all, and its figures; the file is made if it is not there."""
+    """Returns the workload's JSONL file under `work`, with its first `limit` rows or all, and its figures. Makes the file if it is missing."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

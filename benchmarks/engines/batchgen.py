@@ -1,4 +1,4 @@
-"""batchgen as its users run it: a job from a JSONL file to a JSONL file. Reading, tokenizing, planning, writing are in its time."""
+"""batchgen as its users run it: a job from a JSONL file to a JSONL file. Its time includes reading, tokenizing, planning and writing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FIGURES = ("prompt_tokens", "prefill_tokens", "prefill_tokens_min", "shared_frac
            "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "completion_tokens_per_s",
            "seconds")  # fmt: skip
 TOUCHED = 1 << 31
-"""Bytes at each end of the pool; more than any workload takes here. vLLM's 6 GiB are written when they are made."""
+"""Bytes at each end of the pool, more than any workload needs here. vLLM writes its 6 GiB when it allocates them."""
 
 
 def touch_pools() -> None:
-    """Has the pool's memory come from the system when the pool is made, before the clock starts: where the other engines have it too."""
+    """Makes the system provide the pool's memory when the pool is made, before the clock starts, as for the other engines."""
     make = KVCache.__init__
 
     def made(self: Any, layers: Any, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
@@ -31,7 +31,7 @@ def touch_pools() -> None:
         blocks = min(num_blocks, TOUCHED // (bytes_per_token(layers, dtype) * block_size))
         for pool in (*self.keys.values(), *self.values.values()):
             paged = self._paged(pool)
-            for part in (paged[:, :blocks], paged[:, num_blocks - blocks :]):  # it is given out from both ends
+            for part in (paged[:, :blocks], paged[:, num_blocks - blocks :]):  # blocks are allocated from both ends
                 part.zero_()
 
     KVCache.__init__ = made  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""What every engine script shares: its arguments, its rows, its one JSON line of figures. The standard library alone.
+"""What all engine scripts share: arguments, rows, and the JSON line of figures. Imports only the standard library.
 
-A script runs with the Python of its engine's own environment, where neither batchgen nor torch need be.
+A script runs with the Python of its engine's own environment, where batchgen and torch may be missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Work:
 
 
 def parser(description: str, converts: bool = False) -> argparse.ArgumentParser:
-    """`converts`: the engine has a form of its own for models, made beforehand by the same script with `--convert`."""
+    """`converts`: the engine has its own format for models, which the same script makes beforehand with `--convert`."""
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--model", required=True, help="model folder")
     p.add_argument("--input", required=True, help="JSONL of {id, prompt, sampling_params: {max_tokens}}")
@@ -47,12 +47,12 @@ def parser(description: str, converts: bool = False) -> argparse.ArgumentParser:
 
 
 def add_device(p: argparse.ArgumentParser) -> None:
-    """An option of the engines that can run elsewhere than on a CPU."""
+    """Adds the option `--device`, for engines that run on other devices than the CPU, too."""
     p.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
 
 
 def threads() -> int:
-    """Of the engine: `compare.py` says so by what OpenMP goes by."""
+    """Returns the engine's number of threads, which `compare.py` sets by OpenMP's variable."""
     return int(os.environ["OMP_NUM_THREADS"])
 
 
@@ -63,14 +63,14 @@ def model_dtype(model: str) -> str:
 
 
 def shared_prefix(ids: Sequence[Sequence[Any]]) -> int:
-    """Tokens that all prompts begin with; each keeps at least one of its own, from which it goes on."""
+    """Returns the number of tokens that all prompts begin with. Each prompt keeps at least one token of its own, from which it continues."""
     first, last = min(ids), max(ids)
     most = min(map(len, ids)) - 1
     return next((i for i in range(most) if first[i] != last[i]), most)
 
 
 def add_sweep(p: argparse.ArgumentParser, batch: int) -> None:
-    """Options of an engine whose best batch size is looked for first."""
+    """Adds the options of an engine whose best batch size is searched for first."""
     p.add_argument("--batch", type=int, default=batch)
     p.add_argument("--sweep", type=lambda text: [int(size) for size in text.split(",")], help="sizes to try instead")
     p.add_argument("--sweep-rows", type=int, default=32)
@@ -82,7 +82,7 @@ def read_work(path: str) -> Work:
 
 
 def check_and_write_ids(path: str | None, ids: Sequence[Sequence[int]], work: Work) -> None:
-    """Every engine makes the same number of tokens for each row, or its figures mean nothing."""
+    """Checks that the engine has made the right number of tokens for each row, and writes them. Otherwise its figures would mean nothing."""
     made = [len(row) for row in ids]
     if made != work.max_tokens:
         wrong = sum(a != b for a, b in zip(made, work.max_tokens, strict=False))
@@ -101,7 +101,7 @@ def report(
     packages: Sequence[str],
     **extras: Any,
 ) -> None:
-    """Prints the line that `compare.py` reads. `wall_s`: generation with tokenizing in it, without the load of the model."""
+    """Prints the line that `compare.py` reads. `wall_s`: generation with tokenizing, without loading the model."""
     print(
         json.dumps(
             {
@@ -128,9 +128,9 @@ def version_of(package: str) -> str:
 
 
 def memory_bytes_peak() -> int:
-    """Most memory of this process so far."""
+    """Returns the maximum memory of this process so far."""
     try:
-        # getrusage also counts what the parent held when it started this process; the kernel's own mark does not.
+        # getrusage includes the memory of the parent process at the start; the kernel's own figure does not.
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

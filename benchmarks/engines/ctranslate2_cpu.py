@@ -1,6 +1,6 @@
-"""CTranslate2's `generate_batch` with what all rows begin with as `static_prompt`; rows sorted by length, greedy, past the end token.
+"""CTranslate2's `generate_batch` with the common beginning of all rows as `static_prompt`; rows sorted by length, greedy, past the end token.
 
-It computes in float32 whatever the weights are kept in: the release for CPUs has no bfloat16.
+It computes in float32 whatever the dtype of the weights, because the release for CPUs has no bfloat16.
 """
 
 from __future__ import annotations

@@ -36,17 +36,17 @@ LINEAR = {
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "post_attention_norm",
 }
-"""What a hybrid has besides, or under another name."""
+"""Tensors that only a hybrid has, or that have another name there."""
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 """The setting that has the number of heads, by the layers whose rotary pairs are put side by side."""
 OTHERS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 SECTIONS = [11, 11, 10, 0]
-"""Of a rotary embedding with positions of images. In text all of them have the same position."""
+"""The sections of a rotary embedding with positions of images. In text all sections have the same position."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(np.uint16)}
 
 
 def checkpoint(folder: Path) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Every tensor with its name; bfloat16 as the 16-bit integers that it is stored as."""
+    """Yields every tensor with its name; bfloat16 as 16-bit integers."""
     for file in sorted(folder.glob("*.safetensors")):
         data = np.memmap(file, dtype=np.uint8, mode="r")
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
@@ -58,7 +58,7 @@ def checkpoint(folder: Path) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def pairs_side_by_side(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Queries and keys in the order in which llama.cpp turns them: the two numbers of a rotary pair beside each other."""
+    """Returns the weight of queries or keys in llama.cpp's order: the two numbers of a rotary pair are adjacent."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
@@ -96,7 +96,7 @@ def tensor_name(name: str) -> str:
 
 
 def put_hybrid(writer: Any, name: str, weight: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> None:
-    """As llama.cpp's converter has them where there are as many value heads as key heads: norms with their offset of one, decays as -exp(A)."""
+    """Writes a tensor as llama.cpp's converter does if there are as many value heads as key heads: norms with their offset of one, decays as -exp(A)."""
     name = name.removeprefix("model.").removesuffix(".weight")
     if name.endswith("norm") and not name.endswith("linear_attn.norm"):
         weight = widened(weight) + 1
@@ -115,7 +115,7 @@ def put_hybrid(writer: Any, name: str, weight: np.ndarray[Any, Any], kind: gguf.
 
 
 def widened(weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """In float32."""
+    """Returns the tensor in float32."""
     return weight if weight.dtype == np.float32 else (weight.astype(np.uint32) << 16).view(np.float32)
 
 

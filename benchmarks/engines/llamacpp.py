@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level calls: one context, sequences join and leave; greedy, past the end token.
 
-What all rows begin with is decoded once and shared between the sequences (`llama_memory_seq_cp`). With `--sweep`, several numbers of
-sequences are tried on the first rows: what it shares is masked, not skipped, for the others, so that more is not always faster.
+The common beginning of all rows is decoded once and shared between the sequences (`llama_memory_seq_cp`). With `--sweep`, several numbers
+of sequences are tried on the first rows: llama.cpp masks the cells of other sequences and does not skip them, so more is not always faster.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Context:
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(STEP_TOKENS, 0, 1)
-        self.tokens = 0  # that were run
+        self.tokens = 0  # tokens that were run
 
     def close(self) -> None:
         self.api.llama_batch_free(self.batch)
@@ -72,13 +72,13 @@ class Context:
         self.api.llama_model_free(self.model)
 
     def share(self, source: int, sequence: int, tokens: int) -> None:
-        """Empties a sequence and gives it the first tokens of another."""
+        """Empties a sequence, and gives it the first tokens of another one."""
         self.api.llama_memory_seq_rm(self.memory, sequence, -1, -1)
         if tokens:
             self.api.llama_memory_seq_cp(self.memory, source, sequence, 0, tokens)
 
     def decode(self, tokens: Sequence[Token]) -> list[int]:
-        """Runs the tokens; the likeliest next ones of those that want logits, in their order."""
+        """Runs the tokens. Returns the likeliest next tokens of those that want logits, in their order."""
         import numpy as np
 
         batch, found = self.batch, []
@@ -99,7 +99,7 @@ class Context:
 
 
 def generate(context: Context, ids: list[list[int]], work: Work, shared: int, sequences: int) -> list[list[int]]:
-    """Completions of all rows: a row takes the place of one that is done, its own prompt tokens run beside the others' next ones."""
+    """Returns the completions of all rows. A new row takes the place of a finished one, and its own prompt tokens run beside the next tokens of the others."""
     prefix = sequences  # the sequence that holds it, after those of the rows
     context.decode([Token(token, i, prefix, False) for i, token in enumerate(ids[0][:shared])])
     done: list[list[int]] = [[] for _ in ids]
@@ -128,9 +128,9 @@ def generate(context: Context, ids: list[list[int]], work: Work, shared: int, se
 
 
 def run(file: Path, tokenizer: Any, work: Work, sequences: int) -> tuple[list[list[int]], float, float, int]:
-    """Completions, seconds that generating them took, seconds that making the context took, prompt tokens that were run.
+    """Returns the completions, the seconds to generate them, the seconds to make the context, and the number of prompt tokens that were run.
 
-    The context is made for what is to come.
+    The context has the size that these rows need.
     """
     import llama_cpp
 
@@ -152,7 +152,7 @@ def run(file: Path, tokenizer: Any, work: Work, sequences: int) -> tuple[list[li
 
 
 def sweep(file: Path, tokenizer: Any, work: Work, sizes: list[int], rows: int) -> dict[str, Any]:
-    """Tokens/s of each number of sequences that was tried, all on the same rows, and the best."""
+    """Returns the tokens/s of each number of sequences, all on the same rows, and the best number."""
     rows = max(rows, *sizes)
     some = Work(work.prompts[:rows], work.max_tokens[:rows])
     rates: dict[int, float] = {}

@@ -1,7 +1,7 @@
 """OpenVINO GenAI's continuous batching with prefix caching; greedy, past the end token.
 
-Prompts that are scheduled together do not share: one row is run first, in its time, so that the others find its prefix cached.
-Its KV cache has the precision that it has by default.
+Prompts that are scheduled together do not share. So one row runs first, within the measured time, and the others find its prefix in the cache.
+The KV cache has its default precision.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from benchmarks.engines.common import check_and_write_ids, model_dtype, parser, read_work, report, threads
 
 PRECISION = {"float32": "f32", "bfloat16": "bf16"}
-"""What it computes in; without products of bfloat16 in the processor it takes float32."""
+"""The type in which it computes. Without products of bfloat16 in the processor it computes in float32."""
 WEIGHTS = {"float32": "fp32", "bfloat16": "fp16"}
 KV_GIB = 6
 SEQUENCES = 256
 STEP_TOKENS = 2048
 TOUCHED = 1 << 32
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of glibc's mallopt."""
+"""Parameters of glibc's mallopt."""
 
 
 def convert(model: str, to: Path, weights: str) -> None:
@@ -35,7 +35,7 @@ def convert(model: str, to: Path, weights: str) -> None:
 
 
 def touch_memory() -> None:
-    """Has memory come from the system before the clock starts, as the other engines' pools do: its own grows as it runs, from this heap."""
+    """Makes the system provide memory before the clock starts, as for the pools of other engines: OpenVINO's pool grows from this heap while it runs."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
     libc.free.argtypes = (ctypes.c_void_p,)

@@ -1,7 +1,7 @@
 """transformers continuous batching with block sharing, as `generate_batch` sets it up; greedy, no end token.
 
 Prompts are added sorted, as `generate_batch` adds them, so that those that share blocks follow each other; here each row has its
-own number of tokens, which `generate_batch` cannot say. Needs psutil on a CPU: the pool is sized by it.
+own number of tokens, which `generate_batch` does not allow. Needs psutil on a CPU, which sizes the pool.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from benchmarks.engines.common import Work, add_device, check_and_write_ids, par
 from benchmarks.machine import memory_of
 
 MEMORY_SHARE = 0.3
-"""Of the device's memory: a pool for all rows at once, unless that is more."""
+"""Maximum share of the device's memory for the pool, which otherwise holds all rows at once."""
 
 
 def blocks(model: Any, ids: list[list[int]], work: Work, page_size: int) -> int | None:
-    """What all rows would hold at once without sharing: more is of no use. None (its own choice) where that is too much."""
+    """Returns the number of blocks for all rows at once without sharing; more would be of no use. None (transformers' own choice) if that is too much."""
     c = model.config
     needed = sum(
         math.ceil((len(prompt) + more) / page_size) + 1 for prompt, more in zip(ids, work.max_tokens, strict=True)
@@ -51,7 +51,7 @@ def main() -> None:
         max_new_tokens=max(work.max_tokens), do_sample=False, eos_token_id=-1, pad_token_id=tokenizer.pad_token_id
     )
     config = ContinuousBatchingConfig(max_batch_tokens=a.max_batch_tokens or None, allow_block_sharing=True)
-    page = getattr(config, "page_size", None) or config.block_size  # which transformers 5.17 calls it
+    page = getattr(config, "page_size", None) or config.block_size  # its name in transformers 5.17
     config.num_blocks = blocks(model, ids, work, page)
     start = time.perf_counter()
     rows: dict[str, int] = {}
@@ -59,7 +59,7 @@ def main() -> None:
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config
     ) as manager:
-        # The pool is part of the load, as batchgen's is: left to its default size it alone takes many seconds to make.
+        # The pool counts as loading, as batchgen's does. With its default size, making it takes many seconds.
         load += time.perf_counter() - start
         start = time.perf_counter()
         for row in sorted(range(len(ids)), key=lambda row: ids[row], reverse=True):

@@ -1,6 +1,6 @@
 """transformers `generate`: static left-padded batches, rows sorted by length so that little is padding; greedy, no end token.
 
-With `--sweep`, several batch sizes are tried on some of the batches that each would cut the whole file into.
+With `--sweep`, several batch sizes are tried, each on some of the batches of the whole file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.machine import memory_of
 
 Batch = list[int]
 MEMORY_SHARE = 0.6
-"""Of the device's memory: a batch that would need more is not tried."""
+"""Maximum share of the device's memory: a batch that would need more is not tried."""
 
 
 class Generator:
@@ -42,7 +42,7 @@ class Generator:
 
     @torch.inference_mode()
     def run(self, batch: Batch, ids: list[list[int]], work: Work) -> dict[int, list[int]]:
-        """The completions of one batch, by row."""
+        """Returns the completions of one batch, by row."""
         pad = self.tokenizer.pad_token_id
         width = max(len(ids[row]) for row in batch)
         tokens = torch.tensor([[pad] * (width - len(ids[row])) + ids[row] for row in batch], device=self.device)
@@ -55,7 +55,7 @@ class Generator:
         return {row: new[i][: work.max_tokens[row]] for i, row in enumerate(batch)}
 
     def bytes_needed(self, size: int, tokens: int) -> int:
-        """Roughly: KV, a copy of a layer's KV while it grows, activations of the prompt."""
+        """Returns a rough estimate: KV, a copy of a layer's KV while it grows, activations of the prompt."""
         c = self.model.config
         number = torch.finfo(self.model.dtype).bits // 8
         kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
@@ -69,17 +69,17 @@ def batches(ids: list[list[int]], work: Work, size: int) -> list[Batch]:
 
 
 def some(whole: list[Batch], rows: int) -> list[Batch]:
-    """At least two of the batches, of `rows` rows or more together, evenly spaced from the short to the long ones."""
+    """Returns at least two of the batches, with `rows` rows or more together, evenly spaced from short to long ones."""
     count = min(len(whole), max(2, math.ceil(rows / len(whole[0]))))
     return [whole[int((i + 0.5) * len(whole) / count)] for i in range(count)]
 
 
 def sweep(generator: Generator, work: Work, sizes: list[int], rows: int) -> dict[str, Any]:
-    """Tokens/s of each size that was tried, and the best size."""
+    """Returns the tokens/s of each size, and the best size."""
     ids = generator.tokenize(work)
     longest = max(map(len, ids)) + max(work.max_tokens)
     shortest = min(range(len(ids)), key=lambda row: len(ids[row]))
-    generator.run([shortest], ids, work)  # what only the first call does is in no size's time
+    generator.run([shortest], ids, work)  # the work of the first call only is not in the time of any size
     rates: dict[int, float] = {}
     too_large: list[int] = []
     slower = 0

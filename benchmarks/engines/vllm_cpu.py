@@ -1,6 +1,6 @@
 """vLLM's CPU build, in this process, with prefix caching; greedy, past the end token. Without torch.compile, which is slower here.
 
-`compare.py` starts it with the preloads that it is several times slower without (`benchmarks/programs.py`).
+`compare.py` starts it with preloaded libraries, without which it is several times slower (`benchmarks/programs.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONTEXT = 12_288
 
 
 def cores() -> str:
-    """The cores that its threads are bound to, one each."""
+    """Returns the cores to which its threads are bound, one thread each."""
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[: threads()]))
 
 

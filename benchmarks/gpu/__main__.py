@@ -2,11 +2,11 @@
 
     benchmarks/gpu.sh                                 all parts, into benchmarks/results/gpu.json
     benchmarks/gpu.sh --only parity,kernels OUTPUT    some of them, into OUTPUT/gpu.json
-    benchmarks/gpu.sh --merge OUTPUT/gpu.json         what that has newer, into benchmarks/results/gpu.json
-    benchmarks/gpu.sh --tiny                          do they all run? Tiny shapes, also without a GPU; figures that mean nothing
+    benchmarks/gpu.sh --merge OUTPUT/gpu.json         copies its newer figures into benchmarks/results/gpu.json
+    benchmarks/gpu.sh --tiny                          runs every part with tiny shapes, also without a GPU; the figures mean nothing
 
-Every part is a process of its own. What fails, or takes too long, is noted, and the next is run; a run that is killed has lost nothing
-but the case it was at.
+Every part is a separate process. A part that fails or takes too long is noted, and the next one runs. A run that is killed loses only
+its current case.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from benchmarks.result_file import source_digest
 
 RESULTS = ROOT / "benchmarks" / "results"
 OVERHEAD = 20.0
-"""Seconds that a part needs at the least: it is not begun with fewer left."""
+"""Minimum number of seconds for a part: it is not started with fewer left."""
 GRACE = 10.0
 """Seconds that a process has to end."""
 
 
 class Run:
-    """Parts run one after the other, and what they came to."""
+    """Runs parts one after the other, and keeps their results."""
 
     def __init__(self, result: GpuResult, args: argparse.Namespace, device: str) -> None:
         self.result = result
@@ -49,7 +49,7 @@ class Run:
         self.failed = 0
 
     def parts(self, names: Sequence[str]) -> None:
-        """A tiny run has all of them in one process: starting one takes longer than what it does."""
+        """A tiny run has all parts in one process, because starting a process takes longer than its work."""
         for group in [list(names)] if self.args.tiny else [[name] for name in names]:
             limit = sum(PARTS[name].limit for name in group)
             if self.deadline is not None:
@@ -62,7 +62,7 @@ class Run:
             self._group(group, time.monotonic() + limit, limit)
 
     def _group(self, group: list[str], end: float, limit: float) -> None:
-        """Begun anew behind a case that left the device unusable."""
+        """Runs parts in one process; starts another one after a case that left the device unusable."""
         skip: list[tuple[str, str]] = []
         if self.args.go_on:
             kept = [(e["part"], e["case"]) for e in self.result.json["figures"] if e["part"] in group]
@@ -88,7 +88,7 @@ class Run:
                 why = f"not done after {limit:g} s" if process.late else f"exit {code}: {process.last_words}"
                 self._take({"part": part, "case": name, "failure": why})
                 if not process.late and (at or told_any):
-                    skip += [at] if at else []  # else it ended between two cases
+                    skip += [at] if at else []  # otherwise it ended between two cases
                     continue
             return
 
@@ -104,7 +104,7 @@ class Run:
 
 
 class Child:
-    """A process that runs parts. It is ended, with all that it started, when its time is up or this process is interrupted."""
+    """A process that runs parts. It and everything that it started are ended when its time is up or this process is interrupted."""
 
     def __init__(
         self, group: list[str], device: str, args: argparse.Namespace, skip: list[tuple[str, str]], limit: float
@@ -127,7 +127,7 @@ class Child:
         self._last: deque[str] = deque(maxlen=5)
 
     def told(self) -> Generator[dict[str, Any], None, None]:
-        """What the parts say, as they say it; the rest of what they print goes to standard error."""
+        """Yields the messages of the parts as they come. Their other output goes to standard error."""
         assert self._process.stdout is not None
         try:
             for line in self._process.stdout:
@@ -153,7 +153,7 @@ class Child:
         self._end()
 
     def _end(self) -> None:
-        """It ends what it has started when it is asked to end, and is ended if it does not."""
+        """Asks the process to end, which also ends what it started, and kills it if it does not."""
         for kind in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
                 os.killpg(self._process.pid, kind)
@@ -211,7 +211,7 @@ def part_names(text: str) -> list[str]:
 
 
 def _brief(figures: dict[str, Any]) -> str:
-    """What is no table of its own, in a line."""
+    """Returns the figures that have no table of their own, in one line."""
     return json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict | list | str)})
 
 

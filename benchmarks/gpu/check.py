@@ -1,4 +1,4 @@
-"""The trials of `batchgen/model/device_check.py`, a case for each: what a job would switch off on this GPU, and how long the trials take.
+"""The trials of `batchgen/model/device_check.py`, one case for each: which parts a job would switch off on this GPU, and how long the trials take.
 
 First the attention kernels by themselves, for the head shapes and options of several families; then all parts on whole models.
 """
@@ -63,7 +63,7 @@ def timed(trial: Callable[[], None]) -> dict[str, Any]:
 
 
 def all_parts(bench: Bench, name: str) -> dict[str, Any]:
-    """Seconds of each trial, twice: Triton compiles in the first. Raises `RuntimeError` with what would be switched off."""
+    """Seconds of each trial, twice: Triton compiles in the first. Raises `RuntimeError`, which names the parts that would be switched off."""
     model = prepare(random_model(name, str(bench.device), str(bench.dtype).removeprefix("torch.")))
     found: dict[str, Any] = {"model": name}
     for when in ("with_compiling_s", "again_s"):

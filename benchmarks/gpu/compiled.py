@@ -1,10 +1,10 @@
-"""Compiles batchgen's GPU kernels for a GPU that is not there: whether Triton and ptxas take them, and what they need of a multiprocessor.
+"""Compiles batchgen's GPU kernels for a GPU that this machine need not have. Shows whether Triton and ptxas accept them, and how much of a multiprocessor they need.
 
     python -m benchmarks.gpu.compiled                          for an H100 or H200, for the heads of the families of `check.py`
     python -m benchmarks.gpu.compiled --arch 80 --kinds phi-3  for an A100, one family
 
-Needs Triton, whose wheel has NVIDIA's assembler, and no GPU. Ends with 1 if a multiprocessor has no room for as many programs as a launch
-has for each of them: the shared memory, or the registers.
+Needs Triton, whose wheel has NVIDIA's assembler, and no GPU. Exits with 1 if a multiprocessor does not have the shared memory or the registers for as many programs
+as a launch has for each multiprocessor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.gpu import check
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes that a program may have at most, by compute capability: of an A100, A10, L4, H100 and H200, B200."""
 REGISTERS = 1 << 16
-"""Of a multiprocessor of all these."""
+"""Registers of a multiprocessor of all these GPUs."""
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCK = 32
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ NAMES = ("write", "attend wide", "attend narrow", "merge")
 
 
 def compile_for(arch: int) -> list[tuple[Any, int]]:
-    """Makes Triton compile for this compute capability, in all of this process. Returns the list of (kernel, its programs) that grows."""
+    """Makes Triton compile for this compute capability in this process. Returns a list of (kernel, its programs), which grows."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -77,7 +77,7 @@ def _only_compiles(run: Any, compiled: list[Any]) -> Any:
 
 
 def launches(arch: int, kinds: Sequence[str], dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Compiles what one layer's attention launches, for each of these heads and types. Yields a kernel's needs at a time."""
+    """Compiles the kernels of one layer's attention for each of these heads and types. Yields the needs of one kernel at a time."""
     compiled = compile_for(arch)
     from batchgen.attention import triton_kernels as kernels
     from batchgen.attention.triton_backend import DeviceAttention
@@ -108,7 +108,7 @@ def launches(arch: int, kinds: Sequence[str], dtypes: Sequence[str]) -> Iterator
 
 
 def _needs(kernel: Any, tile: Any) -> dict[str, Any]:
-    """Registers and bytes of stack of a thread, bytes of shared memory of a program, and how many programs a multiprocessor has room for."""
+    """Returns registers and bytes of stack of a thread, bytes of shared memory of a program, and how many programs a multiprocessor has room for."""
     registers, stack = _resources(kernel.asm["cubin"])
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     found = {

@@ -1,4 +1,4 @@
-"""Decoding under one shared prefix, against the step's floor."""
+"""Decoding under one shared prefix, compared with the minimum time of a step (floor.py)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.gpu.serving import Moment, OneAtATime, Served, reached
 
 SEQUENCES = 256
 OWN = 64
-"""Tokens of a prompt's own; with what is drawn in the measured steps they are 127.5 on the mean."""
+"""Number of a prompt's own tokens; with the tokens sampled before and in the measured steps, 127.5 on average."""
 OUT = 128
 INTERVAL = 16
 """Steps that are timed together."""
 FIRST, LAST = 16, 112
-"""Of each sequence's tokens, those that are measured: all sequences draw one in each of these steps."""
+"""The tokens of each sequence that are measured: all sequences sample one in each of these steps."""
 REPEATS = 3
 
 
@@ -28,7 +28,7 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     ceiling = cache(bench.ceiling)
     served = OneAtATime(bench, batch_size=bench.size(SEQUENCES, 4))
     for prefix in DECODE_PREFIXES:
-        # The ceiling first: the KV pool takes what memory there is.
+        # The ceiling first, because the KV pool takes all free memory.
         yield f"8b {prefix}", lambda prefix=prefix: measure(bench, ceiling(), served("8b"), prefix)  # type: ignore[misc]
 
 
@@ -62,19 +62,19 @@ def measure(bench: Bench, ceiling: Ceiling, served: Served, prefix: int) -> dict
 
 
 class Interval:
-    """Some steps between two moments, in which each sequence draws a token."""
+    """Some steps between two moments, in each of which every sequence samples a token."""
 
     def __init__(self, begin: Moment, end: Moment, before: int, sequences: int) -> None:
-        """`before`: completion tokens that there were when the run began."""
+        """`before`: number of completion tokens at the start of the run."""
         self.seconds = (end.at - begin.at) * sequences / (end.tokens - begin.tokens)
         """A step."""
         drawn = ((begin.tokens + end.tokens) / 2 - before) / sequences
-        self.own = OWN + drawn - 0.5  # the step that draws token k runs token k - 1
+        self.own = OWN + drawn - 0.5  # the step that samples token k runs token k - 1
         """Tokens of a sequence's own, that which is run among them, on the mean."""
 
 
 def intervals(served: Served, sequences: int, shared: int) -> list[Interval]:
-    """Of one run: every 16 steps in which all sequences draw."""
+    """Returns the intervals of one run: every 16 steps in which all sequences sample."""
     before = served.engine.stats.completion_tokens
     moments = served.run(served.prompts(sequences, shared, OWN), OUT)
     edges = [reached(moments, before + sequences * at) for at in range(FIRST, LAST + 1, INTERVAL)]

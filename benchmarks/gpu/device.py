@@ -1,4 +1,4 @@
-"""The device that is measured: waiting for it, timing it, what it reaches at best."""
+"""The device that is measured: waits for it, times it, and measures its highest rates."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from benchmarks.roofline import Shape
 
 T = TypeVar("T")
 NOT_OF_A_MACHINE = ("date", "load_average", "instruction_sets", "memory_bytes")
-"""What differs between two runs on one machine, or between two machines of a kind, or says nothing of a GPU."""
+"""Entries that differ between two runs on one machine or between two machines of one kind, or that are not about a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where, and how large. A tiny bench shows that a benchmark runs; its figures mean nothing."""
+    """The device, and the size of the measurements. A tiny bench shows that a benchmark runs; its figures mean nothing."""
 
     device: torch.device
     tiny: bool
@@ -36,12 +36,12 @@ class Bench:
         return tiny if self.tiny else real
 
     def model(self, name: str) -> str:
-        """Of `GPU_CONFIGS`."""
+        """Returns a model of `GPU_CONFIGS`."""
         return self.size(name, "tiny")
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models compute in."""
+        """The type in which models compute."""
         return torch.bfloat16
 
     def sync(self) -> None:
@@ -49,13 +49,13 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Gives back what torch keeps of the device's memory: a KV pool is sized by what is free."""
+        """Returns memory that torch keeps to the device, because a KV pool takes its size from the free memory."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object], repeats: int = 20, warm_up: int = 5) -> float:
-        """The median of so many calls; on a GPU they follow one another there, and its own clock is read between them."""
+        """Returns the median time of `repeats` calls. On a GPU the calls follow each other, and the GPU's own clock is read between them."""
         repeats, warm_up = self.size((repeats, warm_up), (1, 0))
         for _ in range(warm_up):
             run()
@@ -69,10 +69,10 @@ class Bench:
         return statistics.median(found)
 
     def device_seconds(self, run: Callable[[], object], calls: int = 10) -> float:
-        """The same of what the device does in a call alone: some calls are captured as one CUDA graph, so that starting them costs nothing."""
+        """Returns the median time of the device's work alone: some calls are captured as one CUDA graph, so that launches cost nothing."""
         if self.device.type != "cuda":
             return self.seconds(run)
-        for _ in range(3):  # what is compiled or allocated once
+        for _ in range(3):  # compiles and allocates what is needed once
             run()
         self.sync()
         graph = torch.cuda.CUDAGraph()
@@ -93,7 +93,7 @@ class Bench:
         return statistics.median(times) / 1e3
 
     def ceiling(self) -> Ceiling:
-        """A copy of 4 GiB, and a product of two matrices of 8,192 x 8,192."""
+        """Measures a copy of 4 GiB, and a product of two matrices of 8,192 x 8,192."""
         found = Ceiling(bandwidth=self._bandwidth(self.size(2**30, 2**16)), matmul=self._matmul(self.size(8192, 64)))
         self.free()
         return found
@@ -109,7 +109,7 @@ class Bench:
 
 
 def rates(ceiling: Ceiling) -> dict[str, float]:
-    """For a result."""
+    """Returns the rates for a result."""
     return {"copy_gb_per_s": round(ceiling.bandwidth / 1e9, 1), "matmul_tflops": round(ceiling.matmul / 1e12, 2)}
 
 
@@ -132,7 +132,7 @@ def layer_shape(shape: Shape, device: torch.device) -> LayerShape:
 
 
 def gpu_machine() -> dict[str, Any]:
-    """What a result was made on. On a machine without a GPU `gpu`, `driver` and `cuda` are None."""
+    """Returns the machine of a result. On a machine without a GPU `gpu`, `driver` and `cuda` are None."""
     facts = {name: value for name, value in machine_facts().items() if name not in NOT_OF_A_MACHINE}
     name, driver = _smi("name"), _smi("driver_version")
     facts["versions"] |= {"triton": _version("triton")}
@@ -140,7 +140,7 @@ def gpu_machine() -> dict[str, Any]:
 
 
 def _smi(field: str) -> str | None:
-    """Of the first GPU."""
+    """Returns a field of nvidia-smi for the first GPU."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -1,7 +1,7 @@
-"""The least time that a decode step could take, part by part, and the operations of a prefill. Arithmetic only: no tensors.
+"""The minimum time of a decode step, part by part, and the operations of a prefill. Arithmetic only, no tensors.
 
-A part takes the larger of its bytes at the machine's measured bandwidth and its operations at the measured rate of a large matrix
-product; parts follow one another. Softmax, norms, rotary, sampling and whatever the host does are not in it.
+A part takes the time of its bytes at the measured bandwidth or of its operations at the measured rate of a large matrix product, whichever is
+longer. Parts follow one another. Softmax, norms, rotary embeddings, sampling and the work of the host are left out.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from benchmarks.roofline import ITEM_BYTES, Shape
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What the device reaches, measured in the same run."""
+    """The device's highest rates, measured in the same run."""
 
     bandwidth: float
-    """Bytes a second that a large copy moves, those read and those written."""
+    """Bytes per second that a large copy reads and writes, added up."""
     matmul: float
-    """Floating-point operations a second of a large product in the model's dtype."""
+    """Floating-point operations per second of a large product in the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a part of a step cannot do without."""
+    """The bytes and operations that a part of a step needs at least."""
 
     bytes: float
     flop: float
@@ -34,7 +34,7 @@ class Cost:
 
 
 def decode_costs(shape: Shape, sequences: int, shared: int, own: float) -> dict[str, Cost]:
-    """Of one step in which `sequences` draw a token each, all under one prefix of `shared` tokens, with `own` tokens of their own.
+    """Returns the costs of one step in which `sequences` sample a token each, all under one prefix of `shared` tokens, with `own` tokens of their own.
 
     The linear layers' weights and the prefix's keys and values are read once for all; `own` counts the token that is run.
     """
@@ -57,12 +57,12 @@ def floor_seconds(costs: Mapping[str, Cost], ceiling: Ceiling) -> float:
 
 
 def attention_flop(shape: Shape) -> float:
-    """Operations of one query and one key that it sees, in all layers: two products, a multiplication and an addition each."""
+    """Returns the operations of one query and one key that it sees, in all layers: two products, a multiplication and an addition each."""
     return 4.0 * shape.layers * shape.heads * shape.head_dim
 
 
 def prefill_flop(shape: Shape, lengths: Sequence[int]) -> float:
-    """Operations of running prompts that share nothing, whole, and of the logits after each one's last token."""
+    """Returns the operations of running whole prompts that share nothing, and of the logits after the last token of each."""
     weights = {name: out * into for name, (out, into) in shape.linears().items()}
     head = weights.pop("head")
     linear = 2.0 * sum(lengths) * shape.layers * sum(weights.values())
@@ -71,7 +71,7 @@ def prefill_flop(shape: Shape, lengths: Sequence[int]) -> float:
 
 
 def busy(intervals: Sequence[tuple[float, float]]) -> float:
-    """The time in which at least one of these intervals (from, to) lies."""
+    """Returns the time that at least one of these intervals (from, to) covers."""
     total, end = 0.0, float("-inf")
     for begins, ends in sorted(intervals):
         if ends > end:

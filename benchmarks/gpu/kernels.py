@@ -1,6 +1,6 @@
-"""Attention by itself, one layer: where shared parts begin to pay, which tiles are fast, and how it stands beside torch's own.
+"""Attention of one layer by itself: from which size shared parts save time, which tiles are fast, and how it compares with torch's own attention.
 
-What it finds sets the constants of `batchgen/attention/triton_backend.py` and `triton_kernels.py`; nothing changes by itself.
+The constants of `batchgen/attention/triton_backend.py` and `triton_kernels.py` are set by hand from these results.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
         {}, {"keys": 32}, {"keys": 128}, {"stages": 2}, {"stages": 4}, {"warps": 2}, {"warps": 8}, {"per_sm": 2}, {"per_sm": 4},
     ),
 }  # fmt: skip
-"""Of the tiles that there are, what is tried in another way."""
+"""Variants of the existing tiles that are tried."""
 SPLITS: dict[str, tuple[int, ...]] = {
     "wide_min_keys": (256, 1024), "narrow_min_keys": (128, 512, 1024), "item_keys": (16, 32, 128, 256),
 }  # fmt: skip
-"""What is tried of the fields of `Tuning` that say how finely long ranges of keys are split."""
+"""Values that are tried for the fields of `Tuning` that say how finely long ranges of keys are split."""
 
 
 @dataclass(eq=False)
 class Lying:
-    """What attention asks of a span, without an engine."""
+    """The attributes of a span that attention reads, without an engine."""
 
     table: list[int]
     start: int
@@ -83,7 +83,7 @@ class Layer:
         self.group, self.tokens, self.shape = shape.heads // shape.kv_heads, tokens, shape
 
     def seconds(self, works: Sequence[ScheduledSpan], tuning: Tuning = DEFAULT_TUNING) -> float:
-        """Of one layer, its KV being written in it; the plan is made and copied before."""
+        """Returns the time of one layer with the writing of its KV; the plan is made and copied before."""
         attention = DeviceAttention(self.cache, self.tokens, self.bench.device, self.group, tuning)
         attention.plan(works)
         count = sum(w.stop - w.start for w in works)
@@ -92,7 +92,7 @@ class Layer:
 
 
 def decoding(sharers: int, prefix: int, own: int) -> list[ScheduledSpan]:
-    """Each of these draws its next token: a prefix of whole blocks that all share, and its own blocks."""
+    """Returns sequences that sample their next token, with a common prefix of whole blocks and blocks of their own."""
     above = prefix // BLOCK_SIZE
     root = Lying(list(range(above)), 0, prefix)
     each = -(-own // BLOCK_SIZE)
@@ -105,7 +105,7 @@ def decoding(sharers: int, prefix: int, own: int) -> list[ScheduledSpan]:
 
 
 def prompts(count: int, length: int) -> list[ScheduledSpan]:
-    """Whole prompts that share nothing."""
+    """Returns whole prompts that share nothing."""
     each = -(-length // BLOCK_SIZE)
     spans: list[Any] = [Lying(list(range(i * each, (i + 1) * each)), 0, length) for i in range(count)]
     return [ScheduledSpan(span, 0, length, length - 1) for span in spans]
@@ -116,7 +116,7 @@ def blocks_of(works: Sequence[ScheduledSpan]) -> int:
 
 
 def crossover(bench: Bench, model: str) -> dict[str, Any]:
-    """Milliseconds with the prefix as a shared part and read through each one's block table, by its length and by how many share it."""
+    """Measures milliseconds with the prefix as a shared part, and read through each sequence's block table, by its length and its number of sequences."""
     prefixes, sharers = bench.size((PREFIXES, SHARERS), ((32, 64), (2,)))
     most = decoding(max(sharers), max(prefixes), BLOCK_SIZE)
     layer = Layer(bench, model, blocks_of(most), max(sharers))
@@ -137,7 +137,7 @@ def crossover(bench: Bench, model: str) -> dict[str, Any]:
 
 
 def best_threshold(grid: Sequence[Mapping[str, Any]]) -> int:
-    """The power of two of queries x blocks from which sharing is to begin, so that the chosen ways lose least to the better ones."""
+    """Returns the power of two of queries x blocks from which sharing should begin, so that the choices lose the least time to the better ones."""
 
     def lost(threshold: int) -> float:
         total = 0.0
@@ -151,7 +151,7 @@ def best_threshold(grid: Sequence[Mapping[str, Any]]) -> int:
 
 
 def decode_alone(bench: Bench) -> dict[str, Any]:
-    """One layer of sequences that share nothing, beside torch's scaled_dot_product_attention over keys and values that lie together."""
+    """Measures one layer of sequences that share nothing, and torch's scaled_dot_product_attention over contiguous keys and values."""
     count, keys = bench.size((256, 1024), (2, 64))
     works = decoding(count, 0, keys)
     layer = Layer(bench, "8b", blocks_of(works), count)
@@ -168,7 +168,7 @@ def decode_alone(bench: Bench) -> dict[str, Any]:
 
 
 def decode_shared(bench: Bench) -> dict[str, Any]:
-    """One layer of sequences under one prefix: nothing of torch's reads it once."""
+    """Measures one layer of sequences under one prefix. torch has no attention that reads the prefix once."""
     count, prefix, own = bench.size((256, 4096, OWN), (2, 64, 32))
     works = decoding(count, prefix, own)
     layer = Layer(bench, "8b", blocks_of(works), count)
@@ -178,7 +178,7 @@ def decode_shared(bench: Bench) -> dict[str, Any]:
 
 
 def prefill(bench: Bench, count: int, length: int) -> dict[str, Any]:
-    """One layer of whole prompts, beside torch's scaled_dot_product_attention and its varlen one."""
+    """Measures one layer of whole prompts, and torch's scaled_dot_product_attention and varlen attention."""
     count, length = bench.size((count, length), (2, 32))
     works = prompts(count, length)
     layer = Layer(bench, "8b", blocks_of(works), count * length)
@@ -193,7 +193,7 @@ def prefill(bench: Bench, count: int, length: int) -> dict[str, Any]:
 
 
 def varlen(bench: Bench, layer: Layer, count: int, length: int) -> float | None:
-    """torch's own attention over packed prompts; None where it has none for this device or does not take these arguments."""
+    """Measures torch's own attention over packed prompts; None if torch has none for this device or does not take these arguments."""
     if bench.device.type != "cuda":
         return None
     from torch.nn.attention.varlen import varlen_attn
@@ -202,20 +202,20 @@ def varlen(bench: Bench, layer: Layer, count: int, length: int) -> float | None:
     q = layer.q.transpose(0, 1).contiguous()
     k, v = (x.repeat_interleave(group, 0).transpose(0, 1).contiguous() for x in (layer.k, layer.v))
     starts = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=bench.device)
-    for causal in ({"is_causal": True}, {"window_size": (-1, 0)}):  # by torch's version
+    for causal in ({"is_causal": True}, {"window_size": (-1, 0)}):  # depends on torch's version
         try:
             return ms(
                 bench.device_seconds(
                     lambda causal=causal: varlen_attn(q, k, v, starts, starts, length, length, **causal)
                 )
             )  # type: ignore[misc]
-        except Exception:  # of an argument that it has not, or a device or type that it does not serve
+        except Exception:  # an argument, a device or a type that torch does not support
             continue
     return None
 
 
 def variants(bench: Bench, lane: str) -> dict[str, Any]:
-    """Milliseconds with other tiles: of decoding under a shared prefix, and of the prefill (wide) or of decoding alone (narrow)."""
+    """Measures milliseconds with other tiles: decoding under a shared prefix, and prefill (wide) or decoding alone (narrow)."""
     from batchgen.attention import triton_kernels
 
     shape = shape_of(bench.model("8b"), bench.dtype)
@@ -227,7 +227,7 @@ def variants(bench: Bench, lane: str) -> dict[str, Any]:
         with _tiles(triton_kernels, triton_kernels.TILES | {key: tuple(tiles.values())}):
             try:
                 took = _two(bench, lane)
-            except Exception as e:  # too much shared memory, say
+            except Exception as e:  # for example, too much shared memory
                 found.append({"change": change, "failed": f"{type(e).__name__}: {e}"[:200]})
                 continue
         found.append({"change": change, **took})
@@ -235,7 +235,7 @@ def variants(bench: Bench, lane: str) -> dict[str, Any]:
 
 
 def splits(bench: Bench) -> dict[str, Any]:
-    """The same by how finely long ranges of keys are split: as it is, and with one field of `Tuning` at a time changed."""
+    """The same for finer and coarser splits of long ranges of keys: with `Tuning` as it is, and with one field at a time changed."""
     found = [{"change": {}, **_all(bench, DEFAULT_TUNING)}]
     for name, values in list(SPLITS.items())[: bench.size(None, 1)]:
         for value in values[: bench.size(None, 1)]:
@@ -263,7 +263,7 @@ def _two(bench: Bench, lane: str, tuning: Tuning = DEFAULT_TUNING) -> dict[str, 
 
 @contextmanager
 def _tiles(kernels: Any, tiles: Any) -> Iterator[None]:
-    """The kernels use other tiles in the block: a launch looks them up."""
+    """Inside the block the kernels use other tiles, which a launch looks up."""
     before, kernels.TILES = kernels.TILES, tiles
     try:
         yield

@@ -1,4 +1,4 @@
-"""What of a GPU result belongs into NOTES.md: where a step's milliseconds go, and what attention by itself does.
+"""Prints the part of a GPU result that belongs in NOTES.md: where a step's milliseconds go, and the speed of attention by itself.
 
 python -m benchmarks.gpu.notes benchmarks/results/gpu.json
 """
@@ -27,7 +27,7 @@ def notes(result: Mapping[str, Any]) -> str:
 
 
 def profile(f: Mapping[str, Any]) -> str:
-    """A step in one line."""
+    """Returns a step in one line."""
     kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in f["kinds_ms"].items())
     return f"{f['step_ms']:.2f} ms a step, {f['launches_per_step']:g} kernels; idle {f['idle_ms']:.2f}, {kinds}"
 
@@ -37,7 +37,7 @@ def kernel(k: Mapping[str, Any]) -> str:
 
 
 def crossover(f: Mapping[str, Any]) -> Iterator[str]:
-    """How many times as fast sharing is, a line for each length of the prefix."""
+    """Returns how many times as fast sharing is, one line for each length of the prefix."""
     for prefix in dict.fromkeys(cell["prefix"] for cell in f["grid"]):
         cells = [cell for cell in f["grid"] if cell["prefix"] == prefix]
         said = ", ".join(f"{cell['sharers']}: {cell['flat_ms'] / cell['shared_ms']:.2f}x" for cell in cells)
@@ -46,7 +46,7 @@ def crossover(f: Mapping[str, Any]) -> Iterator[str]:
 
 
 def flat(f: Mapping[str, Any]) -> Iterator[str]:
-    """Figures as they are; of several variants a line for each."""
+    """Returns figures as they are, with one line for each variant."""
     variants = f.get("variants")
     if variants is None:
         yield ", ".join(f"{name} {value}" for name, value in f.items())

@@ -1,4 +1,4 @@
-"""What of a small model's step is not the device's work: scheduling, packing, launching, reading tokens back, waiting for one another."""
+"""The part of a small model's step that is not the device's work: scheduling, packing, launching, reading tokens back, waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu.traces import Recorder, Trace
 PREFIXES = (1024, 0)
 REPEATS = 3
 TRACED = (48, 80)
-"""Of each sequence's tokens, those whose steps are traced."""
+"""The tokens of each sequence whose steps are traced."""
 
 
 def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -24,7 +24,7 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def measure(bench: Bench, served: Served, prefix: int) -> dict[str, Any]:
-    """The step's time is that of runs without the profiler, the busy time that of a run with it."""
+    """Measures a step: its time in runs without the profiler, and the device's busy time in a run with it."""
     sequences, shared = bench.size((SEQUENCES, prefix), (4, prefix // 64))
     found = [w.seconds for _ in range(bench.size(REPEATS, 1)) for w in intervals(served, sequences, shared)]
     step = statistics.median(found) * 1e3
@@ -43,7 +43,7 @@ def measure(bench: Bench, served: Served, prefix: int) -> dict[str, Any]:
 
 
 def decode_trace(bench: Bench, served: Served, sequences: int, shared: int) -> Trace:
-    """Of some steps in which all sequences draw a token."""
+    """Returns the trace of some steps in which all sequences sample a token."""
     before = served.engine.stats.completion_tokens
     first, last = (before + sequences * at for at in bench.size(TRACED, (20, 22)))
     recorder = Recorder(bench, lambda m: m.tokens >= first, lambda m: m.tokens >= last)

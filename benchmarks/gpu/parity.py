@@ -1,4 +1,4 @@
-"""Whether a device gives what transformers' `generate` gives there: tokens in float32, logits in bfloat16, however the work is scheduled.
+"""Compares a device's results with those of transformers' `generate` there: tokens in float32, logits in bfloat16, under several schedules.
 
 The shapes and the reference are those of tests/parity; float32 is real float32 (no TF32).
 """
@@ -34,7 +34,7 @@ ARCHITECTURES = (
     "phi3", "gpt2", "gpt_neox", "gpt_oss", "olmo2", "olmoe", "cohere2", "granite", "glm4", "exaone4", "smollm3", "starcoder2",
     "opt", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mimo_v2_flash", "minimax_m2", "helium", "ernie4_5",
 )  # fmt: skip
-"""Sliding windows, soft caps, sinks, heads of one or many, K and V of different sizes, experts, learned and scaled positions among them."""
+"""They have sliding windows, soft caps, sinks, one or many heads, K and V of different sizes, experts, learned and scaled positions."""
 TINY = ("llama", "gemma2")
 BLOCK_TABLE = 8  # of 32 tokens; the longest completion needs 6
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ TELLING = ("all at once", "in slices, memory short")
 BFLOAT16 = ("0.5b", "llama", "qwen3", "gemma2")
 BFLOAT16_OUT = 16
 NO_WORSE = 1.05
-"""Times transformers' own error: what errors of as many rows differ by chance."""
+"""Largest allowed ratio to transformers' own error. The errors of this number of rows differ by so much by chance."""
 
 
 def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -65,7 +65,7 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]:
-    """Rows whose tokens are those of `generate`, under each schedule; and how far logits lie from its logits, of the largest."""
+    """Counts rows with the tokens of `generate` under each schedule, and measures how far logits are from its logits, relative to the largest."""
     from support.models import build, expect, make_requests, run
     from support.shapes import prompts_and_lengths
 
@@ -107,7 +107,7 @@ def small_engine(model: LoadedModel, **config: Any) -> Engine:
 
 
 class Seen:
-    """The logits that an engine's steps give for the tokens that are drawn, by row and number of the token."""
+    """The logits from which an engine's steps sample tokens, by row and number of the token."""
 
     def __init__(self, engine: Engine) -> None:
         self._found: list[tuple[int, int, torch.Tensor]] = []
@@ -120,7 +120,7 @@ class Seen:
                 for position in range(scheduled.logits, scheduled.stop):
                     if logits is not None and isinstance(scheduled.span, GenerationSequence):
                         request = scheduled.span.request
-                        # A copy: the next step may put its logits where these are.
+                        # A copy, because the next step may overwrite these logits.
                         copied = logits[at].to(torch.float32, copy=True)
                         self._found.append((request.row, position - len(request.tokens) + 1, copied))
                     at += 1
@@ -129,18 +129,18 @@ class Seen:
         engine.runner.run = run  # type: ignore[method-assign]
 
     def logits(self, results: Sequence[Result]) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Without those of steps that were begun before the end of their row was known."""
+        """Returns the logits without those of steps that were launched before the end of their row was known."""
         for row, number, logits in self._found:
             if number < len(results[row].token_ids):
                 yield row, number, logits
 
 
 def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any]:
-    """How far our logits lie from those of transformers decoding each row alone, beside how far its own in batches lie from those;
-    and both from the logits in float32.
+    """Measures how far our logits, and those of transformers in batches, are from those of transformers with each row alone, and from the
+    logits in float32.
 
-    The largest of many differences says little where transformers' own are bit for bit the same in every batch. What says whether
-    precision was lost is the error: the root mean square of the differences from float32.
+    The largest difference says little if transformers' own logits are equal in every batch, bit for bit. Whether precision was lost
+    shows in the error: the root mean square of the differences from float32.
     """
     from support.models import build, make_requests, run
 
@@ -148,13 +148,13 @@ def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any
         reference = random_model(bench.model(name), str(bench.device), "bfloat16")
     else:
         reference = build(name).to(bench.device, torch.bfloat16)
-        if getattr(reference.config, "attn_logit_softcapping", None) is None:  # which sdpa leaves out
+        if getattr(reference.config, "attn_logit_softcapping", None) is None:  # sdpa ignores it
             reference.set_attn_implementation("sdpa")
     vocabulary = reference.config.vocab_size
     rnd = random.Random(4)
     root = [rnd.randrange(vocabulary) for _ in range(100)]
     prompts = [root + [rnd.randrange(vocabulary) for _ in range(rnd.randint(1, 40))] for _ in range(12)]
-    # And as many that share nothing: what a root's rounding adds is the same for all rows under it.
+    # And as many rows that share nothing: the rounding of a root is the same for all rows under it.
     prompts += [[rnd.randrange(vocabulary) for _ in range(140)] for _ in range(12)]
     engine = small_engine(prepared(reference, compiled), kv_memory="256MiB")
     seen = Seen(engine)
@@ -180,7 +180,7 @@ def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any
 
 
 def prepared(reference: Any, compiled: bool = True) -> LoadedModel:
-    """A copy of the model as the engine runs it: on a CPU with our kernels, where they are `compiled`."""
+    """Returns a copy of the model as the engine runs it: on a CPU with our kernels if they are `compiled`."""
     from support.models import kernels
 
     on_cpu = reference.device.type == "cpu"
@@ -197,7 +197,7 @@ def _error(difference: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def decoded(model: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]], size: int) -> torch.Tensor:
-    """transformers' logits [rows, tokens drawn, vocabulary] where it decodes these tokens: so many rows at a time, padded on the left."""
+    """Returns transformers' logits [rows, tokens sampled, vocabulary] when it decodes these tokens, `size` rows at a time, padded on the left."""
     found = []
     for at in range(0, len(prompts), size):
         batch = prompts[at : at + size]

@@ -1,8 +1,8 @@
-"""The parts of the GPU benchmarks: which there are, and how one is run: its cases in turn, a line of JSON for each.
+"""The parts of the GPU benchmarks. A part runs its cases in turn, and prints a line of JSON for each.
 
     python -m benchmarks.gpu.parts --device cuda decode prefill
 
-A part's module has `cases(bench)`: names, and functions that measure them. What fails is told, and the next case is run.
+A part's module has `cases(bench)`: names, and functions that measure them. A failure is reported, and the next case runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 MARK = "@gpu "
-"""Begins the lines that are for `__main__`; whatever else is printed is a library's."""
+"""The beginning of the lines for `__main__`; libraries print everything else."""
 BROKEN_DEVICE = 3
-"""Exit code: after an error on the device nothing more can be measured in this process."""
+"""Exit code after an error on the device: nothing more can be measured in this process."""
 DECODE_PREFIXES = (1024, 4096, 16_384)
 CONTINUOUS = "transformers-continuous"
 
@@ -32,7 +32,7 @@ class Part:
     module: str
     about: str
     limit: float
-    """Seconds that it may take."""
+    """Maximum number of seconds."""
     workload: str | None = None
 
 
@@ -58,7 +58,7 @@ PARTS: dict[str, Part] = {
 }
 GROUPS = {
     "workloads": tuple(name for name, part in PARTS.items() if part.workload and not name.endswith("-8b")),
-    "first": ("check", "decode", "overhead", "prefill", "parity", "tests"),  # what ten minutes tell the most by
+    "first": ("check", "decode", "overhead", "prefill", "parity", "tests"),  # the most useful parts for ten minutes
 }
 
 

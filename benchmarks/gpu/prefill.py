@@ -1,4 +1,4 @@
-"""Running prompts, against the rate of a large matrix product: prompts that share nothing, one token out."""
+"""Prefill of prompts that share nothing, with one token to generate, compared with the rate of a large matrix product."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def decode(bench: Bench, served: Served) -> dict[str, Any]:
 
 
 def prefill(bench: Bench, served: Served) -> dict[str, Any]:
-    """Of all steps but the first."""
+    """Returns the profile of all steps except the first."""
     count, length = bench.size((PROMPTS, LENGTH), (3, LENGTH // 64))
 
     def prompts() -> list[list[int]]:

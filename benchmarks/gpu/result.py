@@ -1,4 +1,4 @@
-"""The result of the GPU benchmarks: one entry a case, written at once, put together from several calls and machines."""
+"""The result of the GPU benchmarks: one entry for each case, written at once, merged from several calls and machines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 SCHEMA = "batchgen.gpu/1"
 START = "start"
-"""The case of a part that failed before it came to one."""
+"""The case of a part that failed before its first case."""
 
 
 class NotAResult(Exception):
-    """A file that cannot be gone on with."""
+    """A file that cannot be continued."""
 
 
 def new_result(*, tiny: bool) -> dict[str, Any]:
@@ -34,10 +34,10 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 class GpuResult:
-    """A result and its place. A case is known by its part and its name; its newest figures count."""
+    """A result and its file. A case is identified by its part and its name; its newest figures count."""
 
     def __init__(self, path: Path, machine: Mapping[str, Any], source: str, *, tiny: bool) -> None:
-        """Goes on with the file that is there. Raises `NotAResult` for a tiny run's where a real one is made, or the other way round."""
+        """Continues an existing file. Raises `NotAResult` if only one of the file and this run is a tiny run's."""
         self.path = path
         self.machine = dict(machine)
         self.source = source
@@ -46,7 +46,7 @@ class GpuResult:
             raise NotAResult(f"{path} is {'a tiny' if self.json['tiny'] else 'a real'} run's: name another folder")
 
     def add(self, part: str, case: str, figures: Mapping[str, Any], seconds: float) -> None:
-        """What a case came to; older figures and failures of it are dropped."""
+        """Adds the figures of a case. Its older figures and failures are dropped."""
         self._drop("figures", part, case)
         for failed in (case, START):
             self._drop("failures", part, failed)
@@ -54,13 +54,13 @@ class GpuResult:
         self.save()
 
     def fail(self, part: str, case: str, message: str) -> None:
-        """A case came to nothing this time; figures of it that were there stay."""
+        """Notes that a case has failed. Its older figures stay."""
         self._drop("failures", part, case)
         self.json["failures"].append(self._entry(part, case) | {"message": message})
         self.save()
 
     def has(self, part: str, case: str) -> bool:
-        """Whether this code's figures of a case, made on such a machine, are there."""
+        """Whether there are figures of a case from this code on this kind of machine."""
         return any(
             (e["part"], e["case"], e["source"]) == (part, case, self.source)
             and self.json["machines"][e["machine"]] == self.machine
@@ -68,7 +68,7 @@ class GpuResult:
         )
 
     def merge(self, other: Mapping[str, Any]) -> int:
-        """Takes over what another result has newer; says how many cases. Raises `NotAResult` if one of the two is a tiny run's."""
+        """Copies newer cases from another result, and returns their number. Raises `NotAResult` if only one of the two is a tiny run's."""
         if other["tiny"] != self.json["tiny"]:
             raise NotAResult("a tiny run's figures and a real one's do not go together")
         taken = 0

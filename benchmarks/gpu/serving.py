@@ -21,11 +21,11 @@ from benchmarks.gpu.device import Bench
 from benchmarks.models import GPU_CONFIGS, random_model
 
 FIRST_TOKEN = 256
-"""Prompts are made of tokens from here on: below may be special ones."""
+"""Prompts are made of tokens from here on: lower ones may be special tokens."""
 
 
 class Numbers:
-    """A tokenizer whose text is the token ids: nothing of a step's time is a tokenizer's."""
+    """A tokenizer whose text is the token ids, so that it takes no time in a step."""
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(map(str, ids))
@@ -42,14 +42,14 @@ class Moment:
     """The engine is about to take a step."""
 
     at: float
-    """Seconds, of `time.perf_counter`."""
+    """Seconds of `time.perf_counter`."""
     tokens: int
-    """Completion tokens that there are."""
+    """Number of completion tokens so far."""
     steps: int
 
 
 class Served:
-    """An engine over a random model of `GPU_CONFIGS`, and prompts for it that no other call shares anything with."""
+    """An engine with a random model of `GPU_CONFIGS`, and prompts that share nothing with those of other calls."""
 
     def __init__(self, bench: Bench, name: str, **config: Any) -> None:
         self.bench = bench
@@ -74,7 +74,7 @@ class Served:
     def run(
         self, prompts: Sequence[Sequence[int]], out: int, on_step: Callable[[Moment], None] | None = None
     ) -> list[Moment]:
-        """Draws `out` tokens for each prompt; when each step began, and when all was done."""
+        """Generates `out` tokens for each prompt. Returns when each step began, and when all were done."""
         sampling = SamplingParams(max_tokens=out, ignore_eos=True)
         requests = [
             Request(
@@ -110,7 +110,7 @@ class Served:
 
 
 class OneAtATime:
-    """Engines of one model after the other: the next one's KV pool is sized by what the last one has given back."""
+    """Engines of one model after the other: the KV pool of the next one takes its size from the memory that the last one has freed."""
 
     def __init__(self, bench: Bench, **config: Any) -> None:
         self.bench = bench
@@ -127,5 +127,5 @@ class OneAtATime:
 
 
 def reached(moments: Sequence[Moment], tokens: int) -> Moment:
-    """The first moment at which there are so many completion tokens."""
+    """Returns the first moment with so many completion tokens."""
     return next(moment for moment in moments if moment.tokens >= tokens)

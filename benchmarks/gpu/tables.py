@@ -1,4 +1,4 @@
-"""The GPU result as markdown: README's table. What is not there is said to be not measured."""
+"""The GPU result as tables in markdown. Missing figures are shown as not measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def figures(result: Result, part: str, case: str) -> dict[str, Any] | None:
 
 
 def missing(result: Result, part: str, case: str) -> str:
-    """Why there is no figure."""
+    """Returns why there is no figure."""
     return "failed" if find(result, "failures", part, case) else NOT_MEASURED
 
 
@@ -37,7 +37,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def decode(result: Result) -> str:
-    """Rows: lengths of the prefix."""
+    """Returns a table with a row for each length of the prefix."""
     lines = [["decoding, 8B, 256 sequences under one prefix", "tokens/s", "ms a step", "floor, ms", "of the floor"]]
     for prefix in DECODE_PREFIXES:
         name = f"{prefix:,} tokens"
@@ -58,7 +58,7 @@ def decode(result: Result) -> str:
 
 
 def single(result: Result) -> str:
-    """What is one figure each."""
+    """Returns the table of single figures."""
     lines = [["", ""]]
     for text, part, case, said in (
         ("0.5B, 256 sequences: of a step not the device's work", "overhead", "0.5b 1024", _outside),
@@ -87,7 +87,7 @@ def _spread(f: Mapping[str, Any]) -> str:
 
 
 def exact(result: Result) -> str:
-    """So many of those that were run."""
+    """Returns how many of the rows that were run are equal."""
 
     def of_float32(kind: str) -> list[dict[str, Any]]:
         return [e for e in result[kind] if e["part"] == "parity" and e["case"].startswith("float32 ")]
@@ -104,7 +104,7 @@ def exact(result: Result) -> str:
 
 
 def workloads(result: Result) -> str:
-    """Tokens/s; in bold how many times as fast batchgen is on the same rows."""
+    """Returns the tokens/s; in bold how many times as fast batchgen is on the same rows."""
     others = (f"{OURS} --no-share", GENERATE, CONTINUOUS)
     labels = ("without sharing", *(PROGRAMS[engine].label for engine in others[1:]))
     lines = [["completion tokens/s", "batchgen", *labels]]
@@ -119,7 +119,7 @@ def workloads(result: Result) -> str:
 
 
 def compared(result: Result, part: str, engine: str) -> str:
-    """Another's tokens/s and the ratio, of the rows that it was run on."""
+    """Returns another engine's tokens/s and the ratio, on the rows that it ran."""
     theirs = figures(result, part, engine)
     if theirs is None:
         return missing(result, part, engine)

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, as a part of the benchmarks: where one is lent for a while, one command does all of it."""
+"""The tests that need a GPU, as a part of the benchmarks, so that one command runs everything on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def gpu_tests(bench: Bench) -> dict[str, Any]:
-    """The tests that need a GPU; a tiny bench runs some that do not, to show that it can."""
-    # By far the most examples of the slow ones have a kernel of their own to compile.
+    """Runs the tests that need a GPU. A tiny bench runs some that do not, to show that this part works."""
+    # Most examples of the slow tests compile their own kernel.
     on_gpu = [
         "-m",
         "gpu and not slow and not nightly",
@@ -32,7 +32,7 @@ def gpu_tests(bench: Bench) -> dict[str, Any]:
     tests = bench.size(on_gpu, ["-m", "", "tests/prefix/test_hashing.py"])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # Other versions of torch and transformers warn of other things: here only results count.
+        # Other versions of torch and transformers have other warnings; here only results count.
         command = [
             sys.executable,
             "-m",
@@ -61,7 +61,7 @@ def gpu_tests(bench: Bench) -> dict[str, Any]:
 
 
 def counted(report: ET.Element) -> dict[str, Any]:
-    """Tests by outcome, of pytest's report; of the failed ones the name and the first line of what they say."""
+    """Counts tests by outcome in pytest's report. Lists failed tests with the first line of their message."""
     found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
     for case in report.iter("testcase"):
         bad = case.find("failure") if case.find("failure") is not None else case.find("error")

@@ -1,4 +1,4 @@
-"""What a device did in some steps of a run, as torch's profiler saw it: when it was busy, and with what."""
+"""What a device did in some steps of a run, by torch's profiler: when it was busy, and with which kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampling", ("sort", "argmax", "topk", "softmax", "cumsum", "scan", "multinomial")),
     ("indexing", ("index", "gather", "scatter")),
 )  # fmt: skip
-"""By what is in a kernel's name, the first that fits; the rest is `element-wise and other`."""
+"""The kinds of kernels by parts of their names. The first that fits counts; the rest is `element-wise and other`."""
 OTHER = "element-wise and other"
 
 
@@ -48,7 +48,7 @@ class Trace:
 
 
 class Recorder:
-    """Given every moment of a run, traces the steps from the first at which `begin` is true to the next at which `end` is."""
+    """Gets every moment of a run. Traces the steps from the first for which `begin` is true to the next for which `end` is true."""
 
     def __init__(self, bench: Bench, begin: Callable[[Moment], bool], end: Callable[[Moment], bool]) -> None:
         self.bench = bench
@@ -75,7 +75,7 @@ class Recorder:
 
 
 def trace_of(events: Sequence[Any], device: torch.device, steps: int) -> Trace:
-    """Of what the profiler recorded. On a CPU the operations stand in for what a device ran."""
+    """Returns the trace of the profiler's events. On a CPU, operations stand in for kernels."""
     kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     found = [
         Event(e.name, e.time_range.start, e.time_range.end)
@@ -90,7 +90,7 @@ def trace_of(events: Sequence[Any], device: torch.device, steps: int) -> Trace:
 
 
 def outermost(events: Sequence[Event]) -> list[Event]:
-    """Those that lie in no other: of operations that call one another, the first."""
+    """Returns the events that are not inside another one: of nested operations, the outermost."""
     found: list[Event] = []
     for event in sorted(events, key=lambda e: (e.begins, -e.ends)):
         if not found or event.begins >= found[-1].ends:
@@ -104,7 +104,7 @@ def kind_of(name: str) -> str:
 
 
 def summary(trace: Trace, step_ms: float, most: int = 15) -> dict[str, Any]:
-    """Where the milliseconds of a step go. `step_ms`: of the step without a profiler; what the device is not busy of it is `idle`."""
+    """Where the milliseconds of a step go. `step_ms` is the time of the step without a profiler; the part in which the device is not busy is `idle`."""
     kinds: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in trace.events:

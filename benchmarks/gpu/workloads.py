@@ -1,4 +1,4 @@
-"""batchgen beside transformers on one workload, every engine a process of its own; and beside itself without sharing."""
+"""Compares batchgen on one workload with transformers, and with itself without sharing. Every engine runs in its own process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmarks.programs import GENERATE, OURS, PROGRAMS, ROOT, EngineFailed, No
 from benchmarks.workloads import workload_file
 
 FEWER_ROWS = (512, 128)
-"""The first rows of a workload that the slow engines get: fewer where the more are not done in time."""
+"""Numbers of rows that slow engines get: the smaller one if the larger one is not done in time."""
 TIMEOUT = 120.0
 SWEEP = "32,128,512"
 KEPT = ("prefill_tokens", "prefill_tokens_min", "shared_fraction", "steps", "mean_decode_batch", "preemptions",
         "kv_bytes_peak", "kv_bytes_unshared", "seconds", "generate_s")  # fmt: skip
-"""Of batchgen's own figures."""
+"""The figures of batchgen that are kept."""
 
 
 class Workload:
@@ -48,7 +48,7 @@ class Workload:
     def call(
         self, engine: str, limit: int | None, options: Sequence[str] = (), timeout: float = TIMEOUT
     ) -> dict[str, Any]:
-        """What an engine says of the first `limit` rows. Raises `EngineFailed`."""
+        """Returns an engine's figures for the first `limit` rows. Raises `EngineFailed`."""
         command = [sys.executable, "-m", PROGRAMS[engine].module, "--model", str(self.folder)]
         command += ["--input", str(self.file(limit)[0]), "--device", self.bench.device.type, *options]
         return last_json(engine, run(engine, command, self.environment, timeout))
@@ -80,7 +80,7 @@ def ours(workload: Workload, limit: int | None, repeats: int, options: Sequence[
 
 
 def theirs(workload: Workload, engine: str, limits: Sequence[int], needed: set[int]) -> dict[str, Any]:
-    """On as many rows as are done in time; `needed` takes their number. Raises `NotDone` where even the fewest are not."""
+    """Runs an engine on as many rows as are done in time, whose number `needed` gets. Raises `NotDone` if even the fewest are not."""
     for limit in limits:
         needed.add(limit)
         try:
