@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Before torch is imported by anyone: these models are so small that threads only cost.
+# Set before torch is imported: these models are so small that threads only cost time.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -35,7 +35,7 @@ hypothesis.settings.load_profile("batchgen")
 # Triton's kernels run on its interpreter, on the CPU. This is decided when triton is imported, which the conftest of a folder may do.
 os.environ["TRITON_INTERPRET"] = "1"
 
-# Ignored under nohup, or in a shell's background, and so they would be in every run that a test starts.
+# nohup, or a shell's background, ignores these signals, and every run that a test starts would ignore them too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _write_to_memory() -> None:
-    """Has `tmp_path` lie in memory where there is room. Every job syncs its files, and on a slow disk tests would wait for it longer than they compute.
+    """Puts `tmp_path` in memory if there is room. Every job syncs its files, and on a slow disk tests would wait for it longer than they compute.
 
     `make test-slow` writes to the disk. `TMPDIR` or pytest's `--basetemp` name another place.
     """
@@ -57,7 +57,9 @@ def _write_to_memory() -> None:
     if FULL or "TMPDIR" in os.environ or not os.access(memory, os.W_OK):
         return
     there = os.statvfs(memory)
-    programs = not there.f_flag & os.ST_NOEXEC  # tests compile kernels; in a container it may be mounted without
+    programs = (
+        not there.f_flag & os.ST_NOEXEC
+    )  # tests compile kernels, and a container may mount it without permission to run them
     if programs and there.f_bavail * there.f_frsize >= 4 << 30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))  # read when the first test asks for a folder
 
@@ -67,7 +69,7 @@ _frozen_modules = 0
 
 
 def pytest_collection_finish() -> None:
-    """Whatever has been imported stays: the garbage collector need not look at it again and again."""
+    """Imported modules stay, so the garbage collector need not look at them again and again."""
     _freeze()
     gc.set_threshold(5_000, 20, 20)
     gc.enable()
@@ -75,7 +77,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The same for what the tests of a file have imported: transformers, datasets, the clients of stores."""
+    """The same for modules that the tests of a file have imported: transformers, datasets, the clients of stores."""
     if nextitem is not None and nextitem.path != item.path and len(sys.modules) > _frozen_modules + 100:
         gc.collect()
         _freeze()
@@ -114,7 +116,7 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left behind."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -128,7 +130,7 @@ class Outcome:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """Runs the command `batchgen` in this process: its exit code and both streams."""
+    """Returns a function that runs the command `batchgen` in this process and returns its exit code and both streams."""
     from batchgen_cli.app import run_command
 
     def run(*arguments: str | Path, stdin: str | None = None) -> Outcome:
@@ -193,7 +195,7 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     urllib.request.urlopen(urllib.request.Request(f"{s3_server}/moto-api/reset", method="POST")).close()
-    fs = s3fs.S3FileSystem()  # one for all tests: to make it takes a second
+    fs = s3fs.S3FileSystem()  # one for all tests, because making it takes a second
     fs.invalidate_cache()
     fs.mkdir("bucket")
     return fs

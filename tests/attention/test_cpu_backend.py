@@ -64,7 +64,9 @@ def compare(kernels, spans, block_size, *, K=2, G=2, D=8, V=8, dtype=torch.float
         [w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.start, w.stop)]
     )
     T = len(own)
-    q = torch.randn((T, K * G, D), generator=generator).to(dtype).transpose(0, 1)  # strided as a model's
+    q = (
+        torch.randn((T, K * G, D), generator=generator).to(dtype).transpose(0, 1)
+    )  # with the strides of a model's queries
     got = attention(0, q, keys[:, own], values[:, own], layer)
     want = Reference(spans, block_size).attend(q.reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
     assert got.dtype == dtype

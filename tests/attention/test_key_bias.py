@@ -1,4 +1,4 @@
-"""A bias of keys that is kept in the keys, such as ALiBi's."""
+"""A bias of keys, such as ALiBi's, is stored as a part of the keys."""
 
 import pytest
 import torch

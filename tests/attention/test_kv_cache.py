@@ -49,7 +49,7 @@ def test_blocks_are_copied_whole_in_every_layer():
         ([], [0, 1, 2, 3, 4, 5]),
         ([(0, 3), (0, 4)], [0, 1, 2, 0, 0, 5]),
         ([(0, 1), (1, 2)], [0, 0, 0, 3, 4, 5]),  # a copy of a copy
-        ([(1, 2), (0, 1)], [0, 0, 1, 3, 4, 5]),  # the source is given away after it was read
+        ([(1, 2), (0, 1)], [0, 0, 1, 3, 4, 5]),  # the source is overwritten after it was read
         ([(0, 1), (1, 2), (2, 3), (5, 0), (0, 4)], [5, 0, 0, 0, 5, 5]),
     ],
 )
@@ -73,7 +73,7 @@ def test_bytes_of_a_token_are_those_of_all_layers():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_token_that_is_no_number_spoils_only_those_that_attend_to_it(bad):
-    """Masked keys have weight 0, and 0 times NaN is NaN: a value in the pool is always finite, its key tells."""
+    """Masked keys have weight 0, and 0 times NaN is NaN. So values in the pool are always finite, and the key of such a token is NaN."""
     cache = cache_of(2, 2, {0: LayerShape(1, 2, 2)})
     keys = torch.tensor([[[1.0, -0.0], [3.0, 4.0]]])
     values = torch.tensor([[[5.0, bad], [7.0, 8.0]]])
@@ -109,7 +109,7 @@ def test_bytes_of_a_token_are_those_on_one_device_where_that_is_asked():
 
 
 def test_layers_of_one_shape_lie_in_one_tensor_and_none_is_a_view():
-    """A block is moved in all layers at once; to torch.compile views of one tensor that are written to would be one."""
+    """A block is moved in all layers at once. torch.compile would take views of one tensor that is written to for a single tensor."""
     cache = cache_of(4, 2, {0: LayerShape(2, 3, 3), 1: LayerShape(2, 3, 5), 2: LayerShape(1, 3, 3)})
     assert [tuple(pool.shape) for pool in cache.pools] == [(2 * 3, 8, 3), (2, 8, 5), (1 * 2, 8, 3)]
     tensors = [*cache.keys.values(), *cache.values.values()]
@@ -144,10 +144,10 @@ def test_blocks_are_saved_while_the_device_goes_on_and_are_what_they_were():
     cache = numbered(cache_of(64, 32, {i: LayerShape(8, 128, 128, cuda) for i in range(4)}))
     want = [pool.clone() for pool in cache.pools]
     blocks = list(range(40, 56))
-    cache.swap_out(blocks)  # the first pins memory and loads kernels, which may wait
+    cache.swap_out(blocks)  # the first call pins memory and loads kernels, so it may wait
     torch.cuda._sleep(10**8)
     saved = cache.swap_out(blocks)
-    assert not any(kept.there.query() for kept in saved)  # nobody has waited
+    assert not any(kept.there.query() for kept in saved)  # nothing has waited for the copies
     assert all(kept.blocks.is_pinned() for kept in saved)
     for pool in cache.pools:
         pool.zero_()

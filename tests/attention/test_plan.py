@@ -61,7 +61,7 @@ def test_too_small_a_run_is_read_through_the_block_tables():
 
 
 def test_the_tail_of_a_node_belongs_to_its_children():
-    """The block that a node ends inside of is each child's own copy: only whole blocks are shared."""
+    """Each child has its own copy of the block in which a node ends: only whole blocks are shared."""
     root = node_span([0, 1, 2], 0, 10)
     spans = [decode(sim, [0, 1, 9 - i], root, 11, i) for i in range(2)]
     plan = plan_attention(spans, 4, shared_reads=1)

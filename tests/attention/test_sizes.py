@@ -1,4 +1,4 @@
-"""What a token's KV takes, by the configuration alone, is what the layers of the model keep."""
+"""The KV size of a token, from the configuration alone, is what the layers of the model store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchgen.model.architectures import RECURRENT
 from support.models import packed_model
 from support.shapes import SHAPES
 
-# transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
+# transformers 5.17 warns with torch 2.13 when it imports GPTBigCode.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 NO_GROUPS = {
     "biogpt", "bloom", "codegen", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "modernbert-decoder", "mpt", "opt",

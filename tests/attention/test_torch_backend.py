@@ -20,7 +20,7 @@ GARBAGE = 1e4
 
 
 def pool_of(plan, spans, size, K, D, V, block_size, dtype, generator):
-    """Random KV where these works look, and large garbage everywhere else."""
+    """Returns random KV at the places that these works read, and large garbage everywhere else."""
     keys, values = torch.full((K, size, D), GARBAGE), torch.full((K, size, V), GARBAGE)
     used = {w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.stop)}
     at = torch.tensor(sorted(used))
@@ -136,7 +136,7 @@ def test_blocks_read_in_place_and_gathered_give_the_same(dense):
 
 
 def test_memory_that_is_scattered_is_read_right():
-    """Short memory: nodes evicted and computed again, runs that do not follow one another."""
+    """Memory is short, so nodes are evicted and computed again, and their blocks are not contiguous."""
     parts = []
 
     def check(step, plan):
@@ -173,7 +173,7 @@ def test_kv_that_was_copied_for_each_query_is_refused():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that was made new, and the sum of all."""
+    """Records the number of elements of the largest new tensor, and the sum of all."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ def shared_step(n, blocks, block_size):
 
 @pytest.mark.parametrize("sliding_window", [None, 3000])
 def test_memory_of_the_shared_part_does_not_grow_with_a_copy_for_each_query(sliding_window):
-    """Its largest tensor is the scores, K*G*S for a query: KV for each query would be D times as much."""
+    """The largest tensor holds the scores, K*G*S for each query. KV for each query would be D times as large."""
     K, G, D, block_size, blocks = 2, 1, 64, 16, 128
     made = {}
     for n in (16, 64):

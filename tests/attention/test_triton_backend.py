@@ -28,7 +28,7 @@ from support.triton_interpreter import skip_unless_interpreted
 BLOCKS = 120
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.04, torch.float16: 0.004}
 GARBAGE = 1e4
-# The interpreter's kernels are numpy's operations: what is masked may be anything on its way.
+# The interpreter runs kernels as numpy's operations: masked values may be anything before they are dropped.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|All-NaN):RuntimeWarning")
 
 
@@ -40,7 +40,7 @@ def device(request):
 
 
 FINE = Tuning(shared_reads=1, wide_min_keys=1, narrow_min_keys=1, item_keys=0)
-"""Reads are split and shared as finely as can be."""
+"""Reads are split and shared as finely as possible."""
 
 
 def kv_index(scheduled, position, block_size):
@@ -71,7 +71,7 @@ def compare(
     tuning=DEFAULT_TUNING,
     **options,
 ):
-    """What `DeviceAttention` gives is the reference; what nobody may see is NaN, or large."""
+    """Compares `DeviceAttention` with the reference. Values that no query may read are NaN, or large."""
     generator = torch.Generator().manual_seed(seed)
     cache = KVCache({0: LayerShape(K, D, V, device)}, BLOCKS, block_size, dtype)
     before = torch.tensor(sorted({kv_index(w, p, block_size) for w in spans for p in range(w.stop)}))
@@ -312,7 +312,7 @@ def test_other_devices_are_not_served(device_type, dtype, size):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """A cache that says of itself that it lies on a GPU, and its device. Triton is not asked to interpret."""
+    """Returns a cache that claims to be on a GPU, and its device. Triton does not interpret."""
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     gpu = torch.device("cuda", 0)
 
@@ -429,7 +429,7 @@ def operands(device, T=5):
 
 
 def test_the_operator_says_what_it_does(device):
-    """Its schema names what it writes to, its fake implementation gives the shapes, it compiles."""
+    """Its schema names what it writes to, its fake implementation gives the shapes, and it compiles."""
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.batchgen.attend.default, operands(device), test_utils=tests)
 
@@ -438,7 +438,7 @@ def test_the_operator_says_what_it_does(device):
 @torch.inference_mode()
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_model_compiles_whole_and_once(device, backend):
-    """Steps of other plans and the same padded size run what the first compiled."""
+    """Steps with other plans and the same padded size run the code that the first one compiled."""
     torch._dynamo.reset()
     model = model_on(device)
     plain, cache = cache_for(model, device), cache_for(model, device)

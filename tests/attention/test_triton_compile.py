@@ -1,4 +1,4 @@
-"""The kernels compile for an H100 or H200 where there is none."""
+"""The kernels compile for an H100 or H200 on a machine without one."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_MEMORY = 227 << 10
-"""Most that a program may have on an H100 or H200, in bytes."""
+"""Maximum of a program on an H100 or H200, in bytes."""
 STACK = {"bfloat16": 256, "float16": 256, "float32": 2048}
 """Bytes of a thread's registers that may be spilled to memory: a few numbers, beside loops over thousands of keys. Float32 is for exactness."""
 

@@ -166,7 +166,7 @@ def test_a_shared_part_in_several_runs_of_the_pool_is_one_range():
 
 
 def test_blocks_above_and_below_a_shared_part_are_ranges_of_their_own():
-    """The middle node alone is a part: the root has too few blocks."""
+    """Only the middle node is a part, because the root has too few blocks."""
     root, middle = node_span(0, 4), node_span(4, 16)
     spans = [scheduled([0, 1, 2, 3, 10 + i], 16, 17, (root, middle)) for i in range(2)]
     lists = listed(spans, 4, shared_reads=6)
@@ -190,7 +190,7 @@ def test_ranges_that_adjoin_are_read_as_one():
         (2, 1, 1, [32, 32]),
         (3, 1, 1, [24, 20, 20]),
         (8, 4, 1, [32, 32]),
-        (1000, 1, 1, [8] * 6 + [4] * 4),  # more would not pay
+        (1000, 1, 1, [8] * 6 + [4] * 4),  # more would cost more than they save
         (1000, 1, 12, [16, 12, 12, 12, 12]),
         (1000, 1, 65, [64]),
     ],

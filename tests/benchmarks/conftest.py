@@ -26,7 +26,7 @@ CASE = Case("30m", "bfloat16", "few-shot", Path("model"), Path("rows.jsonl"))
 
 
 def measured(engine: str, rate: float, precision: str = "bfloat16") -> dict[str, Any]:
-    """What an engine says of a run that made 1,000 tokens."""
+    """Returns an engine's figures of a run that made 1,000 tokens."""
     names = ("torch", "transformers") if PROGRAMS[engine].environment is None else (engine,)
     return {
         "engine": engine,
@@ -59,7 +59,7 @@ class Result:
 
 @pytest.fixture
 def result() -> Result:
-    """Of nothing yet."""
+    """Returns a result without measurements."""
     return Result()
 
 
@@ -69,7 +69,7 @@ def case() -> Case:
 
 
 class Engines:
-    """Stand-ins for the engines: what was called, and what each call answers."""
+    """Stand-ins for the engines. Records the calls, and answers each with the given figures."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int | None]] = []
@@ -109,12 +109,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 
 @pytest.fixture
 def comparison(tmp_path: Path) -> Callable[..., compare.Comparison]:
-    """One that compares batchgen with these engines on one case."""
+    """Returns a comparison of batchgen with these engines on one case."""
 
     def make(*options: str, others: Sequence[str] = ("transformers-generate",)) -> compare.Comparison:
         for engine in others:
             environment = PROGRAMS[engine].environment
-            if environment and engine != "ctranslate2":  # which is never installed here
+            if environment and engine != "ctranslate2":  # CTranslate2 is never installed here
                 (tmp_path / "engines" / environment).mkdir(parents=True, exist_ok=True)
                 (tmp_path / "engines" / environment / "ready").touch()
         given = ["--engines", "batchgen", *others, "--workloads", "few-shot", "--dtypes", "bfloat16"]

@@ -1,4 +1,4 @@
-"""The tables of a result, to the letter."""
+"""The tables of a result, word for word."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The simulation of many workers: what must hold whatever the measured costs are."""
+"""The simulation of many workers, with claims that hold for any measured costs."""
 
 from __future__ import annotations
 

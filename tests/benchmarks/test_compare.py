@@ -1,4 +1,4 @@
-"""What a comparison runs, in which order, what it keeps, and what it leaves out."""
+"""Which runs a comparison makes and in which order, what it keeps, and what it leaves out."""
 
 import json
 from collections.abc import Callable

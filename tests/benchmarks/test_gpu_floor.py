@@ -1,4 +1,4 @@
-"""The floor of a decode step and what a prefill comes to, worked by hand; what a trace says; where sharing begins to pay."""
+"""The floor of a decode step and the cost of a prefill, worked out by hand; traces; and the size from which sharing saves time."""
 
 from types import SimpleNamespace
 
@@ -61,7 +61,7 @@ def test_a_prefill_comes_to_its_linear_layers_its_pairs_and_a_head_for_each_prom
 
 
 def test_an_interval_of_steps_says_how_long_one_takes_and_how_much_is_read() -> None:
-    # Four sequences with 64 tokens of their own draw tokens 17 to 32 in 0.32 s: the steps run tokens 16 to 31.
+    # Four sequences with 64 tokens of their own sample tokens 17 to 32 in 0.32 s: the steps run tokens 16 to 31.
     interval = Interval(Moment(1.0, 100 + 4 * 16, 20), Moment(1.32, 100 + 4 * 32, 36), before=100, sequences=4)
     assert interval.seconds == pytest.approx(0.02)
     assert interval.own == 64 + (16 + 31) / 2

@@ -1,4 +1,4 @@
-"""The GPU result file: written case by case, gone on with, put together from several; and the table that is made of it."""
+"""The GPU result file is written case by case, continued, and merged from several files; and a table is made from it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.sh`: its parts as processes, what is kept when one fails, hangs or dies; and all of it in small, on the CPU."""
+"""`benchmarks/gpu.sh`: its parts run as processes, figures survive a part that fails, hangs or dies, and the whole runs in small on the CPU."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_results_are_merged_by_the_same_command(
 
 
 class Slow:
-    """A workload on which an engine is done in time with 128 rows, and not with more."""
+    """A workload of which an engine finishes 128 rows in time, but not more."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, str]] = []

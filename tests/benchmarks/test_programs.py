@@ -1,4 +1,4 @@
-"""Engines as processes: what is missing is said, what takes too long is ended, models are converted once."""
+"""Engines as processes: a missing engine is named, one that takes too long is ended, and models are converted once."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ OTHERS = [name for name, program in PROGRAMS.items() if program.environment]
 
 
 def alive(process: int) -> bool:
-    """Whether a process that was just ended is there after a moment."""
+    """Whether a process that was just ended still exists after a moment."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

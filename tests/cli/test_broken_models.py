@@ -39,6 +39,6 @@ def test_a_broken_model_is_refused_in_a_line_of_its_own(
         "tensors are missing",
         "head lost",
     ):
-        return  # only the load of the weights can tell
+        return  # only loading the weights can tell
     assert (outcome.code, outcome.out) == (1, ""), outcome
     assert re.fullmatch(f"batchgen: error: {expected(name, folder)}\n", outcome.err), outcome.err

@@ -1,4 +1,4 @@
-"""`--device` with several devices, as users have it: real processes, from the command to the output."""
+"""`--device` with several devices as users run it: real processes, from the command to the output."""
 
 import json
 import os

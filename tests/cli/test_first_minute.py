@@ -1,4 +1,4 @@
-"""What one tries first: device files as outputs, a dry run, no colours."""
+"""The first things that a user tries: device files as outputs, a dry run, no colours."""
 
 import gzip
 import io

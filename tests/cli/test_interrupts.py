@@ -1,4 +1,4 @@
-"""Signals, pipes and locks of the command as a process of its own: exit codes as a shell sees them, and what is kept."""
+"""Signals, pipes and locks of the command as a separate process: exit codes as a shell sees them, and the results that are kept."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def slow_job(write_jsonl: Callable[..., Path]) -> Path:
-    """Rows enough to be in the middle of them when the signal comes."""
+    """Writes so many rows that the signal comes in the middle of them."""
     return write_jsonl({"prompt": f"Rows with a beginning that is the same, and then number {i}"} for i in range(ROWS))
 
 
@@ -34,7 +34,7 @@ def start(command: list[str], command_environment: dict[str, str], tiny_model_di
     return run
 
 
-# One row at a time, written down at once: slow enough to be met in the middle.
+# One row at a time, stored at once: slow enough for a signal to come in the middle.
 SLOWLY = ("--batch-size", "1", "--max-tokens", "100", "--ignore-eos", "--flush-every", "0")
 
 

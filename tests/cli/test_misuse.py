@@ -1,4 +1,4 @@
-"""Misuse is told in one line with its exit code, before a tokenizer is loaded."""
+"""Misuse gives one line and its exit code, before a tokenizer is loaded."""
 
 import fcntl
 import re

@@ -15,7 +15,7 @@ from batchgen_cli.options import job_config
 
 
 def parsed(*arguments: str) -> JobConfig:
-    """The job that these options ask for."""
+    """Returns the job that these options ask for."""
     run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
     with run.make_context("run", ["x.jsonl", "-m", "m", *arguments]) as ctx:
         return job_config(ctx.params)

@@ -1,4 +1,4 @@
-"""What is seen while a job runs."""
+"""What a user sees while a job runs."""
 
 import io
 import json
@@ -29,7 +29,7 @@ from batchgen_cli.stderr import Stderr
 
 
 class Told:
-    """What a job tells of its run, in calls of one line: `Tracker` makes the snapshots of it."""
+    """Tells a `Tracker` about a run, in calls of one line. The tracker makes the snapshots."""
 
     def __init__(self, shown: Notes) -> None:
         self.run = RunFigures()
@@ -61,7 +61,7 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is shown has these methods here, each with a run of its own."""
+    """Gives every progress display these methods, with its own run."""
     runs: dict[int, Told] = {}
     for name in ("rows", "kept", "tokens", "running", "phase", "passed", "figures"):
 
@@ -92,7 +92,7 @@ class Terminal(io.StringIO):
 
     @property
     def shown(self) -> list[str]:
-        """What stood there, one line over the other."""
+        """The lines that the terminal has shown, one after the other."""
         return [line.rstrip() for line in re.split(r"[\r\n]", self.getvalue()) if line.strip()]
 
 

@@ -1,4 +1,4 @@
-"""What a start of the command imports, and what it leaves out. The seconds are in benchmarks/NOTES.md."""
+"""Which modules a start of the command imports, and which it does not. The seconds are in benchmarks/NOTES.md."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tables_are_written_and_read_without_pandas(start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the libraries', of each other
+@pytest.mark.filterwarnings("ignore")  # warnings of libraries about each other
 @pytest.mark.parametrize("kind", ["GGUF", "fp8", "awq"])
 def test_the_command_loads_models_that_transformers_loads_with_accelerate_only(
     kind: str, command_environment: dict[str, str], tiny_model_dir: Path, tmp_path: Path

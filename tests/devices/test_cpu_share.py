@@ -1,4 +1,4 @@
-"""The part of the machine that a process of several takes."""
+"""The share of the machine that each of several processes takes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A model on several devices in a Python program: the same facade. The processes are threads here, with engines and models of their own."""
+"""A model on several devices in a Python program. The processes are threads here, with engines and models of their own."""
 
 from __future__ import annotations
 

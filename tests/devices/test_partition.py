@@ -1,4 +1,4 @@
-"""Which device runs what: pieces of whole groups, balanced, and taken over by whoever has none left."""
+"""Which device runs which rows: pieces of whole groups, balanced, and taken over by devices that have none left."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_costs_add_up_to_the_tokens_of_the_tree_and_those_to_generate(requests: 
     leaves, plan = planned(requests)
     drawn = sum(DECODE_COST * r.max_tokens * r.params.n for r in requests if not r.texts)
     assert sum(p.cost for p in cut(leaves, plan, devices)) <= plan.prefill_tokens_min + drawn
-    if not any(r.texts for r in requests):  # else a piece without a request of its own is left out
+    if not any(r.texts for r in requests):  # otherwise a piece without a request of its own is left out
         assert sum(p.cost for p in cut(leaves, plan, devices)) == plan.prefill_tokens_min + drawn
 
 
@@ -274,7 +274,7 @@ def test_whatever_is_asked_all_is_handed_out_once(requests: list[Request], devic
             continue
         found += rows(pieces)
         idle = 0 if pieces else idle + 1
-        if idle > 20:  # the rest is better left to one of them
+        if idle > 20:  # one device runs the rest faster
             found += [row for other in alive for row in rows(shares.take(other, 1))]
     assert Counter(found) == Counter(range(len(requests)))
 

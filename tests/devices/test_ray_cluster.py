@@ -42,7 +42,7 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             "RAY_worker_niceness", "0"
-        )  # actors with less right to the cores than other tests would take minutes to start
+        )  # with a lower priority than other tests, actors would take minutes to start
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})
         cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
         try:
@@ -73,7 +73,7 @@ def one_process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def expected(one_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """What one process writes. The input is in the current folder."""
+    """Returns the output of one process. The input is in the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(one_process / "in.jsonl", "in.jsonl")
     return (one_process / "one.jsonl").read_bytes()
@@ -89,7 +89,7 @@ def config_of(folder: Path, address: str | None, **options: Any) -> JobConfig:
 
 @dataclass(eq=False)
 class Actor:
-    """An actor of the job, as its driver hears of it."""
+    """An actor of the job, as its driver knows it."""
 
     link: Any = None
     ready: bool = False
@@ -137,7 +137,7 @@ class Actors:
 
 
 class Losing(Silent):
-    """Loses something at so many random moments, each time with two actors that have finished rows, until `kills` are lost."""
+    """Kills something at random moments, each time when two actors have finished rows, `kills` times in all."""
 
     def __init__(self, actors: Actors, seed: int, kills: int, lose: Callable[[random.Random], None]) -> None:
         self._actors, self._lose, self._rng = actors, lose, random.Random(seed)
@@ -149,13 +149,13 @@ class Losing(Silent):
         self.notes.append(text)
 
     def update(self, now: Snapshot) -> None:
-        """Holds the driver until what was lost is known to be, and then until its successor is ready: so the job does not end before."""
+        """Holds the driver until it knows of the loss, and then until the successor is ready, so that the job does not end earlier."""
         actors = self._actors
         if self.lost == self.kills or now.phase != "generating":
             return
         actors.wait(lambda: len(actors.started) - len(actors.alive) >= self.lost)
         if len(actors.alive) < 2:
-            return  # the driver has to hear that one is lost
+            return  # the driver must learn of the loss
         actors.wait(lambda: all(actor.ready or actor.ended for actor in actors.started))
         if now.rows_done >= self._next and all(actor.rows for actor in actors.alive):
             self._next = now.rows_done + self._rng.randrange(1, ROWS // (4 * self.kills))
@@ -290,7 +290,7 @@ def test_a_model_that_the_machines_do_not_have_is_told_in_one_line(
 
 
 def moved_away(self: Any, model: ModelConfig, engine: EngineConfig) -> Any:
-    """As if the driver's folder were not there on the others."""
+    """As if the other machines did not have the driver's folder."""
     from batchgen.devices.transport import WorkerSetup
 
     return [WorkerSetup(ModelConfig(model="./nowhere", device="cpu"), engine, place, 1) for place in range(2)]

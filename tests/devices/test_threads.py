@@ -1,4 +1,4 @@
-"""How many threads an engine has: what is asked for, or what the process may really use."""
+"""How many threads an engine has: the number asked for, or the cores that the process may use."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Processes of devices as they really are: how they start, and how they ended, in words."""
+"""Real processes of devices: how they start, and messages about how they ended."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Several processes as one engine: who is given what, what comes back, and what becomes of the rows of one that ends."""
+"""Several processes as one engine: which rows each gets, what comes back, and what happens to the rows of one that ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(workers: Workers, requests: list[Request], stop: Callable[[], str | None
 
 
 def when(done: Callable[[], bool], action: Callable[[], Any]) -> Callable[[], None]:
-    """To be asked as `stop`: does it once, as soon as `done`."""
+    """Returns a function to pass as `stop`: it runs the action once, as soon as `done`."""
     left = [action]
 
     def stop() -> None:
@@ -257,7 +257,7 @@ def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(
         workers.run()
     assert workers.unfinished == 0
     assert sorted(run(workers, grouped(3, 10))) == list(range(30))
-    assert workers.stats.completion_tokens < 3000  # none of the others ran on
+    assert workers.stats.completion_tokens < 3000  # none of the other rows went on
 
 
 # -- processes that end

@@ -122,7 +122,7 @@ def test_a_model_without_numbers_fails_every_row_and_the_loop_ends():
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_a_row_without_numbers_fails_alone(model, batch_size):
-    """Its KV is NaN: blocks that it shared, or leaves to others, must not spoil them."""
+    """Its KV is NaN. Blocks that it shares, or that other rows get afterwards, must not spoil these rows."""
     group = list(range(45))
     bad = 90
     prompts = [[*group, 46 + i, bad] if i % 3 == 1 else [*group, 46 + i, 1] for i in range(9)]
@@ -228,7 +228,7 @@ def test_preempted_work_is_counted(model):
     assert s.preemptions == 1
     assert s.completion_tokens == 68
     assert s.prefill_tokens == 30 + 2 * 30
-    assert s.recomputed_tokens == 2  # drawn before its block was full, and run again
+    assert s.recomputed_tokens == 2  # sampled before its block was full, and run again
 
 
 SAMPLED = {"temperature": 1.0, "seed": 5}

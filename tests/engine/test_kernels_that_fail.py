@@ -1,4 +1,4 @@
-"""Kernels of a GPU that fail in the middle of a job: it goes on in plain torch from the tokens it has, and no row is lost."""
+"""Kernels of a GPU fail in the middle of a job: it continues in plain torch from the tokens it has, and no row is lost."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ PARAMS = [
     {"logprobs": 0},
 ]
 POISON = 96
-"""A token whose embedding is no number in `poisoned`."""
+"""The token whose embedding is NaN in `poisoned`."""
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_kernels_run_again_if_no_row_shows_whether_they_were_at_fault(model, wan
     assert (len(results) < len(requests)) == interrupted
     assert ("cancelled" in {r.finish_reason for r in results.values()}) != interrupted
     assert (engine.attention, engine.notes) == ("triton", [])
-    assert told(run(engine, mixed())) == want  # where they fail once more, and a row shows it
+    assert told(run(engine, mixed())) == want  # the kernels fail once more, and a row shows it
     assert engine.attention == "cascade"
 
 

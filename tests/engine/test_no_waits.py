@@ -1,7 +1,7 @@
 """The decode loop asks the device for nothing but what `Readback` brings, one step late.
 
-Shown on a device without values (`meta`): whatever asks it for a number raises, on its way through the same branches as on CUDA. And what
-goes there from the host has to go through `staging`, which pins it: other copies wait for the device.
+The tests use a device without values (`meta`), so code that asks it for a number raises, in the same branches as on CUDA. Copies from the
+host must go through `staging`, which pins memory, because other copies wait for the device.
 """
 
 import random
@@ -42,7 +42,7 @@ class Waits(AssertionError):
 
 
 class Copies(TorchDispatchMode):
-    """Raises where the device gets something from the host otherwise than in a copy from pinned memory that nobody waits for."""
+    """Raises if the device gets data from the host in any other way than by an asynchronous copy from pinned memory."""
 
     def __init__(self, there):
         """`there` are the tensors that the device has."""
@@ -91,7 +91,7 @@ class Numbers(TorchFunctionMode):
 
 
 class Attention:
-    """Stands in for attention, which has tests of its own."""
+    """Replaces attention, which has its own tests."""
 
     num_parts = 0
 
@@ -103,7 +103,7 @@ class Attention:
 
 
 class Told:
-    """What a device would have said: any tokens, and that all of them are numbers."""
+    """The answers of a device: random tokens, all of them valid."""
 
     rng = random.Random(0)
 
@@ -121,7 +121,7 @@ class Told:
 
 @contextmanager
 def guarded(monkeypatch, engine):
-    """The steps of this engine, on a device without values."""
+    """Makes this engine run its steps on a device without values."""
     module, params, penalties = engine.runner.model.module, engine.sampler._batch_params, engine.sampler._penalties
     tensors = [params.last, params._table, penalties._seen.rows, penalties._counts.rows]
     copies = Copies([*module.parameters(), *module.buffers(), *tensors])
@@ -147,7 +147,7 @@ def engine_without_values(monkeypatch, **options):
     here, model = models()
     engine = engine_of(here, eos=(EOS,), **options)
     monkeypatch.setattr(executor_module, "Readback", Told)
-    monkeypatch.setattr(Told, "rng", random.Random(0))  # the same tokens whatever ran before
+    monkeypatch.setattr(Told, "rng", random.Random(0))  # the same tokens, whichever tests ran before
     runner = Runner(model, engine.runner.cache, engine.sizes.limits, engine.notes)
     runner._attention = Attention
     runner._move = lambda moves: None  # of blocks: kv_cache's
@@ -215,7 +215,7 @@ def test_a_step_takes_few_copies_to_the_device(monkeypatch):
     with guarded(monkeypatch, engine) as copies:
         run(engine, requests)
     assert engine.stats.steps == 12
-    # Tokens that are on the device already: their places and sampler indices. When they begin, their parameters.
+    # For tokens that are on the device already: their places and sampler indices. When sequences begin: their parameters.
     assert copies.count == 12 * (2 + 1) + 11 * 2 + 1
 
 
@@ -268,7 +268,7 @@ def test_a_launch_that_waits_is_found(monkeypatch, mistake, where):
 
 @pytest.mark.gpu
 def test_the_loop_on_a_gpu_waits_for_nothing_but_the_step_before(monkeypatch):
-    """torch raises where a launch waits; what is compiled on the way is there from a first run."""
+    """torch raises if a launch waits. A first run has compiled everything."""
     here, _ = models()
     requests = mixed_requests()
     want = run(engine_of(here, eos=(EOS,)), requests)

@@ -1,4 +1,4 @@
-"""Forks, cancellations, time-outs and callbacks: what becomes of a row whose leaves end in different ways."""
+"""Forks, cancellations, time-outs and callbacks: the result of a row whose leaves end in different ways."""
 
 import math
 import time
@@ -55,7 +55,7 @@ def test_forks_hold_their_prompt_once(model):
 
 
 def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
-    """The token 90 has no numbers; one of the forks draws it."""
+    """The token 90 gives NaN; one of the forks samples it."""
     engine = tiny.engine_of(tiny.build(poison=90))
     requests = tiny.requests_of([GROUP, [5], [6]], [60, 2, 2], n=8, temperature=1.5)
     clean = tiny.run(tiny.engine_of(tiny.build()), requests)
@@ -111,7 +111,7 @@ def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(mode
 
 
 def test_a_row_has_its_time_from_its_start_and_keeps_what_it_has(model, monkeypatch):
-    """By a clock that goes on a second a step: rows that wait lose none of theirs."""
+    """The clock advances one second per step. Waiting rows lose none of their time."""
     engine = tiny.engine_of(model, batch_size=2, row_timeout=9.5)
     monkeypatch.setattr(
         module, "time", SimpleNamespace(monotonic=lambda: engine.stats.steps, perf_counter=time.perf_counter)

@@ -1,4 +1,4 @@
-"""A step ahead of its tokens the engine gives what it gives step by step."""
+"""With a step launched ahead of its tokens, the engine gives the same results as step by step."""
 
 import random
 
@@ -59,7 +59,7 @@ def some_requests(rng):
 
 
 def run(engine, requests, after=0, cancelled=()):
-    """Results, tokens as they were told, and the figures that must not depend on when an end is noticed."""
+    """Returns the results, the tokens in the order of the callbacks, and the figures that must not depend on when an end is noticed."""
     results, told = {}, {}
 
     def on_token(row, choice, token):
@@ -120,7 +120,7 @@ def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeyp
 
 @pytest.mark.parametrize("after", slow_but((1, 5), [1, 2, 5, 8]))
 def test_what_a_callback_cancels_ends_where_it_would_have_ended(model, monkeypatch, after):
-    """Also rows whose last token is being drawn, that have not begun, or that wait for their scores."""
+    """Also rows whose last token is being sampled, that have not begun, or that wait for their scores."""
     lengths = [after, after + 1, 30, after, after + 2, 30]
     requests = tiny.requests_of([[1, 2], [1, 2, 3], [5], [6], [7], [8]], lengths)
     texts = [np.array([n, 9], dtype=np.int32) for n in range(3)]
@@ -161,7 +161,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(model, monkey
     requests = tiny.requests_of([[1], [2, 3]], [4, 2])
     for ahead, want in (
         (False, [0, ~0, 1, ~1, 2, ~2, 3, ~3]),
-        (True, [0, 1, ~0, 2, ~1, 3, ~2, ~3]),  # the length is known: nothing is run too often
+        (True, [0, 1, ~0, 2, ~1, 3, ~2, ~3]),  # the length is known, so no step is run in vain
     ):
         monkeypatch.setattr(tiny, "AHEAD", ahead)
         engine = tiny.engine_of(model)

@@ -30,7 +30,7 @@ def test_a_call_is_reported_once_and_only_after_its_limit(caplog):
 
 
 def test_the_watch_ends_with_its_engine():
-    thread = StepWatch("cuda:0", every=3600).thread  # nobody holds the watch
+    thread = StepWatch("cuda:0", every=3600).thread  # nothing refers to the watch
     thread.join(60)
     assert not thread.is_alive()
 
