@@ -15,9 +15,10 @@ from typing import Any
 from batchgen.config import INPUT_LIMITS
 from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.disk import write_stats
-from batchgen.jobs.job_folder import JobFolder, open_job
+from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_silent
 from batchgen.jobs.manifest import Manifest, load_manifest
+from batchgen.jobs.opening import open_job
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.requests import RowStream, SameInput
 from batchgen.jobs.shards import CLAIMS, ShardPlan, load_plan, running_shards, shard_figures, unfinished_shards

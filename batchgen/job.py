@@ -27,9 +27,10 @@ from batchgen.errors import (
 from batchgen.jobs.base import Job, Store
 from batchgen.jobs.disk import write_stats
 from batchgen.jobs.identity import command_digest, date_of_job, dtype_name, job_settings, local_identity
-from batchgen.jobs.job_folder import JobFolder, find_finished, open_job
+from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.manifest import as_stored
+from batchgen.jobs.opening import find_finished, open_job
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.place import output_of
 from batchgen.jobs.requests import FirstReading, RequestReader, RowStream, asked_of

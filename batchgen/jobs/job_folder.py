@@ -26,11 +26,10 @@ digest, because the version is known only after the upload (`target`).
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -39,175 +38,61 @@ from typing import Any
 from batchgen.config import RETRY_REASONS
 from batchgen.errors import UsageError
 from batchgen.jobs import results as results_files
-from batchgen.jobs.base import Job
 from batchgen.jobs.disk import sync_folder, write_json, writing
-from batchgen.jobs.finished import KEPT_FILE, complete_figures, finished_manifest, keys_are_whole
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.manifest import (
     FIRST_LIMIT,
-    LIMIT,
     Manifest,
     as_stored,
-    differences,
     file_digest,
-    is_larger_limit,
-    load_manifest,
 )
-from batchgen.jobs.place import REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_place, check_space, min_bytes
-from batchgen.jobs.results import Results, read_facts
+from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
+from batchgen.jobs.results import Results
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
 from batchgen.jobs.shards import (
-    CLAIMS,
-    SHARDS_FOLDER,
-    check_no_shard_runs,
     forget_plan,
     load_plan,
     output_facts,
-    read_stats,
     stores,
     take_results,
     take_runs,
 )
-from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
-from batchgen.jobs.target import Target, open_target
+from batchgen.jobs.stdout_job import DoneOrder
+from batchgen.jobs.target import Target
 from batchgen.progress import Snapshot
-from batchgen.recording import JobRecord, RowFigures, job_record
+from batchgen.recording import JobRecord, RowFigures
 from batchgen.records.inputs import Input
-from batchgen.records.output import INPUT_FILE, RowForm, job_path, jobs_folder, output_format, output_row
+from batchgen.records.output import RowForm, output_format, output_row
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.request import Request
 from batchgen.result import Completion, Result
 from batchgen.stats import counted
 
-_START_AGAIN = "use --overwrite to start again, or another -o"
-_RAISE_LIMIT = (
-    "add --retry length to generate the rows again that were cut, and keep all others; --overwrite starts again"
-)
 _FEW = 10
 """An output of fewer finished rows than this may lose all of them at once without `--prune`."""
 
 
-def find_finished(
-    output: str,
-    *,
-    command: str,
-    input: Input,
-    limit: int | None,
-    order: str,
-    work_dir: str | None,
-    retry: Collection[str] = (),
-    prune: bool = False,
-) -> tuple[dict[str, Any], bool] | None:
-    """Returns the figures of an output's job, and whether its prompts are chats, if this command has finished it and `open_job` would find nothing to do.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What `opening.open_job` has found in the job's folder, compared with what the command asks for."""
 
-    Returns None if there is something to do, or if only `open_job` can tell. The arguments are those of `open_job`. Changes nothing.
-    """
-    if output == "-":
-        return None
-    found = finished_manifest(
-        output,
-        work_dir,
-        command=command,
-        request=_request_of(input, limit, order),
-        retry=sorted(retry),
-        prune=prune,
-        leftovers=WORK_FILES,
-    )
-    return None if found is None else (found[1], bool(found[0].settings["chat"]))
-
-
-def _request_of(input: Input, limit: int | None, order: str) -> dict[str, Any]:
-    formats = [f.format for f in input.files]
-    return {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
-
-
-def open_job(
-    output: str,
-    *,
-    command: str = "",
-    settings: dict[str, Any],
-    mentions: dict[str, Any],
-    input: Input,
-    limit: int | None,
-    form: RowForm,
-    work_dir: str | None,
-    overwrite: bool,
-    flush_every: float,
-    order: str,
-    retry: Collection[str] = (),
-    prune: bool = False,
-    optional: Collection[str] = (),
-    lease: Lease | None = None,
-    merging: bool = False,
-) -> Job:
-    """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lock until it is closed.
-
-    `command`: `identity.command_digest`, by which the next run may find the job finished (`find_finished`); empty where it cannot be known.
-    `settings`, a flat dictionary of plain values, is what changes results: a job continues with equal ones only. `mentions`: a difference is only noted.
-    `retry` names reasons of `RETRIES`: the results of rows that ended so are forgotten, and these rows run again.
-    `prune`: the output may lose any number of rows, and results that no row asks for are removed when it is finished.
-    `optional`: the parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`).
-    `lease`: held by this process, for a job that runs in shards. `merging`: the plan of the shards stays until the output is written;
-    otherwise it is forgotten. Their results become the job's in both cases.
-    Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
-    """
-    named = form.keep is None or INPUT_FILE in form.keep
-    form = replace(form, input_file=named and len(input.files) > 1)
-    if output == "-":
-        return StdoutJob(form, order=order)
-    target, folder = open_target(output), job_path(output, work_dir)
-    check_place(output, target, folder, overwrite)
-    with writing(folder):
-        _make_folder(folder, min_bytes(input, output, form))
-        lock = Lock(folder / "lock", output, leased=lease is not None)
-    try:
-        request = _request_of(input, limit, order) | asdict(form) | {"retry": sorted(retry)}
-        manifest = Manifest(
-            state="running",
-            output=target.address,
-            settings=as_stored(settings),
-            mentions=as_stored(mentions),
-            request=as_stored(request),
-            command=command,
-        )
-        job = JobFolder(
-            output, target, folder, lock, input, manifest,
-            form=form, order=order, retry=retry, prune=prune, optional=optional, lease=lease, merging=merging,
-        )  # fmt: skip
-        with nullcontext() if lease else _shards_held(job):
-            job._open(overwrite, named_by_output=work_dir is None, flush_every=flush_every)
-    except BaseException:
-        lock.release()
-        raise
-    return job
-
-
-def _make_folder(folder: Path, needed: int) -> None:
-    """Makes a job's folder unless there is one. Raises `OutputError`, and makes none, if the output of `needed` bytes cannot fit on the disk."""
-    if not folder.exists():
-        if folder.parent.exists():
-            check_space(folder, needed)
-        folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
-        sync_folder(folder.parent)
-
-
-@contextmanager
-def _shards_held(job: JobFolder) -> Iterator[None]:
-    """Keeps shards from starting while the job takes over their results."""
-    if load_plan(job.folder) is None:
-        yield
-        return
-    lease = Lease(job.folder / CLAIMS, f"the shards of {job.output}", job.notes.append)
-    try:
-        yield
-    finally:
-        lease.release()
+    manifest: Manifest
+    """That of this run."""
+    old: Manifest | None
+    """That of the run before, which this one continues; None if the job begins."""
+    limit_raised: bool
+    """Whether this run continues the job with a larger `max_tokens`."""
+    finished: dict[str, Any] | None
+    """`Job.finished`"""
+    previous: dict[str, Any] | None
+    """`Job.previous`"""
+    notes: list[str]
 
 
 class JobFolder:
-    """One job, from its first window to the rename of its output (`Job`)."""
+    """One job, from its first window to the rename of its output (`Job`). `opening.open_job` makes it and calls `start`."""
 
     def __init__(
         self,
@@ -216,7 +101,7 @@ class JobFolder:
         folder: Path,
         lock: Lock,
         input: Input,
-        manifest: Manifest,
+        opened: Opened,
         *,
         form: RowForm,
         order: str,
@@ -226,123 +111,36 @@ class JobFolder:
         lease: Lease | None,
         merging: bool,
     ) -> None:
-        self.notes: list[str] = []
-        self.finished: dict[str, Any] | None = None
-        self.previous: dict[str, Any] | None = None
+        self.notes = opened.notes
+        self.finished, self.previous = opened.finished, opened.previous
         self.kept_rows = 0
         self.results_at_hand = 0
         self.output, self._target = output, target
         self._folder, self._lock, self._input = folder, lock, input
-        self._manifest = manifest
+        self._manifest, self._old, self._limit_raised = opened.manifest, opened.old, opened.limit_raised
         self._form, self._optional = form, optional
         self._lease, self._merging = lease, merging
         self._order = DoneOrder(order)
         self._retry, self._prune = sorted(retry), prune
-        self._old: Manifest | None = None
-        self._limit_raised = False
-        """Whether this run continues the job with a larger `max_tokens`."""
         self._appended = False
         """Whether this run has a result of its own."""
-        self._opened: ExitStack | None = None
+        self._files: ExitStack | None = None
         self._record = JobRecord()
         self._row_figures = RowFigures()
 
-    # -- opening
+    def start(self, flush_every: float) -> None:
+        """Makes the job ready for results: opens its database and the files of its output, and takes over the results that there are.
 
-    def _open(self, overwrite: bool, *, named_by_output: bool, flush_every: float) -> None:
-        if self._lock.taken_over is not None:
-            self.notes.append(f"an earlier run (process {self._lock.taken_over}) was killed; this run continues it")
-        with writing(self._folder):
-            check_no_shard_runs(self._folder, self.output, self.notes.append)
-            self._old = None if overwrite else load_manifest(self._folder / "manifest.json")
-            if self._old is None:
-                self._check_nothing_lost(overwrite)
-                self._start_again()
-            else:
-                if not self._holds_nothing(self._old):
-                    self._compare(self._old, named_by_output)
-                self._take_up(self._old)
-            if self.finished is None:
-                self._start(flush_every)
-            else:
-                self._clean_up(self._shrunk())
-
-    def _check_nothing_lost(self, overwrite: bool) -> None:
-        """Raises `UsageError` if there are results whose settings are not known."""
-        count = sum(read_facts(place, ())[1] or 0 for place in (self._folder, *stores(self._folder)))
-        if not overwrite and count:
-            raise UsageError(
-                f"{self._folder} has {counted(count, 'result')} but no manifest.json, so the settings that made them are not known",
-                f"put it back, {_START_AGAIN}",
-            )
-
-    def _holds_nothing(self, old: Manifest) -> bool:
-        """Whether the earlier run has left no result, for example because the model refused an option. Then its settings do not matter."""
-        if old.state != "running" or old.outputs or (self._folder / KEPT_FILE).exists():
-            return False
-        if load_plan(self._folder) or stores(self._folder):
-            return False
-        return not (self._folder / results_files.FILE).exists() or read_facts(self._folder, ())[1] == 0
-
-    def _compare(self, old: Manifest, named_by_output: bool) -> None:
-        if not named_by_output and old.output != self._manifest.output:
-            raise UsageError(
-                f"{self._folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
-            )
-        larger = is_larger_limit(old.settings, self._manifest.settings)
-        self._limit_raised = larger and "length" in self._retry
-        first = old.settings.get(FIRST_LIMIT) or (old.settings[LIMIT] if self._limit_raised else None)
-        if first is not None:
-            self._manifest = replace(self._manifest, settings=self._manifest.settings | {FIRST_LIMIT: first})
-        said = differences(old.settings, self._manifest.settings)
-        if said and not self._limit_raised:
-            hint = _RAISE_LIMIT if larger else _START_AGAIN
-            raise UsageError(f"{self.output} was made with other settings: {said}", hint)
-        if said := differences(old.mentions, self._manifest.mentions):
-            self.notes.append(f"{self.output} was started with other versions: {said}")
-
-    def _take_up(self, old: Manifest) -> None:
-        there = self._target.exists()
-        standing = self._target.known_as(old.outputs) if there else None
-        if there and standing is None:
-            raise UsageError(
-                f"{self.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start again"
-            )
-        self.previous = read_stats(self._folder)
-        self._manifest = replace(self._manifest, outputs=[standing] if standing else [])
-        if there and keys_are_whole(self._folder, old):
-            self._manifest = replace(self._manifest, keys=old.keys)
-        if old.state != "finished":
-            return
-        if there and not self._limit_raised:
-            self.finished = complete_figures(
-                self._folder, old, self._manifest.request, retry=self._retry, prune=self._prune
-            )
+        Of a finished job, it removes what an earlier run has left beside the output.
+        """
         if self.finished is not None:
-            self.previous = None
-        elif not there:
-            self.notes.append(f"{self.output} no longer exists: its rows are generated again")
-            self.previous = None
-        elif not self._manifest.keys:
-            self.notes.append(
-                f"{self._folder / 'keys'} is damaged, so the rows of {self.output} cannot be recognised: they are generated again"
-            )
-            self.previous = None
-
-    def _start_again(self) -> None:
-        """Drops all results. The output that exists stays until the new one replaces it."""
-        self.previous = None
-        self._remove((*WORK_FILES, KEPT_FILE, "keys", "stats.json", *job_record.FILES))
-        sync_folder(self._folder)
-        there = [self._target.identity()] if self._target.exists() else []
-        self._manifest = replace(self._manifest, outputs=there)
-
-    def _start(self, flush_every: float) -> None:
+            self._clean_up(self._shrunk())
+            return
         self._record = JobRecord.load(self._folder)
         tight = check_space(self._folder, min_bytes(self._input, self.output, self._form))
         if tight is not None:
             self.notes.append(tight)
-        self._remove(REMADE_FILES)
+        remove_files(self._folder, REMADE_FILES)
         kept, file = self._folder / KEPT_FILE, self._folder / results_files.FILE
         if kept.exists() and not file.exists():
             kept.replace(file)
@@ -352,7 +150,7 @@ class JobFolder:
             sync_folder(self._folder)  # a synced database is lost if its folder's entry is not synced
             self._manifest.save(self._folder / "manifest.json")
             self._open_files(opened)
-            self._opened = opened.pop_all()
+            self._files = opened.pop_all()
 
     def _take_results(self) -> None:
         """Gathers the results that this run may use: those of the database, of shards, and of a finished output."""
@@ -414,12 +212,12 @@ class JobFolder:
             self._lock.release()
 
     def _close_files(self) -> None:
-        opened, self._opened = self._opened, None
+        opened, self._files = self._files, None
         if opened is not None:
             with writing(self._folder):
                 with opened:
                     self._results.flush()
-                self._remove(REMADE_FILES)
+                remove_files(self._folder, REMADE_FILES)
 
     # -- results
 
@@ -582,18 +380,8 @@ class JobFolder:
         """Removes the files of the work. If results are left in the database, they stay as `kept.sqlite`."""
         if left:
             (self._folder / results_files.FILE).replace(self._folder / KEPT_FILE)
-        self._remove(WORK_FILES)
+        remove_files(self._folder, WORK_FILES)
         sync_folder(self._folder)
-
-    def _remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            path = self._folder / name
-            if name == SHARDS_FOLDER:
-                forget_plan(self._folder)  # the plan before its files: a killed run must not leave it without them
-            elif path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
 
     # -- the first reading of the input, of a job that reads it twice
 
@@ -619,7 +407,7 @@ class JobFolder:
         with writing(self._folder):
             self._results.begin_rows()
             self._results.flush()
-            self._remove((SORTED_FOLDER,))
+            remove_files(self._folder, (SORTED_FOLDER,))
             self.sorted_folder.mkdir()
 
     def keep_reading(self, asked: Mapping[str, Any], reading: Mapping[str, Any]) -> None:
@@ -641,7 +429,7 @@ class JobFolder:
         """Removes the first reading and its sorted requests: the plan of the shards holds them now."""
         with writing(self._folder):
             self._results.forget_reading()
-            self._remove((SORTED_FOLDER,))
+            remove_files(self._folder, (SORTED_FOLDER,))
 
     @property
     def folder(self) -> Path:

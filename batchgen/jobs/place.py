@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from batchgen.config import JobConfig
 from batchgen.errors import OutputError, UsageError
 from batchgen.jobs import results as results_files
-from batchgen.jobs.finished import KEPT_FILE
-from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER
+from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER, forget_plan
 from batchgen.jobs.target import Target
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
@@ -17,6 +17,8 @@ from batchgen.records.output import RowForm, default_output, jobs_folder, output
 from batchgen.records.remote import is_url
 from batchgen.stats import size_text
 
+KEPT_FILE = "kept.sqlite"
+"""The results of a finished job that its output does not hold, or not whole."""
 SORTED_FOLDER = "sorted"
 PUSH_FOLDER = "push"
 """Files on their way to the Hub (`push.upload`)."""
@@ -94,3 +96,15 @@ def check_space(folder: Path, needed: int) -> str | None:
     return (
         f"{facts}, and the output alone needs {size_text(needed)}: the disk may fill up (finished rows would be kept)"
     )
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Removes these files and folders from a job's folder, those that are there."""
+    for name in names:
+        path = folder / name
+        if name == SHARDS_FOLDER:
+            forget_plan(folder)  # the plan before its files: a killed run must not leave it without them
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchgen.errors import OutputError
-from batchgen.jobs.job_folder import open_job
+from batchgen.jobs.opening import open_job
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.records import Row, RowForm, open_input
 from batchgen.result import Result

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.jobs.job_folder import open_job
+from batchgen.jobs.opening import open_job
 from batchgen.records import RowForm, open_input
 from batchgen.result import Result
 
