@@ -288,8 +288,7 @@ class JobFolder:
         if not gone:
             return
         lost = max(0, gone - new)  # as many rows as are new were changed, not removed
-        # A raised limit can give any row a new key: rows with shortened prompts, and rows whose own limit is the job's first or new one.
-        others = gone == finished >= _FEW and self.first_max_tokens is None
+        others = gone == finished >= _FEW and not self._made_with_another_limit
         if not prune and (10 * lost > finished or others):
             if self._old is not None and self._old.state == "finished" and not self._appended:
                 self._put_back(self._old)
@@ -299,6 +298,13 @@ class JobFolder:
             )
         what = "removed" if prune else f"kept in {self._folder} and used again if the row comes back"
         self.notes.append(f"{counted(gone, 'result')} of {self.output} without a row in the input: {what}")
+
+    @property
+    def _made_with_another_limit(self) -> bool:
+        """Whether the finished output may have been written before `max_tokens` was raised. The new limit can have given
+        any row a new key: rows with shortened prompts, and rows whose own limit is the job's first or new one."""
+        interrupted = self._old is not None and self._old.state == "running" and self.first_max_tokens is not None
+        return self._limit_raised or interrupted
 
     def _put_back(self, old: Manifest) -> None:
         """Restores the finished job as it was before this run."""
