@@ -42,30 +42,11 @@ def prepare(
     module.eval()
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1
-    _number_shared_attention(module)
-    if kernels is not None:
-        fuse_small_parts(module)
-        if pack_linear:
-            fuse_linear(module, ExactPacking())
-    _scale_by_position(module)
-    _pass_on_to_attention(module)
-    _see_every_key(module)
-    _number_halves(module)
-    if kernels is not None:
-        fuse_layers(module)
+    _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear)
     recurrent = install(module)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
-    config = text_config(module.config)
-    wanted = num_states(config) if config.model_type in RECURRENT else 0
-    if wanted and len(states.layers) != wanted:
-        raise ModelError(
-            f"of {wanted} recurrent layers of {type(module).__name__} only {len(states.layers)} run as they should: this version of "
-            "transformers has other code for them",
-            f"install transformers {VERIFIED_ON[-1]}",
-        )
-    if not probe.layers and not states.layers:
-        raise ModelError(f"{type(module).__name__} never calls attention")
+    _check_layers(module, probe, states)
     sizes = [size for size in probe.sliding_windows if size is not None]
     sliding_window = max(sizes) if sizes and len(sizes) == len(probe.sliding_windows) else None
     last = None if kernels is None else last_layer(module)
@@ -86,6 +67,35 @@ def prepare(
         compile=compile,
         notes=notes,
     )
+
+
+def _change_parts(module: Any, *, fuse: bool, pack_linear: bool) -> None:
+    """Changes the parts of some architectures that take a batch for one text. With `fuse`, kernels replace the parts that they can replace."""
+    _number_shared_attention(module)
+    if fuse:
+        fuse_small_parts(module)
+        if pack_linear:
+            fuse_linear(module, ExactPacking())
+    _scale_by_position(module)
+    _pass_on_to_attention(module)
+    _see_every_key(module)
+    _number_halves(module)
+    if fuse:
+        fuse_layers(module)
+
+
+def _check_layers(module: Any, probe: _Probe, states: StateProbe) -> None:
+    """Raises `ModelError` if a recurrent layer has not stored a state, or if no layer has stored anything."""
+    config = text_config(module.config)
+    wanted = num_states(config) if config.model_type in RECURRENT else 0
+    if wanted and len(states.layers) != wanted:
+        raise ModelError(
+            f"of {wanted} recurrent layers of {type(module).__name__} only {len(states.layers)} run as they should: this version of "
+            "transformers has other code for them",
+            f"install transformers {VERIFIED_ON[-1]}",
+        )
+    if not probe.layers and not states.layers:
+        raise ModelError(f"{type(module).__name__} never calls attention")
 
 
 def _scale_by_position(module: torch.nn.Module) -> None:
