@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from typing import Any
 
 from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
@@ -21,44 +20,31 @@ from batchgen.errors import (
     Interrupted,
     OutputLocked,
     TooManyErrors,
-    UsageError,
     memory_errors,
 )
+from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job, tell_notes
 from batchgen.jobs.base import Job, Store
 from batchgen.jobs.disk import write_stats
-from batchgen.jobs.identity import command_digest, date_of_job, dtype_name, job_settings, local_identity
+from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import JobFolder
-from batchgen.jobs.lease import Lease
-from batchgen.jobs.manifest import as_stored
-from batchgen.jobs.opening import find_finished, open_job
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.place import output_of
-from batchgen.jobs.requests import FirstReading, RequestReader, RowStream, asked_of
-from batchgen.jobs.shards import ShardFolder, open_shard, write_plan
+from batchgen.jobs.requests import FirstReading
+from batchgen.jobs.shards import ShardFolder
 from batchgen.jobs.stdout_job import StdoutJob
-from batchgen.jobs.windows import Planned, PlannedWindows, Planner, outlined
-from batchgen.prefix import Outline
-from batchgen.preflight import check_job
+from batchgen.jobs.windows import Planned, PlannedWindows, Planner
 from batchgen.process.collector import few_collections
 from batchgen.process.signals import Signals
 from batchgen.progress import GENERATING, Progress, Tracker, shown_progress
-from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.push import push_output
-from batchgen.recording import RunRecorder, tree_record
-from batchgen.records import DatasetChoice, Input, Row, open_input, row_form, window_rows
-from batchgen.records.inputs import CHECKED_ROWS
-from batchgen.report import check_report_file
-from batchgen.request import Request, TokenArray
+from batchgen.recording import RunRecorder
+from batchgen.request import Request
 from batchgen.result import Result
-from batchgen.sampling.grammars import GrammarCheck
-from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures, versions
+from batchgen.stats import EngineStats, RunFigures, Setting, counted, figures
 
 KEEP_SECONDS = 0.25
 """Minimum time between two writes of unfinished completions."""
 KEEP_SHARE = 0.02
 """Maximum share of a run's time that these writes take, unless `--flush-every` asks for more."""
-QUANTIZED_TEXTS = 4
-"""Rows on which `--quantize` is measured."""
 
 
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
@@ -86,14 +72,14 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
     tracker = Tracker(progress, run)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
-            asked = _ask(config)
+            asked = check_command(config)
             if (done := asked.finished()) is not None:
-                _tell_notes(asked.source, tracker)
+                tell_notes(asked.source, tracker)
                 return _already_finished(asked, *done)
-        setup, store = _open(asked, signals, tracker, run, progress)
+        setup, store = set_up_job(asked, signals, tracker, run, progress)
         with store as job:
-            _tell_notes(asked.source, tracker)
-            _tell_notes(job, tracker)
+            tell_notes(asked.source, tracker)
+            tell_notes(job, tracker)
             if job.finished is not None:
                 return _already_finished(asked, job.finished, setup.prompts.chat, _shard_name(config, job))
             tracker.tell = job.tell
@@ -115,7 +101,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
                 else:
                     assert isinstance(job, JobFolder), "standard output has windows"
                     _run_in_prefix_order(setup, job, planner, generation)
-                _tell_notes(job, tracker)
+                tell_notes(job, tracker)
                 outcomes.note_cut_rows()
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
                 _keep_stopped(job, config, model, run)
@@ -129,202 +115,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
             return _finish_job(job, setup, model, outcomes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The parts of a job that are known before its tokenizer is loaded."""
-
-    config: JobConfig
-    source: Input
-    output: str
-    model_files: dict[str, Any] | None
-    """The identity of the model's files; None if the hub has to be asked."""
-    command: str
-    """Digest of the command, by which a finished job is recognised; empty if there is none."""
-
-    def finished(self) -> tuple[dict[str, Any], bool] | None:
-        """Figures of the job that this command has finished, and whether its prompts are chats; None if there may be something to do."""
-        config = self.config
-        if config.overwrite or not self.command:
-            return None
-        return find_finished(
-            self.output,
-            command=self.command,
-            input=self.source,
-            limit=config.limit,
-            order=config.order,
-            work_dir=config.work_dir,
-            retry=config.retried,
-            prune=config.prune,
-        )
-
-
-def _ask(config: JobConfig) -> _Asked:
-    """Opens the input, and checks all that can be checked without a tokenizer."""
-    check_stats_file(config.stats)
-    source = open_input(
-        config.inputs,
-        format=config.input_format,
-        output=config.output,
-        choice=DatasetChoice(config.dataset_config, config.split),
-    )
-    output = output_of(config, source)
-    if config.report is not None:
-        check_report_file(config.report, "--report")
-        if output == "-":
-            raise UsageError(
-                "--report is for a job with an output file: standard output keeps nothing", "name one with -o"
-            )
-    check_job(config, source, output)
-    model_files = local_identity(config.model)
-    command = "" if model_files is None or config.shard_of is not None else command_digest(config, model_files)
-    return _Asked(config, source, output, model_files, command)
-
-
-@dataclass(frozen=True, slots=True)
-class _Setup:
-    """The parts of a job that are needed before its results are opened: input, tokenizer, and the settings that results depend on."""
-
-    config: JobConfig
-    source: Input
-    output: str
-    command: str
-    """`_Asked.command`."""
-    tokenizer: LoadedTokenizer
-    prompts: PromptBuilder
-    grammars: GrammarCheck
-    settings: dict[str, Any]
-    window_size: int | None
-    """Number of rows in a window; None if all rows are put in prefix order."""
-    stream: RowStream
-    rows: list[Row]
-    """The first rows of the stream: the first window. Without windows, rows to check the columns of."""
-
-    def reader(self, job: Job, outcomes: Outcomes) -> RequestReader:
-        self.prompts.keep_keys(job.first_max_tokens)
-        return RequestReader(self.config, self.prompts, self.grammars.of_row, job, outcomes)
-
-    def quantized_texts(self) -> list[TokenArray]:
-        """Returns the prompts on which `--quantize` is measured: a few of the first rows, at equal distances."""
-        if self.config.model.quantize == "none":
-            return []
-        count = min(len(self.rows), QUANTIZED_TEXTS)
-        chosen = [self.rows[i * len(self.rows) // count] for i in range(count)]
-        return [built.tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
-
-    def open_store(self, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress) -> Job | ShardFolder:
-        """Opens the place of the results: the job's folder, standard output, or a shard. Raises `UsageError` for a job with other settings."""
-        config = self.config
-        if config.shard_of is None:
-            return self._open_folder()
-        asked = asked_of(config, self.source.fingerprint()) | {
-            "settings": as_stored(self.settings),
-            "keep": config.keep,
-            "id_column": config.id_column,
-            "token_ids": config.token_ids,
-            "output_format": config.output_format,
-        }
-
-        def waiting(text: str) -> None:
-            tracker.phase("waiting")
-            tracker.note(text)
-
-        with signals.interruptible(), run.timed("plan"):
-            return open_shard(
-                *config.shard_of,
-                output=self.output,
-                work_dir=config.work_dir,
-                asked=as_stored(asked),
-                retry=sorted(config.retried),
-                flush_every=config.flush_every,
-                open_folder=self._open_folder,
-                read=lambda job: _plan_shards(self, job, asked, progress),
-                tell=waiting,
-            )
-
-    def _open_folder(self, lease: Lease | None = None) -> Job:
-        config, prompts, schema = self.config, self.prompts, self.source.schema
-        return open_job(
-            self.output,
-            command=self.command,
-            settings=self.settings,
-            mentions=versions(),
-            input=self.source,
-            limit=config.limit,
-            form=row_form(
-                config,
-                self.output,
-                chat=prompts.chat,
-                reasoning=prompts.reasoning,
-                tool_calls=prompts.tool_calls,
-                head=self.tokenizer.head,
-            ),
-            work_dir=config.work_dir,
-            overwrite=config.overwrite,
-            flush_every=config.flush_every,
-            order=config.order,
-            retry=config.retried,
-            prune=config.prune,
-            optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
-            lease=lease,
-        )
-
-
-def _open(
-    asked: _Asked, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress
-) -> tuple[_Setup, Job | ShardFolder]:
-    """Sets a job up and opens the place of its results. Raises `UsageError` as `_Setup.open_store` does."""
-    config = asked.config
-    with signals.interruptible():
-        setup = _set_up(asked, tracker, run)
-    try:
-        return setup, setup.open_store(signals, tracker, run, progress)
-    except UsageError:
-        # Shards that start together find no date: each takes the time of its own start, and the first to open the job decides.
-        begun = date_of_job(asked.output, config.work_dir)
-        if config.shard is None or setup.prompts.date is None or begun in (None, setup.prompts.date):
-            raise
-    with signals.interruptible():
-        setup = _set_up(asked, tracker, run)
-    return setup, setup.open_store(signals, tracker, run, progress)
-
-
-def _set_up(asked: _Asked, tracker: Tracker, run: RunFigures) -> _Setup:
-    """Loads the tokenizer, and checks all that can be checked before a row is generated."""
-    config, source, output = asked.config, asked.source, asked.output
-    tracker.phase("loading tokenizer")
-    with run.timed("load"):
-        tokenizer = load_tokenizer(config.model)
-    date = None if config.overwrite else date_of_job(output, config.work_dir)
-    now = datetime.now().replace(microsecond=0)
-    prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=date or now)
-    if date is not None and date.date() != now.date():
-        again = "--overwrite" if config.shard is None else "deleting the output and its .job folder"
-        tracker.note(
-            f"the chat template writes the date into prompts; it stays {date:%Y-%m-%d}, the day on which this job began "
-            f"({again} starts again with today's date)"
-        )
-    grammars = GrammarCheck(tokenizer.hf_tokenizer, tokenizer.vocab_size)
-    grammars.of_command(config.sampling)
-    tracker.phase("reading")
-    window_size = window_rows(config, source, output)
-    stream = RowStream(source)
-    rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
-    prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
-    resolved = replace(config, sampling=prompts.sampling)
-    settings = job_settings(
-        resolved,
-        tokenizer.hf_config,
-        chat=prompts.chat,
-        model=asked.model_files,
-        head=tokenizer.head,
-        date=prompts.date,
-    )
-    return _Setup(
-        config, source, output, asked.command, tokenizer, prompts, grammars, settings, window_size, stream, rows
-    )
-
-
-def _run_in_prefix_order(setup: _Setup, job: JobFolder, planner: Planner, generation: _Generation) -> None:
+def _run_in_prefix_order(setup: JobSetup, job: JobFolder, planner: Planner, generation: _Generation) -> None:
     """Reads the input once to sort all requests, generates them in prefix order, and reads it a second time to write the output."""
     outcomes, signals = generation.outcomes, generation.signals
     outcomes.tracker.phase("planning")
@@ -361,39 +152,6 @@ def _run_windows(
             signals.check()
 
 
-def _plan_shards(setup: _Setup, job: Job, asked: dict[str, Any], progress: Progress) -> None:
-    """Reads the input of a job that runs in shards: puts all requests in prefix order and cuts them into shards."""
-    config = setup.config
-    assert isinstance(job, JobFolder), "shards have a folder"
-    run = RunFigures()
-    outcomes = Outcomes(run, Tracker(progress, run), config.max_errors)
-    outcomes.tracker.phase("planning")
-    with FirstReading(config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
-        requests = reading.result()
-    _tell_notes(job, outcomes.tracker)
-    if reading.broken is not None:
-        raise reading.broken
-    windows = requests.windows() if reading.fresh else job.without_results(requests.windows())
-    outline = Outline()
-    if config.engine.share and config.prompts.priority_column is None:
-        windows = outlined(windows, outline)
-    count = config.shard_of[1] if config.shard_of else 1
-    write_plan(
-        job.folder,
-        windows,
-        count,
-        config.engine.chunk_size,
-        asked=as_stored(asked),
-        rows=job.row_count,
-        output=job.output_facts(),
-        limits=config.limits,
-    )
-    tree = outline.tree()
-    if tree.rows:
-        job.keep_record(None, tree_record(tree, setup.tokenizer.hf_tokenizer.decode))
-    job.end_reading()
-
-
 def _run_shard(config: JobConfig, shard: ShardFolder, planner: Planner, generation: _Generation) -> None:
     tracker = generation.outcomes.tracker
     tracker.total = shard.rows
@@ -401,7 +159,7 @@ def _run_shard(config: JobConfig, shard: ShardFolder, planner: Planner, generati
     _run_windows(config, shard.windows(), planner, generation, fresh=not shard.results_at_hand)
 
 
-def _run_as_rows_come(setup: _Setup, job: Job, planner: Planner, generation: _Generation) -> None:
+def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _Generation) -> None:
     """Generates windows of rows in the order of the input, and writes each one before the next one is read."""
     outcomes, signals = generation.outcomes, generation.signals
     tracker, reader, stream, rows = outcomes.tracker, setup.reader(job, outcomes), setup.stream, setup.rows
@@ -542,7 +300,7 @@ class _Model:
 
     def __init__(
         self,
-        setup: _Setup,
+        setup: JobSetup,
         signals: Signals,
         tracker: Tracker,
         run: RunFigures,
@@ -592,13 +350,13 @@ class _Model:
         return stats | ({"workers": engine.by_worker} if isinstance(engine, Workers) else {})
 
 
-def _finish_job(job: Store, setup: _Setup, model: _Model, outcomes: Outcomes) -> JobReport:
+def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) -> JobReport:
     """Gives the output its name and writes the figures."""
     with outcomes.run.timed("write"):
         job.flush()
     stats = model.figures(job.previous)
     job.finish(stats)
-    _tell_notes(job, outcomes.tracker)
+    tell_notes(job, outcomes.tracker)
     write_stats(setup.config.stats, stats)
     if isinstance(job, ShardFolder):
         outcomes.tracker.note(job.what_is_left(merges=setup.config.merge))
@@ -620,7 +378,7 @@ def _keep_stopped(job: Store, config: JobConfig, model: _Model, run: RunFigures)
     write_stats(config.stats, stats)
 
 
-def _already_finished(asked: _Asked, stats: dict[str, Any], chat: bool, shard: str = "") -> JobReport:
+def _already_finished(asked: JobCommand, stats: dict[str, Any], chat: bool, shard: str = "") -> JobReport:
     write_stats(asked.config.stats, stats)
     return JobReport(
         stats,
@@ -634,8 +392,3 @@ def _already_finished(asked: _Asked, stats: dict[str, Any], chat: bool, shard: s
 def _shard_name(config: JobConfig, job: Store) -> str:
     """`I/N` for a shard; empty for a whole job, and for a shard of a job that is already merged."""
     return str(config.shard) if isinstance(job, ShardFolder) else ""
-
-
-def _tell_notes(of: Store | Input, tracker: Tracker) -> None:
-    while of.notes:
-        tracker.note(of.notes.pop(0))

@@ -144,7 +144,7 @@ def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path, monkeypat
         with pytest.raises(OutputLocked, match=r"shard 2/2 of o\.jsonl runs"):
             merge_job("o.jsonl")
         with monkeypatch.context() as patch, pytest.raises(OutputLocked, match="another run holds shard 2/2"):
-            patch.setattr("batchgen.job.load_tokenizer", None)  # it is seen before anything is loaded
+            patch.setattr("batchgen.job_setup.load_tokenizer", None)  # it is seen before anything is loaded
             shard(tiny_model_dir, "2/2")
         with pytest.raises(OutputLocked, match=r"another run holds shard 2/2 of o\.jsonl"):
             run_job(config_of(tiny_model_dir))

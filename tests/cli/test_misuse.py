@@ -28,7 +28,7 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
     def load_tokenizer(config: object) -> None:
         raise AssertionError("a tokenizer is being loaded")
 
-    monkeypatch.setattr("batchgen.job.load_tokenizer", load_tokenizer)
+    monkeypatch.setattr("batchgen.job_setup.load_tokenizer", load_tokenizer)
     make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     names = {"R": "rows.jsonl", "M": str(tiny_model_dir)}
@@ -66,7 +66,7 @@ def test_misuse_imports_nothing_that_is_slow(
 def test_a_held_output_is_told_before_a_tokenizer_is_loaded(
     cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchgen.job.load_tokenizer", None)
+    monkeypatch.setattr("batchgen.job_setup.load_tokenizer", None)
     make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "o.jsonl.job"

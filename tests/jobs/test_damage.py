@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import batchgen.job
+import batchgen.job_setup
 from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import BatchgenError, OutputError, UsageError
 from batchgen.prompts import load_tokenizer
@@ -118,7 +119,7 @@ def folder(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
         patch.setattr(
-            batchgen.job,
+            batchgen.job_setup,
             "load_tokenizer",
             lambda model: tokenizers.get(model) or tokenizers.setdefault(model, load_tokenizer(model)),
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import batchgen.job
+import batchgen.job_setup
 from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
 from batchgen.assembly import merge_job
 from batchgen.prompts.messages import ChatTemplate
@@ -36,7 +36,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     made = _Clock(2026, 3, 1, 23, 59, 58)
-    monkeypatch.setattr(batchgen.job, "datetime", made)
+    monkeypatch.setattr(batchgen.job_setup, "datetime", made)
     return made
 
 
@@ -99,8 +99,8 @@ def test_shards_that_start_together_are_one_job(
     run_job(replace(config, shard="1/2"))
     clock.time = datetime(2026, 3, 1, 23, 59, 59)
     found: list[datetime | None] = [None]  # the second looked before the first had opened the job
-    look = batchgen.job.date_of_job
-    monkeypatch.setattr(batchgen.job, "date_of_job", lambda *place: found.pop() if found else look(*place))
+    look = batchgen.job_setup.date_of_job
+    monkeypatch.setattr(batchgen.job_setup, "date_of_job", lambda *place: found.pop() if found else look(*place))
     run_job(replace(config, shard="2/2"))
     assert found == []
     assert merge_job(str(config.output)).stats["job"]["rows_ok"] == 2

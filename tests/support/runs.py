@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import batchgen.job
+import batchgen.job_setup
 from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
 from batchgen.prompts import load_tokenizer
 from batchgen.request import Leaf, Request
@@ -99,7 +100,7 @@ class Runs:
         oracle.most, oracle.reason = most, self.reason
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
-            patch.setattr(batchgen.job, "load_tokenizer", self._load)
+            patch.setattr(batchgen.job_setup, "load_tokenizer", self._load)
             config = JobConfig(
                 inputs=(str(self.folder / "in.jsonl"),),
                 output=str(self.output),
