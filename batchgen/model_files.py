@@ -192,7 +192,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_folder(lora: str) -> Path:
-    """Returns the folder with an adapter's configuration and weights: the user's, or the download of a hub adapter. Raises `ModelError`."""
+    """Returns the folder with an adapter's configuration and weights: the user's, or the download of a hub adapter.
+
+    Raises `ModelError` if one of the two files is missing or damaged.
+    """
     folder = Path(lora).expanduser()
     if not folder.is_dir():
         if _is_path(lora):
@@ -212,6 +215,8 @@ def adapter_folder(lora: str) -> Path:
             raise ModelError(
                 f"the adapter {lora!r} has no {name}", "give the folder that peft's save_pretrained has written"
             )
+    read_json(folder / "adapter_config.json")
+    _safetensors_header(folder / ADAPTER_WEIGHTS)
     return folder
 
 

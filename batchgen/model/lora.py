@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,21 @@ from safetensors import safe_open
 
 from batchgen.errors import ModelError, in_one_line
 from batchgen.model.multimodal import Absent
-from batchgen.model_files import ADAPTER_WEIGHTS
+from batchgen.model_files import ADAPTER_WEIGHTS, read_json
 from batchgen.prompts.tokenizer import text_config
 
 
 def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
     """Returns the model with the adapter in `folder` added to its weights. `lora` is the name that the user gave.
 
-    Raises `ModelError` for an adapter of another kind or another model, or if the model has no place for a part of it.
+    Raises `ModelError` for an adapter of another kind or another model: one that has tensors without a place in the model, or lacks tensors
+    for modules that its configuration names. peft only warns of the latter, and leaves these modules as they are.
     """
     if find_spec("peft") is None:
         raise ModelError("--lora needs the package peft", "pip install 'batchgen-llm[lora]'")
     from peft import PeftModel, get_peft_model_state_dict
 
-    kind = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("peft_type")
+    kind = read_json(folder / "adapter_config.json").get("peft_type")
     if kind != "LORA":
         raise ModelError(f"the adapter {lora!r} is of type {kind}, and only LORA can be merged")
     if any(type(p) is not torch.nn.Parameter for p in module.parameters()):
@@ -45,7 +45,18 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
                 f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {len(given)} tensors, for example {unused[0]}",
                 "give the model that the adapter was trained for",
             )
+        needed = {name for name in used if ".lora_" in name}
+        if missing := sorted(needed - given):
+            raise ModelError(
+                f"the adapter {lora!r} does not fit the model: it lacks {len(missing)} of the {len(needed)} tensors that the model has places for, for example {missing[0]}",
+                "give the model that the adapter was trained for, or the whole adapter",
+            )
         return adapted.merge_and_unload(safe_merge=True)
+    except NotImplementedError as e:
+        raise ModelError(
+            f"the adapter {lora!r} cannot be merged: {in_one_line(e, 300).rstrip('.')}",
+            "give an adapter of another kind",
+        ) from e
     except (ValueError, RuntimeError, KeyError, TypeError) as e:
         raise ModelError(
             f"the adapter {lora!r} cannot be merged: {in_one_line(e, 300)}",

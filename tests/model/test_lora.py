@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.model.loader import load_model
+from batchgen.model_files import adapter_folder
 from support.late import late
 from support.models import build, engine_for, expect, make_requests, run, tiny_tokenizer
 from support.params import slow_but
@@ -100,6 +102,57 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "model")
     build("llama", hidden_size=32).save_pretrained(tmp_path / "model")
     assert "cannot be merged: " in refusal(tmp_path)
+
+
+def test_an_adapter_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
+    """peft would leave the modules without tensors as they are, and only warn."""
+    write(build("llama", num_hidden_layers=1), tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    build("llama").save_pretrained(tmp_path / "model")
+    folder, first = tmp_path / "adapter", "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    assert refusal(tmp_path) == (
+        f"the adapter '{folder}' does not fit the model: it lacks 4 of the 8 tensors that the model has places for, for example {first}; "
+        "give the model that the adapter was trained for, or the whole adapter"
+    )
+    write(build("llama"), tmp_path)
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if "v_proj.lora_B" not in name}, path)
+    assert "it lacks 2 of the 8 tensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("adapter_config.json", b"{", "is not JSON: "),
+        ("adapter_config.json", b"[]", "holds no JSON object; copy the file from the model again"),
+        ("adapter_config.json", b"", "is empty; the download was not completed: download it again"),
+        ("adapter_model.safetensors", b"", "is empty; the download was not completed: download it again"),
+        (
+            "adapter_model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "is a Git LFS pointer, not the file",
+        ),
+        ("adapter_model.safetensors", None, "is cut: it has "),
+    ],
+)
+def test_a_damaged_adapter_is_refused_before_the_model_is_loaded(
+    file: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    write(build("llama"), tmp_path)
+    path = tmp_path / "adapter" / file
+    path.write_bytes(path.read_bytes()[:-50] if content is None else content)
+    assert refusal(tmp_path).startswith(f"{path} {message}")
+    with pytest.raises(ModelError):
+        adapter_folder(str(tmp_path / "adapter"))
+
+
+def test_an_adapter_that_works_only_after_some_tokens_is_refused(tmp_path: Path) -> None:
+    write(build("llama"), tmp_path)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alora_invocation_tokens": [7, 8]}))
+    assert refusal(tmp_path) == (
+        f"the adapter '{tmp_path / 'adapter'}' cannot be merged: aLoRA does not support safe merging; give an adapter of another kind"
+    )
 
 
 def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path: Path) -> None:
