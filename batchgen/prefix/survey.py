@@ -1,6 +1,7 @@
 """Counts what any number of prompts share, given one by one in depth-first order, and keeps the few nodes that save the most.
 
 The intervals are those of `tree.lcp_intervals`. One pass holds only the open ones, so memory does not grow with the number of prompts.
+The algorithm is written twice because `lcp_intervals`, which plans every window, is four times as fast with plain lists.
 """
 
 from __future__ import annotations

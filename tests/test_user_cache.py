@@ -1,0 +1,51 @@
+"""Files that batchgen keeps between runs are replaced whole, and one process at a time makes them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from batchgen.process.user_cache import locked, replaced
+
+
+def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "verdict.json"
+    file.write_text("old")
+    with replaced(file) as new:
+        new.write_text("new")
+        assert file.read_text() == "old"
+    assert file.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_stays_as_it_is_when_the_new_one_fails(tmp_path: Path) -> None:
+    file = tmp_path / "verdict.json"
+    file.write_text("old")
+    with pytest.raises(ZeroDivisionError), replaced(file) as new:
+        new.write_text("half of it")
+        raise ZeroDivisionError
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_lock_is_made_with_its_folder_and_held_by_one_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "lock"
+    order: list[str] = []
+    begun = threading.Event()
+
+    def second() -> None:
+        begun.set()
+        with locked(file):
+            order.append("second")
+
+    waiting = threading.Thread(target=second)
+    with locked(file):
+        waiting.start()
+        begun.wait()
+        waiting.join(0.2)  # without the lock, it would be done by now
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
