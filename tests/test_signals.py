@@ -130,6 +130,22 @@ def test_a_signal_in_a_finalizer_where_python_drops_exceptions_comes_again(capsy
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_signal_that_comes_again_while_python_still_drops_the_first_comes_once_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = threading.Timer.start
+
+    def start_and_wait(timer: threading.Timer) -> None:
+        start(timer)
+        time.sleep(0.1)  # as on a busy machine: the timer has run out before this returns
+
+    monkeypatch.setattr(threading.Timer, "start", start_and_wait)
+    with Signals(grace=60) as signals, pytest.raises(Interrupted), signals.interruptible():
+        _SendsWhenDeleted()
+        time.sleep(60)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_no_signal_comes_again_after_the_work_that_it_was_to_end() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))

@@ -37,6 +37,8 @@ class Signals:
         self._drain_until = 0.0
         self._at_once = False
         self._dropped = False
+        self._in_hook = False
+        """Whether Python's hook for exceptions that it drops is running. It would drop an exception of the handler, too."""
         self._lock = threading.Lock()
         """Held while a signal is sent again, so that none is on its way when the context that it is meant for has ended."""
 
@@ -56,6 +58,8 @@ class Signals:
         self._before.clear()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._in_hook:
+            return  # `_send_again` sends it once more
         second = self._first is not None and not self._dropped
         self._dropped = False
         if not second:
@@ -105,17 +109,23 @@ class Signals:
     def _raise_again(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
         """Takes what Python could not raise, such as an exception in a `__del__`. If it is the handler's, the signal comes once more."""
         if isinstance(unraisable.exc_value, _Stop):
-            self._dropped = True
-            threading.Timer(_AGAIN_SECONDS, self._send_again).start()
+            self._dropped = self._in_hook = True
+            try:
+                threading.Timer(_AGAIN_SECONDS, self._send_again).start()
+            finally:
+                self._in_hook = False
         else:
             hook(unraisable)
 
     def _send_again(self) -> None:
-        """Sends the first signal to the main thread, unless the job has seen it by now."""
+        """Sends the first signal to the main thread until the job has seen it."""
         main = threading.main_thread().ident
-        with self._lock:
-            if self._at_once and self._dropped and self._first is not None and main is not None:
+        while True:
+            with self._lock:
+                if not self._at_once or not self._dropped or self._first is None or main is None:
+                    return
                 signal.pthread_kill(main, self._first)
+            time.sleep(_AGAIN_SECONDS)
 
 
 @contextmanager
