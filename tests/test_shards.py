@@ -18,6 +18,7 @@ from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
 from batchgen.progress import Silent, Snapshot
+from support.runs import Killed
 
 Rows = list[dict[str, Any]]
 GROUPS = ("The reports of the northern region begin alike and differ", "Southern ones are another matter, they say: ")
@@ -297,10 +298,6 @@ def test_results_that_are_damaged_are_generated_again(tiny_model_dir: Path, sour
     assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == lost
     merge_job("o.jsonl")
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
-
-
-class Killed(BaseException):
-    """The process is no more."""
 
 
 def test_a_merge_killed_while_it_removes_what_the_shards_left_ends_as_if_not(

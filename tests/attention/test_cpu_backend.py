@@ -48,9 +48,7 @@ def written(kernels, keys, values, kv_indices, block_size):
 
 def compare(kernels, spans, block_size, *, K=2, G=2, D=8, V=8, dtype=torch.float32, seed=0, sinks=False, **options):
     generator = torch.Generator().manual_seed(seed)
-    kv_indices = sorted(
-        {w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.stop)}
-    )
+    kv_indices = sorted({sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.stop)})
     keys, values = torch.zeros(K, BLOCKS * block_size, D), torch.zeros(K, BLOCKS * block_size, V)
     keys[:, kv_indices] = torch.randn((K, len(kv_indices), D), generator=generator)
     values[:, kv_indices] = torch.randn((K, len(kv_indices), V), generator=generator)
@@ -60,9 +58,7 @@ def compare(kernels, spans, block_size, *, K=2, G=2, D=8, V=8, dtype=torch.float
     layer = LayerOptions(**({"scale": 0.3} | options))
     cache = written(kernels, keys[:, kv_indices], values[:, kv_indices], kv_indices, block_size)
     attention = PackedAttention(kernels, spans, cache)
-    own = torch.tensor(
-        [w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.start, w.stop)]
-    )
+    own = torch.tensor([sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.start, w.stop)])
     T = len(own)
     q = (
         torch.randn((T, K * G, D), generator=generator).to(dtype).transpose(0, 1)
@@ -76,21 +72,12 @@ def compare(kernels, spans, block_size, *, K=2, G=2, D=8, V=8, dtype=torch.float
     assert torch.equal(narrowed(0, q, keys[:, own], values[:, own], layer)[wanted], got[wanted])
 
 
-def random_steps(sim, seed, check, *, block_size=16, longest=60, steps=5, tokens=300):
-    """Some steps of a random tree of prompts, prefill in slices and decode mixed."""
-    rng = random.Random(seed)
-    prompts: list[list[int]] = []
-    for _ in range(10):
-        begin = rng.choice(prompts)[: rng.randint(0, 2 * longest)] if prompts and rng.random() < 0.8 else []
-        prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, longest))])
-    s = sim.Simulation(
-        blocks=BLOCKS, block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens,
-        every_step=lambda step, plan: check(step.spans) if plan is not None else None,
+def random_steps(seed, check, *, block_size=16, longest=60, steps=5, tokens=300):
+    """Checks the spans of some steps of a random tree."""
+    sim.random_steps(
+        seed, lambda step, plan: check(step.spans), longest=longest, steps=steps, tokens=tokens,
+        blocks=BLOCKS, block_size=block_size, batch_size=8,
     )  # fmt: skip
-    s.load(prompts, [rng.randint(1, 8) for _ in prompts])
-    for _ in range(steps):
-        if s.scheduler.unfinished:
-            s.step()
 
 
 @pytest.mark.parametrize("block_size", slow_but([16, 32], [16, 32, 48]))
@@ -103,7 +90,7 @@ def test_the_kernels_are_the_reference_for_every_shape_of_heads(kernels, K, G, D
     def check(spans):
         compare(kernels, spans, block_size, K=K, G=G, D=D, V=V, dtype=dtype)
 
-    random_steps(sim, 3, check, block_size=block_size, tokens=90, longest=40, steps=3)
+    random_steps(3, check, block_size=block_size, tokens=90, longest=40, steps=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -116,7 +103,7 @@ def test_the_kernels_are_the_reference_for_every_shape_of_heads(kernels, K, G, D
     ids=str,
 )  # fmt: skip
 def test_the_kernels_are_the_reference_under_every_option(kernels, options, dtype):
-    random_steps(sim, 4, lambda spans: compare(kernels, spans, 32, dtype=dtype, **options), block_size=32)
+    random_steps(4, lambda spans: compare(kernels, spans, 32, dtype=dtype, **options), block_size=32)
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
@@ -149,7 +136,7 @@ def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
     }  # fmt: skip
     tokens = rng.choice([9, 40, 300])
     random_steps(
-        sim, seed, lambda spans: compare(kernels, spans, block_size, seed=seed % 1000, **options), block_size=block_size,
+        seed, lambda spans: compare(kernels, spans, block_size, seed=seed % 1000, **options), block_size=block_size,
         tokens=tokens, steps=4,
     )  # fmt: skip
 
@@ -159,7 +146,7 @@ def test_the_number_of_threads_changes_nothing(kernels):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            random_steps(sim, 5, lambda spans: compare(kernels, spans, 16, K=3), steps=5 if FULL else 2)
+            random_steps(5, lambda spans: compare(kernels, spans, 16, K=3), steps=5 if FULL else 2)
     finally:
         torch.set_num_threads(before)
 

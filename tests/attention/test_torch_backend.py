@@ -22,7 +22,7 @@ GARBAGE = 1e4
 def pool_of(plan, spans, size, K, D, V, block_size, dtype, generator):
     """Returns random KV at the places that these works read, and large garbage everywhere else."""
     keys, values = torch.full((K, size, D), GARBAGE), torch.full((K, size, V), GARBAGE)
-    used = {w.span.table[p // block_size] * block_size + p % block_size for w in spans for p in range(w.stop)}
+    used = {sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.stop)}
     at = torch.tensor(sorted(used))
     keys[:, at] = torch.randn((K, len(at), D), generator=generator)
     values[:, at] = torch.randn((K, len(at), V), generator=generator)
@@ -58,24 +58,11 @@ def compare(
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
-def random_steps(
-    sim, seed, check, *, block_size=4, blocks=400, shared_reads=1, longest=14, steps=6, tokens=40, **attention
-):
-    """Some steps of a random tree of prompts, prefill in slices and decode mixed."""
-    rng = random.Random(seed)
-    prompts: list[list[int]] = []
-    for _ in range(10):
-        begin = rng.choice(prompts)[: rng.randint(0, 3 * longest)] if prompts and rng.random() < 0.8 else []
-        prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, longest))])
-    s = sim.Simulation(
-        blocks=blocks, block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens, shared_reads=shared_reads,
-        every_step=lambda step, plan: check(step, plan) if plan is not None else None,
+def random_steps(seed, check, *, blocks=400, longest=14, steps=6, tokens=40, block_size=4, shared_reads=1, **attention):
+    sim.random_steps(
+        seed, check, longest=longest, steps=steps, tokens=tokens, attention=attention,
+        blocks=blocks, block_size=block_size, batch_size=8, shared_reads=shared_reads,
     )  # fmt: skip
-    s.attention |= attention
-    s.load(prompts, [rng.randint(1, 8) for _ in prompts])
-    for _ in range(steps):
-        if s.scheduler.unfinished:
-            s.step()
 
 
 @pytest.mark.parametrize("shared_reads", [1, 8, 10**9])
@@ -84,7 +71,7 @@ def test_the_cascade_is_the_reference(K, G, shared_reads):
     def check(step, plan):
         compare(step, plan, 4, 400, K=K, G=G, D=8, V=6)
 
-    random_steps(sim, 3, check, shared_reads=shared_reads)
+    random_steps(3, check, shared_reads=shared_reads)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +84,7 @@ def test_the_cascade_is_the_reference(K, G, shared_reads):
 )  # fmt: skip
 @pytest.mark.parametrize("shared_reads", [1, 10**9])
 def test_the_cascade_is_the_reference_under_every_option(options, shared_reads):
-    random_steps(sim, 4, lambda step, plan: compare(step, plan, 4, 400, **options), shared_reads=shared_reads)
+    random_steps(4, lambda step, plan: compare(step, plan, 4, 400, **options), shared_reads=shared_reads)
 
 
 @settings(max_examples=examples(8, 25), deadline=None)
@@ -117,7 +104,7 @@ def test_the_cascade_is_the_reference_on_random_trees(data):
         compare(step, plan, block_size, blocks, seed=seed % 1000, **shape, **options)
 
     random_steps(
-        sim, seed, check, block_size=block_size, blocks=blocks, shared_reads=rng.choice([1, 6, 10**9]),
+        seed, check, block_size=block_size, blocks=blocks, shared_reads=rng.choice([1, 6, 10**9]),
         tokens=rng.choice([9, 40, 300]), steps=4,
     )  # fmt: skip
 
@@ -126,13 +113,13 @@ def test_the_cascade_is_the_reference_on_random_trees(data):
 def test_long_slices_are_cut_into_blocks(shared_reads):
     limits = {"max_scores": 64}
     options = {"shared_reads": shared_reads, "longest": 40, "tokens": 90, "causal_chunk": 5, "causal_scores": 100}
-    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, limits=limits), **options)
-    random_steps(sim, 5, lambda s, p: compare(s, p, 4, 400, sliding_window=7, limits=limits), **options)
+    random_steps(5, lambda s, p: compare(s, p, 4, 400, limits=limits), **options)
+    random_steps(5, lambda s, p: compare(s, p, 4, 400, sliding_window=7, limits=limits), **options)
 
 
 @pytest.mark.parametrize("dense", [0.0, 2.0], ids=["in place", "gathered"])
 def test_blocks_read_in_place_and_gathered_give_the_same(dense):
-    random_steps(sim, 6, lambda s, p: compare(s, p, 4, 400, sliding_window=9, limits={"dense": dense}), shared_reads=1)
+    random_steps(6, lambda s, p: compare(s, p, 4, 400, sliding_window=9, limits={"dense": dense}), shared_reads=1)
 
 
 def test_memory_that_is_scattered_is_read_right():
@@ -143,14 +130,14 @@ def test_memory_that_is_scattered_is_read_right():
         parts.extend(plan.shared)
         compare(step, plan, 2, 34)
 
-    random_steps(sim, 7, check, block_size=2, blocks=34, steps=40)
+    random_steps(7, check, block_size=2, blocks=34, steps=40)
     assert parts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_near_the_reference(dtype):
     tolerance = 0.03 if dtype == torch.bfloat16 else 0.004
-    random_steps(sim, 8, lambda s, p: compare(s, p, 4, 400, dtype=dtype, tolerance=tolerance))
+    random_steps(8, lambda s, p: compare(s, p, 4, 400, dtype=dtype, tolerance=tolerance))
 
 
 # -- the shared part
@@ -296,7 +283,7 @@ def test_a_step_writes_its_kv_before_it_attends():
         torch.testing.assert_close(out, want.reshape(plan.num_tokens, 2, 4))
         seen.append(attention.layers_run)
 
-    random_steps(sim, 9, check, steps=3)
+    random_steps(9, check, steps=3)
     assert seen == [1, 1, 1]
 
 
@@ -313,4 +300,4 @@ def test_what_is_masked_may_be_anything_but_its_values(shared_reads):
         got = Cascade(plan, CPU).attend(q, keys, values, LayerOptions(0.5, 9))
         assert torch.equal(got, want)
 
-    random_steps(sim, 10, check, shared_reads=shared_reads)
+    random_steps(10, check, shared_reads=shared_reads)

@@ -43,10 +43,6 @@ FINE = Tuning(shared_reads=1, wide_min_keys=1, narrow_min_keys=1, item_keys=0)
 """Reads are split and shared as finely as possible."""
 
 
-def kv_index(scheduled, position, block_size):
-    return scheduled.span.table[position // block_size] * block_size + position % block_size
-
-
 def works_of(*spans):
     """Works (table, start, stop) of spans that share nothing."""
     return [
@@ -74,8 +70,8 @@ def compare(
     """Compares `DeviceAttention` with the reference. Values that no query may read are NaN, or large."""
     generator = torch.Generator().manual_seed(seed)
     cache = KVCache({0: LayerShape(K, D, V, device)}, BLOCKS, block_size, dtype)
-    before = torch.tensor(sorted({kv_index(w, p, block_size) for w in spans for p in range(w.stop)}))
-    own = torch.tensor([kv_index(w, p, block_size) for w in spans for p in range(w.start, w.stop)])
+    before = torch.tensor(sorted({sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.stop)}))
+    own = torch.tensor([sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.start, w.stop)])
     keys = torch.full((K, BLOCKS * block_size, D), float("nan"))
     values = torch.full((K, BLOCKS * block_size, V), GARBAGE)
     keys[:, before] = torch.randn((K, len(before), D), generator=generator)
@@ -105,21 +101,11 @@ def compare(
     return got
 
 
-def random_steps(sim, seed, check, *, block_size=16, longest=30, steps=3, tokens=60, batch_size=6, **options):
-    """Some steps of a random tree of prompts, prefill in slices and decode mixed."""
-    rng = random.Random(seed)
-    prompts: list[list[int]] = []
-    for _ in range(8):
-        begin = rng.choice(prompts)[: rng.randint(0, 2 * longest)] if prompts and rng.random() < 0.8 else []
-        prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, longest))])
-    s = sim.Simulation(
-        blocks=BLOCKS, block_size=block_size, tokens=tokens, batch_size=batch_size, prefill=tokens,
-        every_step=lambda step, plan: check(step) if plan is not None else None, **options,
+def random_steps(seed, check, *, block_size=16, longest=30, steps=3, tokens=60, **options):
+    sim.random_steps(
+        seed, lambda step, plan: check(step), longest=longest, steps=steps, tokens=tokens,
+        blocks=BLOCKS, block_size=block_size, batch_size=6, **options,
     )  # fmt: skip
-    s.load(prompts, [rng.randint(1, 8) for _ in prompts])
-    for _ in range(steps):
-        if s.scheduler.unfinished:
-            s.step()
 
 
 # A slice of a prompt, one that fills a tile by itself, and two that are decoding.
@@ -154,7 +140,7 @@ def test_it_is_the_reference_under_every_option(device, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_is_the_reference_on_a_tree_under_every_option(device, options):
-    random_steps(sim, 4, lambda step: compare(device, step.spans, 16, tuning=FINE, **options))
+    random_steps(4, lambda step: compare(device, step.spans, 16, tuning=FINE, **options))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 80])
@@ -164,7 +150,7 @@ def test_it_is_the_reference_for_every_block_size(device, block_size):
     compare(device, spans, block_size, K=1)
 
 
-def random_case(sim, device, seed, steps, longest):
+def random_case(device, seed, steps, longest):
     rng = random.Random(seed)
     block_size = rng.choice([16, 32, 48])
     options = {
@@ -175,7 +161,7 @@ def random_case(sim, device, seed, steps, longest):
     tokens = rng.choice([9, 40])
     options["tuning"] = Tuning(*(rng.choice([1, 16, 10**9]) for _ in range(3)), item_keys=rng.choice([0, 64]))
     random_steps(
-        sim, seed, lambda step: compare(device, step.spans, block_size, seed=seed % 1000, **options), block_size=block_size,
+        seed, lambda step: compare(device, step.spans, block_size, seed=seed % 1000, **options), block_size=block_size,
         tokens=tokens, steps=steps, longest=longest, sliding_window=options["sliding_window"] if rng.random() < 0.5 else None,
     )  # fmt: skip
 
@@ -183,14 +169,14 @@ def random_case(sim, device, seed, steps, longest):
 @settings(max_examples=examples(1, 4), deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(seed=st.integers(0, 2**32))
 def test_it_is_the_reference_on_random_trees(device, seed):
-    random_case(sim, device, seed, steps=2, longest=12)
+    random_case(device, seed, steps=2, longest=12)
 
 
 @pytest.mark.nightly
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_it_is_the_reference_on_many_random_trees(device, seed):
-    random_case(sim, device, seed, steps=5, longest=60)
+    random_case(device, seed, steps=5, longest=60)
 
 
 def test_how_reads_are_split_changes_nothing_but_rounding(device):
@@ -273,7 +259,7 @@ def test_a_plan_lies_at_the_same_addresses_in_every_step(device):
         assert attention.positions_host.tolist() == want
         assert positions.tolist() == want + [0] * (64 - len(want))
         kv_indices = attention._plan[attention._lists - 64 : attention._lists].tolist()
-        assert kv_indices == [kv_index(w, p, 16) for w in spans for p in range(w.start, w.stop)] + [-1] * (
+        assert kv_indices == [sim.kv_index(w.span, p, 16) for w in spans for p in range(w.start, w.stop)] + [-1] * (
             64 - len(want)
         )
         assert (attention._plan.data_ptr(), attention.positions.data_ptr()) == at
@@ -412,7 +398,7 @@ def test_a_model_gives_the_same_logits_as_with_the_cascade(device):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
         steps.append((T, attention.num_parts))
 
-    random_steps(sim, 11, check, steps=3, longest=20, tokens=30)
+    random_steps(11, check, steps=3, longest=20, tokens=30)
     assert len(steps) == 3
     assert max(parts for _, parts in steps) > 1
 

@@ -70,9 +70,7 @@ def check(spans, block_size, lists, sliding_window=None):
     for w in spans:
         for position in range(w.start, w.stop):
             first = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
-            want = [
-                (p, w.span.table[p // block_size] * block_size + p % block_size) for p in range(first, position + 1)
-            ]
+            want = [(p, sim.kv_index(w.span, p, block_size)) for p in range(first, position + 1)]
             assert sorted(read for read in reads[query] if read[0] >= first) == want
             query += 1
     assert len(lists.merge_starts) == T + 1

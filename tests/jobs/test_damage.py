@@ -26,10 +26,7 @@ from batchgen.result import Result
 from batchgen.stats import EngineStats
 from support.harness import TINY_SPOOL, write_common_input
 from support.params import examples
-
-
-class Killed(BaseException):
-    """The process is no more."""
+from support.runs import Killed
 
 
 class Oracle:

@@ -21,12 +21,9 @@ from batchgen.engine.engine import Engine
 from batchgen.progress import Silent, Snapshot
 from batchgen.scheduling.scheduler import Scheduler
 from support.params import slow_but
+from support.runs import Killed
 
 TOKENS = 60
-
-
-class Killed(BaseException):
-    """The process is no more."""
 
 
 class KillAfter(Silent):

@@ -5,21 +5,17 @@ import random
 import pytest
 
 from batchgen.scheduling.waiting import POLICIES
-from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
+from support.models import engine_for, generate, make_requests, packed_model, random_tokens, reference_model, run
 from support.params import FULL, slow_but
 from support.shapes import RECURRENT_SHAPES
 
 
-def numbers(rng, count):
-    return [rng.randrange(VOCAB) for _ in range(count)]
-
-
 def deep_tree(rng, depth, path=()):
     """Prompts under a tree of nodes `depth` deep; two ways on from each, and a prompt that ends at some."""
-    path = [*path, *numbers(rng, rng.randint(3, 20))]
+    path = [*path, *random_tokens(rng, rng.randint(3, 20))]
     ends = [path] if rng.random() < 0.4 else []
     if depth == 0:
-        return [path + numbers(rng, rng.randint(1, 9)) for _ in range(2)] + ends
+        return [path + random_tokens(rng, rng.randint(1, 9)) for _ in range(2)] + ends
     return ends + deep_tree(rng, depth - 1, path) + deep_tree(rng, depth - 1, path)
 
 
@@ -80,8 +76,8 @@ def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
 )
 def test_every_fork_writes_what_the_prompt_alone_does(name):
     rng = random.Random(7)
-    root = numbers(rng, 45)
-    prompts = [root, root + numbers(rng, 5), root + numbers(rng, 20), numbers(rng, 3)]
+    root = random_tokens(rng, 45)
+    prompts = [root, root + random_tokens(rng, 5), root + random_tokens(rng, 20), random_tokens(rng, 3)]
     want = [generate(reference_model(name), p, 9) for p in prompts]
     for options in ({}, {"batch_size": 3}, {"max_batch_tokens": 8, "batch_size": 5}, {"policy": "fifo", "ahead": True}):
         engine = engine_for(packed_model(name), **options)
@@ -95,8 +91,8 @@ def test_every_fork_writes_what_the_prompt_alone_does(name):
 @pytest.mark.parametrize("ahead", slow_but([True], [False, True]))
 def test_blocks_behind_every_sliding_window_are_given_back(ahead):
     rng = random.Random(8)
-    root = numbers(rng, 200)
-    prompts = [root + numbers(rng, n) for n in (9, 60, 3)]
+    root = random_tokens(rng, 200)
+    prompts = [root + random_tokens(rng, n) for n in (9, 60, 3)]
     name = "mistral/sliding_window"  # 24 tokens in every layer
     want = [generate(reference_model(name), p, 100) for p in prompts]
     engine = engine_for(packed_model(name), ahead=ahead)

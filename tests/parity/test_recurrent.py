@@ -40,6 +40,7 @@ from support.models import (
     make_requests,
     memory_for,
     packed_model,
+    random_tokens,
     reference_model,
     run,
     watched,
@@ -48,21 +49,17 @@ from support.params import FULL, slow_but, some_of
 from support.shapes import RECURRENT_SHAPES
 
 
-def numbers(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(VOCAB) for _ in range(count)]
-
-
 def deep_tree(rng: random.Random, depth: int, path: tuple[int, ...] = ()) -> list[list[int]]:
     """Prompts under a tree of nodes `depth` deep: two ways on from each, prompts that end at some, and equal ones."""
-    path = (*path, *numbers(rng, rng.choice([1, 2, 5, 17, 40])))
+    path = (*path, *random_tokens(rng, rng.choice([1, 2, 5, 17, 40])))
     ends = [list(path)] * rng.choice([0, 0, 1, 2])
     if depth == 0:
-        return [[*path, *numbers(rng, rng.randint(1, 20))] for _ in range(2)] + ends
+        return [[*path, *random_tokens(rng, rng.randint(1, 20))] for _ in range(2)] + ends
     return ends + deep_tree(rng, depth - 1, path) + deep_tree(rng, depth - 1, path)
 
 
 DEPTH = 5
-PROMPTS = [*deep_tree(random.Random(1), DEPTH - 1), [5], [5], [6], numbers(random.Random(2), 150)]
+PROMPTS = [*deep_tree(random.Random(1), DEPTH - 1), [5], [5], [6], random_tokens(random.Random(2), 150)]
 _lengths = random.Random(3)
 LENGTHS = [_lengths.choice([1, 2, 6]) for _ in PROMPTS]
 TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
@@ -126,8 +123,8 @@ def test_output_does_not_change_when_memory_is_short(
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, RECURRENT_SHAPES))
 def test_sequences_that_are_preempted_go_on_from_the_nearest_state(name: str) -> None:
     rng, count = random.Random(4), 12 if FULL else 6
-    root = numbers(rng, 50)
-    prompts = [root + numbers(rng, rng.randint(1, 20)) for _ in range(count)]
+    root = random_tokens(rng, 50)
+    prompts = [root + random_tokens(rng, rng.randint(1, 20)) for _ in range(count)]
     length = 70 if FULL else 45
     expected = [generate(reference_model(name), p, length) for p in prompts]
     model = packed_model(name)
@@ -212,7 +209,7 @@ def test_steps_that_run_out_of_memory_and_leave_states_behind_are_made_smaller(
 )
 def test_in_bfloat16_logits_are_those_of_float32_but_for_its_rounding(name: str) -> None:
     """Mamba keeps its residual in float32 beside bfloat16 weights."""
-    prompts = [numbers(random.Random(6), n) for n in (3, 20, 70)]
+    prompts = [random_tokens(random.Random(6), n) for n in (3, 20, 70)]
     exact = [expect(reference_model(name), p, 1) for p in prompts]
     model = prepare(copy.deepcopy(reference_model(name)).bfloat16(), kernels=kernels())
     with watched(model) as seen:

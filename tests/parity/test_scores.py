@@ -8,13 +8,9 @@ import torch
 
 from batchgen.request import Request, row_digest, row_key
 from batchgen.sampling_params import SamplingParams
-from support.models import VOCAB, engine_for, generate, make_requests, packed_model, reference_model, run
+from support.models import engine_for, generate, make_requests, packed_model, random_tokens, reference_model, run
 from support.params import slow_but
 from support.shapes import RECURRENT_SHAPES
-
-
-def numbers(rng, count):
-    return [rng.randrange(VOCAB) for _ in range(count)]
 
 
 @torch.inference_mode()
@@ -40,11 +36,11 @@ def scored(prompts, texts, choices=()):
 
 def cases():
     rng = random.Random(3)
-    root = numbers(rng, 40)
-    groups = [root + numbers(rng, n) for n in (30, 24, 7)]
-    prompts = [g + numbers(rng, rng.randint(1, 20)) for g in groups for _ in range(3)]
+    root = random_tokens(rng, 40)
+    groups = [root + random_tokens(rng, n) for n in (30, 24, 7)]
+    prompts = [g + random_tokens(rng, rng.randint(1, 20)) for g in groups for _ in range(3)]
     prompts += [groups[0], groups[0], root, root[:16], [5], [5]]
-    texts = [numbers(rng, rng.choice([1, 2, 9, 40])) for _ in prompts]
+    texts = [random_tokens(rng, rng.choice([1, 2, 9, 40])) for _ in prompts]
     texts[0] = generate(reference_model("llama"), prompts[0], 6)  # what greedy decoding writes
     texts[10] = texts[9]  # an equal row
     prompts.append(prompts[0] + texts[0][:3])  # a prompt that begins with another and its text
@@ -111,8 +107,8 @@ def test_choices_have_the_probabilities_of_their_tokens(name, choices):
 
 def test_rows_that_score_and_rows_that_generate_share_their_prefixes():
     rng = random.Random(4)
-    root = numbers(rng, 50)
-    prompts = [root + numbers(rng, n) for n in (5, 9, 0, 3)]
+    root = random_tokens(rng, 50)
+    prompts = [root + random_tokens(rng, n) for n in (5, 9, 0, 3)]
     generated = make_requests(prompts, [6] * 4)
     later = scored(prompts, [[[1, 2], [3]]] * 4, ["a", "b"])
     requests = [
@@ -146,7 +142,7 @@ def test_what_labels_would_hold_without_sharing_is_counted():
 
 def test_a_label_above_temperature_0_is_a_draw_by_its_probability():
     rng = random.Random(5)
-    prompt = numbers(rng, 20)
+    prompt = random_tokens(rng, 20)
     params = SamplingParams(choices=("a", "b", "c"), temperature=1.0)
     texts = tuple(np.array(t, dtype=np.int32) for t in ([1, 2], [3], [4]))
     requests = [

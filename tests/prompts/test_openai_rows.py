@@ -17,14 +17,8 @@ def row(url, **body):
     return {"custom_id": "r1", "method": "POST", "url": url, "body": body}
 
 
-def one(tools, columns, **options):
-    (out,) = tools.builder(**options).build(tools.rows(columns))
-    return out
-
-
 def test_a_chat_request_goes_through_the_chat_template_with_its_parameters(tools):
-    draft = one(
-        tools,
+    draft = tools.one(
         row(CHAT, model="m", messages=[USER], max_completion_tokens=9, temperature=0.5, top_p=1, stop=["x"], seed=3,
             frequency_penalty=1, presence_penalty=-1, n=1, stream=False, logprobs=False, top_logprobs=None, user="u",
             response_format={"type": "text"}, tool_choice="none"),
@@ -37,8 +31,7 @@ def test_a_chat_request_goes_through_the_chat_template_with_its_parameters(tools
 
 
 def test_what_the_body_leaves_out_takes_the_commands_defaults(tools):
-    draft = one(
-        tools,
+    draft = tools.one(
         row(CHAT, messages=[USER], temperature=None),
         chat_template=tools.CHATML,
         system="S",
@@ -72,11 +65,11 @@ def test_what_the_body_leaves_out_takes_the_commands_defaults(tools):
 )
 def test_several_completions_log_probabilities_and_formats_have_their_names_there(tools, url, asked, params):
     content = {"messages": [USER]} if url == CHAT else {"prompt": "a"}
-    assert one(tools, row(url, **content, **asked), chat_template=tools.CHATML).params == SamplingParams(**params)
+    assert tools.one(row(url, **content, **asked), chat_template=tools.CHATML).params == SamplingParams(**params)
 
 
 def test_the_newer_name_of_max_tokens_goes_before_the_older(tools):
-    draft = one(tools, row(RAW, prompt="a", max_tokens=5, max_completion_tokens=6))
+    draft = tools.one(row(RAW, prompt="a", max_tokens=5, max_completion_tokens=6))
     assert draft.params.max_tokens == 6
 
 
@@ -91,17 +84,16 @@ def test_a_completion_request_is_raw_even_where_there_is_a_chat_template(tools):
 
 def test_token_ids_of_a_completion_request_are_sent_as_they_are(tools):
     for prompt in ([5, 6], [[5, 6]]):
-        assert one(tools, row(RAW, prompt=prompt), chat_template=tools.CHATML).tokens.tolist() == [5, 6]
-    assert tools.error_of(one(tools, row(RAW, prompt=[5, 6]), prefix="P")) == (
+        assert tools.one(row(RAW, prompt=prompt), chat_template=tools.CHATML).tokens.tolist() == [5, 6]
+    assert tools.error_of(tools.one(row(RAW, prompt=[5, 6]), prefix="P")) == (
         "invalid_row",
         "body.prompt is a list of token ids, which cannot be combined with --prefix",
     )
-    assert tools.error_of(one(tools, row(RAW, prompt=[]))) == ("empty_prompt", "the prompt has no tokens")
+    assert tools.error_of(tools.one(row(RAW, prompt=[]))) == ("empty_prompt", "the prompt has no tokens")
 
 
 def test_what_vllms_requests_have_and_asks_for_nothing_is_let_pass(tools):
-    draft = one(
-        tools,
+    draft = tools.one(
         row(RAW, prompt="a", top_k=-1, min_tokens=0, skip_special_tokens=True, include_stop_str_in_output=False,
             use_beam_search=False, length_penalty=1.0, add_generation_prompt=True, continue_final_message=False,
             return_token_ids=None, priority=3, request_id="x"),
@@ -109,7 +101,7 @@ def test_what_vllms_requests_have_and_asks_for_nothing_is_let_pass(tools):
         sampling=SamplingParams(top_k=5),
     )  # fmt: skip
     assert draft.params == SamplingParams()
-    assert tools.error_of(one(tools, row(RAW, prompt="a", min_tokens=5))) == (
+    assert tools.error_of(tools.one(row(RAW, prompt="a", min_tokens=5))) == (
         "unsupported_parameter",
         "min_tokens is not supported: 5",
     )
@@ -117,13 +109,12 @@ def test_what_vllms_requests_have_and_asks_for_nothing_is_let_pass(tools):
 
 def test_messages_that_are_null_do_not_make_a_chat(tools):
     columns = {"custom_id": "1", "body": {"messages": None, "prompt": "a"}}  # as a table fills them in
-    assert tools.text_of(one(tools, columns, chat_template=tools.CHATML)) == "<s>a"
+    assert tools.text_of(tools.one(columns, chat_template=tools.CHATML)) == "<s>a"
 
 
 def test_template_variables_of_a_body_go_before_the_commands(tools):
     template = "{{ a }}{{ b }}"
-    draft = one(
-        tools,
+    draft = tools.one(
         row(CHAT, messages=[USER], chat_template_kwargs={"b": "row"}),
         chat_template=template,
         chat_template_kwargs={"a": "cmd", "b": "cmd"},
@@ -134,9 +125,9 @@ def test_template_variables_of_a_body_go_before_the_commands(tools):
 def test_the_reasoning_effort_of_a_chat_goes_to_its_template(tools):
     template = "{{ reasoning_effort }}{{ b }}"
     asked = row(CHAT, messages=[USER], reasoning_effort="low", chat_template_kwargs={"b": "!"})
-    assert tools.text_of(one(tools, asked, chat_template=template)) == "low!"
+    assert tools.text_of(tools.one(asked, chat_template=template)) == "low!"
     asked = row(CHAT, messages=[USER], reasoning_effort="low")
-    assert tools.text_of(one(tools, asked, chat_template=template)) == "low"
+    assert tools.text_of(tools.one(asked, chat_template=template)) == "low"
 
 
 def test_a_model_that_differs_is_mentioned_once(tools):
@@ -194,11 +185,11 @@ def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_fails_its_row_in_words(tools, columns, error):
-    assert tools.error_of(one(tools, columns, chat_template=tools.CHATML)) == error
+    assert tools.error_of(tools.one(columns, chat_template=tools.CHATML)) == error
 
 
 def test_a_chat_request_without_a_chat_template_fails(tools):
-    assert tools.error_of(one(tools, row(CHAT, messages=[USER]))) == (
+    assert tools.error_of(tools.one(row(CHAT, messages=[USER]))) == (
         "invalid_row",
         "/v1/chat/completions needs a chat template: the model has none",
     )
@@ -215,16 +206,16 @@ def test_without_a_url_the_body_tells_what_it_is(tools):
 
 def test_a_body_may_be_json_text_as_in_a_table(tools):
     columns = row(RAW, prompt="a", seed=3)
-    draft = one(tools, columns | {"body": json.dumps(columns["body"])})
+    draft = tools.one(columns | {"body": json.dumps(columns["body"])})
     assert (tools.text_of(draft), draft.params.seed) == ("<s>a", 3)
 
 
 def test_a_mere_column_called_body_is_not_a_request(tools):
-    assert tools.text_of(one(tools, {"body": "Dear all", "prompt": "a", "url": "http://x/y"})) == "<s>a"
-    assert tools.text_of(one(tools, {"body": {"x": 1}, "prompt": "a"})) == "<s>a"
-    assert tools.text_of(one(tools, {"body": None, "prompt": "a", "url": None, "custom_id": None})) == "<s>a"
+    assert tools.text_of(tools.one({"body": "Dear all", "prompt": "a", "url": "http://x/y"})) == "<s>a"
+    assert tools.text_of(tools.one({"body": {"x": 1}, "prompt": "a"})) == "<s>a"
+    assert tools.text_of(tools.one({"body": None, "prompt": "a", "url": None, "custom_id": None})) == "<s>a"
 
 
 def test_sampling_params_beside_a_body_are_below_it(tools):
-    draft = one(tools, row(RAW, prompt="a", seed=3) | {"sampling_params": {"seed": 4, "top_k": 5}})
+    draft = tools.one(row(RAW, prompt="a", seed=3) | {"sampling_params": {"seed": 4, "top_k": 5}})
     assert draft.params == SamplingParams(seed=3, top_k=5)

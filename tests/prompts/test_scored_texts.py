@@ -16,17 +16,12 @@ from batchgen.sampling_params import SamplingParams
 from support.params import examples
 
 
-def one(tools, columns, **options):
-    (out,) = tools.builder(**options).build(tools.rows(columns))
-    return out
-
-
 def plain(tools, text):
     return tools.builder()._encoder.encode([text], special=False)[0].tolist()
 
 
 def test_labels_have_the_tokens_of_their_text_alone(tools):
-    draft = one(tools, {"prompt": "a"}, sampling=SamplingParams(choices=("yes", "no")))
+    draft = tools.one({"prompt": "a"}, sampling=SamplingParams(choices=("yes", "no")))
     assert [t.tolist() for t in draft.texts] == [plain(tools, "yes"), plain(tools, "no")]
 
 
@@ -39,14 +34,14 @@ def test_labels_one_of_which_begins_another_end_with_the_end_token(tools):
 
 
 def test_a_row_s_own_labels_replace_those_of_the_command(tools):
-    draft = one(
-        tools, {"prompt": "a", "sampling_params": {"choices": ["x", "y"]}}, sampling=SamplingParams(regex="[0-9]")
+    draft = tools.one(
+        {"prompt": "a", "sampling_params": {"choices": ["x", "y"]}}, sampling=SamplingParams(regex="[0-9]")
     )
     assert (draft.params.choices, draft.params.regex, len(draft.texts)) == (("x", "y"), None, 2)
 
 
 def test_the_digest_of_a_labelled_row_is_that_of_its_tokens_and_parameters(tools):
-    draft = one(tools, {"prompt": "a"}, sampling=SamplingParams(choices=("yes", "no")))
+    draft = tools.one({"prompt": "a"}, sampling=SamplingParams(choices=("yes", "no")))
     assert draft.key == row_digest(draft.tokens, draft.params)
 
 
@@ -76,7 +71,7 @@ def test_a_completion_of_token_ids_is_scored_as_it_is(tools):
 
 
 def test_an_empty_completion_is_certain(tools):
-    result = one(tools, {"prompt": "abc", "completion": ""}, score=True)
+    result = tools.one({"prompt": "abc", "completion": ""}, score=True)
     assert (result.text, result.finish_reason, result.score) == (None, None, Score(0.0, 0, True))
     assert result.prompt_tokens == len("abc") + 1
 
@@ -90,7 +85,7 @@ def test_an_empty_completion_is_certain(tools):
     ],
 )
 def test_a_row_without_a_text_to_score_fails_alone(tools, columns, message):
-    result = one(tools, columns, score=True, completion_column="answer")
+    result = tools.one(columns, score=True, completion_column="answer")
     assert (result.error_type, result.error_message) == ("invalid_row", message)
 
 
@@ -116,7 +111,7 @@ def test_scores_go_with_nothing_that_is_generated(tools, params, option):
         tools.builder(score=True, sampling=SamplingParams(**params))
     assert str(e.value) == f"--score cannot be combined with --{option}; leave one of them out"
     own = {name: list(v) if isinstance(v, tuple) else v for name, v in params.items()}
-    result = one(tools, {"prompt": "a", "completion": "b", "sampling_params": own}, score=True)
+    result = tools.one({"prompt": "a", "completion": "b", "sampling_params": own}, score=True)
     name = option.replace("-", "_")
     assert (result.error_type, result.error_message) == (
         "unsupported_parameter", f"{name} cannot be combined with --score",
@@ -143,15 +138,15 @@ def test_a_prompt_that_leaves_no_room_for_the_text_is_too_long(tools):
 def test_a_prompt_that_leaves_no_room_for_the_longest_label_is_too_long_or_cut(tools):
     sampling = SamplingParams(choices=("x", "xyz"), max_tokens=1)  # with the end token: 2 and 4 tokens
     row = {"prompt": "abcdef"}
-    assert tools.error_of(one(tools, row, bos=False, context=8, sampling=sampling)) == (
+    assert tools.error_of(tools.one(row, bos=False, context=8, sampling=sampling)) == (
         "prompt_too_long",
         "the prompt has 6 tokens, and the model's context of 8 tokens must hold it and the longest choice, of 4 tokens",
     )
     for way, left in (("truncate-left", "cdef"), ("truncate-right", "abcd")):
-        draft = one(tools, row, bos=False, context=8, sampling=sampling, on_long_prompt=way)
+        draft = tools.one(row, bos=False, context=8, sampling=sampling, on_long_prompt=way)
         assert (tools.text_of(draft), draft.truncated) == (left, True)
         assert (
-            one(tools, row, bos=False, context=4, sampling=sampling, on_long_prompt=way).error_type == "prompt_too_long"
+            tools.one(row, bos=False, context=4, sampling=sampling, on_long_prompt=way).error_type == "prompt_too_long"
         )
 
 
@@ -165,12 +160,12 @@ def test_a_prompt_is_cut_to_leave_room_for_the_text(tools):
 
 @pytest.mark.parametrize(("value", "priority"), [(3, 3.0), (-1.5, -1.5), (None, 0.0), ("", 0.0), ("2", 2.0)])
 def test_a_priority_is_a_number_and_0_where_there_is_none(tools, value, priority):
-    assert one(tools, {"prompt": "a", "p": value}, priority_column="p").priority == priority
+    assert tools.one({"prompt": "a", "p": value}, priority_column="p").priority == priority
 
 
 @pytest.mark.parametrize("value", ["soon", True, float("nan"), [1]])
 def test_a_priority_that_is_no_number_fails_its_row(tools, value):
-    result = one(tools, {"prompt": "a", "p": value}, priority_column="p")
+    result = tools.one({"prompt": "a", "p": value}, priority_column="p")
     assert (result.error_type, result.error_message) == ("invalid_row", "column 'p' must be a number")
 
 

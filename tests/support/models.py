@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ class Numbers:
 
     def convert_ids_to_tokens(self, token: int) -> str:
         return str(token)
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(count)]
 
 
 def build(model_type: str, **changes: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Container, Iterable
 from itertools import zip_longest
 from typing import Any
@@ -369,3 +370,29 @@ def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
                 if q < plan.num_tokens:
                     reads[q] += [key for key in keys if key[0] <= position]
     return reads
+
+
+def random_steps(
+    seed: int, check: Callable[[ScheduledBatch, AttentionPlan], None], *, longest: int, steps: int, tokens: int,
+    attention: dict[str, int] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Checks some steps of a random tree of prompts, prefill in slices and decode mixed.
+
+    `attention` are options of `plan_attention`, `options` those of `Simulation`.
+    """
+    rng = random.Random(seed)
+    prompts: list[list[int]] = []
+    for _ in range(10):
+        begin = rng.choice(prompts)[: rng.randint(0, 2 * longest)] if prompts and rng.random() < 0.8 else []
+        prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, longest))])
+
+    def every_step(batch: ScheduledBatch, plan: AttentionPlan | None) -> None:
+        if plan is not None:
+            check(batch, plan)
+
+    s = Simulation(tokens=tokens, prefill=tokens, every_step=every_step, **options)
+    s.attention |= attention or {}
+    s.load(prompts, [rng.randint(1, 8) for _ in prompts])
+    for _ in range(steps):
+        if s.scheduler.unfinished:
+            s.step()

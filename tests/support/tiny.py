@@ -11,6 +11,7 @@ from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Request, leaves_of, row_digest, row_key
 from batchgen.sampling_params import SamplingParams
+from support.models import Numbers
 
 VOCAB = 97
 BLOCK = 32
@@ -18,19 +19,6 @@ TOKEN = 256  # bytes of KV
 AHEAD = (
     None  # whether engines launch a step before the tokens of the one before it are known; None: as the device has it
 )
-
-
-class Numbers:
-    """A tokenizer whose text is the token ids."""
-
-    def decode(self, ids, **_):
-        return " ".join(map(str, ids))
-
-    def convert_tokens_to_ids(self, tokens):
-        return [None for _ in tokens]
-
-    def convert_ids_to_tokens(self, token):
-        return str(token)
 
 
 def build(poison=None, layers=2):

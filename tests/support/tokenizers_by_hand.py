@@ -104,6 +104,12 @@ def rows(*columns: dict[str, Any]) -> list[Row]:
     return [Row(number=i, columns=c, error=None, source=f"in.jsonl:{i + 1}") for i, c in enumerate(columns)]
 
 
+def one(columns: dict[str, Any], **options: Any) -> Any:
+    """Returns what `builder(**options)` makes of one row."""
+    (out,) = builder(**options).build(rows(columns))
+    return out
+
+
 def text_of(draft: Any) -> str:
     """The prompt of a draft as text, special tokens written out."""
     assert not hasattr(draft, "error_type"), draft
