@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from batchgen.kernels.build import DTYPES, kernel, library
+from batchgen.kernels.memory import in_huge_pages
 from batchgen.kernels.ops import Activation, Product, norm_arguments, panels
 
 LARGEST = 127
@@ -104,7 +105,7 @@ class Int8Linear(torch.nn.Module):
         # Plain tensors, because torch needs microseconds to look up parameters and buffers.
         words = panels([values.view(torch.int32) for values in padded])
         side = library().batchgen_int8_side()
-        self.weights = words.view(len(words), -1, side, words.shape[2]).transpose(2, 3).contiguous()
+        self.weights = in_huge_pages(words.view(len(words), -1, side, words.shape[2]).transpose(2, 3))
         """[panels, columns of a panel / side, words of K, side]"""
         self.scales = panels([scales.float() for _, scales in weights])
         self.beginnings = beginnings
