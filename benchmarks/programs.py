@@ -39,6 +39,8 @@ class Program:
     """Its folder among the engines' environments; None: this Python."""
     converted: str | None = None
     """The suffix of a model folder's name for the model in the engine's own format; None: it takes the folder."""
+    converts_all: bool = True
+    """False: it takes the folder unless it runs in 8 bits."""
     swept: bool = False
     """Whether its best batch size is searched for first."""
     int8: bool = False
@@ -58,7 +60,15 @@ PROGRAMS: dict[str, Program] = {
     "transformers-continuous": Program(
         "transformers continuous batching", "benchmarks.engines.transformers_continuous"
     ),
-    "vllm": Program("vLLM", "benchmarks.engines.vllm_cpu", "vllm", options_without_bfloat16=("--float32",)),
+    "vllm": Program(
+        "vLLM",
+        "benchmarks.engines.vllm_cpu",
+        "vllm",
+        "w8a8",
+        converts_all=False,
+        int8=True,
+        options_without_bfloat16=("--float32",),
+    ),
     "openvino": Program("OpenVINO GenAI", "benchmarks.engines.openvino_cpu", "openvino", "openvino", int8=True),
     "llamacpp": Program("llama.cpp", "benchmarks.engines.llamacpp", "llamacpp", "gguf", swept=True, int8=True),
     "llamacpp-f16": Program(
@@ -148,6 +158,8 @@ class Launcher:
 def converted(engine: str, case: Case) -> Path | None:
     """Returns the place of a case's model in the engine's own format; None if the engine takes the folder."""
     suffix = PROGRAMS[engine].converted
+    if case.dtype != INT8 and not PROGRAMS[engine].converts_all:
+        return None
     form = f"{suffix}-{INT8}" if case.dtype == INT8 else suffix
     return case.folder.with_name(f"{case.folder.name}.{form}") if suffix else None
 

