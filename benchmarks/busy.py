@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine_facts
-from benchmarks.models import INT8, SHAPES, model_folder
+from benchmarks.models import SHAPES, model_folder
 from benchmarks.programs import PROGRAMS, Case, EngineFailed, Launcher, end_children_too
 from benchmarks.workloads import WORKLOADS, workload_file
 
-ENGINES = ("batchgen", "openvino", "llamacpp", "vllm")
+CASES = ("batchgen@bfloat16", "openvino@bfloat16", "batchgen@int8", "openvino@int8", "llamacpp@int8")
 
 
 @contextmanager
@@ -42,8 +42,7 @@ def busy_loop(core: int) -> Iterator[None]:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["shared-prefix", "nothing-shared"])
-    p.add_argument("--engines", nargs="+", choices=list(PROGRAMS), default=list(ENGINES))
-    p.add_argument("--dtypes", nargs="+", choices=["bfloat16", INT8], default=["bfloat16", INT8])
+    p.add_argument("--cases", nargs="+", default=CASES, metavar="ENGINE@PRECISION", help="(%(default)s)")
     p.add_argument("--model", choices=list(SHAPES), default="30m")
     p.add_argument("--limit", type=int, help="only the first rows of each workload")
     p.add_argument("--batch", type=int, default=16, help="sequences of llama.cpp (%(default)s)")
@@ -64,12 +63,11 @@ def main() -> None:
     measured: list[dict[str, Any]] = []
     for workload in args.workloads:
         file, _ = workload_file(args.work, workload, folder, args.limit)
-        cases = [
-            (engine, Case(args.model, dtype, workload, folder, file, args.limit))
-            for dtype in args.dtypes
-            for engine in args.engines
-            if launcher.missing(engine) is None and (dtype != INT8 or PROGRAMS[engine].int8)
-        ]
+        cases = []
+        for engine, _, dtype in (case.partition("@") for case in args.cases):
+            if why := launcher.missing(engine):
+                p.error(why)
+            cases.append((engine, Case(args.model, dtype, workload, folder, file, args.limit)))
         for engine, case in cases:
             launcher.prepare(engine, case)
         for repeat in range(args.repeats):
