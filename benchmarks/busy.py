@@ -60,7 +60,7 @@ def main() -> None:
         args.engines_folder or args.work.absolute().parent / "batchgen-engines", len(cores), args.timeout
     )
     folder = model_folder(args.work, args.model, "bfloat16")
-    measured: list[dict[str, Any]] = []
+    machine, measured = machine_facts(), list[dict[str, Any]]()
     for workload in args.workloads:
         file, _ = workload_file(args.work, workload, folder, args.limit)
         cases = []
@@ -82,11 +82,11 @@ def main() -> None:
                     one["failed"] = str(e)
                 print(json.dumps(one), flush=True)
                 measured.append(one)
+                if args.out:
+                    found = {"machine": machine, "threads": len(cores), "measured": measured}
+                    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for line in table(measured):
         print(line)
-    if args.out:
-        found = {"machine": machine_facts(), "threads": len(cores), "measured": measured}
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def table(measured: list[dict[str, Any]]) -> Iterator[str]:

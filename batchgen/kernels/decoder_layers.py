@@ -16,6 +16,7 @@ from batchgen.kernels import forwards
 from batchgen.kernels.dense_layer import DenseLayer, LayerNorms, can_join, joined
 from batchgen.kernels.forwards import is_usual_attention, is_written_as
 from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary, can_fuse, own_forward
+from batchgen.kernels.int8 import Int8Linear, QuantizingNorm
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
 from batchgen.kernels.recurrent import can_gate, sigmoid_gate
 
@@ -27,9 +28,13 @@ def fuse_layers(model: torch.nn.Module) -> int:
     module: Any
     for module in model.modules() if can_fuse(model) else ():
         _fuse_gate(module)
+        # What an earlier call has given it may be for layers that were not packed yet.
+        earlier = module.__dict__.pop("forward") if _runs_by_parts(module) else None
         plain = own_forward(module)
         kind = None if plain is None else _kind_of(plain)
         if plain is None or kind is None:
+            if earlier is not None:
+                module.forward = earlier
             continue
         dense = None if kind.norms is None else _dense_layer(module, kind.norms)
         by_parts = plain if kind.by_parts is None else kind.by_parts
@@ -40,6 +45,11 @@ def fuse_layers(model: torch.nn.Module) -> int:
             module.forward = MethodType(by_parts, module)
         count += "forward" in module.__dict__
     return count
+
+
+def _runs_by_parts(layer: torch.nn.Module) -> bool:
+    forward = getattr(layer.__dict__.get("forward"), "__func__", None)
+    return forward is not None and any(forward is kind.by_parts for kind in _KINDS)
 
 
 def last_layer(model: torch.nn.Module) -> int | None:
@@ -93,8 +103,8 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
         return None
     fused = hasattr(attention, "qkv_proj")
     qkv = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
-    norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
-    head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    norms = LayerNorms(*(None if name is None else _norm(layer, name) for name in names))
+    head_norms = [_norm(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     if not _run_as_kernels([*qkv, attention.o_proj, mlp.gate_up, mlp.down], [*norms, *head_norms]):
         return None
     asked = _asked_of_attention(attention, qkv[0])
@@ -110,10 +120,16 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
     )  # fmt: skip
 
 
+def _norm(part: Any, name: str) -> Any:
+    norm = getattr(part, name)
+    return norm.norm if isinstance(norm, QuantizingNorm) else norm
+
+
 def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:
     """Whether a layer's linear layers are packed and its norms (which may be None) are kernels, all in one type."""
     return (
-        all(type(part) is PackedLinear for part in linear)
+        type(linear[0]) in (PackedLinear, Int8Linear)
+        and all(type(part) is type(linear[0]) for part in linear)
         and can_join(linear)
         and all(isinstance(norm, FusedNorm) and norm.dtype == linear[0].dtype for norm in norms if norm is not None)
     )
@@ -141,7 +157,7 @@ class _AttentionProbe:
 
 
 def _asked_of_attention(
-    attention: Any, first: PackedLinear
+    attention: Any, first: PackedLinear | Int8Linear
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any] | None:
     """Runs attention on one token. Returns the layer's index, queries, keys, values and options; None if it does not call batchgen's attention."""
     asked = _AttentionProbe()

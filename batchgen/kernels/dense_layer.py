@@ -15,10 +15,12 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from batchgen.kernels.build import kernel, library
+from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, empty_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable, run_all
 
 T = TypeVar("T")
+Linear = PackedLinear | Int8Linear
 
 
 class Norm(Protocol):
@@ -50,12 +52,12 @@ class LayerNorms(NamedTuple, Generic[T]):
     """Before the sum with the residual."""
 
 
-def can_join(linear: Sequence[PackedLinear]) -> bool:
+def can_join(linear: Sequence[Linear]) -> bool:
     """Whether these layers have the same kernel, and it reads x in its own type."""
     return len({(part.dtype, part.kind) for part in linear}) == 1 and not any(part.widens for part in linear)
 
 
-def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
+def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
     """Joins layers that read the same x into one, whose memory they then share.
 
     Returns them unchanged if one does not fill its last panel, or if one would be joined twice, because it stands in several places.
@@ -71,6 +73,9 @@ def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
     for part, weights in zip(parts, torch.split(whole.weights, [len(part.weights) for part in parts]), strict=True):
         give_back(part.weights)
         part.weights = weights
+    for name in ("scales", "beginnings"):  # of 8 bits
+        if getattr(whole, name, None) is not None:
+            setattr(whole, name, torch.cat([getattr(part, name) for part in parts]))
     if any(part.biases is not None for part in parts):
         whole.biases = torch.cat(
             [torch.zeros(p.out_features // panel, panel) if p.biases is None else p.biases for p in parts]
@@ -78,7 +83,7 @@ def joined(parts: Sequence[PackedLinear]) -> Sequence[PackedLinear]:
     return [whole]
 
 
-def _is_joined(part: PackedLinear) -> bool:
+def _is_joined(part: Linear) -> bool:
     """Whether a layer's weights are a part of those of a joined layer."""
     return part.weights.untyped_storage().nbytes() > part.weights.nbytes
 
@@ -94,13 +99,13 @@ class DenseLayer:
     options: Any
     """The layer's options of attention (`LayerOptions`)."""
     norms: LayerNorms[Norm]
-    qkv: Sequence[PackedLinear]
+    qkv: Sequence[Linear]
     """One linear layer that makes q, k and v, or three layers."""
     head_norms: Sequence[Norm]
     """Empty, or a norm for the queries and one for the keys, of each head or of all heads together."""
-    o: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    o: Linear
+    gate_up: Linear
+    down: Linear
     float32_cos: bool
     """Whether cos and sin may be float32 if heads have another type."""
 
@@ -134,9 +139,10 @@ class DenseLayer:
         normed, qkv, q, k, mixed, more, total, gated = (
             memory.data_ptr() + rows * start * x.itemsize for start in starts
         )
-        kernels = _Kernels(rows, x.dtype)
+        in_8_bits = isinstance(self.o, Int8Linear)
+        kernels = _Kernels(rows, x.dtype, max(hidden, q_width, self.gate_up.out_features) if in_8_bits else 0)
 
-        y = kernels.norm(norms.before_attention, x.data_ptr(), normed, hidden)
+        y = kernels.norm(norms.before_attention, x.data_ptr(), normed, hidden, quantizes=in_8_bits)
         place = qkv
         for part in self.qkv:
             kernels.product(part, y, place, qkv_width)
@@ -162,7 +168,7 @@ class DenseLayer:
         out = torch.empty((1, kernels.rows, hidden), dtype=x.dtype)
         kernels.product(self.o, mixed, more, hidden)
         y = kernels.norm(norms.after_attention, more, normed, hidden)
-        y = kernels.norm_of_sum(norms.before_mlp, residual, y, total, normed, hidden)
+        y = kernels.norm_of_sum(norms.before_mlp, residual, y, total, normed, hidden, quantizes=in_8_bits)
         kernels.product(self.gate_up, y, gated, self.gate_up.out_features)
         kernels.product(self.down, gated, more, hidden)
         y = kernels.norm(norms.after_mlp, more, normed, hidden)
@@ -175,17 +181,37 @@ class DenseLayer:
 class _Kernels:
     """Collects the calls of a layer's kernels on `rows` rows, in order. x, y, more and total are addresses."""
 
-    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, rows: int, dtype: torch.dtype, int8_size: int) -> None:
+        """`int8_size`: the largest size of rows that linear layers in 8 bits read, or 0."""
         self.rows, self.dtype, self.threads = rows, dtype, torch.get_num_threads()
         self.calls: list[Call] = []
+        # One place for all rows in 8 bits, because the kernels run one after the other.
+        self._int8 = empty_rows(rows, int8_size) if int8_size else None
+        self._quantized: int | None = None
+        """The address of the rows that the place then has in 8 bits."""
 
-    def product(self, of: PackedLinear, x: int, y: int, y_row: int) -> None:
+    def product(self, of: Linear, x: int, y: int, y_row: int) -> None:
         """Adds a linear layer of the rows at x, into rows at y that begin `y_row` numbers apart."""
+        if isinstance(of, Int8Linear):
+            assert self._int8 is not None
+            if self._quantized != x:
+                self._quantize(x, of.in_features)
+            self.calls.append(of.product(self._int8, self.rows, y, y_row))
+            return
         product = Product(
             self.rows, of.out_features, of.words, of.in_features * of.dtype.itemsize // 4, y_row, of.activation, self.threads,
             x, of.weights.data_ptr(), None if of.biases is None else of.biases.data_ptr(), y,
         )  # fmt: skip
         self.calls.append(Call(kernel("linear", of.dtype, of.kind), product))
+
+    def _quantize(self, x: int, size: int) -> None:
+        assert self._int8 is not None
+        rows = QuantizeArguments(
+            self.rows, size, size, row_length(size), self.threads,
+            x, self._int8.values.data_ptr(), self._int8.scales.data_ptr(),
+        )  # fmt: skip
+        self.calls.append(Call(kernel("quantize", self.dtype), rows))
+        self._quantized = x
 
     def take(self, places: torch.Tensor, x: int, y: int, size: int) -> None:
         """Adds a copy of the rows of x at these places, which must exist, to y."""
@@ -193,11 +219,11 @@ class _Kernels:
         rows = RowTable(len(places), self.rows, row, self.threads, x, places.data_ptr(), y)
         self.calls.append(Call(library().batchgen_take_rows, rows))
 
-    def norm(self, of: Norm | None, x: int, y: int, size: int) -> int:
-        """Adds the norm of the rows at x, into y. Returns where the result is: x without a norm."""
+    def norm(self, of: Norm | None, x: int, y: int, size: int, *, quantizes: bool = False) -> int:
+        """Adds the norm of the rows at x, into y. Returns where the result is: x without a norm. `quantizes`: in 8 bits, too."""
         if of is None:
             return x
-        self._norm(of, 1, size, size, x, y)
+        self._norm(of, 1, size, size, x, y, quantizes=quantizes)
         return y
 
     def head_norm(self, of: Norm, heads: Heads, y: int) -> None:
@@ -205,19 +231,28 @@ class _Kernels:
         size = len(of.factor)
         self._norm(of, heads.heads * heads.size // size, size, heads.to_token, heads.at, y)
 
-    def norm_of_sum(self, of: Norm | None, x: int, more: int, total: int, y: int, size: int) -> int:
+    def norm_of_sum(
+        self, of: Norm | None, x: int, more: int, total: int, y: int, size: int, *, quantizes: bool = False
+    ) -> int:
         """Adds the sum of the rows at x and `more`, into `total`, and its norm, into y. Returns where the result is: `total` without a norm."""
-        self._norm(of, 1, size, size, x, None if of is None else y, more, total)
+        self._norm(of, 1, size, size, x, None if of is None else y, more, total, quantizes=quantizes and of is not None)
         return total if of is None else y
 
     def _norm(
         self, of: Norm | None, inner: int, size: int, x_row: int, x: int, y: int | None,
-        more: int | None = None, total: int | None = None,
+        more: int | None = None, total: int | None = None, *, quantizes: bool = False,
     ) -> None:  # fmt: skip
         rounds_first, eps, factor = (0, 0.0, None) if of is None else (of.rounds_first, of.eps, of.factor.data_ptr())
         norm = NormArguments(
             self.rows, inner, size, x_row, size, rounds_first, self.threads, eps, factor, x, y, more, total
         )
+        if y is not None:
+            self._quantized = None  # what was at y before
+        if quantizes:
+            assert self._int8 is not None
+            norm.q, norm.scales = self._int8.values.data_ptr(), self._int8.scales.data_ptr()
+            norm.q_row = row_length(size)
+            self._quantized = y
         self.calls.append(Call(kernel("norm", self.dtype), norm))
 
     def rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads], cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from batchgen.kernels.build import DTYPES, kernel, library
 from batchgen.kernels.memory import in_huge_pages
-from batchgen.kernels.ops import Activation, Product, norm_arguments, panels
+from batchgen.kernels.ops import Activation, Call, Product, norm_arguments, panels
 
 LARGEST = 127
 STEP = 64
@@ -32,7 +32,7 @@ class QuantizedRows:
     """[rows] float32"""
 
 
-class _Rows(ctypes.Structure):
+class QuantizeArguments(ctypes.Structure):
     """`Rows` in linear_int8.cpp is the same."""
 
     _fields_ = (
@@ -55,12 +55,16 @@ def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) ->
     return numbers.mul_(inverse[:, None]).round_().to(torch.int8), largest / LARGEST
 
 
-def _rows_for(rows: int, size: int) -> QuantizedRows:
+def row_length(size: int) -> int:
+    """Returns the length in memory of quantized rows of `size` numbers."""
+    # An odd number of steps, because rows an even number of cache lines apart would compete for places in the cache.
+    return (-(-size // STEP) | 1) * STEP
+
+
+def empty_rows(rows: int, size: int) -> QuantizedRows:
+    """Returns room for quantized rows of up to `size` numbers."""
     dtype = torch.int16 if library().batchgen_int8_bytes() == 2 else torch.int8
-    steps = (
-        -(-size // STEP) | 1
-    )  # odd, because rows an even number of cache lines apart would compete for places in the cache
-    values = torch.empty((-(-rows // ROW_STEP) * ROW_STEP, steps * STEP), dtype=dtype)
+    values = torch.empty((-(-rows // ROW_STEP) * ROW_STEP, row_length(size)), dtype=dtype)
     return QuantizedRows(values, torch.empty(rows))
 
 
@@ -68,8 +72,8 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
     """Quantizes x [rows, K] in float32 or bfloat16, each row by itself: its largest magnitude becomes 127; numbers are rounded to nearest."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    made = _rows_for(*x.shape)
-    rows = _Rows(
+    made = empty_rows(*x.shape)
+    rows = QuantizeArguments(
         x.shape[0], x.shape[1], x.stride(0), made.values.shape[1], torch.get_num_threads(),
         x.data_ptr(), made.values.data_ptr(), made.scales.data_ptr(),
     )  # fmt: skip
@@ -79,6 +83,8 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
 
 class Int8Linear(torch.nn.Module):
     """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round."""
+
+    kind = "int8"
 
     def __init__(
         self,
@@ -123,16 +129,24 @@ class Int8Linear(torch.nn.Module):
             if norm is not None:
                 norm.quantizes = True  # from the next step on
             rows = quantize_rows(x.reshape(-1, self.in_features).to(self._kernel_dtype))
-        weights = self.weights
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=self._kernel_dtype)
-        product = Product(
-            rows.scales.shape[0], self.out_features, weights.shape[2],
-            rows.values.shape[1] * rows.values.itemsize // 4, self.out_features, self.activation, torch.get_num_threads(),
-            rows.values.data_ptr(), weights.data_ptr(), _address(self.biases), y.data_ptr(),
-            rows.scales.data_ptr(), self.scales.data_ptr(), _address(self.beginnings),
-        )  # fmt: skip
-        kernel("linear_int8", self._kernel_dtype)(ctypes.byref(product))
+        self.product(rows, rows.scales.shape[0], y.data_ptr(), self.out_features).run()
         return y.to(self.dtype)
+
+    def product(self, x: QuantizedRows, rows: int, y: int, y_row: int) -> Call:
+        """Returns the call of the kernel that maps the first `rows` rows of x to rows at address y that begin `y_row` numbers apart."""
+        product = Product(
+            rows, self.out_features, self.weights.shape[2], row_length(self.in_features) * x.values.itemsize // 4, y_row,
+            self.activation, torch.get_num_threads(),
+            x.values.data_ptr(), self.weights.data_ptr(), _address(self.biases), y,
+            x.scales.data_ptr(), self.scales.data_ptr(), _address(self.beginnings),
+        )  # fmt: skip
+        return Call(kernel("linear_int8", self._kernel_dtype), product)
+
+    @property
+    def widens(self) -> bool:
+        """Whether x is converted to float32 before it is quantized."""
+        return self._kernel_dtype != self.dtype
 
     @property
     def weight(self) -> torch.Tensor:
@@ -181,7 +195,7 @@ class QuantizingNorm(torch.nn.Module):
             return total, plain
         norm = self.norm
         arguments, y, total = norm_arguments(x, norm.factor, norm.eps, norm.rounds_first, more, by)
-        rows = _rows_for(arguments.outer * arguments.inner, y.shape[-1])
+        rows = empty_rows(arguments.outer * arguments.inner, y.shape[-1])
         arguments.q, arguments.scales = rows.values.data_ptr(), rows.scales.data_ptr()
         arguments.q_row = rows.values.shape[1]
         kernel("norm", x.dtype)(ctypes.byref(arguments))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from batchgen.kernels.decoder_layers import fuse_layers
 from batchgen.kernels.fusion import ExactPacking, FusedNorm, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear
@@ -49,6 +50,8 @@ def quantize_linear(
         for name, child in parent._modules.items():
             if isinstance(child, FusedNorm):
                 parent._modules[name] = QuantizingNorm(child)
+    if own_kernels:
+        fuse_layers(model)
     rest = sum(p.numel() * p.element_size() for p in model.parameters())
     packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear | OneDnnInt8Linear))
     packed += sum(m.weights.nbytes for m in model.modules() if isinstance(m, PackedLinear))

@@ -8,6 +8,7 @@ import torch
 
 from batchgen.kernels import fusion
 from batchgen.kernels.dense_layer import DenseLayer
+from batchgen.kernels.quantization import quantize_linear
 from batchgen.model.adapter import prepare
 from support.models import build, engine_for, kernels, make_requests, run
 
@@ -76,6 +77,43 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatc
     assert set(found) == (set() if widens else set(range(len(layers))))
     monkeypatch.setattr(DenseLayer, "takes", lambda *_: False)
     assert logprobs(model) == together
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"head_dim": 40, "num_key_value_heads": 4}),
+        ("qwen3", {}),
+        ("phi3", {}),
+        ("gemma2", {}),
+        ("olmo2", {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_layer_of_8_bits_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatch, dtype, kind, changes):
+    module = build(kind, **(SHAPE | changes)).to(dtype)
+    model = prepare(module, kernels=kernels(), pack_linear=False)
+    assert quantize_linear(model.module).layers == (4 if kind == "phi3" else 7) * len(module.model.layers)
+    found = runs(monkeypatch)
+    together = logprobs(model)
+    assert set(found) == set(range(len(module.model.layers)))
+    monkeypatch.setattr(DenseLayer, "takes", lambda *_: False)
+    assert logprobs(model) == together
+
+
+def test_joined_weights_of_8_bits_are_those_of_the_parts():
+    model = prepare(build("llama", **SHAPE | {"attention_bias": True}), kernels=kernels(), pack_linear=False)
+    quantize_linear(model.module)
+    layer = model.module.model.layers[0]
+    parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+    (joined,) = layer.dense.qkv
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(joined(x), torch.cat([part(x) for part in parts], 1))
+    assert torch.equal(joined.weight, torch.cat([part.weight for part in parts]))
+    assert {part.weights.untyped_storage().data_ptr() for part in parts} == {joined.weights.data_ptr()}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_5_text", "granite"])
