@@ -103,8 +103,8 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
         return None
     fused = hasattr(attention, "qkv_proj")
     qkv = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
-    norms = LayerNorms(*(None if name is None else _norm(layer, name) for name in names))
-    head_norms = [_norm(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    norms = LayerNorms(*(None if name is None else _plain_norm(layer, name) for name in names))
+    head_norms = [_plain_norm(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     if not _run_as_kernels([*qkv, attention.o_proj, mlp.gate_up, mlp.down], [*norms, *head_norms]):
         return None
     asked = _asked_of_attention(attention, qkv[0])
@@ -120,7 +120,7 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
     )  # fmt: skip
 
 
-def _norm(part: Any, name: str) -> Any:
+def _plain_norm(part: Any, name: str) -> Any:
     norm = getattr(part, name)
     return norm.norm if isinstance(norm, QuantizingNorm) else norm
 
