@@ -71,6 +71,20 @@ def test_a_file_where_a_command_belongs_is_told_the_command(cli: Cli) -> None:
     )
 
 
+def test_a_current_folder_that_was_deleted(
+    refused: Callable[..., str], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, rows = tmp_path / "gone", tmp_path / "rows.jsonl"
+    gone.mkdir()
+    rows.write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert refused(rows, "-o", tmp_path / "out.jsonl") == (
+        "the current folder no longer exists; change to another one with cd"
+    )
+    assert cli("run", "--help").code == 0
+
+
 def test_an_unknown_option(refused: Callable[..., str]) -> None:
     assert refused("x.jsonl", "--xyzzy", "1") == "no such option: --xyzzy; see batchgen run --help"
 
