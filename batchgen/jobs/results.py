@@ -119,7 +119,8 @@ class Results:
                 )  # the first reading counted the damaged rows as finished
                 db.execute("COMMIT")
             (self._folder / "run.sqlite").unlink(missing_ok=True)
-            db.execute("ATTACH DATABASE ? AS run", (str(self._folder / "run.sqlite"),))
+            # Bytes, because a path need not be UTF-8.
+            db.execute("ATTACH DATABASE ? AS run", (os.fsencode(self._folder / "run.sqlite"),))
             _make_run_tables(db)
         except BaseException:
             db.close()
@@ -175,7 +176,7 @@ class Results:
         with closing(Results(folder, 0.0)) as other:  # reads every result once
             self.damaged += other.damaged
         self.commit()
-        self._db.execute("ATTACH DATABASE ? AS other", (str(folder / FILE),))
+        self._db.execute("ATTACH DATABASE ? AS other", (os.fsencode(folder / FILE),))
         try:
             self._db.execute("BEGIN")
             taken = self._db.execute("INSERT OR REPLACE INTO main.results SELECT * FROM other.results").rowcount

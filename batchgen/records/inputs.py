@@ -21,6 +21,7 @@ from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_datase
 from batchgen.records.files import BROKEN, FORMATS, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
+from batchgen.records.parquet_types import clean
 from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, remote, short_reason
 from batchgen.records.rows import Row, windows
 from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
@@ -123,7 +124,7 @@ class Input:
             if limit is not None and number >= limit:
                 return
             for place, columns, size in _records(file, partial(self._renamed, file.shown), self._see):
-                source = file.shown + place
+                source = clean(file.shown) + place  # a name on disk need not be UTF-8
                 if isinstance(columns, str):
                     yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source, size, file.shown)
                 else:

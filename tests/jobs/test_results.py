@@ -63,6 +63,19 @@ def test_results_are_found_in_the_same_run_and_in_the_next(folder):
         assert results.damaged == 0
 
 
+def test_a_folder_whose_name_is_not_utf8_holds_results(tmp_path):
+    first, second = (tmp_path / os.fsdecode(name) for name in (b"a\xff", b"b\xff"))
+    try:
+        first.mkdir()
+    except OSError:
+        pytest.skip("this file system has only names in UTF-8")
+    second.mkdir()
+    fill(first)
+    with opened(second) as results:
+        assert results.take_from(first) == 6
+        assert results.stored(KEYS) == ALL
+
+
 def test_of_two_results_with_one_key_the_last_counts(folder):
     for result in RESULTS[:2]:
         with opened(folder) as results:

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import sys
 import tracemalloc
 from types import SimpleNamespace
@@ -399,3 +400,13 @@ def test_a_csv_column_may_have_the_name_of_parquet(folder, monkeypatch, name):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
     for source in (opened("c.csv"), opened("-", format="csv")):
         assert [row.columns for row in source.rows()] == [{name: "1", "prompt": "a"}]
+
+
+def test_a_file_whose_name_is_not_utf8_is_read_and_its_place_can_be_stored(folder):
+    name = os.fsdecode(b"bad\xff.jsonl")
+    try:
+        (folder / name).write_text('{"prompt": "a"}\n')
+    except OSError:
+        pytest.skip("this file system has only names in UTF-8")
+    (row,) = opened(name).rows()
+    assert (row.source, row.file, row.columns) == ("bad\\udcff.jsonl:1", name, {"prompt": "a"})
