@@ -309,7 +309,7 @@ def prompt_bar(prompts: int, wanted: bool | None) -> Iterator[PromptBar]:
         bar.close()
 
 
-class _Bar:
+class _TqdmBar:
     """A bar of tqdm, between two texts. It is drawn a few times a second, and stays on the page at the end."""
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ class JobBar:
     """The progress of a job in a notebook (`Progress`)."""
 
     def __init__(self) -> None:
-        self._bar = _Bar()
+        self._bar = _TqdmBar()
         self._now = Snapshot()
 
     def note(self, text: str) -> None:
@@ -371,7 +371,7 @@ class PromptBar:
     """The progress of the prompts of one call."""
 
     def __init__(self, prompts: int, *, shown: bool) -> None:
-        self._bar = _Bar() if shown else None
+        self._bar = _TqdmBar() if shown else None
         self._prompts = prompts
         self._began = time.monotonic()
         self._done = self._tokens = 0
@@ -387,7 +387,7 @@ class PromptBar:
             self._draw(self._bar)
             self._bar.close()
 
-    def _draw(self, bar: _Bar) -> None:
+    def _draw(self, bar: _TqdmBar) -> None:
         seconds = max(time.monotonic() - self._began, 1e-9)
         after = f"{self._done:,}/{self._prompts:,} prompts, {speed(self._tokens / seconds, self._done / seconds)}"
         bar.draw(f"{share(self._done, self._prompts)}%", self._done / max(1, self._prompts), after)

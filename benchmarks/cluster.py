@@ -25,7 +25,7 @@ from typing import Any
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.devices import Workers
-from batchgen.devices.transport import Link, Ready, Report, Work, WorkerSetup
+from batchgen.devices.transport import Link, Ready, Work, WorkerReport, WorkerSetup
 from batchgen.result import Result
 from batchgen.stats import EngineStats
 
@@ -56,7 +56,7 @@ class Idle:
     def _run(self) -> None:
         heard = 0
         self._on_message(Ready("float32", "none", BATCH))
-        self._on_message(Report(0, True, (), (), (), EngineStats()))
+        self._on_message(WorkerReport(0, True, (), (), (), EngineStats()))
         while (message := self._inbox.get()) is not None:
             heard += 1
             began = time.thread_time()
@@ -71,7 +71,7 @@ class Idle:
                 )
                 for r in requests
             )
-            data = pickle.dumps(Report(heard, True, results, (), (), EngineStats()), pickle.HIGHEST_PROTOCOL)
+            data = pickle.dumps(WorkerReport(heard, True, results, (), (), EngineStats()), pickle.HIGHEST_PROTOCOL)
             self._counts["bytes_in"] += len(data)
             self._counts["worker_seconds"] += time.thread_time() - began
             self._on_message(pickle.loads(data))

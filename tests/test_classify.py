@@ -167,7 +167,7 @@ def test_a_head_of_another_kind_is_refused():
 
     from batchgen.errors import ModelError
     from batchgen.model.heads import without_language_head
-    from batchgen.parsers.heads import Head
+    from batchgen.parsers.heads import OutputHead
 
     config = ModernBertDecoderConfig(
         hidden_size=32,
@@ -183,7 +183,7 @@ def test_a_head_of_another_kind_is_refused():
     )
     with pytest.raises(ModelError, match="is not one linear layer on the last token's hidden state"):
         without_language_head(
-            ModernBertDecoderForSequenceClassification(config), Head(task="classify", labels=("a", "b"))
+            ModernBertDecoderForSequenceClassification(config), OutputHead(task="classify", labels=("a", "b"))
         )
 
 
@@ -194,9 +194,9 @@ def test_a_head_with_more_classes_than_labels_is_refused():
 
     from batchgen.errors import ModelError
     from batchgen.model.heads import without_language_head
-    from batchgen.parsers.heads import Head
+    from batchgen.parsers.heads import OutputHead
 
     module = SimpleNamespace(base_model=torch.nn.Identity(), score=torch.nn.Linear(4, 3))
     said = r"^--classify: the head gives 3 numbers, and config.json names 2 labels; correct num_labels and id2label in config.json$"
     with pytest.raises(ModelError, match=said):
-        without_language_head(module, Head(task="classify", labels=("a", "b")))
+        without_language_head(module, OutputHead(task="classify", labels=("a", "b")))

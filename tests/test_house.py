@@ -53,6 +53,15 @@ def test_a_class_and_a_public_function_have_a_name_of_their_own() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
+def test_a_private_class_is_not_called_like_another() -> None:
+    homes = defaultdict(list)
+    for path, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name.lstrip("_")].append(str(path))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
 def test_a_private_name_means_one_thing_in_its_package() -> None:
     homes = defaultdict(list)
     for path, tree in modules().items():

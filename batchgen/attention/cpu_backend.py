@@ -78,16 +78,16 @@ class PackedAttention:
     ) -> None:
         """`narrowed`: a layer of which only some tokens' results are wanted, and the places of these tokens in the step."""
         size = cache.block_size
-        cuts = split_step(spans, size, SHARED_READS)
-        self.positions = cuts.positions
-        self.num_parts = len(cuts.shared) + 1
+        split = split_step(spans, size, SHARED_READS)
+        self.positions = split.positions
+        self.num_parts = len(split.shared) + 1
         self._library = library
         self._cache = cache
         blocks: list[int] = []
         indices: list[int] = []
         chunks: list[tuple[int, int]] = []
-        parts = list(cuts.shared)
-        for chunk in cuts.chunks:
+        parts = list(split.shared)
+        for chunk in split.chunks:
             chunks.append((chunk.q_start, len(blocks)))
             if chunk.q_end - chunk.q_start > 1 and chunk.flat:
                 # The kernel reads all shared parts before a chunk's own blocks.
@@ -97,18 +97,18 @@ class PackedAttention:
             for first, last in chunk.ranges(size):
                 indices += range(first, last)
                 blocks += chunk.table[first:last]
-        chunks.append((cuts.num_tokens, len(blocks)))
+        chunks.append((split.num_tokens, len(blocks)))
         shared = sorted(
             ((p.block, p.num_blocks, p.q_start, p.q_end, p.position) for p in parts), key=lambda part: part[-1]
         )
-        arrays: tuple[Any, ...] = (cuts.positions, cuts.kv_indices, shared, chunks, blocks, np.array(indices) * size)
+        arrays: tuple[Any, ...] = (split.positions, split.kv_indices, shared, chunks, blocks, np.array(indices) * size)
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
-        counts = (cuts.num_tokens, size, len(shared), len(cuts.chunks))
+        counts = (split.num_tokens, size, len(shared), len(split.chunks))
         self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)
         self._plans: dict[int, _Plan] = {}  # by the size of a tile
         self._narrowed = None if narrowed is None else narrowed[0]
         self._wanted = np.arange(0) if narrowed is None else narrowed[1]
-        self._is_wanted = np.zeros(cuts.num_tokens, dtype=np.bool_)
+        self._is_wanted = np.zeros(split.num_tokens, dtype=np.bool_)
         self._is_wanted[self._wanted] = True
 
     def wanted(self, layer: int) -> torch.Tensor | None:

@@ -67,8 +67,8 @@ class CausalPart:
     """[B, L] places in the packed batch; the number of packed tokens where there is no query."""
     q_positions: NDArray[np.int64]
     """[B, L]"""
-    keys: NDArray[np.int64]
-    """[B, S] places in the pool (block * block size + offset)."""
+    kv_indices: NDArray[np.int64]
+    """[B, S] where in the pool each key lies: block * block size + offset."""
     k_positions: NDArray[np.int64]
     """[B, S] `PADDING` where there is no key."""
 
@@ -286,7 +286,7 @@ def _causal_batch(
     part = CausalPart(
         queries=np.full((B, L), num_tokens, dtype=np.int64),
         q_positions=np.zeros((B, L), dtype=np.int64),
-        keys=np.zeros((B, S), dtype=np.int64),
+        kv_indices=np.zeros((B, S), dtype=np.int64),
         k_positions=np.full((B, S), PADDING, dtype=np.int64),
     )
     offsets = np.arange(block_size)
@@ -297,6 +297,6 @@ def _causal_batch(
         part.q_positions[b, count:] = chunk.start
         blocks = np.array([chunk.table[i] for i in indices], dtype=np.int64)
         size = len(indices) * block_size
-        part.keys[b, :size] = (blocks[:, None] * block_size + offsets).reshape(-1)
+        part.kv_indices[b, :size] = (blocks[:, None] * block_size + offsets).reshape(-1)
         part.k_positions[b, :size] = (np.array(indices)[:, None] * block_size + offsets).reshape(-1)
     return part

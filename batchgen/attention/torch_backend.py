@@ -161,7 +161,7 @@ class _Causal:
 
     def __init__(self, part: CausalPart, device: torch.device) -> None:
         self.queries = torch.from_numpy(part.queries.reshape(-1)).to(device)
-        self.keys = torch.from_numpy(part.keys.reshape(-1)).to(device)
+        self.kv_indices = torch.from_numpy(part.kv_indices.reshape(-1)).to(device)
         self.q_positions = torch.from_numpy(part.q_positions).to(device)
         self.k_positions = torch.from_numpy(part.k_positions).to(device)
         self.later = self.k_positions[:, None, :] > self.q_positions[:, :, None]  # [B, L, S]
@@ -181,8 +181,8 @@ class _Causal:
         if options.sliding_window is not None:
             masked = masked | (self.k_positions[:, None, :] <= self.q_positions[:, :, None] - options.sliding_window)
         q = q_KTGD.index_select(1, self.queries.clamp(max=T - 1)).view(K * B, L * G, D)
-        k = keys.index_select(1, self.keys).view(K * B, S, D)
-        v = values.index_select(1, self.keys).view(K * B, S, -1)
+        k = keys.index_select(1, self.kv_indices).view(K * B, S, D)
+        v = values.index_select(1, self.kv_indices).view(K * B, S, -1)
         masked = masked.view(1, B, L, 1, S).expand(K, B, L, G, S).reshape(K * B, L * G, S)
         o, s = partial(q, k, v, options, masked)
         out.index_copy_(1, self.queries, o.view(K, B * L, G, -1))

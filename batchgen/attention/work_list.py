@@ -68,19 +68,19 @@ class WorkList:
     num_partials: int
 
 
-def work_list(spans: Sequence[ScheduledSpan], cuts: StepParts, block_size: int, wide: Lane, narrow: Lane) -> WorkList:
+def work_list(spans: Sequence[ScheduledSpan], split: StepParts, block_size: int, wide: Lane, narrow: Lane) -> WorkList:
     """Returns the items of a step that was split into one chunk for each span.
 
     A span that fills a wide tile by itself reads its whole block table: a shared part would save nothing and cost a merge.
     """
     ranges = _Ranges(block_size)
-    whole = _own(spans, cuts.chunks, wide.tokens, ranges)
-    _shared(cuts, whole, ranges)
+    whole = _own(spans, split.chunks, wide.tokens, ranges)
+    _shared(split, whole, ranges)
     rows = np.array(ranges.rows, dtype=np.int64)
     few = rows[:, Q_COUNT] <= narrow.tokens
     lanes = [_split(_tile(rows[of], lane.tokens), lane, block_size) for of, lane in ((~few, wide), (few, narrow))]
     items = np.concatenate(lanes)
-    starts, merged = _merges(items, cuts.num_tokens)
+    starts, merged = _merges(items, split.num_tokens)
     blocks = np.fromiter(chain.from_iterable(ranges.blocks), dtype=np.int64, count=ranges.num_blocks)
     return WorkList(items[: len(lanes[0])], items[len(lanes[0]) :], blocks, starts, merged, len(merged))
 
@@ -137,12 +137,12 @@ def _runs(flat: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, 
     return runs
 
 
-def _shared(cuts: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
+def _shared(split: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
     """Adds the shared parts that several spans read, without the queries that read their own whole block table."""
-    starts = [chunk.q_start for chunk in cuts.chunks]
-    for parts in _adjoining(cuts.shared, ranges.block_size):
+    starts = [chunk.q_start for chunk in split.chunks]
+    for parts in _adjoining(split.shared, ranges.block_size):
         q_start, q_end = parts[0].q_start, parts[0].q_end
-        if cuts.chunks[bisect_right(starts, q_start) - 1].q_end >= q_end:
+        if split.chunks[bisect_right(starts, q_start) - 1].q_end >= q_end:
             continue  # read by one span alone, so `_own` has added it
         blocks = [block for part in parts for block in range(part.block, part.block + part.num_blocks)]
         for begin, end in _without(q_start, q_end, whole):

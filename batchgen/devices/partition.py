@@ -116,7 +116,7 @@ def consecutive_pieces(requests: Iterable[Request], pieces: int) -> list[Piece]:
     return [*found, _piece(requests[first:], cost)] if requests else found
 
 
-class Shares:
+class WaitingPieces:
     """The pieces that wait for devices, which have numbers."""
 
     def __init__(self, devices: int = 0) -> None:

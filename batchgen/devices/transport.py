@@ -128,7 +128,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WorkerReport:
     """Message: what has happened since the last report."""
 
     heard: int

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.devices.opening import engine_here, use_threads
-from batchgen.devices.transport import Cancel, Channel, Ready, Report, Stop, Work, WorkerFailed, WorkerSetup
+from batchgen.devices.transport import Cancel, Channel, Ready, Stop, Work, WorkerFailed, WorkerReport, WorkerSetup
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.process.collector import few_collections
@@ -106,7 +106,7 @@ class _OtherEndGone(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _PlannedWork:
     """Work with its plan, which the receiving thread makes while the engine runs."""
 
     work: Work
@@ -139,10 +139,10 @@ class _Worker:
                 message = e
         self._inbox.put(message)
 
-    def _planned(self, work: Work) -> _Planned:
+    def _planned(self, work: Work) -> _PlannedWork:
         leaves, config = leaves_of(work.requests), self._setup.engine
         plan = plan_prefixes([leaf.tokens for leaf in leaves], config.chunk_size, share=config.share)
-        return _Planned(work, leaves, plan)
+        return _PlannedWork(work, leaves, plan)
 
     def _end(self) -> None:
         self._gone()
@@ -190,7 +190,7 @@ class _Worker:
 
     def _hear(self, message: Any) -> None:
         self._heard += 1
-        if isinstance(message, _Planned):
+        if isinstance(message, _PlannedWork):
             self._requests.update((request.row, request) for request in message.work.requests)
             on_token = self._on_token if message.work.watched else None
             self._engine.add(message.leaves, message.plan, self._on_result, on_token)
@@ -212,7 +212,9 @@ class _Worker:
         began = time.monotonic()
         under_way = engine.under_way() if idle or began >= self._next_under_way else None
         self._channel.send(
-            Report(self._heard, idle, tuple(self._results), tuple(self._tokens), tuple(engine.notes), stats, under_way)
+            WorkerReport(
+                self._heard, idle, tuple(self._results), tuple(self._tokens), tuple(engine.notes), stats, under_way
+            )
         )
         self._results.clear()
         self._tokens.clear()

@@ -12,16 +12,16 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.partition import Shares
+from batchgen.devices.partition import WaitingPieces
 from batchgen.devices.transport import (
     Cancel,
     Link,
     Ready,
-    Report,
     Stop,
     Transport,
     Work,
     WorkerFailed,
+    WorkerReport,
     WorkerSetup,
     end_all,
 )
@@ -65,7 +65,7 @@ class _WorkerHandle:
     idle_since: float | None = None
     """Since when it has been ready and without work; None while it has some."""
     idle_seconds: float = 0.0
-    rows: dict[int, _Row] = field(default_factory=dict)
+    rows: dict[int, _UnfinishedRow] = field(default_factory=dict)
     """The unfinished rows that it has been given."""
     leaves: int = 0
     """The leaves of these rows."""
@@ -132,7 +132,7 @@ class _WorkerHandle:
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _UnfinishedRow:
     request: Request
     on_result: OnResult
     on_token: OnToken | None
@@ -161,8 +161,8 @@ class Workers:
         self._transport = transport
         self._workers: list[_WorkerHandle] = []
         self._alive: dict[int, _WorkerHandle] = {}
-        self._shares = Shares()
-        self._rows: dict[int, _Row] = {}
+        self._waiting_pieces = WaitingPieces()
+        self._rows: dict[int, _UnfinishedRow] = {}
         self._to_cancel: deque[int] = deque()
         self._links: list[Link] = []
         self._end = weakref.finalize(self, end_all, self._links, transport)
@@ -174,7 +174,7 @@ class Workers:
                 self._listen()
             for worker in self._alive.values():
                 if worker.batch_size and not transport.replaces:  # otherwise they have joined when they were ready
-                    self._shares.join(worker.place)
+                    self._waiting_pieces.join(worker.place)
         except BaseException:
             self.close()
             raise
@@ -221,7 +221,7 @@ class Workers:
     @property
     def waiting(self) -> int:
         """Leaves that no process has been given."""
-        return self._shares.waiting
+        return self._waiting_pieces.waiting
 
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
@@ -230,8 +230,8 @@ class Workers:
 
         `on_token` is called for several tokens at a time, some hundredths of a second after they were sampled.
         """
-        self._rows.update((leaf.request.row, _Row(leaf.request, on_result, on_token)) for leaf in leaves)
-        self._shares.add(leaves, plan, arrival=self._arrival)
+        self._rows.update((leaf.request.row, _UnfinishedRow(leaf.request, on_result, on_token)) for leaf in leaves)
+        self._waiting_pieces.add(leaves, plan, arrival=self._arrival)
 
     def run(self, stop: Callable[[], str | None] | None = None) -> None:
         """Runs until all requests are done. Calls `stop()` several times a second; see `Engine.run` for what it returns."""
@@ -274,10 +274,10 @@ class Workers:
         for worker in sorted(self._alive.values(), key=lambda worker: worker.leaves):
             if not worker.batch_size:
                 continue
-            spare = min(worker.batch_size, self._shares.waiting // len(self._alive))
+            spare = min(worker.batch_size, self._waiting_pieces.waiting // len(self._alive))
             room = worker.batch_size + spare - worker.leaves
             if room > 0 and 2 * room >= spare:
-                pieces = self._shares.take(worker.place, room)
+                pieces = self._waiting_pieces.take(worker.place, room)
                 self._give(worker, [request for piece in pieces for request in piece.requests])
 
     def _give(self, worker: _WorkerHandle, requests: list[Request]) -> None:
@@ -315,7 +315,7 @@ class Workers:
         """Drops all unfinished rows, here and in the workers."""
         self._pass_on("now")
         self._rows.clear()
-        self._shares.clear()
+        self._waiting_pieces.clear()
         for worker in self._workers:
             worker.forget_rows()
 
@@ -331,7 +331,7 @@ class Workers:
             if place in self._alive:  # messages of lost workers are dropped
                 self._hear(self._alive[place], message)
 
-    def _hear(self, worker: _WorkerHandle, message: Ready | Report | WorkerFailed | _LinkClosed) -> None:
+    def _hear(self, worker: _WorkerHandle, message: Ready | WorkerReport | WorkerFailed | _LinkClosed) -> None:
         worker.heard_at = time.monotonic()
         if isinstance(message, Ready):
             worker.ready_at = worker.idle_since = worker.heard_at
@@ -339,8 +339,8 @@ class Workers:
             worker.batch_size = message.batch_size
             if self._transport.replaces:
                 worker.device = f"{worker.device} on {message.host}"
-                self._shares.join(worker.place)
-        elif isinstance(message, Report):
+                self._waiting_pieces.join(worker.place)
+        elif isinstance(message, WorkerReport):
             worker.heard, worker.idle, worker.stats = message.heard, message.idle, message.stats
             if worker.quiet and worker.idle_since is None:
                 worker.idle_since = worker.heard_at
@@ -406,7 +406,7 @@ class Workers:
         for row in worker.rows.values():
             row.worker = None
         if worker.batch_size:
-            self._shares.lost(worker.place, [row.request for row in worker.rows.values()])
+            self._waiting_pieces.lost(worker.place, [row.request for row in worker.rows.values()])
         worker.forget_rows()
         worker.under_way = {}
         if again:

@@ -26,7 +26,7 @@ from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
 from batchgen.prefix import PrefixPlan, plan_prefixes
@@ -74,7 +74,7 @@ class ModelTokenizer(Protocol):
     @property
     def tool_format(self) -> ToolFormat | None: ...
     @property
-    def head(self) -> Head | None: ...
+    def head(self) -> OutputHead | None: ...
 
 
 def sized(model: LoadedModel, config: EngineConfig, context_length: int) -> tuple[LoadedModel, Sizes]:

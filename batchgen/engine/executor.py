@@ -18,7 +18,7 @@ from batchgen.engine.step_watch import StepWatch
 from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.pooling import last_outputs, mean_outputs
 from batchgen.sampling.sampler import Sampler, SamplerOutput
@@ -72,7 +72,9 @@ class GrammarStopper(Stopper):
 class StepExecutor:
     """Launches batches and returns what they have computed. Only `wait` waits for the device."""
 
-    def __init__(self, runner: Runner, sampler: Sampler, constraints: Constraints, head: Head | None = None) -> None:
+    def __init__(
+        self, runner: Runner, sampler: Sampler, constraints: Constraints, head: OutputHead | None = None
+    ) -> None:
         """`head`: requests are embedded or classified; None for a model that writes text."""
         self._runner = runner
         self._head = head

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import RowError
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.request import Request
 from batchgen.result import Completion, OnResult, OnToken, Result, Score, TokenLogprob
 from batchgen.sampling.philox import uniforms
@@ -41,7 +41,7 @@ class RequestState:
     """By number: `GenerationSequence.text_scores` of the texts that have been scored."""
     began: bool = False
     """Whether one of its leaves has run."""
-    head: Head | None = None
+    head: OutputHead | None = None
     """For a request that is embedded or classified."""
     piece: Callable[[int], str] = str
     """Returns the text of a token."""
@@ -126,7 +126,7 @@ class ResultAssembler:
         scheduler: Scheduler,
         piece: Callable[[int], str],
         timeout: float | None,
-        head: Head | None = None,
+        head: OutputHead | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._head = head

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.jobs.manifest import MODEL_FILE, load_manifest
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.records.output import job_path
 from batchgen.stats import versions
 
@@ -50,7 +50,7 @@ def job_settings(
     *,
     chat: bool,
     model: Mapping[str, Any] | None = None,
-    head: Head | None = None,
+    head: OutputHead | None = None,
     date: datetime | None = None,
 ) -> dict[str, Any]:
     """Returns everything that changes results. Device, batch, memory, limits and the columns of the output do not.
@@ -102,7 +102,7 @@ def command_digest(config: JobConfig, model: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(command, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _head_settings(head: Head | None) -> dict[str, Any]:
+def _head_settings(head: OutputHead | None) -> dict[str, Any]:
     if head is None:
         return {}
     settings = {"task": head.task, "pooling": head.pooling, "normalize": head.normalize}

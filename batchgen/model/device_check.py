@@ -95,7 +95,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class TrialSetup:
     """The first message to a process of trials."""
 
     model: ModelConfig
@@ -169,7 +169,7 @@ def check_device(
             return kept
         _logger.info("trying batchgen's kernels on %s, once for this model and these versions ...", name)
         began = time.monotonic()
-        off, complete = _tried(Setup(config, block_size, parts), start or start_trials, trial_seconds)
+        off, complete = _tried(TrialSetup(config, block_size, parts), start or start_trials, trial_seconds)
         _logger.info("tried in %.0f s, loading the model included", time.monotonic() - began)
         verdict = replace(verdict, off=off, file=verdict.file if complete else None)
         verdict.keep()
@@ -228,7 +228,7 @@ def _locked(verdict: Verdict) -> Iterator[None]:
         yield
 
 
-def _tried(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], bool]:
+def _tried(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], bool]:
     """Returns the parts that must not be used, with reasons, and whether to store them. A part that could not be tried is not used in this
     run and is tried again in the next.
 
@@ -253,7 +253,7 @@ def _tried(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part,
         setup = replace(setup, parts=parts, passed=(*setup.passed, *passed))
 
 
-def _one_process(setup: Setup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], Part | None, str]:
+def _one_process(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], Part | None, str]:
     """Runs one process of trials. Returns the failed parts with reasons; the part in whose trial the process ended early, or None; and, if the
     end says nothing about that part, what it was."""
     off: dict[Part, str] = {}

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,7 +29,7 @@ from batchgen.attention.torch_backend import Cascade
 from batchgen.attention.triton_backend import DeviceAttention
 from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
-from batchgen.model.device_check import Done, Failed, Part, Setup, Trying, Unknown
+from batchgen.model.device_check import Done, Failed, Part, TrialSetup, Trying, Unknown
 from batchgen.model.loaded_model import AttentionKind, LoadedModel
 from batchgen.model.loader import load_model
 from batchgen.model.runner import Runner
@@ -102,7 +102,7 @@ def _end_with(connection: Connection[Any, Any]) -> None:
     os._exit(1)
 
 
-def run(setup: Setup, model: LoadedModel, tell: Callable[[Trying | Failed | Unknown | Done], None]) -> None:
+def run(setup: TrialSetup, model: LoadedModel, tell: Callable[[Trying | Failed | Unknown | Done], None]) -> None:
     """Tries the parts of `setup` in their order. Ends without `Done` if the device cannot be used any more."""
     passed = setup.passed
     trials = Trials(model, setup.block_size, "triton" in passed, "graphs" in passed)
@@ -226,8 +226,8 @@ def compare_logits(what: str, got: torch.Tensor, want: torch.Tensor, limit: floa
         )
 
 
-def _stacked(logits: dict[tuple[int, int], torch.Tensor], order: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
-    return torch.stack([logits[place] for place in order])
+def _stacked(logits: dict[tuple[int, int], torch.Tensor], places: Iterable[tuple[int, int]]) -> torch.Tensor:
+    return torch.stack([logits[place] for place in places])
 
 
 # -- steps of a small tree

@@ -10,13 +10,13 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from batchgen.errors import ModelError
 from batchgen.model.multimodal import is_multimodal, model_class
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 
 SCORE = "score"
 """The name of the linear layer that classifies, in transformers' decoders."""
 
 
-def class_for(head: Head | None, config: Any) -> Any:
+def class_for(head: OutputHead | None, config: Any) -> Any:
     """Returns the class of transformers whose `from_pretrained` loads a model with this head (None: the language head). Raises `ModelError`."""
     if head is None or (head.task == "embed" and is_multimodal(config)):
         return model_class(config)
@@ -25,7 +25,7 @@ def class_for(head: Head | None, config: Any) -> Any:
     return AutoModel if head.task == "embed" else AutoModelForSequenceClassification
 
 
-def without_language_head(module: Any, head: Head) -> Headed:
+def without_language_head(module: Any, head: OutputHead) -> Headed:
     """Returns the loaded model with the outputs of `head` in place of logits. Raises `ModelError` if the model has another kind of head."""
     body = getattr(module, "base_model", module)
     if head.task == "embed":

@@ -45,7 +45,7 @@ from batchgen.model.quantized import (
 )
 from batchgen.model.self_check import self_check
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.process.lean_imports import finish_torch
 from batchgen.prompts.gguf import alone
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
@@ -211,7 +211,7 @@ def load_model(
     on_cuda = device.type == "cuda" and config.device_map is None
     if config.attention == "triton" and not on_cuda:
         raise ModelError("--attention triton is for one CUDA device", "leave it out")
-    kernels = Kernels(config, device)
+    kernels = KernelBuild(config, device)
     if on_cuda:
         check_room(config, tokenizer.hf_config, device)
     use_exact_float32()
@@ -269,7 +269,7 @@ def _loads_lean(config: ModelConfig, hf_config: Any) -> bool:
 
 
 def _from_pretrained(
-    config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: Head | None
+    config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: OutputHead | None
 ) -> tuple[Any, Mapping[str, Any]]:
     """Returns the module, and what transformers found and missed in the files. Raises `ModelError`."""
     multimodal, method, kind = is_multimodal(hf_config), quant_method(hf_config), class_for(head, hf_config)
@@ -366,7 +366,7 @@ def use_exact_float32() -> None:
     torch.backends.cudnn.allow_tf32 = False  # the default is True
 
 
-class Kernels:
+class KernelBuild:
     """batchgen's kernels for the CPU, which are compiled while the model is loaded."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:

@@ -120,12 +120,12 @@ def _random_model(config: Any, seed: int, trust_remote_code: bool, revision: str
 
 
 @dataclass(slots=True, eq=False)
-class _Span:
+class _TreeSpan:
     """A node or a text of the tree, with those attributes of a sequence that the plan of a step's attention reads."""
 
     tokens: list[int]
     """From position 0: those of the path, its own, and at the end its completion."""
-    path: tuple[_Span, ...]
+    path: tuple[_TreeSpan, ...]
     table: list[int]
     completes: bool
     """Whether it is a text, not a node that texts share."""
@@ -154,22 +154,22 @@ class _Span:
 class _Part:
     """Tokens `start` to `stop` of a span, which run in one step."""
 
-    span: _Span
+    span: _TreeSpan
     start: int
     stop: int
 
 
-def _span_tree(seed: int) -> list[_Span]:
+def _span_tree(seed: int) -> list[_TreeSpan]:
     """Returns a prefix of six blocks, one of three below it, and texts below and beside them; in depth-first order."""
     rng = np.random.default_rng(seed)
     free = iter(rng.permutation(POOL).tolist())
 
-    def span(count: int, *path: _Span, completes: bool = True) -> _Span:
+    def span(count: int, *path: _TreeSpan, completes: bool = True) -> _TreeSpan:
         above = path[-1] if path else None
         tokens = [*(above.tokens if above else ()), *rng.integers(0, VOCAB, count).tolist()]
         table = list(above.table) if above else []  # nodes end with a block
         blocks = -(-(len(tokens) + COMPLETION * completes) // BLOCK) - len(table)
-        return _Span(tokens, path, table + [next(free) for _ in range(blocks)], completes)
+        return _TreeSpan(tokens, path, table + [next(free) for _ in range(blocks)], completes)
 
     upper = span(6 * BLOCK, completes=False)
     lower = span(3 * BLOCK, upper, completes=False)
@@ -177,7 +177,7 @@ def _span_tree(seed: int) -> list[_Span]:
     return [upper, lower, *below, span(2), span(2 * UNKNOWN + 35)]
 
 
-def _complete(module: Any, text: _Span) -> None:
+def _complete(module: Any, text: _TreeSpan) -> None:
     """Adds the completion of transformers' `generate`, and the logits after every token but the last."""
     ids = torch.tensor([text.tokens])
     out = module.generate(
@@ -198,7 +198,7 @@ def _sees_context(module: Any, prompt: list[int]) -> bool:
     return bool((logits - moved).abs().max() > VISIBLE * logits.abs().max())
 
 
-def _packed_difference(model: LoadedModel, spans: list[_Span]) -> float:
+def _packed_difference(model: LoadedModel, spans: list[_TreeSpan]) -> float:
     """Runs everything through batchgen's attention. Returns the largest difference of a logit, relative to the largest logit."""
     cache = KVCache(model.layers, POOL, BLOCK, model.dtype)
     differences: list[torch.Tensor] = []
@@ -216,13 +216,13 @@ def _packed_difference(model: LoadedModel, spans: list[_Span]) -> float:
     return float(torch.stack(differences).max())
 
 
-def _expected(part: _Part, spans: list[_Span]) -> torch.Tensor:
+def _expected(part: _Part, spans: list[_TreeSpan]) -> torch.Tensor:
     """Returns transformers' logits: those of the text, or for a node those of a text below it."""
     text = part.span if part.span.completes else next(s for s in spans if s.completes and part.span in s.path)
     return text.logits[part.start : part.stop]
 
 
-def _mixed_steps(spans: list[_Span]) -> Iterator[list[_Part]]:
+def _mixed_steps(spans: list[_TreeSpan]) -> Iterator[list[_Part]]:
     """Yields steps of slices of prompts and single tokens, mixed, in depth-first order. A span starts when those above it are done."""
     while any(span.computed < span.end for span in spans):
         parts: list[_Part] = []

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class OutputHead:
     """How a prompt's result is made from the model's output: `embed` pools hidden states, `classify` reads the logits of a head."""
 
     task: str

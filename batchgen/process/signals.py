@@ -18,7 +18,7 @@ _AGAIN_SECONDS = 0.02
 """A signal whose exception Python dropped is sent again after this time."""
 
 
-class _Stop(BaseException):
+class _StopNow(BaseException):
     """Raised in the middle of an import or a read: no library takes it for an error of its own, which it would print or pass over."""
 
 
@@ -66,7 +66,7 @@ class Signals:
             self._first = signum
             self._drain_until = time.monotonic() + self._grace
         if self._at_once:
-            raise _Stop
+            raise _StopNow
         if second:
             raise Interrupted(self._first or signum)
 
@@ -108,7 +108,7 @@ class Signals:
 
     def _raise_again(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
         """Takes what Python could not raise, such as an exception in a `__del__`. If it is the handler's, the signal comes once more."""
-        if isinstance(unraisable.exc_value, _Stop):
+        if isinstance(unraisable.exc_value, _StopNow):
             self._dropped = self._in_hook = True
             try:
                 threading.Timer(_AGAIN_SECONDS, self._send_again).start()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.prompts.messages import kind
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import RowParams
@@ -179,7 +179,7 @@ def _renders(template: RowTemplate, columns: Mapping[str, Any]) -> bool:
     return True
 
 
-def task_option(prompts: PromptConfig, head: Head | None) -> str:
+def task_option(prompts: PromptConfig, head: OutputHead | None) -> str:
     """Returns the option that replaces generating text: `--score`, `--prompt-logprobs`, `--embed` or `--classify`; else empty."""
     if head is not None:
         return f"--{head.task}"

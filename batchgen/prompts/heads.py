@@ -13,7 +13,7 @@ from typing import Any
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model_files import CLASSIFIER, read_json, read_json_list
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 
 MODULES = "modules.json"
 _POOLINGS = {"lasttoken": "last", "mean": "mean"}
@@ -28,7 +28,7 @@ _OLD_POOLINGS = {
 """The switches of older files, one for each pooling."""
 
 
-def read_head(config: ModelConfig, hf_config: Any) -> Head | None:
+def read_head(config: ModelConfig, hf_config: Any) -> OutputHead | None:
     """Returns how the model embeds or classifies prompts; None without `--embed` and `--classify`. Raises `ModelError`."""
     if config.classify:
         return _classification(config, hf_config)
@@ -51,7 +51,7 @@ def max_prompt_tokens(config: ModelConfig, tokenizer: Any) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def _embedding(config: ModelConfig) -> Head:
+def _embedding(config: ModelConfig) -> OutputHead:
     pooling, normalize = "last", True
     file = find_file(config, MODULES)
     if file is None:
@@ -68,7 +68,7 @@ def _embedding(config: ModelConfig) -> Head:
     prompts = texts.get("prompts")
     found = {k: v for k, v in prompts.items() if isinstance(v, str)} if isinstance(prompts, Mapping) else {}
     name = texts.get("default_prompt_name")
-    return Head(
+    return OutputHead(
         task="embed",
         pooling=pooling if config.pooling == "auto" else config.pooling,
         normalize=normalize if config.normalize is None else config.normalize,
@@ -140,7 +140,7 @@ def _unsupported(config: ModelConfig, why: str) -> ModelError:
     )
 
 
-def _classification(config: ModelConfig, hf_config: Any) -> Head:
+def _classification(config: ModelConfig, hf_config: Any) -> OutputHead:
     names = getattr(hf_config, "architectures", None) or ["without a name"]
     if not str(names[0]).endswith(CLASSIFIER):
         raise ModelError(
@@ -160,7 +160,7 @@ def _classification(config: ModelConfig, hf_config: Any) -> Head:
             "(problem_type regression)",
             "give a classifier, or a reward model with one number",
         )
-    return Head(
+    return OutputHead(
         task="classify",
         labels=labels,
         independent=problem == "multi_label_classification",

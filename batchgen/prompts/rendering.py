@@ -12,7 +12,7 @@ import numpy as np
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import SWITCHES
 from batchgen.prompts.columns import (
     Columns,
@@ -365,7 +365,7 @@ class Renderer:
             )
 
 
-def _prompt_of(head: Head | None, name: str | None) -> str:
+def _prompt_of(head: OutputHead | None, name: str | None) -> str:
     """Returns the text that the model has before every raw prompt, under this name or its default. Raises `UsageError` for an unknown name."""
     prompts = {} if head is None else head.prompts
     if name is None:

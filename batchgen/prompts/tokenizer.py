@@ -14,7 +14,7 @@ from typing import Any
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
 from batchgen.model_files import check_model_files, gguf_file
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
 from batchgen.process.lean_imports import import_transformers
@@ -53,7 +53,7 @@ class LoadedTokenizer:
     """How the model marks its thoughts; None if it does not."""
     tool_format: ToolFormat | None = None
     """How the model writes tool calls; None if that is not known."""
-    head: Head | None = None
+    head: OutputHead | None = None
     """How the model embeds or classifies prompts; None for a model that writes text."""
 
 

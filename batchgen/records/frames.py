@@ -133,7 +133,7 @@ class _Polars(Frame):
         return pl.concat([self._table.rename(renamed), pl.from_arrow(added)], how="horizontal")
 
 
-class _Dataset(Frame):
+class _Datasets(Frame):
     """`datasets` has no maps, so `choice_probs` is a list of `key` and `value`."""
 
     def _columns(self) -> list[str]:
@@ -157,7 +157,7 @@ _KINDS: dict[tuple[str, str], type[Frame]] = {
     ("pyarrow", "Table"): _Arrow,
     ("pandas", "DataFrame"): _Pandas,
     ("polars", "DataFrame"): _Polars,
-    ("datasets", "Dataset"): _Dataset,
+    ("datasets", "Dataset"): _Datasets,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.process.user_cache import cache_folder
 from batchgen.records.files import split_name
 from batchgen.records.openai_batch import OpenAIForm, batch_record
@@ -78,7 +78,7 @@ def row_form(
     chat: bool,
     reasoning: bool = False,
     tool_calls: bool = False,
-    head: Head | None = None,
+    head: OutputHead | None = None,
 ) -> RowForm:
     """Returns the form of a job's rows.
 
@@ -104,7 +104,7 @@ def row_form(
     )
 
 
-def _asked(config: JobConfig, head: Head | None) -> tuple[str, ...]:
+def _asked(config: JobConfig, head: OutputHead | None) -> tuple[str, ...]:
     if head is not None:
         return (head.result_name,)
     sampling = config.sampling

@@ -100,10 +100,10 @@ def info_of(fs: Any, path: str) -> Mapping[str, Any] | None:
 
 def open_remote(url: str) -> io.BufferedReader:
     """Opens a file; the stream is seekable if the store can read ranges. Raises `StoreError`, also while it is read."""
-    return io.BufferedReader(_Stream(url), 1 << 18)
+    return io.BufferedReader(_StoreFile(url), 1 << 18)
 
 
-class _Stream(io.RawIOBase):
+class _StoreFile(io.RawIOBase):
     """A file of a store. All its errors are `OSError`s, which code that reads files expects."""
 
     def __init__(self, url: str) -> None:

@@ -72,12 +72,12 @@ def read_csv(
     # surrogateescape: a byte that is not UTF-8 makes its row malformed, not the file.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
-        yield from _csv_records(_Lines(text, max_line, skip_chars), delimiter, on_rename)
+        yield from _csv_records(_CsvLines(text, max_line, skip_chars), delimiter, on_rename)
     finally:
         text.detach()  # the caller closes the stream
 
 
-class _Lines:
+class _CsvLines:
     """The lines of a text. A line that is too long raises `csv.Error` and is skipped; the next call returns the line after it."""
 
     def __init__(self, text: io.TextIOWrapper, max_line: int, skip_chars: int) -> None:
@@ -88,7 +88,7 @@ class _Lines:
         """Number of lines read."""
         self._cut = False  # between \r and \n
 
-    def __iter__(self) -> _Lines:
+    def __iter__(self) -> _CsvLines:
         return self
 
     def __next__(self) -> str:
@@ -110,7 +110,9 @@ class _Lines:
         return line
 
 
-def _csv_records(lines: _Lines, delimiter: str, on_rename: Callable[[str, str], None]) -> Generator[Record, None, None]:
+def _csv_records(
+    lines: _CsvLines, delimiter: str, on_rename: Callable[[str, str], None]
+) -> Generator[Record, None, None]:
     reader = csv.reader(lines, strict=True, delimiter=delimiter)
     header: list[str] | None = None
     while True:

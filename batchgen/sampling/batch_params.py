@@ -51,7 +51,7 @@ _TABLE: dict[str, torch.dtype] = {
 _COLUMNS = {name: i for i, name in enumerate((*_TABLE, "u"))}
 
 
-class Batch:
+class StepParams:
     """The rows of a step, or some of them: the record and the uniform number of each."""
 
     def __init__(
@@ -78,20 +78,20 @@ class Batch:
         """Returns `column` as [N]."""
         return self.column(name)[:, 0]
 
-    def part(self, rows: NDArray[np.int64]) -> tuple[Batch, torch.Tensor | slice]:
+    def part(self, rows: NDArray[np.int64]) -> tuple[StepParams, torch.Tensor | slice]:
         """Returns these rows, and the index that selects them in tensors that have all rows."""
         if len(rows) == len(self):
             return self, slice(None)
         at = put(rows, self._device)
-        return Batch(
+        return StepParams(
             self.records[rows], self._u[rows], self._device, None if self._table is None else self._table[at]
         ), at
 
-    def chunk(self, rows: slice) -> Batch:
+    def chunk(self, rows: slice) -> StepParams:
         """Returns a run of adjacent rows."""
         if rows.start == 0 and rows.stop >= len(self):
             return self
-        return Batch(
+        return StepParams(
             self.records[rows], self._u[rows], self._device, None if self._table is None else self._table[rows]
         )
 
@@ -145,17 +145,19 @@ class BatchParams:
             raise ValueError(f"sampler indices {np.asarray(sampler_indices)[~records['used']].tolist()} are not in use")
         return records
 
-    def batch(
+    def of_step(
         self, sampler_indices: Sequence[int], records: NDArray[Any], u: NDArray[np.float64]
-    ) -> tuple[Batch, torch.Tensor]:
+    ) -> tuple[StepParams, torch.Tensor]:
         """Returns the rows at these indices, and the indices on the device. Takes one small copy to the device."""
         at = np.asarray(sampler_indices, dtype=np.int64)
         if not self._tabled:
-            return Batch(records, u, self._device, None), torch.from_numpy(at)
+            return StepParams(records, u, self._device, None), torch.from_numpy(at)
         self._send()
         columns = put(np.stack([at, u]).astype(_numpy(self._wide)), self._device)
         places = columns[0].long()
-        return Batch(records, u, self._device, torch.cat([self._table[places], columns[1][:, None]], dim=1)), places
+        return StepParams(
+            records, u, self._device, torch.cat([self._table[places], columns[1][:, None]], dim=1)
+        ), places
 
     def _send(self) -> None:
         """Brings the table on the device up to date, in one copy."""

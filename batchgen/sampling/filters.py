@@ -1,6 +1,6 @@
 """Filters of logits (top-k, top-p, grammar masks), and sampling by the inverse of the cumulative distribution.
 
-Shapes: n rows, V vocabulary, k tokens of a sorted head.
+Shapes: n rows, V vocabulary, the k likeliest tokens of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
 
 
-def head_tokens(scores: torch.Tensor, k: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+def top_tokens(scores: torch.Tensor, k: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the ids and float32 values [n, width] of the k[i] largest `scores` [n, V] of each row, and of all that equal the last of them.
 
     For the CPU. Tokens are in the vocabulary's order; tokens of -inf are left out. Rows that have fewer end with id 0 and -inf.
@@ -58,19 +58,19 @@ def row_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def nucleus(
-    weights: torch.Tensor, x: torch.Tensor, head: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor
+    weights: torch.Tensor, x: torch.Tensor, top: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor
 ) -> None:
     """Applies top-p in place: keeps the fewest `weights` [n, V] = exp(`x`) whose share reaches `top_p`, and sets the others to 0.
 
-    At least one token stays. Of equal tokens at the edge, the first in the vocabulary stay. `head` [n, k] is `x` sorted, the largest
+    At least one token stays. Of equal tokens at the edge, the first in the vocabulary stay. `top` [n, k] is `x` sorted, the largest
     first, as far as the weights go; it need not repeat its last number. `top_p` is [n, 1], infinite for off;
     `total` [n, 1] are the sums of the weights.
     """
     wide = top_p.dtype
     goal = top_p * total
-    reached = head.exp().to(wide).cumsum(dim=-1)
-    edge = head.gather(1, torch.searchsorted(reached, goal).clamp_(max=head.shape[1] - 1))
-    above = (head > edge).sum(dim=-1, keepdim=True)
+    reached = top.exp().to(wide).cumsum(dim=-1)
+    edge = top.gather(1, torch.searchsorted(reached, goal).clamp_(max=top.shape[1] - 1))
+    above = (top > edge).sum(dim=-1, keepdim=True)
     missing = goal - torch.where(above > 0, reached.gather(1, (above - 1).clamp_(min=0)), 0)
     room = (
         (missing / edge.exp()).ceil_().clamp_(min=1, max=x.shape[1]).to(torch.int32)
@@ -79,13 +79,13 @@ def nucleus(
     weights.masked_fill_((x < edge) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) > room)), 0)
 
 
-def nucleus_head(x: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def nucleus_top(x: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Returns `x` [n, V] sorted, the largest first, as far as top-p reaches. On the CPU only the first eighth is sorted if that is enough."""
     if x.device.type == "cpu" and x.shape[1] >= 1024:
-        head = largest(x, x.shape[1] // 8)
+        top = largest(x, x.shape[1] // 8)
         # The factor leaves room for rounding in the sums.
-        if bool((head.exp().sum(-1, keepdim=True) > top_p * total * 1.001).all()):
-            return head
+        if bool((top.exp().sum(-1, keepdim=True) > top_p * total * 1.001).all()):
+            return top
     return largest(x, x.shape[1])
 
 

@@ -10,7 +10,7 @@ import torch
 
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
-from batchgen.sampling.batch_params import Batch
+from batchgen.sampling.batch_params import StepParams
 from batchgen.sampling_params import SamplingParams
 
 
@@ -70,30 +70,30 @@ class Penalties:
             if record[name] >= 0:
                 rows.give_back(int(record[name]))
 
-    def applied(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def applied(self, logits: torch.Tensor, step_params: StepParams) -> torch.Tensor:
         """Returns a float32 copy of the logits [N, V] with the penalties applied; `logits` themselves if no row has a penalty."""
-        repetition, counted = (np.flatnonzero(batch.records[name] >= 0) for name in ("seen", "counts"))
+        repetition, counted = (np.flatnonzero(step_params.records[name] >= 0) for name in ("seen", "counts"))
         if not repetition.size and not counted.size:
             return logits
         scores = logits.to(torch.float32, copy=True)
         if repetition.size:
-            some, at = batch.part(repetition)
+            some, at = step_params.part(repetition)
             part, penalty = scores[at], some.column("repetition_penalty")
             seen = self._seen.rows[some.rows("seen")]
             scores[at] = torch.where(seen, torch.where(part < 0, part * penalty, part / penalty), part)
         if counted.size:
-            some, at = batch.part(counted)
+            some, at = step_params.part(counted)
             counts = self._counts.rows[some.rows("counts")]
             part = scores[at] - some.column("frequency_penalty") * counts
             scores[at] = part - some.column("presence_penalty") * (counts > 0)
         return scores
 
-    def note(self, tokens: torch.Tensor, batch: Batch) -> None:
+    def note(self, tokens: torch.Tensor, step_params: StepParams) -> None:
         """Remembers the tokens [N] that were sampled."""
         for name, state in (("seen", self._seen), ("counts", self._counts)):
-            has = np.flatnonzero(batch.records[name] >= 0)
+            has = np.flatnonzero(step_params.records[name] >= 0)
             if has.size:
-                some, at = batch.part(has)
+                some, at = step_params.part(has)
                 rows, ids = some.rows(name), tokens[at]
                 # A Python number would be copied to the device, and the host would wait for that.
                 new = torch.ones_like(ids, dtype=torch.bool) if name == "seen" else state.rows[rows, ids] + 1

@@ -7,7 +7,7 @@ The order is that of transformers' processors: repetition penalty, presence and 
 top-k, top-p, min-p. A token is then sampled by the inverse of the cumulative distribution in vocabulary order, from one uniform
 number (philox.py). So a row's token does not depend on the batch. No filter depends on how a sort orders equal logits.
 
-Shapes: N rows, V vocabulary, n rows of a subset, k tokens of a sorted head.
+Shapes: N rows, V vocabulary, n rows of a subset, the k likeliest tokens of a row.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from batchgen.kernels.build import DTYPES
 from batchgen.kernels.ops import row_maximum
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
-from batchgen.sampling.batch_params import Batch, BatchParams
-from batchgen.sampling.filters import forbid, head_tokens, inverse_cdf, largest, nucleus, nucleus_head, row_sums
+from batchgen.sampling.batch_params import BatchParams, StepParams
+from batchgen.sampling.filters import forbid, inverse_cdf, largest, nucleus, nucleus_top, row_sums, top_tokens
 from batchgen.sampling.logprobs import TokenLogprobs, measure, read
 from batchgen.sampling.penalties import Penalties
 from batchgen.sampling.philox import uniforms
@@ -163,29 +163,29 @@ class Sampler:
         if (records["temperature"] > 0).any():
             places = np.asarray(positions, dtype=np.int64)
             u = uniforms(records["key"], records["seed"], records["choice"], places)
-        batch, at = self._batch_params.batch(sampler_indices, records, u)
+        step_params, at = self._batch_params.of_step(sampler_indices, records, u)
         chunks = [
-            self._sample(logits[part], batch.chunk(part), None if mask is None else mask[part])
+            self._sample(logits[part], step_params.chunk(part), None if mask is None else mask[part])
             for part in self._chunks(records, mask)
         ]
         tokens = torch.cat([tokens for tokens, _ in chunks])
         valid = torch.cat([valid for _, valid in chunks])
-        self._penalties.note(tokens, batch)
+        self._penalties.note(tokens, step_params)
         self.last.index_copy_(0, at, tokens)
         wanted = np.flatnonzero(records["logprobs"] >= 0)
         if not wanted.size:
             return SamplerOutput(tokens, valid, None, {})
-        counts, (_, chosen) = records["logprobs"][wanted], batch.part(wanted)
+        counts, (_, chosen) = records["logprobs"][wanted], step_params.part(wanted)
         measured = measure(logits[chosen], tokens[chosen], int(counts.max()))
         return SamplerOutput(tokens, valid, measured, dict(zip(wanted.tolist(), counts.tolist(), strict=True)))
 
     def _sample(
-        self, logits: torch.Tensor, batch: Batch, mask: torch.Tensor | None
+        self, logits: torch.Tensor, step_params: StepParams, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [n] and whether the logits are numbers [n]."""
-        scores = self._masked(self._penalties.applied(logits, batch), mask)
+        scores = self._masked(self._penalties.applied(logits, step_params), mask)
         best, tokens = self._likeliest(scores)
-        for some, at, ids, weights in self._choices(scores, best, batch):
+        for some, at, ids, weights in self._choices(scores, best, step_params):
             likeliest = tokens[at] if ids is None else weights.argmax(dim=-1)
             sampled = inverse_cdf(weights.to(self._wide), some.rows("u"), likeliest)
             tokens[at] = sampled if ids is None else ids.gather(1, sampled[:, None])[:, 0]
@@ -224,69 +224,69 @@ class Sampler:
         return scores
 
     def _choices(
-        self, scores: torch.Tensor, best: torch.Tensor, batch: Batch
-    ) -> Iterator[tuple[Batch, torch.Tensor | slice, torch.Tensor | None, torch.Tensor]]:
+        self, scores: torch.Tensor, best: torch.Tensor, step_params: StepParams
+    ) -> Iterator[tuple[StepParams, torch.Tensor | slice, torch.Tensor | None, torch.Tensor]]:
         """Yields the rows that are not greedy, in groups: (rows, index of the rows, ids, unnormalised probabilities).
 
         ids is None where the probabilities are those of all tokens [n, V]. On the CPU, rows with a small top-k have only the tokens that
         it leaves: ids [n, k] in the vocabulary's order, with their probabilities [n, k].
         """
-        records = batch.records
+        records = step_params.records
         warm = records["temperature"] > 0
         few = warm & (records["top_k"] > 0) & (records["top_k"] <= self._vocab_size // 8) & (self._device.type == "cpu")
         for rows in (np.flatnonzero(few), np.flatnonzero(warm & ~few)):
             if not rows.size:
                 continue
-            some, at = batch.part(rows)
+            some, at = step_params.part(rows)
             if few[rows[0]]:
                 yield some, at, *self._head_weights(scores[at], best[at], some)
             else:
                 yield some, at, None, self._weights(scores[at], best[at], some)
 
     def _head_weights(
-        self, scores: torch.Tensor, best: torch.Tensor, batch: Batch
+        self, scores: torch.Tensor, best: torch.Tensor, step_params: StepParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, values = head_tokens(scores, batch.records["top_k"])
-        x = values.sub_(best.float()[:, None]).div_(batch.column("temperature"))
+        ids, values = top_tokens(scores, step_params.records["top_k"])
+        x = values.sub_(best.float()[:, None]).div_(step_params.column("temperature"))
         weights = x.exp()
-        if (batch.records["top_p"] < 1).any():
+        if (step_params.records["top_p"] < 1).any():
             # Rows with fewer tokens end with zeros, which must not change the order in which the others are added.
             total = weights.cumsum(dim=-1, dtype=self._wide)[:, -1:]
-            nucleus(weights, x, largest(x, x.shape[1]), batch.column("top_p"), total)
-        if (batch.records["min_p"] > 0).any():
-            weights.masked_fill_(weights < batch.column("min_p"), 0)
+            nucleus(weights, x, largest(x, x.shape[1]), step_params.column("top_p"), total)
+        if (step_params.records["min_p"] > 0).any():
+            weights.masked_fill_(weights < step_params.column("min_p"), 0)
         return ids, weights
 
-    def _weights(self, scores: torch.Tensor, best: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _weights(self, scores: torch.Tensor, best: torch.Tensor, step_params: StepParams) -> torch.Tensor:
         """Unnormalised probabilities [n, V] of rows that are not greedy, float32, 1 for the likeliest token."""
-        x = scores.float().sub(best.float()[:, None]).div_(batch.column("temperature"))
+        x = scores.float().sub(best.float()[:, None]).div_(step_params.column("temperature"))
         weights = x.exp()
-        limited = batch.records["top_k"] > 0
-        nucleus = batch.records["top_p"] < 1
+        limited = step_params.records["top_k"] > 0
+        nucleus = step_params.records["top_p"] < 1
         for rows in (np.flatnonzero(limited), np.flatnonzero(nucleus & ~limited)):
-            if rows.size == len(batch):
-                self._filter(weights, x, batch)
+            if rows.size == len(step_params):
+                self._filter(weights, x, step_params)
             elif rows.size:
-                some, at = batch.part(rows)
+                some, at = step_params.part(rows)
                 part = weights[at]
                 self._filter(part, x[at], some)
                 weights[at] = part
-        if (batch.records["min_p"] > 0).any():
-            weights.masked_fill_(weights < batch.column("min_p"), 0)
+        if (step_params.records["min_p"] > 0).any():
+            weights.masked_fill_(weights < step_params.column("min_p"), 0)
         return weights
 
-    def _filter(self, weights: torch.Tensor, x: torch.Tensor, batch: Batch) -> None:
+    def _filter(self, weights: torch.Tensor, x: torch.Tensor, step_params: StepParams) -> None:
         """Applies top-k, then top-p, in place: `weights` [n, V] = exp(`x`) become 0 for the tokens that are filtered out.
 
         Either all rows have a top-k or none has. Tokens are compared by `x` because different `x` may have equal weights.
         """
-        if batch.records["top_k"][0]:
-            head = largest(x, int(batch.records["top_k"].max()))
-            last = head.gather(1, batch.column("top_k") - 1)
+        if step_params.records["top_k"][0]:
+            top = largest(x, int(step_params.records["top_k"].max()))
+            last = top.gather(1, step_params.column("top_k") - 1)
             weights.masked_fill_(x < last, 0)  # tokens equal to the k-th stay, as in transformers
             total = row_sums(weights, self._wide)
         else:
             total = row_sums(weights, self._wide)
-            head = nucleus_head(x, batch.column("top_p"), total)
-        if (batch.records["top_p"] < 1).any():
-            nucleus(weights, x, head, batch.column("top_p"), total)
+            top = nucleus_top(x, step_params.column("top_p"), total)
+        if (step_params.records["top_p"] < 1).any():
+            nucleus(weights, x, top, step_params.column("top_p"), total)

@@ -257,7 +257,7 @@ def _last_frame(line: str) -> str:
     return next((frame for frame in reversed(line.split("\r")) if frame), "")
 
 
-class _Notes(logging.Handler):
+class _NoteHandler(logging.Handler):
     """Shows log messages of the package as notes, for example that kernels are being compiled."""
 
     def __init__(self, shown: Notes) -> None:
@@ -284,7 +284,7 @@ def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> 
     else:
         shown = Lines(stream)
     relay = Relay(shown.write, stream)
-    notes = _Notes(shown)
+    notes = _NoteHandler(shown)
     logger = logging.getLogger("batchgen")
     logger.addHandler(notes)
     logger.setLevel(logging.INFO)

@@ -101,7 +101,7 @@ def test_a_node_read_by_one_work_is_no_shared_part():
     plan = plan_attention([ScheduledSpan(sequence(sim, [0, 1, 9], root), 8, 11, 10)], 4, shared_reads=1)
     assert plan.shared == ()
     (causal,) = plan.causal
-    assert causal.keys.tolist() == [[*range(8), 36, 37, 38, 39]]
+    assert causal.kv_indices.tolist() == [[*range(8), 36, 37, 38, 39]]
     assert causal.k_positions.tolist() == [list(range(12))]
     assert causal.queries.tolist() == [[0, 1, 2]]
     assert causal.q_positions.tolist() == [[8, 9, 10]]

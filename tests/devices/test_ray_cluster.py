@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, job_status, run_job
-from batchgen.devices.transport import Ready, Report
+from batchgen.devices.transport import Ready, WorkerReport
 from batchgen.errors import ModelError, UsageError
 from batchgen.progress import Silent, Snapshot
 
@@ -98,7 +98,7 @@ class Actor:
 
     def hear(self, message: Any) -> None:
         self.ready |= isinstance(message, Ready)
-        self.rows += len(message.results) if isinstance(message, Report) else 0
+        self.rows += len(message.results) if isinstance(message, WorkerReport) else 0
 
 
 class Actors:

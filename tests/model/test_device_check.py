@@ -18,7 +18,7 @@ from batchgen.config import ModelConfig
 from batchgen.llm import LLM
 from batchgen.model import device_check, device_trials
 from batchgen.model.adapter import prepare
-from batchgen.model.device_check import PARTS, Done, Failed, Setup, Trying, Unknown, Verdict, check_device
+from batchgen.model.device_check import PARTS, Done, Failed, TrialSetup, Trying, Unknown, Verdict, check_device
 from batchgen.model.loaded_model import AttentionKind
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
@@ -27,7 +27,7 @@ from support.tiny import build, engine_of, requests_of, run
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(model="some/model")
-SETUP = Setup(CONFIG, 32, tuple(PARTS))
+SETUP = TrialSetup(CONFIG, 32, tuple(PARTS))
 
 
 @pytest.fixture(scope="module")

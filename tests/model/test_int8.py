@@ -235,7 +235,7 @@ def test_without_a_compiler_a_head_that_the_embedding_shares_stays(monkeypatch: 
 def test_without_kernels_and_exact_sums_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(
-        loader.Kernels, "wait", lambda _: (None, ("no C++ compiler (g++) was found; plain torch runs",))
+        loader.KernelBuild, "wait", lambda _: (None, ("no C++ compiler (g++) was found; plain torch runs",))
     )
     monkeypatch.setattr(int8, "sums_are_exact", lambda: False)
     with pytest.raises(ModelError) as refused:

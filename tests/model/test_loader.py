@@ -76,14 +76,14 @@ def test_what_is_compiled_is_known_to_the_model(tiny_model_dir, compile, monkeyp
 def test_to_compile_is_refused_where_nothing_is(device, device_map):
     config = ModelConfig(model="m", device_map=device_map, compile="on")
     with pytest.raises(ModelError) as e:
-        loader.Kernels(config, torch.device(device))
+        loader.KernelBuild(config, torch.device(device))
     assert str(e.value) == "--compile on is for the CPU and for one CUDA device; leave it out"
 
 
 @pytest.mark.parametrize("compile", ["auto", "off", "on"])
 def test_there_are_no_kernels_of_the_cpu_on_cuda(compile):
     config = ModelConfig(model="m", device="cuda", compile=compile)
-    assert loader.Kernels(config, torch.device("cuda")).wait() == (None, ())
+    assert loader.KernelBuild(config, torch.device("cuda")).wait() == (None, ())
 
 
 @pytest.mark.parametrize("accelerate", [True, False])

@@ -13,7 +13,7 @@ from batchgen.engine.engine import Engine
 from batchgen.model.adapter import prepare
 from batchgen.model.heads import without_language_head
 from batchgen.model.loader import load_model
-from batchgen.parsers.heads import Head
+from batchgen.parsers.heads import OutputHead
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import NO_TEXT, Request, row_digest, row_key
 from batchgen.sampling_params import SamplingParams
@@ -39,9 +39,9 @@ def cases():
 PROMPTS = cases()
 TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
 LABELS = ("red", "green", "blue")
-LAST = Head(task="embed", pooling="last", normalize=True)
-MEAN = Head(task="embed", pooling="mean", normalize=False)
-CLASSES = Head(task="classify", labels=LABELS)
+LAST = OutputHead(task="embed", pooling="last", normalize=True)
+MEAN = OutputHead(task="embed", pooling="mean", normalize=False)
+CLASSES = OutputHead(task="classify", labels=LABELS)
 ENGINES = {
     "all at once": {},
     "one at a time": {"batch_size": 1},

@@ -527,8 +527,8 @@ def test_a_small_top_k_gives_the_probabilities_of_the_whole_vocabulary(combinati
         logits = logits.round()
     params = [SamplingParams(temperature=0.6 + 0.1 * k, top_k=k, **combination) for k in range(1, 9)]
     sampler = sampler_of(*params)
-    batch, _ = sampler._batch_params.batch(range(8), sampler._records(logits, range(8)), np.zeros(8))
-    weights = sampler._weights(logits, logits.max(dim=-1).values, batch)
+    step_params, _ = sampler._batch_params.of_step(range(8), sampler._records(logits, range(8)), np.zeros(8))
+    weights = sampler._weights(logits, logits.max(dim=-1).values, step_params)
     want = weights / weights.sum(dim=-1, keepdim=True)
     torch.testing.assert_close(sampler.probabilities(logits, range(8)), want, atol=1e-6, rtol=1e-5)
     assert (want > 0).sum(dim=-1).tolist() != [V] * 8

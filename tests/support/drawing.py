@@ -24,11 +24,11 @@ class Sampler(sampler.Sampler):
     ) -> torch.Tensor:
         """What `sample` draws from: float32 [N, V], penalties, mask and filters applied; greedy rows have 1 on one token."""
         records = self._records(logits, sampler_indices)
-        batch, _ = self._batch_params.batch(sampler_indices, records, np.zeros(len(records)))
-        scores = self._masked(self._penalties.applied(logits, batch), mask)
+        step_params, _ = self._batch_params.of_step(sampler_indices, records, np.zeros(len(records)))
+        scores = self._masked(self._penalties.applied(logits, step_params), mask)
         best, tokens = scores.max(dim=-1)
         result = torch.zeros(scores.shape, dtype=torch.float32, device=self._device).scatter_(1, tokens[:, None], 1.0)
-        for _, at, ids, weights in self._choices(scores, best, batch):
+        for _, at, ids, weights in self._choices(scores, best, step_params):
             if ids is not None:
                 weights = torch.zeros((len(ids), self._vocab_size)).scatter_add_(1, ids, weights)
             result[at] = weights / weights.sum(dim=-1, keepdim=True)

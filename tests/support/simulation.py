@@ -365,7 +365,7 @@ def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
             reads[int(p.queries[owner])] += [(int(position) + k, int(block) * size + k) for k in range(length)]
     for causal in plan.causal:
         for b, row in enumerate(causal.queries.tolist()):
-            keys = list(zip(causal.k_positions[b].tolist(), causal.keys[b].tolist(), strict=True))
+            keys = list(zip(causal.k_positions[b].tolist(), causal.kv_indices[b].tolist(), strict=True))
             for q, position in zip(row, causal.q_positions[b].tolist(), strict=True):
                 if q < plan.num_tokens:
                     reads[q] += [key for key in keys if key[0] <= position]
