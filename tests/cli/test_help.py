@@ -170,3 +170,12 @@ def test_threads_of_openmp_do_not_spin_for_long_unless_the_user_says_how_they_wa
         monkeypatch.setenv(name, value)
     cli("--version")
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_the_help_of_the_command_lists_its_options_and_commands(cli: Callable[..., Any]) -> None:
+    shown = cli("--help")
+    assert shown.code == 0
+    assert shown.out.startswith("Usage: batchgen [OPTIONS] COMMAND [ARGS]...\n")
+    assert re.findall(r"^(\w+):$", shown.out, re.MULTILINE) == ["Options", "Commands", "Example"]
+    listed = re.findall(r"^  (\w+) ", shown.out.partition("Commands:")[2].partition("Example:")[0], re.MULTILINE)
+    assert listed == ["run", "plan", "status", "report", "merge", "models"]

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model.loader import load_model, loaded_bytes
+from batchgen.model.packed import unpacked_weights
 from batchgen.model.quantized import check_quantization, packed_bits, plain_layers, with_dequantization
 from batchgen.stats import size_text
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
@@ -151,4 +152,28 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_quantization("org/name", config)
     assert str(e.value) == (
         "the model 'org/name' is quantized with compressed-tensors, which needs the package compressed-tensors; pip install 'batchgen-llm[quantized]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensor", "problem"),
+    [
+        ({"quant_method": "awq", "version": "gemv", "bits": 4}, "a.qweight", "AWQ of version 'gemv' with 4 bits"),
+        ({"quant_method": "awq", "bits": 8}, "a.qweight", "AWQ of version 'gemm' with 8 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "a.qweight", "GPTQ with 3 bits"),
+        ({"quant_method": "awq"}, "a.pre_quant_scale", "its activations are scaled (pre_quant_scale)"),
+    ],
+)
+def test_a_variant_of_a_format_that_is_not_read_is_refused(
+    settings: dict[str, Any], tensor: str, problem: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "model.safetensors"
+    save_file({tensor: torch.zeros(1)}, file)
+    with pytest.raises(ModelError) as e:
+        unpacked_weights("org/name", [file], settings)
+    assert str(e.value) == (
+        f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}; "
+        "give the original model, or one quantized in a way that docs/quantized.md lists"
     )

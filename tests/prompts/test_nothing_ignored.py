@@ -213,3 +213,24 @@ def test_other_columns_that_the_command_names_must_be_there_too(tools):
 def test_sampling_options_without_an_effect_are_named(tools, sampling, options, note):
     b = tools.builder(sampling=SamplingParams(**sampling), bos=False, **options)
     assert b.notes == ([] if note is None else [note])
+
+
+@pytest.mark.parametrize("calls", ["add", [1], {"function": {"name": "add"}}])
+def test_tool_calls_that_are_no_list_of_objects_fail_the_row(tools, calls):
+    result, _ = one(tools, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": calls}]})
+    assert tools.error_of(result) == ("invalid_row", "messages[1].tool_calls must be a list of objects")
+
+
+def test_arguments_that_are_not_json_stay_text(tools):
+    call = {"function": {"name": "add", "arguments": "{x"}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    draft, _ = one(tools, {"messages": messages}, chat_template=SHOWN)
+    assert tools.text_of(draft) == 'assistant:"{x";'
+
+
+def test_bytes_where_text_belongs_are_named(tools):
+    result, _ = one(tools, {"messages": [{"role": "user", "content": b"a"}]})
+    assert tools.error_of(result) == (
+        "invalid_row",
+        "messages[0].content must be text or a list of text parts, not bytes",
+    )

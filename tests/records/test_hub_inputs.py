@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ import pytest
 from batchgen.errors import UsageError
 from batchgen.jobs.target import open_target
 from batchgen.records import DatasetChoice, open_input
+from batchgen.records.hub_errors import reaching_hub
 from support.hub import TOKEN, FakeRepo, fake_hub
 
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]
@@ -214,3 +216,21 @@ def test_a_configuration_or_a_split_is_refused_without_a_dataset(hub):
         "--dataset-config and --split are for datasets, and hf://datasets/user/rows/data/a.jsonl is not one; "
         "leave them out, or name a folder or hf://datasets/OWNER/NAME"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("GatedRepoError", "dataset user/rows is gated, and you have no access to it; ask for access on its page and set HF_TOKEN or run `hf auth login`"),
+        ("HfHubHTTPError", "the token gives no access to dataset user/rows; use a token that has the permission"),
+        ("HFValidationError", "'user/rows' is not the name of a dataset on the hub; use OWNER/NAME"),
+    ],
+)  # fmt: skip
+def test_a_dataset_without_access_or_name_is_one_line(error, message):
+    from huggingface_hub import errors
+
+    forbidden = SimpleNamespace(status_code=403, headers={}, request=None)
+    given = {} if error == "HFValidationError" else {"response": forbidden}
+    with pytest.raises(UsageError) as caught, reaching_hub("user/rows"):
+        raise getattr(errors, error)("no", **given)
+    assert str(caught.value) == message

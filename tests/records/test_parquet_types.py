@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.records import RowForm, open_input
+from batchgen.records.parquet_types import without_maps
 from batchgen.records.writers import DigestFile, GroupLimits, open_writer
 from batchgen.result import Result
 
@@ -217,3 +218,13 @@ def test_a_row_group_ends_where_its_rows_become_large():
     carried(table, limits=GroupLimits(bytes=1000))
     metadata = pq.read_metadata("o.partial")
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [3, 3, 3, 1]
+
+
+def test_a_map_is_a_list_of_pairs_at_any_depth():
+    pairs = pa.list_(pa.struct([("key", pa.string()), ("value", pa.int8())]))
+    a_map = pa.map_(pa.string(), pa.int8())
+    assert without_maps(a_map) == pairs
+    assert without_maps(pa.list_(a_map)) == pa.list_(pairs)
+    assert without_maps(pa.large_list(a_map)) == pa.large_list(pairs)
+    assert without_maps(pa.list_(a_map, 3)) == pa.list_(pairs, 3)
+    assert without_maps(pa.struct([("m", a_map), ("n", pa.int8())])) == pa.struct([("m", pairs), ("n", pa.int8())])

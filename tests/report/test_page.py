@@ -16,7 +16,8 @@ from batchgen.recording.row_figures import RowFigures
 from batchgen.recording.tree import tree_record
 from batchgen.report.page import POLICY, ReportPage, check_report_file, page
 from batchgen.report.plan_data import plan_data
-from batchgen.result import Result
+from batchgen.report.sections import exact_duration
+from batchgen.result import Result, Score
 from support.reports import job_page_data, parsed
 
 
@@ -192,3 +193,36 @@ def test_the_tables_of_lengths_say_which_whole_numbers_a_bar_counts():
     cells = "|".join(parsed(page(data | {"rows": figures.as_dict()})).cells)
     assert "|100|104|5|105|109|5|" in cells
     assert "|195|199|5|200|5,000|1|" in cells
+
+
+def test_scores_and_rewards_are_drawn_with_their_middle():
+    figures = RowFigures()
+    for row, (logprob, reward) in enumerate([(-2.0, 0.25), (-4.0, 1.5), (-6.0, 4.0)]):
+        score = Score(logprob=logprob, tokens=2, greedy=row == 0)
+        figures.add(Result(row=row, text=None, finish_reason="stop", prompt_tokens=1, score=score), dict)
+        figures.add(Result(row=row, text=None, finish_reason="stop", prompt_tokens=1, reward=reward), dict)
+    found = parsed(page(job_page_data() | {"rows": figures.as_dict()}))
+    assert found.labels["scores-chart"] == (
+        "Mean log-probability of a token in 3 scored completions: half of them are at most -2.0; greedy decoding would have written 1 of them."
+    )
+    assert found.labels["rewards-chart"] == "Rewards of 3 rows: from 0.25 to 4.0, half of them at most 1.5."
+
+
+def test_shards_are_a_table_of_who_has_done_what():
+    data = job_page_data()
+    shards = [
+        {"shard": "1/2", "state": "done", "host": None, "rows_done": 3, "rows_total": 3},
+        {"shard": "2/2", "state": "running", "host": "n7", "rows_done": None, "rows_total": 1},
+    ]
+    found = parsed(page(data | {"status": data["status"] | {"shards": shards}}))
+    assert "Shards" in found.headings
+    assert [row for row in zip(*[iter(found.cells)] * 5, strict=False) if "n7" in row] == [
+        ("2/2", "running", "n7", "0", "1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.24, "3.2 s"), (250.4, "4 min 10 s"), (3600, "1 h 0 min"), (7_500, "2 h 5 min")]
+)
+def test_a_duration_is_told_as_exactly_as_its_length_asks(seconds, text):
+    assert exact_duration(seconds) == text
