@@ -138,6 +138,29 @@ def test_no_request_starves_where_each_fits_alone_and_evicted_nodes_start_again(
     assert s.prefilled > plan.prefill_tokens_min  # nodes had to go, and were started again
 
 
+def test_a_node_that_is_still_computed_gives_way_to_the_only_sequence_that_runs():
+    s = sim.Simulation(blocks=20, block_size=1, tokens=2, batch_size=3, prefill=3)
+    shared, alone = list(range(50, 59)), list(range(8))
+    given_up = []
+    drop = s.scheduler._running.drop_node
+    s.scheduler._running.drop_node = lambda span: (given_up.append((span.end, span.computed)), drop(span))
+    s.load([shared, alone, [*shared, 1]], [1, 10, 7])
+    s.finish()
+    assert given_up == [(9, 3)]
+    assert {row: len(tokens) for (row, _), tokens in s.done.items()} == {0: 1, 1: 10, 2: 7}
+
+
+def test_a_node_whose_rows_are_all_cancelled_while_it_is_computed_gives_its_blocks_back():
+    s = sim.Simulation(blocks=20, block_size=1, prefill=3)
+    s.load([[*range(9), 1], [*range(9), 2]], [2, 2])
+    s.step()
+    (node,) = s.scheduler.prefilling
+    assert (node.end, node.computed, s.block_manager.pool.num_free) == (9, 3, 11)
+    s.cancel(0)
+    s.cancel(1)
+    assert (s.scheduler.unfinished, list(s.scheduler.prefilling), s.block_manager.pool.num_free) == (0, [], 20)
+
+
 def test_a_node_started_again_does_not_push_ahead_of_those_who_wait_longer():
     """Row 5 wants the root again while rows 3 and 4 wait for a node that leaves no room for it: they come first."""
     s = sim.Simulation(blocks=8, block_size=3, batch_size=2, tokens=3, prefill=2)
