@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 
 from batchgen import LLM, JobConfig, Result, run_job
 from batchgen.errors import UsageError
-from batchgen.progress import GENERATING, JobBar, Snapshot
+from batchgen.progress import GENERATING, JobBar, Silent, Snapshot, shown_progress
 from batchgen.result import Completion, Score, TokenLogprob
 
 PARAMS = {"max_tokens": 400, "ignore_eos": True}
@@ -63,6 +65,17 @@ def test_a_bar_is_shown_where_it_is_wanted_and_nowhere_else(
     assert "prompts" not in capfd.readouterr().err
     LLM(tiny_model_dir, progress=True).generate(["a", "b"], {"max_tokens": 2})
     assert "2/2 prompts, " in capfd.readouterr().err
+
+
+def test_a_job_in_a_notebook_shows_a_bar_unless_it_is_given_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Silent()
+    with shown_progress(None) as outside:
+        assert type(outside) is Silent
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    with shown_progress(None) as inside, shown_progress(given) as other:
+        assert type(inside) is JobBar
+        assert other is given
 
 
 def test_the_bar_of_a_job_says_what_it_does_how_far_it_is_and_how_fast(capfd: pytest.CaptureFixture[str]) -> None:
