@@ -107,7 +107,7 @@ def test_another_number_of_shards_is_refused_while_some_are_under_way(tiny_model
 @pytest.mark.slow
 def test_shards_that_are_not_done_are_named_by_the_merge(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "2/3")
-    with pytest.raises(UsageError, match=r"shards of o\.jsonl are not done: 1/3, 3/3; run these"):
+    with pytest.raises(UsageError, match=r"shards of o\.jsonl are not done: 1/3, 3/3; run each of them again"):
         merge_job("o.jsonl")
 
 
