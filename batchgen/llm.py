@@ -44,7 +44,7 @@ class _Arrival:
 class LLM:
     """A loaded model. A prefix that several calls share runs once, as long as its blocks stay in memory.
 
-    `model` is a folder (a string or a path) or a hub name. `dtype`, `quantize`, `device`, `device_map`, `revision`, `trust_remote_code`,
+    `model` is a folder (a string or a path) or a hub name. `dtype`, `quantize`, `device`, `device_map`, `revision`, `lora`, `trust_remote_code`,
     `compile` and `attention` are those of `ModelConfig`. `task` is what the model is loaded for: `generate` (and `score`), `embed` or `classify`;
     `pooling` and `normalize` are those of `--embed`. `engine` says how the work is batched. Raises `BatchgenError`.
     `with LLM(...) as llm:` closes the model at the end.
@@ -71,6 +71,7 @@ class LLM:
         device: str = "auto",
         device_map: str | None = None,
         revision: str | None = None,
+        lora: str | PathLike[str] | None = None,
         trust_remote_code: bool = False,
         compile: str = "auto",
         attention: str = "auto",
@@ -89,6 +90,7 @@ class LLM:
             normalize=normalize,
             model=model,
             revision=revision,
+            lora=lora,
             dtype=dtype,
             quantize=quantize,
             device=device,

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from batchgen import LLM
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
@@ -86,6 +87,20 @@ def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model
     adapted = write(text_model("gemma3"), tmp_path)
     expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     assert tokens(load(tmp_path)) == expected
+
+
+def test_a_program_gives_the_adapter_to_llm(tmp_path: Path, tiny_model_dir: Path) -> None:
+    reference = write(AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32), tmp_path)
+    prompt = PROMPTS[0]
+    expected = reference.generate(
+        input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    params = {"max_tokens": 12, "ignore_eos": True}
+    found = []
+    for adapter in (tmp_path / "adapter", None):
+        with LLM(tiny_model_dir, dtype="float32", lora=adapter, compile="off") as llm:
+            found.append(list(llm.generate([prompt], params)[0].token_ids))
+    assert found[0] == expected[0, len(prompt) :].tolist() != found[1]
 
 
 def refusal(folder: Path, **options: Any) -> str:
