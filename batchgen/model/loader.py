@@ -246,7 +246,8 @@ def load_model(
         module = without_language_head(module, tokenizer.head)
     model = prepare(module, notes + note, compiled, config.compile, pack_linear=not int8)
     if int8:
-        model = quantize(model, texts, checkpoint_scales(tokenizer.hf_config, weight_files(config)))
+        scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
+        model = quantize(model, texts, scales)
     return replace(model, attention=config.attention)
 
 

@@ -180,6 +180,25 @@ def test_a_w8a8_checkpoint_keeps_its_own_whole_numbers(dtype: str, tmp_path: Pat
             assert torch.equal(got, (x @ values.long().T).to(made.dtype))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_w8a8_checkpoint_with_an_adapter_gets_scales_of_its_merged_weights(tmp_path: Path) -> None:
+    """The checkpoint's own scales would cut what the adapter adds to the largest weights."""
+    pytest.importorskip("compressed_tensors")
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(make("W8A8", tmp_path), peft.LoraConfig(r=4, target_modules=["o_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = load(tmp_path, lora=str(tmp_path / "adapter"), quantize="none", compile="off").module
+    packed = load(tmp_path, lora=str(tmp_path / "adapter")).module
+    name = "model.layers.0.self_attn.o_proj"
+    want, made = merged.get_submodule(name).weight, packed.get_submodule(name)
+    assert isinstance(made, Int8Linear)
+    step = want.abs().amax(1, keepdim=True) / 127
+    assert bool(((made.weight - want).abs() <= 0.51 * step).all())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
