@@ -53,8 +53,8 @@ class LayerNorms(NamedTuple, Generic[T]):
 
 
 def can_join(linear: Sequence[Linear]) -> bool:
-    """Whether these layers have the same kernel, and it reads x in its own type."""
-    return len({(part.dtype, part.kind) for part in linear}) == 1 and not any(part.widens for part in linear)
+    """Whether these layers have the same kernel."""
+    return len({(part.dtype, part.kind) for part in linear}) == 1
 
 
 def joined(parts: Sequence[Linear]) -> Sequence[Linear]:

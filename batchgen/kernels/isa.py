@@ -76,10 +76,20 @@ def flags(name: str = "") -> list[str]:
     if sets is ARM:
         return list(_FLAGS.get(name, ()))  # only the last -march counts
     names: list[str] = []
+    widens = name == "avx512_bf16" and _multiplies_pairs_slowly()
     while name != NONE:
         names.insert(0, name)
         name = _below(name, sets)
-    return [flag for name in names for flag in _FLAGS.get(name, ())]
+    return [flag for name in names for flag in _FLAGS.get(name, ())] + ["-DBATCHGEN_WIDENS"] * widens
+
+
+def _multiplies_pairs_slowly() -> bool:
+    """Whether `vdpbf16ps` takes longer than the two multiplications in float32 that it replaces.
+
+    Intel's processors with matrix units begin one of these instructions in two cycles, and four in float32. The system may hide the matrix
+    units, so the processor is recognised by `avx512_fp16`, which came with them.
+    """
+    return features().issuperset(("GenuineIntel", "avx512_fp16"))
 
 
 def sets_below() -> list[str]:
@@ -106,13 +116,16 @@ def has_float16() -> bool:
 
 @cache
 def features() -> frozenset[str]:
-    """Returns the processor's features that this process may use, by their names in /proc/cpuinfo; empty without such a file."""
+    """Returns the processor's features that this process may use and its maker, as /proc/cpuinfo names them; empty without such a file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return frozenset()
     found = {
-        word for line in lines if line.startswith(("flags", "Features")) for word in line.partition(":")[2].split()
+        word
+        for line in lines
+        if line.startswith(("vendor_id", "flags", "Features"))
+        for word in line.partition(":")[2].split()
     }
     if "amx_tile" in found and not _may_use_tiles():
         found.discard("amx_tile")

@@ -4,7 +4,6 @@
 EXPORT int64_t batchgen_linear_panel() { return WIDTH; }
 EXPORT void batchgen_linear_float32(const Product* p) { run<Float, float>(*p); }
 EXPORT void batchgen_linear_float32_by_bfloat16(const Product* p) { run<Widened, float>(*p); }
-// x is float32 if no instruction multiplies bfloat16.
 EXPORT void batchgen_linear_bfloat16(const Product* p) {
 #if defined(BATCHGEN_AMX)
     run_tiles<Bfloat, bf16>(*p);
@@ -12,7 +11,6 @@ EXPORT void batchgen_linear_bfloat16(const Product* p) {
     run<Bfloat, bf16>(*p);
 #endif
 }
-EXPORT int64_t batchgen_linear_widens() { return Bfloat::a_words == 2; }
 // How many columns of a panel of bfloat16 weights lie side by side.
 EXPORT int64_t batchgen_linear_side_bfloat16() {
 #if defined(BATCHGEN_AMX)

@@ -10,6 +10,7 @@
 // order, whatever block of rows it is computed in.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "activation.h"
@@ -70,14 +71,25 @@ void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t grou
 }
 
 // Runs a block of as many of the rows that are left as it can take; returns how many. 8 rows are two blocks of 4, because a block of 2 rows
-// takes as long as one of 4.
+// Returns how many rows the next block takes of those that are left. 8 are two blocks of 4: one of 2 takes as long as one of 4.
+INLINE int64_t rows_of_block(int64_t left) { return left >= ROWS && left != 8 ? ROWS : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+
 template <class E>
-int64_t some_rows(int64_t left, const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums,
-                  bool more, const int32_t* from) {
-    if (left >= ROWS && left != 8) return block<E, ROWS>(x, x_row, panel, group, words, sums, more, from), ROWS;
-    if (left >= 4) return block<E, 4>(x, x_row, panel, group, words, sums, more, from), 4;
-    if (left >= 2) return block<E, 2>(x, x_row, panel, group, words, sums, more, from), 2;
-    return block<E, 1>(x, x_row, panel, group, words, sums, more, from), 1;
+void some_rows(int64_t rows, const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums,
+               bool more, const int32_t* from) {
+    if (rows == ROWS) return block<E, ROWS>(x, x_row, panel, group, words, sums, more, from);
+    if (rows == 4) return block<E, 4>(x, x_row, panel, group, words, sums, more, from);
+    if (rows == 2) return block<E, 2>(x, x_row, panel, group, words, sums, more, from);
+    block<E, 1>(x, x_row, panel, group, words, sums, more, from);
+}
+
+// Writes `count` numbers of each of some rows, which lie x_row numbers apart, to `to` as float32, one row after the other.
+INLINE void widen_rows(const bf16* x, int64_t x_row, int64_t rows, int64_t count, float* to) {
+    for (int64_t r = 0; r < rows; r++, x += x_row, to += count) {
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) store(to + i, load_floats(x + i));
+        for (; i < count; i++) to[i] = to_float(x[i]);
+    }
 }
 
 // Writes N vectors to y, `columns` columns at most.
@@ -126,16 +138,24 @@ class Ahead {
     int64_t part_ = 0;
 };
 
-// Multiplies rows [begin, end) of x by `words` words of a panel, from word k on; finishes the rows if these words are the last.
-template <class E, class T>
+// Multiplies rows [begin, end) of x by `words` words of a panel, from word k on; finishes the rows if these words are the last. With NARROW, x is bfloat16
+// and is multiplied as float32.
+template <class E, class T, bool NARROW>
 INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums, Ahead ahead) {
     const bool last = (k + words) * E::per_word == p.inner;
+    const int32_t* from = p.beginnings ? p.beginnings + panel * WIDTH : nullptr;
+    float wide_x[NARROW ? ROWS * DEPTH * 2 : 1];
     for (int64_t row = begin; row < end;) {
         ahead.fetch();
-        const uint32_t* x = p.x + row * p.x_row + k * E::a_words;
         uint32_t* here = sums + (row - begin) * WIDTH;
-        const int64_t rows = some_rows<E>(end - row, x, p.x_row, weights, p.group, words, here, k > 0,
-                                              p.beginnings ? p.beginnings + panel * WIDTH : nullptr);
+        const int64_t rows = rows_of_block(end - row);
+        if constexpr (NARROW) {
+            const int64_t count = words * E::per_word;
+            widen_rows((const bf16*)(p.x + row * p.x_row) + k * E::per_word, 2 * p.x_row, rows, count, wide_x);
+            some_rows<E>(rows, (const uint32_t*)wide_x, count, weights, p.group, words, here, k > 0, from);
+        } else {
+            some_rows<E>(rows, p.x + row * p.x_row + k * E::a_words, p.x_row, weights, p.group, words, here, k > 0, from);
+        }
         if (last)
             for (int64_t r = 0; r < rows; r++) finish<E, T>(p, here + r * WIDTH, panel, row + r);
         row += rows;
@@ -200,9 +220,10 @@ void pack(const Product& p, int64_t panel, int64_t k, int64_t words, uint32_t* t
     }
 }
 
-// E says what x and the weights are, T is the type of y.
+// E says what x and the weights are, T is the type of y. Where bfloat16 is not multiplied as such (`Widened`), x is widened too.
 template <class E, class T>
 void run(Product p) {
+    constexpr bool NARROW = std::is_same<E, Widened>::value && std::is_same<T, bf16>::value;
     p.inner = p.words * E::per_word;
     p.group = p.words * E::side;
     const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
@@ -234,10 +255,10 @@ void run(Product p) {
                         Ahead ahead;
                         if (next < tasks && !p.w_row)
                             ahead = {p.weights + (next % panels * p.words + from) * WIDTH, std::min(depth, p.words - from) * WIDTH, (end - begin) / ROWS};
-                        slice<typename E::wide, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead);
+                        slice<typename E::wide, T, NARROW>(p, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead);
                         continue;
                     }
-                slice<E, T>(p, panel, begin, end, weights, k, words, sums, {});
+                slice<E, T, NARROW>(p, panel, begin, end, weights, k, words, sums, {});
             }
         }
     });

@@ -280,12 +280,9 @@ class PackedLinear(torch.nn.Module):
         self.activation = activation
         self.kind = ""
         """The end of the kernel's name, after the type."""
-        self._x_dtype = self.dtype
         if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
             weights = [weight.detach().bfloat16() for weight in weights]
             self.kind = "_by_bfloat16"
-        elif self.dtype == torch.bfloat16 and library().batchgen_linear_widens():
-            self._x_dtype = torch.float32
         self._weight_dtype = weights[0].dtype
         words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
         self.words = words[0].shape[1]
@@ -304,15 +301,10 @@ class PackedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
-        rows = x.reshape(-1, self.in_features).to(self._x_dtype)
+        rows = x.reshape(-1, self.in_features)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
         _multiply(rows, self.weights, self.biases, y, self.words, self.activation, self.kind)
         return y
-
-    @property
-    def widens(self) -> bool:
-        """Whether x is converted to float32 before it is multiplied."""
-        return self._x_dtype != self.dtype
 
     @property
     def weight(self) -> torch.Tensor:
@@ -334,14 +326,13 @@ class SharedLinear(torch.nn.Module):
         self.weight, self.bias = weight, bias
         self._weights = weight.detach().view(torch.int32)
         self._biases = None if bias is None else panels([bias.detach().float()])
-        self._x_dtype = torch.float32 if library().batchgen_linear_widens() else weight.dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.weight.dtype or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"expected [..., {self.in_features}] in {self.weight.dtype}, not {list(x.shape)} in {x.dtype}"
             )
-        rows = x.reshape(-1, self.in_features).to(self._x_dtype)
+        rows = x.reshape(-1, self.in_features)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
         words = self._weights.shape[1]
         _multiply(rows, self._weights, self._biases, y, words, Activation.NONE, "", w_row=words)

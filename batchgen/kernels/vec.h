@@ -232,7 +232,8 @@ struct Widened {  // B in bfloat16, A in float32: exact products
         }
     }
 };
-#if defined(__AVX512BF16__)
+// BATCHGEN_WIDENS: the processor has an instruction for pairs of bfloat16, which is slower than two multiplications of float32 (isa.py).
+#if defined(__AVX512BF16__) && !defined(BATCHGEN_WIDENS)
 struct Bfloat {
     typedef bf16 type, a_type;
     typedef floats sum;

@@ -9,7 +9,7 @@ from batchgen.kernels.isa import ARM, X86, allowed
 HASWELL = frozenset(["fpu", "sse2", "avx", "avx2", "fma", "f16c", "bmi2"])
 SKYLAKE_X = HASWELL | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 ZEN4 = SKYLAKE_X | {"avx512_bf16", "avx512_vnni"}
-SAPPHIRE_RAPIDS = ZEN4 | {"avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}
+SAPPHIRE_RAPIDS = ZEN4 | {"GenuineIntel", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "avx512_fp16"}
 GRAVITON2 = frozenset(["fp", "asimd", "asimddp"])
 GRAVITON3 = GRAVITON2 | {"bf16", "i8mm", "asimdhp"}
 
@@ -79,8 +79,12 @@ def test_the_compiler_is_given_the_instructions_of_the_set_and_no_others(on):
     on("x86_64", SAPPHIRE_RAPIDS, "avx2_vnni")
     assert isa.flags() == ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavxvnni"]
     on("x86_64", SAPPHIRE_RAPIDS, "avx512_bf16")
-    assert isa.flags()[-2:] == ["-mavx512vnni", "-mavx512bf16"]
+    assert isa.flags()[-3:] == ["-mavx512vnni", "-mavx512bf16", "-DBATCHGEN_WIDENS"]
     assert "-mavxvnni" not in isa.flags()
+    on("x86_64", SAPPHIRE_RAPIDS)
+    assert isa.flags()[-2:] == ["-mavx512bf16", "-DBATCHGEN_AMX"]
+    on("x86_64", ZEN4)
+    assert isa.flags()[-2:] == ["-mavx512vnni", "-mavx512bf16"]
     on("x86_64", SAPPHIRE_RAPIDS, "none")
     assert isa.flags() == []
     on("aarch64", GRAVITON3)
