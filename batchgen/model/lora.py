@@ -14,6 +14,9 @@ from batchgen.model.multimodal import Absent
 from batchgen.model_files import ADAPTER_WEIGHTS, read_json
 from batchgen.prompts.tokenizer import text_config
 
+# transformers 4.52 moved the language model of multimodal classes, and with it the names of all of its layers.
+_OLD_NAMES = "; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
+
 
 def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
     """Returns the model with the adapter in `folder` added to its weights. `lora` is the name that the user gave.
@@ -43,7 +46,7 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
         if unused:
             raise ModelError(
                 f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {len(given)} tensors, for example {unused[0]}",
-                "give the model that the adapter was trained for",
+                "give the model that the adapter was trained for" + (_OLD_NAMES if left_out else ""),
             )
         needed = {name for name in used if ".lora_" in name}
         if missing := sorted(needed - given):

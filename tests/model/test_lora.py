@@ -119,6 +119,16 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "cannot be merged: " in refusal(tmp_path)
 
 
+def test_an_adapter_with_the_names_that_multimodal_models_had_before_is_told_so(tmp_path: Path) -> None:
+    write(text_model("qwen2_5_vl"), tmp_path)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    old = {name.replace("model.language_model.layers", "model.layers"): t for name, t in load_file(weights).items()}
+    save_file(old, weights, metadata={"format": "pt"})
+    assert refusal(tmp_path).endswith(
+        "give the model that the adapter was trained for; or, if transformers before 4.52 saved the adapter, rename its tensors as in this model"
+    )
+
+
 def test_an_adapter_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
     """peft would leave the modules without tensors as they are, and only warn."""
     write(build("llama", num_hidden_layers=1), tmp_path)
