@@ -96,7 +96,17 @@ def is_refused(path: Path, data: bytes) -> bool:
             return data != b"" and data[:4] != b"\x28\xb5\x2f\xfd" and not re.match(rb"[\x50-\x5f]\x2a\x4d\x18", data)
         case ".parquet":  # zeros at the start are damage
             return data != b"" and not data.startswith((b"PAR1", b"PARE", bytes(4)))
-    return data.startswith((b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xfe", b"\xfe\xff"))
+    if data.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xfe", b"\xfe\xff")):
+        return True
+    if data.startswith((b"PAR1", b"PARE")) and any(byte < 32 and byte not in b"\t\n\r" for byte in data[4:8]):
+        return True  # a number follows, not text
+    lines = [line for line in (line.removeprefix(b"\xef\xbb\xbf").strip() for line in data.split(b"\n")) if line]
+    match path.suffix, lines:
+        case ".jsonl", [b"[" | b"[{", *_]:  # an array over several lines
+            return True
+        case ".jsonl", [b"{", *rest]:  # an object over several lines, or one line that is cut off
+            return not (rest and rest[0].startswith(b"{"))
+    return False
 
 
 def fit_for_a_line(message: str) -> None:
