@@ -82,7 +82,7 @@ class PackedAttention:
         self.positions = split.positions
         self.num_parts = len(split.shared) + 1
         self._library = library
-        self._cache = cache
+        self.cache = cache
         blocks: list[int] = []
         indices: list[int] = []
         chunks: list[tuple[int, int]] = []
@@ -126,25 +126,46 @@ class PackedAttention:
         out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
         if self.wanted(layer) is not None:
             out.zero_()
-        call, _kept = self.prepared(layer, Heads.of(q), Heads.of(k), Heads.of(v), out.data_ptr(), q.dtype, options)
-        call.run()
+        prepared = self.prepared(layer, Heads.of(q), Heads.of(k), Heads.of(v), out.data_ptr(), q.dtype, options)
+        self.take_over(prepared)
+        prepared.call.run()
         return out
 
     def prepared(
         self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: LayerOptions
-    ) -> tuple[Call, object]:
-        """Returns the kernel's call for one layer, and objects to keep until it has run. `out`: address for the output [T, H, V]."""
-        sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
-        tile = max(1, TILE_ROWS * k.heads // q.heads)
-        plan = self._plans.get(tile) or self._plans.setdefault(tile, _Plan(*self._counts, tile, *self._pointers))
-        what = _Layer(
-            q.heads, k.heads, q.size, v.size, self._cache.num_blocks, options.sliding_window or 0,
+    ) -> LayerAttention:
+        """Returns one layer's attention in any step with this cache, with the step's tokens at these places. `out`: address for the output [T, H, V]."""
+        return LayerAttention(self._library, self.cache, layer, q, k, v, out, dtype, options)
+
+    def take_over(self, prepared: LayerAttention) -> None:
+        """Makes a layer's attention that of this step, which must be kept until it has run."""
+        plan = self._plans.get(prepared.tile)
+        if plan is None:
+            plan = self._plans[prepared.tile] = _Plan(*self._counts, prepared.tile, *self._pointers)
+        whole = prepared.index != self._narrowed
+        prepared.set_step(ctypes.addressof(plan), None if whole else self._is_wanted.ctypes.data)
+
+
+class LayerAttention:
+    """The kernel's arguments for one layer."""
+
+    def __init__(
+        self, library: ctypes.CDLL, cache: KVCache, index: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype,
+        options: LayerOptions,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self.tile = max(1, TILE_ROWS * k.heads // q.heads)
+        self._sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
+        self._layer = _Layer(
+            q.heads, k.heads, q.size, v.size, cache.num_blocks, options.sliding_window or 0,
             q.to_head, q.to_token, k.to_head, k.to_token, v.to_head, v.to_token,
-            options.scale, options.softcap or 0.0, None if sinks is None else sinks.data_ptr(), q.at, k.at, v.at,
-            self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr(), out,
-            None if self.wanted(layer) is None else self._is_wanted.ctypes.data,
+            options.scale, options.softcap or 0.0, None if self._sinks is None else self._sinks.data_ptr(), q.at, k.at, v.at,
+            cache.keys[index].data_ptr(), cache.values[index].data_ptr(), out,
         )  # fmt: skip
-        attention = _Attention(
-            ctypes.addressof(plan), ctypes.addressof(what), dtype == torch.bfloat16, torch.get_num_threads()
-        )
-        return Call(self._library.batchgen_attention, attention), (sinks, plan, what, attention)
+        self._attention = _Attention(layer=ctypes.addressof(self._layer), is_bfloat16=dtype == torch.bfloat16)
+        self.call = Call(library.batchgen_attention, self._attention)
+
+    def set_step(self, plan: int, wanted: int | None) -> None:
+        """Sets what depends on the step: the addresses of its plan, and of a flag for each token if only some results are wanted."""
+        self._attention.plan, self._attention.threads = plan, torch.get_num_threads()
+        self._layer.wanted = wanted

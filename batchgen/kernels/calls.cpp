@@ -5,7 +5,7 @@
 
 namespace {
 
-struct Call {  // made by `run_all` in ops.py
+struct Call {  // made by `Calls` in ops.py
     void (*kernel)(const void*);
     const void* argument;
 };

@@ -1,4 +1,5 @@
-"""Gives decoder layers forwards that do not use torch's threads: one call of the library if all parts of a layer are kernels.
+"""Gives decoder layers forwards that do not use torch's threads: one call of the library if all parts of a layer are kernels, and one for all
+layers if the model only runs them one after the other.
 
 Layers and their attention are recognized by their code (`forwards`). A layer's options of attention are found by running its attention once.
 """
@@ -6,14 +7,15 @@ Layers and their attention are recognized by their code (`forwards`). A layer's 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from batchgen.kernels import forwards
-from batchgen.kernels.dense_layer import DenseLayer, LayerNorms, can_join, joined
+from batchgen.kernels.dense_layer import DenseLayer, DenseStack, LayerNorms, Workspace, can_join, joined
 from batchgen.kernels.forwards import is_usual_attention, is_written_as
 from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary, can_fuse, own_forward
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm
@@ -25,6 +27,7 @@ from batchgen.kernels.recurrent import can_gate, sigmoid_gate
 def fuse_layers(model: torch.nn.Module) -> int:
     """Gives decoder layers whose parts have been replaced (`fusion`) forwards of their own. Returns how many."""
     count = 0
+    workspace = Workspace()
     module: Any
     for module in model.modules() if can_fuse(model) else ():
         _fuse_gate(module)
@@ -39,11 +42,13 @@ def fuse_layers(model: torch.nn.Module) -> int:
         dense = None if kind.norms is None else _dense_layer(module, kind.norms)
         by_parts = plain if kind.by_parts is None else kind.by_parts
         if dense is not None:
-            module.dense = dense
+            module.dense = DenseStack([dense], None, workspace)
             module.forward = MethodType(_in_one_call(by_parts), module)
         elif kind.by_parts is not None:
             module.forward = MethodType(by_parts, module)
         count += "forward" in module.__dict__
+    for module in list(model.modules()) if count else ():
+        _fuse_stack(module, workspace)
     return count
 
 
@@ -85,13 +90,106 @@ def _in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             and kwargs.get("attention_mask") is None
             and kwargs.get("past_key_values") is None
         ):
-            dense: DenseLayer = self.dense
+            dense: DenseStack = self.dense
             cos, sin = kwargs["position_embeddings"]
             if dense.takes(hidden_states, cos, sin):
                 return dense(hidden_states, cos, sin, attention)
         return by_parts(self, hidden_states, **kwargs)
 
     return forward
+
+
+def _fuse_stack(body: Any, workspace: Workspace) -> None:
+    """Gives the body of a model a forward that runs all of its layers in one call, if it does nothing but run its parts one after the other."""
+    layers = getattr(body, "layers", None)
+    norm = _plain_norm(body, "norm") if hasattr(body, "norm") else None
+    if not isinstance(layers, torch.nn.ModuleList) or not isinstance(norm, FusedNorm) or own_forward(body) is None:
+        return
+    stack = [dense for layer in layers if "dense" in layer.__dict__ for dense in layer.__dict__["dense"].layers]
+    if not stack or len(stack) < len(layers) or not _is_chain(body):
+        return
+    if norm.dtype == stack[0].qkv[0].dtype and {dense.o.out_features for dense in stack} == {len(norm.factor)}:
+        body.stack = DenseStack(stack, norm, workspace)
+        body.forward = MethodType(_stack_forward, body)
+
+
+def _is_chain(body: Any) -> bool:
+    """Runs a body on two tokens. Returns whether it gives the embeddings to the first layer, each layer's output to the next and the last one's
+    to the norm, unchanged, and the same cos and sin to all layers."""
+    first = [
+        part for part in (getattr(body, "embed_tokens", None), getattr(body, "rotary_emb", None)) if part is not None
+    ]
+    modules: list[torch.nn.Module] = [*first, *body.layers, body.norm]
+    if len(first) < 2 or len(set(modules)) < len(modules):
+        return False
+    ran: list[_Ran] = []
+    hooks = [part.register_forward_hook(lambda *ran_: ran.append(_Ran(*ran_)), with_kwargs=True) for part in modules]
+    tokens, positions = torch.tensor([[0, 1]]), torch.tensor([[0, 1]])
+    try:
+        output = body(input_ids=tokens, position_ids=positions, use_cache=False, step_attention=_AttentionProbe())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if [each.module for each in ran] != modules or type(output) is not BaseModelOutputWithPast:
+        return False
+    embedding, rotary, *rest = ran
+    x, cos_and_sin = embedding.result, rotary.result
+    if not _same([*rotary.args, *rotary.kwargs.values()], [x, positions]):
+        return False
+    for each in rest:
+        given = each.args[0] if each.args else each.kwargs.get("hidden_states")
+        embeddings = each.kwargs.get("position_embeddings")
+        masked = each.kwargs.get("attention_mask") is not None
+        if given is not x or masked or not (each.module is body.norm or _same(embeddings, cos_and_sin)):
+            return False
+        x = each.result
+    return output.last_hidden_state is x
+
+
+class _Ran(NamedTuple):
+    """A call of a module's forward."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+def _same(found: Any, expected: Sequence[Any]) -> bool:
+    """Whether these are the very objects that are expected."""
+    return isinstance(found, list | tuple) and list(map(id, found)) == list(map(id, expected))
+
+
+def _stack_forward(
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: Any = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The forward of a body that has a `DenseStack`. The body's own runs for inputs that the stack does not take, and if its parts have hooks."""
+    attention: Any = kwargs.get("step_attention")
+    plain = (
+        hasattr(attention, "prepared")
+        and attention_mask is None
+        and past_key_values is None
+        and use_cache is False
+        and position_ids is not None
+        and all(value is None for name, value in kwargs.items() if name != "step_attention")
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in (*self.layers, self.norm))
+    )
+    if plain:
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cos, sin = self.rotary_emb(x, position_ids)
+        if self.stack.takes(x, cos, sin):
+            return BaseModelOutputWithPast(last_hidden_state=self.stack(x, cos, sin, attention))
+    return type(self).forward(
+        self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+    )  # fmt: skip
 
 
 def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:

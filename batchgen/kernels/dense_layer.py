@@ -1,23 +1,27 @@
-"""Runs a decoder layer with attention and a gated MLP in one call of the library, so that no Python runs between its kernels.
+"""Runs decoder layers with attention and a gated MLP in one call of the library, so that no Python runs between their kernels.
 
 The kernels and their results are those of the separate modules, except that the weights of q, k and v are joined if possible, so that one
-product makes all three.
+product makes all three. The kernels' arguments are kept from step to step, and only what a step changes is written into them.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from batchgen.kernels.build import kernel, library
-from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, empty_rows, row_length
+from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
-from batchgen.kernels.ops import Call, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable, run_all
+from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable
 
 T = TypeVar("T")
 Linear = PackedLinear | Int8Linear
@@ -31,12 +35,22 @@ class Norm(Protocol):
     rounds_first: bool
 
 
+class AttentionCall(Protocol):
+    """What is used here of `cpu_backend.LayerAttention`."""
+
+    call: Call
+
+
 class Attends(Protocol):
     """What is used here of `PackedAttention`."""
 
+    cache: Any
+
     def prepared(
         self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: Any
-    ) -> tuple[Call, object]: ...
+    ) -> AttentionCall: ...
+
+    def take_over(self, prepared: Any) -> None: ...
 
     def wanted(self, layer: int) -> torch.Tensor | None: ...
 
@@ -109,9 +123,49 @@ class DenseLayer:
     float32_cos: bool
     """Whether cos and sin may be float32 if heads have another type."""
 
+
+class Workspace:
+    """Memory for the results between kernels, which the layers of a model share. It grows."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._in_8_bits: QuantizedRows | None = None
+
+    def at(self, size: int) -> int:
+        """Returns the address of at least `size` bytes."""
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory.data_ptr()
+
+    def in_8_bits(self, rows: int, size: int) -> QuantizedRows:
+        """Returns room for at least `rows` quantized rows of up to `size` numbers. Kernels that run one after the other share it."""
+        found = self._in_8_bits
+        if found is None or len(found.scales) < rows or found.values.numel() < rows * row_length(size):
+            self._in_8_bits = found = empty_rows(rows, size)
+        return found
+
+
+class DenseStack:
+    """Decoder layers that run one after the other, and the norm after the last one, if there is one."""
+
+    def __init__(self, layers: Sequence[DenseLayer], norm: Norm | None, workspace: Workspace) -> None:
+        self.layers = layers
+        self.norm = norm
+        self._workspace = workspace
+        self._rows = 0
+        """Rows for which the workspace has room."""
+        self._prepared: dict[bool, _Prepared] = {}
+        """By whether the last layer leaves tokens out."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenseStack:
+        """Returns a copy without the prepared calls, which read the original's weights."""
+        return DenseStack(
+            copy.deepcopy(self.layers, memo), copy.deepcopy(self.norm, memo), copy.deepcopy(self._workspace, memo)
+        )
+
     def takes(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Whether the kernels can read this x [1, T, hidden] and these cos and sin [1, T, R]."""
-        first = self.qkv[0]
+        first = self.layers[0].qkv[0]
         return (
             x.dim() == cos.dim() == 3
             and x.shape[0] == cos.shape[0] == 1
@@ -119,147 +173,249 @@ class DenseLayer:
             and x.is_contiguous()
             and x.dtype == first.dtype
             and cos.dtype == sin.dtype
-            and (cos.dtype == x.dtype or (self.float32_cos and cos.dtype == torch.float32))
+            and (
+                cos.dtype == x.dtype or (all(layer.float32_cos for layer in self.layers) and cos.dtype == torch.float32)
+            )
             and cos.shape == sin.shape
             and cos.stride() == sin.stride()
             and cos.stride(2) == 1
-            and cos.shape[2] <= self.head_size
+            and cos.shape[2] <= min(layer.head_size for layer in self.layers)
             and cos.shape[2] % 2 == 0
         )
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attends) -> torch.Tensor:
-        """Returns the layer's output for x [1, T, hidden], which `takes` must accept. Rows that `attention` does not want are 0."""
-        rows, hidden, size, norms = x.shape[1], x.shape[2], self.head_size, self.norms
-        q_width, kv_width = self.heads * size, self.kv_heads * size
-        qkv_width = q_width + 2 * kv_width
-        # All results between the kernels are in one piece of memory.
-        widths = (hidden, qkv_width, q_width, kv_width, q_width, hidden, hidden, self.gate_up.out_features)
-        memory = torch.empty(rows * sum(widths), dtype=x.dtype)
-        starts = accumulate(widths[:-1], initial=0)
-        normed, qkv, q, k, mixed, more, total, gated = (
-            memory.data_ptr() + rows * start * x.itemsize for start in starts
+        """Returns the output for x [1, T, hidden], which `takes` must accept. Rows that `attention` does not want of the last layer are 0."""
+        wanted = attention.wanted(self.layers[-1].index)
+        rows = x.shape[1]
+        if rows > self._rows:
+            self._rows = rows + rows // 4  # so that a step that is a little larger needs no new arguments
+            self._prepared.clear()
+        sizes = [_widths(layer) for layer in self.layers]
+        memory = self._workspace.at(self._rows * max(map(sum, sizes)) * x.itemsize)
+        in_8_bits = None
+        if isinstance(self.layers[0].o, Int8Linear):
+            in_8_bits = self._workspace.in_8_bits(self._rows, max(map(max, sizes)))
+        settings = (memory, in_8_bits, x.dtype, cos.dtype, cos.shape[2], cos.stride(1), torch.get_num_threads())
+        prepared = self._prepared.get(wanted is not None)
+        if prepared is None or prepared.settings != settings or prepared.cache() is not attention.cache:
+            prepared = self._prepared[wanted is not None] = _Prepared(self, settings, self._rows, attention, wanted)
+        out_rows = rows if wanted is None else len(wanted)
+        out = torch.empty((1, out_rows, x.shape[2]), dtype=x.dtype)
+        prepared.run(
+            attention,
+            {
+                _Now.ROWS: rows,
+                _Now.OUT_ROWS: out_rows,
+                _Now.X: x.data_ptr(),
+                _Now.OUT: out.data_ptr(),
+                _Now.COS: cos.data_ptr(),
+                _Now.SIN: sin.data_ptr(),
+                _Now.WANTED: 0 if wanted is None else wanted.data_ptr(),
+            },
         )
-        in_8_bits = isinstance(self.o, Int8Linear)
-        kernels = _Kernels(rows, x.dtype, max(hidden, q_width, self.gate_up.out_features) if in_8_bits else 0)
-
-        y = kernels.norm(norms.before_attention, x.data_ptr(), normed, hidden, quantizes=in_8_bits)
-        place = qkv
-        for part in self.qkv:
-            kernels.product(part, y, place, qkv_width)
-            place += part.out_features * x.itemsize
-        keys, values = qkv + q_width * x.itemsize, qkv + (q_width + kv_width) * x.itemsize
-        plain = Heads(qkv, self.heads, size, size, qkv_width), Heads(keys, self.kv_heads, size, size, qkv_width)
-        turned = Heads(q, self.heads, size, size, q_width), Heads(k, self.kv_heads, size, size, kv_width)
-        for norm, heads, to in zip(self.head_norms, plain, turned, strict=False):
-            kernels.head_norm(norm, heads, to.at)
-        kernels.rotary(turned if self.head_norms else plain, turned, cos, sin)
-        call, kept = attention.prepared(
-            self.index, *turned, Heads(values, self.kv_heads, size, size, qkv_width), mixed, x.dtype, self.options
-        )
-        kernels.calls.append(call)
-        residual, wanted = x.data_ptr(), attention.wanted(self.index)
-        if wanted is not None:  # only these rows are computed after attention
-            picked = torch.empty(len(wanted) * (hidden + q_width), dtype=x.dtype)
-            places = picked.data_ptr(), picked.data_ptr() + len(wanted) * hidden * x.itemsize
-            kernels.take(wanted, residual, places[0], hidden)
-            kernels.take(wanted, mixed, places[1], q_width)
-            residual, mixed = places
-            kernels.rows = len(wanted)
-        out = torch.empty((1, kernels.rows, hidden), dtype=x.dtype)
-        kernels.product(self.o, mixed, more, hidden)
-        y = kernels.norm(norms.after_attention, more, normed, hidden)
-        y = kernels.norm_of_sum(norms.before_mlp, residual, y, total, normed, hidden, quantizes=in_8_bits)
-        kernels.product(self.gate_up, y, gated, self.gate_up.out_features)
-        kernels.product(self.down, gated, more, hidden)
-        y = kernels.norm(norms.after_mlp, more, normed, hidden)
-        kernels.norm_of_sum(None, total, y, out.data_ptr(), normed, hidden)
-        run_all(kernels.calls)
-        del kept
         return out if wanted is None else torch.zeros_like(x).index_copy_(1, wanted, out)
 
 
-class _Kernels:
-    """Collects the calls of a layer's kernels on `rows` rows, in order. x, y, more and total are addresses."""
+def _widths(layer: DenseLayer) -> tuple[int, ...]:
+    """Returns the numbers a token of each result between the kernels (`_Results`)."""
+    hidden, q, kv = layer.o.out_features, layer.heads * layer.head_size, layer.kv_heads * layer.head_size
+    return hidden, hidden, q + 2 * kv, q, kv, q, hidden, hidden, layer.gate_up.out_features
 
-    def __init__(self, rows: int, dtype: torch.dtype, int8_size: int) -> None:
-        """`int8_size`: the largest size of rows that linear layers in 8 bits read, or 0."""
-        self.rows, self.dtype, self.threads = rows, dtype, torch.get_num_threads()
-        self.calls: list[Call] = []
-        # One place for all rows in 8 bits, because the kernels run one after the other.
-        self._int8 = empty_rows(rows, int8_size) if int8_size else None
-        self._quantized: int | None = None
-        """The address of the rows that the place then has in 8 bits."""
 
-    def product(self, of: Linear, x: int, y: int, y_row: int) -> None:
+class _Results(NamedTuple):
+    """The addresses of the results between a layer's kernels. Each is contiguous, and is used again in the next layer."""
+
+    residual: int
+    """The layer's input, except in the first layer."""
+    normed: int
+    qkv: int
+    q: int
+    k: int
+    mixed: int
+    """Of attention."""
+    more: int
+    """What is added to the residual."""
+    total: int
+    gated: int
+
+
+class _Now(Enum):
+    """A number that a step writes into the arguments of kernels."""
+
+    ROWS = auto()
+    OUT_ROWS = auto()
+    """Rows of the last layer after attention."""
+    X = auto()
+    OUT = auto()
+    COS = auto()
+    SIN = auto()
+    WANTED = auto()
+
+
+_Place = int | _Now
+"""An address, or one that a step has."""
+
+
+class _Prepared:
+    """The calls of all kernels of a stack, for any step of at most `rows` tokens with these settings and this cache."""
+
+    def __init__(
+        self, stack: DenseStack, settings: tuple[Any, ...], rows: int, attention: Attends, wanted: torch.Tensor | None
+    ) -> None:
+        self.settings = settings
+        self.cache = weakref.ref(attention.cache)
+        memory, self._in_8_bits, self._dtype, self._cos_dtype, self._turned, self._cos_row, self._threads = settings
+        self._rows = _Now.ROWS  # of the kernels that are added next
+        self._attention = attention
+        self._attentions: list[AttentionCall] = []
+        self._later: defaultdict[_Now, list[tuple[ctypes.Structure, str]]] = defaultdict(list)
+        self._added: list[Call] = []
+        self._quantized: _Place | None = None
+        """The address of the rows of which `_in_8_bits` has the numbers, after the kernels that were added."""
+
+        layers = stack.layers
+        hidden = layers[0].o.out_features
+        y: _Place = _Now.X
+        residual: _Place = _Now.X
+        for i, layer in enumerate(layers):
+            starts = accumulate(_widths(layer)[:-1], initial=0)
+            at = _Results(*(memory + rows * start * self._dtype.itemsize for start in starts))
+            if i == 0:
+                y = self._norm_of(layer.norms.before_attention, _Now.X, at.normed, read=layer.qkv[0])
+            self._mix(layer, y, at)
+            mixed = at.mixed
+            if wanted is not None and i + 1 == len(layers):
+                residual, mixed = self._take_wanted(layer, residual, at)
+            self._product(layer.o, mixed, at.more, hidden)
+            y = self._norm_of(layer.norms.after_attention, at.more, at.normed)
+            y = self._norm_of_sum(layer.norms.before_mlp, residual, y, at.total, at.normed, hidden, layer.gate_up)
+            self._product(layer.gate_up, y, at.gated, layer.gate_up.out_features)
+            self._product(layer.down, at.gated, at.more, hidden)
+            y = self._norm_of(layer.norms.after_mlp, at.more, at.normed)
+            if i + 1 < len(layers):
+                following = layers[i + 1]
+                y = self._norm_of_sum(
+                    following.norms.before_attention, at.total, y, at.residual, at.normed, hidden, following.qkv[0]
+                )
+                residual = at.residual
+            elif stack.norm is None:
+                self._norm_of_sum(None, at.total, y, _Now.OUT, at.normed, hidden)
+            else:
+                self._norm_of_sum(stack.norm, at.total, y, at.residual, _Now.OUT, hidden)
+        self._calls = Calls(self._added)
+
+    def run(self, attention: Attends, now: dict[_Now, int]) -> None:
+        """Runs the kernels with these numbers, and this step's attention."""
+        for name, number in now.items():
+            for argument, field in self._later[name]:
+                setattr(argument, field, number)
+        for prepared in self._attentions:
+            attention.take_over(prepared)
+        self._calls.run()
+
+    def _add(self, kernel: Any, kind: type[ctypes.Structure], **fields: Any) -> None:
+        """Adds the call of a kernel on the rows of a step. Fields may be numbers of the step."""
+        later = {name: value for name, value in fields.items() if isinstance(value, _Now)}
+        argument = kind(threads=self._threads, **{name: fields[name] for name in fields.keys() - later.keys()})
+        for name, value in later.items():
+            self._later[value].append((argument, name))
+        self._added.append(Call(kernel, argument))
+
+    def _mix(self, layer: DenseLayer, y: _Place, at: _Results) -> None:
+        """Adds q, k and v of the rows at y, their norms and rotary embeddings, and attention."""
+        size = layer.head_size
+        q_width, kv_width = layer.heads * size, layer.kv_heads * size
+        row = q_width + 2 * kv_width
+        to = at.qkv
+        for part in layer.qkv:
+            self._product(part, y, to, row)
+            to += part.out_features * self._dtype.itemsize
+        keys, values = (at.qkv + before * self._dtype.itemsize for before in (q_width, q_width + kv_width))
+        plain = Heads(at.qkv, layer.heads, size, size, row), Heads(keys, layer.kv_heads, size, size, row)
+        turned = Heads(at.q, layer.heads, size, size, q_width), Heads(at.k, layer.kv_heads, size, size, kv_width)
+        for norm, heads, place in zip(layer.head_norms, plain, turned, strict=False):
+            width = len(norm.factor)
+            self._norm(norm, heads.heads * size // width, width, heads.to_token, x=heads.at, y=place.at)
+        self._rotary(turned if layer.head_norms else plain, turned)
+        prepared = self._attention.prepared(
+            layer.index, *turned, Heads(values, layer.kv_heads, size, size, row), at.mixed, self._dtype, layer.options
+        )
+        self._attentions.append(prepared)
+        self._added.append(prepared.call)
+
+    def _take_wanted(self, layer: DenseLayer, residual: _Place, at: _Results) -> tuple[int, int]:
+        """Adds copies of the wanted rows of the residual and of attention's output, of which kernels that follow run. Returns where they are."""
+        self._rows = _Now.OUT_ROWS
+        taken = ((residual, at.total, layer.o.out_features), (at.mixed, at.q, layer.heads * layer.head_size))
+        for table, to, size in taken:
+            self._add(
+                library().batchgen_take_rows, RowTable,
+                rows=_Now.OUT_ROWS, table_rows=_Now.ROWS, bytes=size * self._dtype.itemsize, table=table, indices=_Now.WANTED, y=to,
+            )  # fmt: skip
+        return at.total, at.q
+
+    def _product(self, of: Linear, x: _Place, y: int, y_row: int) -> None:
         """Adds a linear layer of the rows at x, into rows at y that begin `y_row` numbers apart."""
         if isinstance(of, Int8Linear):
-            assert self._int8 is not None
-            if self._quantized != x:
-                self._quantize(x, of.in_features)
-            self.calls.append(of.product(self._int8, self.rows, y, y_row))
+            self._quantize(x, of.in_features)
+            call = of.product(self._in_8_bits, 0, y, y_row)
+            self._later[self._rows].append((call.argument, "rows"))
+            self._added.append(call)
             return
-        product = Product(
-            self.rows, of.out_features, of.words, of.in_features * of.dtype.itemsize // 4, y_row, of.activation, self.threads,
-            x, of.weights.data_ptr(), None if of.biases is None else of.biases.data_ptr(), y,
+        self._add(
+            kernel("linear", of.dtype, of.kind), Product,
+            rows=self._rows, columns=of.out_features, words=of.words, x_row=of.in_features * of.dtype.itemsize // 4, y_row=y_row,
+            activation=of.activation, x=x, weights=of.weights.data_ptr(),
+            bias=None if of.biases is None else of.biases.data_ptr(), y=y,
         )  # fmt: skip
-        self.calls.append(Call(kernel("linear", of.dtype, of.kind), product))
 
-    def _quantize(self, x: int, size: int) -> None:
-        assert self._int8 is not None
-        rows = QuantizeArguments(
-            self.rows, size, size, row_length(size), self.threads,
-            x, self._int8.values.data_ptr(), self._int8.scales.data_ptr(),
+    def _quantize(self, x: _Place, size: int) -> None:
+        """Adds the rows at x in 8 bits, if they are not made yet."""
+        if self._quantized == x:
+            return
+        self._add(
+            kernel("quantize", self._dtype), QuantizeArguments,
+            rows=self._rows, size=size, x_row=size, q_row=row_length(size), x=x,
+            q=self._in_8_bits.values.data_ptr(), scales=self._in_8_bits.scales.data_ptr(),
         )  # fmt: skip
-        self.calls.append(Call(kernel("quantize", self.dtype), rows))
         self._quantized = x
 
-    def take(self, places: torch.Tensor, x: int, y: int, size: int) -> None:
-        """Adds a copy of the rows of x at these places, which must exist, to y."""
-        row = size * self.dtype.itemsize
-        rows = RowTable(len(places), self.rows, row, self.threads, x, places.data_ptr(), y)
-        self.calls.append(Call(library().batchgen_take_rows, rows))
-
-    def norm(self, of: Norm | None, x: int, y: int, size: int, *, quantizes: bool = False) -> int:
-        """Adds the norm of the rows at x, into y. Returns where the result is: x without a norm. `quantizes`: in 8 bits, too."""
+    def _norm_of(self, of: Norm | None, x: _Place, y: int, read: Linear | None = None) -> _Place:
+        """Adds the norm of the rows at x, into y. Returns where the result is: x without a norm. `read`: the layer that reads it."""
         if of is None:
             return x
-        self._norm(of, 1, size, size, x, y, quantizes=quantizes)
+        self._norm(of, 1, len(of.factor), len(of.factor), read, x=x, y=y)
         return y
 
-    def head_norm(self, of: Norm, heads: Heads, y: int) -> None:
-        """Adds the norm of each head, or of all heads together if the norm is as wide, into contiguous rows at y."""
-        size = len(of.factor)
-        self._norm(of, heads.heads * heads.size // size, size, heads.to_token, heads.at, y)
-
-    def norm_of_sum(
-        self, of: Norm | None, x: int, more: int, total: int, y: int, size: int, *, quantizes: bool = False
-    ) -> int:
+    def _norm_of_sum(
+        self, of: Norm | None, x: _Place, more: _Place, total: _Place, y: _Place, size: int, read: Linear | None = None
+    ) -> _Place:
         """Adds the sum of the rows at x and `more`, into `total`, and its norm, into y. Returns where the result is: `total` without a norm."""
-        self._norm(of, 1, size, size, x, None if of is None else y, more, total, quantizes=quantizes and of is not None)
+        self._norm(of, 1, size, size, read, x=x, more=more, sum=total, y=None if of is None else y)
         return total if of is None else y
 
     def _norm(
-        self, of: Norm | None, inner: int, size: int, x_row: int, x: int, y: int | None,
-        more: int | None = None, total: int | None = None, *, quantizes: bool = False,
-    ) -> None:  # fmt: skip
-        rounds_first, eps, factor = (0, 0.0, None) if of is None else (of.rounds_first, of.eps, of.factor.data_ptr())
-        norm = NormArguments(
-            self.rows, inner, size, x_row, size, rounds_first, self.threads, eps, factor, x, y, more, total
-        )
-        if y is not None:
-            self._quantized = None  # what was at y before
-        if quantizes:
-            assert self._int8 is not None
-            norm.q, norm.scales = self._int8.values.data_ptr(), self._int8.scales.data_ptr()
-            norm.q_row = row_length(size)
-            self._quantized = y
-        self.calls.append(Call(kernel("norm", self.dtype), norm))
+        self, of: Norm | None, inner: int, size: int, x_row: int, read: Linear | None = None, **places: _Place | None
+    ) -> None:
+        fields: dict[str, Any] = dict(places)
+        if of is not None:
+            fields |= {"rounds_first": of.rounds_first, "eps": of.eps, "weight": of.factor.data_ptr()}
+            self._quantized = None  # the numbers at y before
+            if isinstance(read, Int8Linear):
+                rows = self._in_8_bits
+                fields |= {"q": rows.values.data_ptr(), "scales": rows.scales.data_ptr(), "q_row": row_length(size)}
+                self._quantized = places["y"]
+        self._add(
+            kernel("norm", self._dtype), NormArguments,
+            outer=self._rows, inner=inner, size=size, x_outer=x_row, x_inner=size, **fields,
+        )  # fmt: skip
 
-    def rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads], cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def _rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads]) -> None:
         """Adds the rotary embeddings of queries and keys, into `to`, which may be the same memory."""
         q, k = heads
-        turned = RotaryArguments(
-            self.rows, q.heads, k.heads, q.size, cos.shape[2], q.to_token, q.to_head, k.to_token, k.to_head, cos.stride(1),
-            self.threads, q.at, k.at, cos.data_ptr(), sin.data_ptr(), to[0].at, to[1].at,
+        self._add(
+            kernel("rotary", self._dtype, "" if self._cos_dtype == self._dtype else "_by_float32"), RotaryArguments,
+            tokens=_Now.ROWS, q_heads=q.heads, k_heads=k.heads, size=q.size, turned=self._turned, q_token=q.to_token, q_head=q.to_head,
+            k_token=k.to_token, k_head=k.to_head, cos_token=self._cos_row, q=q.at, k=k.at, cos=_Now.COS, sin=_Now.SIN,
+            q_out=to[0].at, k_out=to[1].at,
         )  # fmt: skip
-        self.calls.append(Call(kernel("rotary", self.dtype, "" if cos.dtype == self.dtype else "_by_float32"), turned))

@@ -42,17 +42,21 @@ class Heads(NamedTuple):
         return cls(x_HTD.data_ptr(), x_HTD.shape[0], x_HTD.shape[2], x_HTD.stride(0), x_HTD.stride(1))
 
 
-def run_all(calls: Sequence[Call]) -> None:
-    """Runs the kernels, in this order."""
-    addresses = [number for kernel, what in calls for number in (_place_of(kernel), ctypes.addressof(what))]
-    library().batchgen_run((ctypes.c_size_t * len(addresses))(*addresses), len(calls))
+class Calls:
+    """Calls of kernels, which the library runs in this order."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = tuple(calls)  # keeps the arguments
+        addresses = [number for kernel, what in calls for number in (_place_of(kernel), ctypes.addressof(what))]
+        self._addresses = (ctypes.c_size_t * len(addresses))(*addresses)
+
+    def run(self) -> None:
+        library().batchgen_run(self._addresses, len(self._calls))
 
 
 def _place_of(function: Any) -> int:
-    """Returns the address of a function of the library. It is stored with the function, because finding it takes ten times as long."""
-    if not hasattr(function, "address"):
-        function.address = ctypes.cast(function, ctypes.c_void_p).value
-    address: int = function.address
+    """Returns the address of a function of the library."""
+    address: int = ctypes.cast(function, ctypes.c_void_p).value or 0
     return address
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from batchgen.kernels import fusion
-from batchgen.kernels.dense_layer import DenseLayer
+from batchgen.kernels.dense_layer import DenseStack
 from batchgen.kernels.quantization import quantize_linear
 from batchgen.model.adapter import prepare
 from support.models import build, engine_for, kernels, make_requests, run
@@ -33,10 +33,15 @@ def prepared(dtype=torch.float32, kind="llama", **changes):
 
 
 def runs(monkeypatch):
-    """How often layers run in one call, from now on."""
+    """The layers of every call, from now on."""
     found = []
-    whole = DenseLayer.__call__
-    monkeypatch.setattr(DenseLayer, "__call__", lambda self, *given: (found.append(self.index), whole(self, *given))[1])
+    whole = DenseStack.__call__
+
+    def noted(self, *given):
+        found.append(tuple(layer.index for layer in self.layers))
+        return whole(self, *given)
+
+    monkeypatch.setattr(DenseStack, "__call__", noted)
     return found
 
 
@@ -71,10 +76,73 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatc
     model = prepared(dtype, kind, **changes)
     layers = model.module.model.layers
     assert all("dense" in layer.__dict__ for layer in layers)
+    body = model.module.model
+    whole = "stack" in body.__dict__
+    # Bodies of Gemma scale embeddings, or have several tables of cos and sin.
+    assert whole or kind.startswith("gemma")
+    each = {(i,) for i in range(len(layers))}
     found = runs(monkeypatch)
     together = logprobs(model)
-    assert set(found) == set(range(len(layers)))
-    monkeypatch.setattr(DenseLayer, "takes", lambda *_: False)
+    assert set(found) == ({tuple(range(len(layers)))} if whole else each)
+    if whole:
+        found.clear()
+        del body.forward
+        assert logprobs(model) == together
+        assert set(found) == each
+    monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
+    assert logprobs(model) == together
+
+
+def test_a_model_whose_parts_have_hooks_runs_them(monkeypatch):
+    model = prepared()
+    body = model.module.model
+    together = logprobs(model)
+    found = runs(monkeypatch)
+    ran = []
+    hooks = [part.register_forward_pre_hook(lambda part, _: ran.append(part)) for part in (*body.layers, body.norm)]
+    assert logprobs(model) == together
+    assert ran
+    assert set(ran) == {*body.layers, body.norm}
+    assert set(found) == {(i,) for i in range(len(body.layers))}
+    for hook in hooks:
+        hook.remove()
+    found.clear()
+    assert logprobs(model) == together
+    assert set(found) == {tuple(range(len(body.layers)))}
+
+
+def test_a_body_that_changes_what_its_parts_return_runs_layer_by_layer(monkeypatch):
+    module = build("llama", **SHAPE)
+    plain = type(module.model).forward
+
+    class Scaled(type(module.model)):
+        def forward(self, input_ids=None, inputs_embeds=None, **given):
+            x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            return plain(self, inputs_embeds=x * 3, **given)
+
+    module.model.__class__ = Scaled
+    model = prepare(module, kernels=kernels())
+    assert all("dense" in layer.__dict__ for layer in model.module.model.layers)
+    assert "stack" not in model.module.model.__dict__
+    found = runs(monkeypatch)
+    together = logprobs(model)
+    assert set(found) == {(i,) for i in range(len(model.module.model.layers))}
+    monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
+    assert logprobs(model) == together
+
+
+def test_one_model_serves_engines_with_other_caches_and_threads():
+    model = prepared()
+    together = logprobs(model)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        requests = make_requests([[9, 8, 7]] * 40, [5] * 40, ignore_eos=True, temperature=0)
+        engines = [engine_for(model, kv_memory=memory) for memory in ("64MiB", "96MiB")]
+        rows = [[list(result.token_ids) for result in run(engine, requests)] for engine in engines]
+    finally:
+        torch.set_num_threads(before)
+    assert rows[0] == rows[1]
     assert logprobs(model) == together
 
 
@@ -98,8 +166,14 @@ def test_a_layer_of_8_bits_in_one_call_gives_the_bits_of_its_kernels_one_by_one(
     assert quantize_linear(model.module).layers == (4 if kind == "phi3" else 7) * len(module.model.layers)
     found = runs(monkeypatch)
     together = logprobs(model)
-    assert set(found) == set(range(len(module.model.layers)))
-    monkeypatch.setattr(DenseLayer, "takes", lambda *_: False)
+    layers = range(len(module.model.layers))
+    if "stack" in module.model.__dict__:
+        assert set(found) == {tuple(layers)}
+        found.clear()
+        del module.model.forward
+        assert logprobs(model) == together
+    assert set(found) == {(i,) for i in layers}
+    monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
 
 
@@ -108,7 +182,7 @@ def test_joined_weights_of_8_bits_are_those_of_the_parts():
     quantize_linear(model.module)
     layer = model.module.model.layers[0]
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    (joined,) = layer.dense.qkv
+    (joined,) = layer.dense.layers[0].qkv
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
     assert torch.equal(joined(x), torch.cat([part(x) for part in parts], 1))
     assert torch.equal(joined.weight, torch.cat([part.weight for part in parts]))
@@ -137,7 +211,7 @@ def test_the_last_layer_leaves_out_tokens_whose_logits_are_not_wanted(kind):
 def test_weights_of_q_k_and_v_are_kept_once():
     layer = prepared().module.model.layers[0]
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    (joined,) = layer.dense.qkv
+    (joined,) = layer.dense.layers[0].qkv
     assert {part.weights.untyped_storage().data_ptr() for part in parts} == {joined.weights.data_ptr()}
     assert joined.weights.untyped_storage().nbytes() == sum(part.weights.nbytes for part in parts)
     assert [part.weight.shape for part in parts] == [(128, 128), (64, 128), (64, 128)]
@@ -156,7 +230,7 @@ def test_a_linear_layer_in_two_places_keeps_its_weights(monkeypatch, shared):
     assert torch.equal(first.q_proj.weight, expected[0])
     assert torch.equal(first.k_proj.weight, expected[1])
     together = logprobs(model)
-    monkeypatch.setattr(DenseLayer, "takes", lambda *_: False)
+    monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
 
 
@@ -164,14 +238,15 @@ def test_a_copy_of_a_model_reads_its_own_weights():
     model = prepared()
     other = copy.deepcopy(model.module)
     layer = other.model.layers[0]
-    assert layer.dense.o is layer.self_attn.o_proj
-    assert layer.dense.qkv[0].weights.data_ptr() == layer.self_attn.q_proj.weights.data_ptr()
+    (dense,) = layer.dense.layers
+    assert dense.o is layer.self_attn.o_proj
+    assert dense.qkv[0].weights.data_ptr() == layer.self_attn.q_proj.weights.data_ptr()
     assert layer.self_attn.q_proj.weights.data_ptr() != model.module.model.layers[0].self_attn.q_proj.weights.data_ptr()
 
 
 def test_a_layer_asks_attention_for_what_its_module_asks_for():
     layers = prepared(kind="gemma2", sliding_window=24).module.model.layers
-    options = [layer.dense.options for layer in layers]
+    options = [layer.dense.layers[0].options for layer in layers]
     assert [(of.sliding_window, of.softcap, of.scale) for of in options] == [(24, 1.0, 0.0625), (None, 1.0, 0.0625)]
 
 
