@@ -217,12 +217,12 @@ class DenseStack:
 
 
 def _widths(layer: DenseLayer) -> tuple[int, ...]:
-    """Returns the numbers a token of each result between the kernels (`_Results`)."""
+    """Returns the numbers a token of each result between the kernels (`_LayerResults`)."""
     hidden, q, kv = layer.o.out_features, layer.heads * layer.head_size, layer.kv_heads * layer.head_size
     return hidden, hidden, q + 2 * kv, q, kv, q, hidden, hidden, layer.gate_up.out_features
 
 
-class _Results(NamedTuple):
+class _LayerResults(NamedTuple):
     """The addresses of the results between a layer's kernels. Each is contiguous, and is used again in the next layer."""
 
     residual: int
@@ -279,7 +279,7 @@ class _Prepared:
         residual: _Place = _Now.X
         for i, layer in enumerate(layers):
             starts = accumulate(_widths(layer)[:-1], initial=0)
-            at = _Results(*(memory + rows * start * self._dtype.itemsize for start in starts))
+            at = _LayerResults(*(memory + rows * start * self._dtype.itemsize for start in starts))
             if i == 0:
                 y = self._norm_of(layer.norms.before_attention, _Now.X, at.normed, read=layer.qkv[0])
             self._mix(layer, y, at)
@@ -321,7 +321,7 @@ class _Prepared:
             self._later[value].append((argument, name))
         self._added.append(Call(kernel, argument))
 
-    def _mix(self, layer: DenseLayer, y: _Place, at: _Results) -> None:
+    def _mix(self, layer: DenseLayer, y: _Place, at: _LayerResults) -> None:
         """Adds q, k and v of the rows at y, their norms and rotary embeddings, and attention."""
         size = layer.head_size
         q_width, kv_width = layer.heads * size, layer.kv_heads * size
@@ -343,7 +343,7 @@ class _Prepared:
         self._attentions.append(prepared)
         self._added.append(prepared.call)
 
-    def _take_wanted(self, layer: DenseLayer, residual: _Place, at: _Results) -> tuple[int, int]:
+    def _take_wanted(self, layer: DenseLayer, residual: _Place, at: _LayerResults) -> tuple[int, int]:
         """Adds copies of the wanted rows of the residual and of attention's output, of which kernels that follow run. Returns where they are."""
         self._rows = _Now.OUT_ROWS
         taken = ((residual, at.total, layer.o.out_features), (at.mixed, at.q, layer.heads * layer.head_size))
