@@ -266,7 +266,6 @@ class _Prepared:
         self.cache = weakref.ref(attention.cache)
         memory, self._in_8_bits, self._dtype, self._cos_dtype, self._turned, self._cos_row, self._threads = settings
         self._rows = _Now.ROWS  # of the kernels that are added next
-        self._attention = attention
         self._attentions: list[AttentionCall] = []
         self._later: defaultdict[_Now, list[tuple[ctypes.Structure, str]]] = defaultdict(list)
         self._added: list[Call] = []
@@ -282,7 +281,7 @@ class _Prepared:
             at = _LayerResults(*(memory + rows * start * self._dtype.itemsize for start in starts))
             if i == 0:
                 y = self._norm_of(layer.norms.before_attention, _Now.X, at.normed, read=layer.qkv[0])
-            self._mix(layer, y, at)
+            self._mix(layer, y, at, attention)
             mixed = at.mixed
             if wanted is not None and i + 1 == len(layers):
                 residual, mixed = self._take_wanted(layer, residual, at)
@@ -321,7 +320,7 @@ class _Prepared:
             self._later[value].append((argument, name))
         self._added.append(Call(kernel, argument))
 
-    def _mix(self, layer: DenseLayer, y: _Place, at: _LayerResults) -> None:
+    def _mix(self, layer: DenseLayer, y: _Place, at: _LayerResults, attention: Attends) -> None:
         """Adds q, k and v of the rows at y, their norms and rotary embeddings, and attention."""
         size = layer.head_size
         q_width, kv_width = layer.heads * size, layer.kv_heads * size
@@ -337,7 +336,7 @@ class _Prepared:
             width = len(norm.factor)
             self._norm(norm, heads.heads * size // width, width, heads.to_token, x=heads.at, y=place.at)
         self._rotary(turned if layer.head_norms else plain, turned)
-        prepared = self._attention.prepared(
+        prepared = attention.prepared(
             layer.index, *turned, Heads(values, layer.kv_heads, size, size, row), at.mixed, self._dtype, layer.options
         )
         self._attentions.append(prepared)

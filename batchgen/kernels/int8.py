@@ -144,11 +144,6 @@ class Int8Linear(torch.nn.Module):
         return Call(kernel("linear_int8", self._kernel_dtype), product)
 
     @property
-    def widens(self) -> bool:
-        """Whether x is converted to float32 before it is quantized."""
-        return self._kernel_dtype != self.dtype
-
-    @property
     def weight(self) -> torch.Tensor:
         """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
         words = self.weights.transpose(2, 3).reshape(-1, self.weights.shape[2])[: self.out_features].contiguous()

@@ -1,6 +1,8 @@
 """A decoder layer in one call of the library gives the bits that its kernels give one by one."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -144,6 +146,17 @@ def test_one_model_serves_engines_with_other_caches_and_threads():
         torch.set_num_threads(before)
     assert rows[0] == rows[1]
     assert logprobs(model) == together
+
+
+def test_the_kv_cache_of_an_engine_is_freed_while_its_model_lives_on():
+    model = prepared()
+    engine = engine_for(model)
+    run(engine, make_requests([[5, 6, 7]], [3]))
+    cache = weakref.ref(engine.runner.cache)
+    assert cache() is not None
+    del engine
+    gc.collect()
+    assert cache() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
