@@ -37,9 +37,11 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
         )
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         given = set(file.keys())
-    _untie(module, given)
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     try:
         adapted = PeftModel.from_pretrained(module, str(folder))
+        if head is not None and head.weight is embedding.weight:
+            _untie(module, embedding, head, given)  # not before: peft may give tied layers one adapter
         used = set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
         left_out = {part.name for part in module.modules() if isinstance(part, Absent)}
         unused = sorted(name for name in given - used if left_out.isdisjoint(name.split(".")))
@@ -67,12 +69,11 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
         ) from e
 
 
-def _untie(module: Any, given: set[str]) -> None:
-    """Gives the head a weight of its own if it shares that of the embedding and the adapter changes one of the two alone."""
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    if head is None or head.weight is not embedding.weight:
-        return
-    changed = {name for name, part in module.named_modules() if part is embedding or part is head}
+def _untie(module: Any, embedding: Any, head: Any, given: set[str]) -> None:
+    """Gives the head a weight of its own if the adapter adds to the weight that it shares with the embedding."""
+    changed = {
+        name.removesuffix(".base_layer") for name, part in module.named_modules() if part is embedding or part is head
+    }
     if any(f".{name}.lora_" in key for key in given for name in changed):
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         for config in (module.config, text_config(module.config)):

@@ -36,9 +36,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "embeddings": {"modules_to_save": ["lm_head"]},
     "head": {"target_modules": ["q_proj", "lm_head"]},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "tied": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
 }
-TIED = ("head", "embedding", "embeddings")
-"""Those that change one of two layers that may share a weight."""
+TIED = ("head", "embedding", "embeddings", "tied")
+"""Those that change layers that may share a weight."""
 
 
 def write(model: Any, folder: Path, **options: Any) -> Any:
