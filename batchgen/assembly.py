@@ -189,7 +189,8 @@ def _merge_shards(
             same = SameInput(source, job, plan.asked["inputs"])
             write_output(source, job, same, outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
             job.flush()
-        before = sum_of_jobs([s["stats"]["job"] for s in shards] + ([job.previous["job"]] if job.previous else []))
+        # Not `job.previous`: it contains the shards already if a merge was stopped before its end.
+        before = sum_of_jobs([s["stats"]["job"] for s in shards] + ([plan.earlier] if plan.earlier else []))
         setting = Setting(
             **{name: shards[0]["stats"][name] for name in ("model", "dtype", "device", "attention", "sampling")}
         )

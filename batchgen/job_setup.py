@@ -256,6 +256,7 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], progress: Pro
         asked=as_stored(asked),
         rows=job.row_count,
         output=job.output_facts(),
+        earlier=job.previous["job"] if job.previous else None,
         limits=config.limits,
     )
     tree = outline.tree()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
+from batchgen.jobs.target import LocalTarget
 from batchgen.progress import Silent, Snapshot
 from support.runs import Killed
 
@@ -71,6 +73,24 @@ def test_shards_in_any_order_write_what_one_run_writes(tiny_model_dir: Path, sou
     assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
         "claims", "keys", "lock", "manifest.json", "report.json", "stats.json",
     ]  # fmt: skip
+
+
+def test_a_merge_that_failed_at_its_end_counts_every_run_once(
+    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run_job(config_of(tiny_model_dir)).stats["job"]
+    write([*rows(), {"prompt": "one more"}, {"prompt": "and another"}])
+    done = [shard(tiny_model_dir, name).stats["prefill_tokens"] for name in ("1/2", "2/2")]
+
+    def no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalTarget, "put", no_space)
+        with pytest.raises(OutputError, match="No space left"):
+            merge_job("o.jsonl")
+    found = merge_job("o.jsonl").stats["job"]
+    assert (found["runs"], found["prefill_tokens"]) == (3, before["prefill_tokens"] + sum(done))
 
 
 @pytest.mark.slow

@@ -66,6 +66,8 @@ class ShardPlan:
     """Rows of the output."""
     output: dict[str, Any]
     """What the merge must know to write the output (`output_facts`)."""
+    earlier: dict[str, Any] | None = None
+    """`job` of the figures of the runs before the shards."""
 
     @property
     def count(self) -> int:
@@ -101,6 +103,7 @@ def write_plan(
     asked: Mapping[str, Any],
     rows: int,
     output: Mapping[str, Any],
+    earlier: Mapping[str, Any] | None,
     limits: InputLimits,
 ) -> ShardPlan:
     """Writes the requests of `windows`, which follow each other in prefix order, and then the plan for `count` shards."""
@@ -124,6 +127,7 @@ def write_plan(
         shares=costs.shares(count, chunk_size),
         rows=rows,
         output=dict(output),
+        earlier=None if earlier is None else dict(earlier),
     )
     with writing(folder):
         for number in range(1, count + 1):
