@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
     """
     if find_spec("peft") is None:
         raise ModelError("--lora needs the package peft", "pip install 'batchgen-llm[lora]'")
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
 
     kind = read_json(folder / "adapter_config.json").get("peft_type")
     if kind != "LORA":
@@ -36,24 +38,26 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
             f"the adapter {lora!r} cannot be merged into quantized weights", "give the original model with --model"
         )
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
-        given = set(file.keys())
+        given = len(file.keys())
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     try:
         adapted = PeftModel.from_pretrained(module, str(folder))
-        if head is not None and head.weight is embedding.weight:
-            _untie(module, embedding, head, given)  # not before: peft may give tied layers one adapter
-        used = set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
+        # Once more, for its answer. The names in the file do not tell: peft converts those of older models and peft versions.
+        loaded = adapted.load_adapter(str(folder), "default")
+        changed = [part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)]
+        if head is not None and head.weight is embedding.weight and any(p is embedding or p is head for p in changed):
+            _untie(module, head)  # not before: peft may give tied layers one adapter
         left_out = {part.name for part in module.modules() if isinstance(part, Absent)}
-        unused = sorted(name for name in given - used if left_out.isdisjoint(name.split(".")))
+        unused = _sorted_names(name for name in loaded.unexpected_keys if left_out.isdisjoint(name.split(".")))
         if unused:
             raise ModelError(
-                f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {len(given)} tensors, for example {unused[0]}",
+                f"the adapter {lora!r} does not fit the model: the model has no place for {len(unused)} of its {given} tensors, for example {unused[0]}",
                 "give the model that the adapter was trained for" + (_OLD_NAMES if left_out else ""),
             )
-        needed = {name for name in used if ".lora_" in name}
-        if missing := sorted(needed - given):
+        if missing := _sorted_names(name for name in loaded.missing_keys if ".lora_" in name):
+            needed = sum(".lora_" in name for name in adapted.state_dict())
             raise ModelError(
-                f"the adapter {lora!r} does not fit the model: it lacks {len(missing)} of the {len(needed)} tensors that the model has places for, for example {missing[0]}",
+                f"the adapter {lora!r} does not fit the model: it lacks {len(missing)} of the {needed} tensors that the model has places for, for example {missing[0]}",
                 "give the model that the adapter was trained for, or the whole adapter",
             )
         return adapted.merge_and_unload(safe_merge=True)
@@ -69,12 +73,13 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
         ) from e
 
 
-def _untie(module: Any, embedding: Any, head: Any, given: set[str]) -> None:
-    """Gives the head a weight of its own if the adapter adds to the weight that it shares with the embedding."""
-    changed = {
-        name.removesuffix(".base_layer") for name, part in module.named_modules() if part is embedding or part is head
-    }
-    if any(f".{name}.lora_" in key for key in given for name in changed):
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        for config in (module.config, text_config(module.config)):
-            config.tie_word_embeddings = False
+def _sorted_names(names: Iterable[str]) -> list[str]:
+    """Returns names of tensors as a file has them, without the adapter's name."""
+    return sorted(name.replace(".default", "") for name in names)
+
+
+def _untie(module: Any, head: Any) -> None:
+    """Gives the head a weight of its own, which it shares with the embedding."""
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for config in (module.config, text_config(module.config)):
+        config.tie_word_embeddings = False

@@ -120,6 +120,42 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "cannot be merged: " in refusal(tmp_path)
 
 
+def test_an_adapter_of_single_experts_is_merged_into_experts_that_are_one_tensor(tmp_path: Path) -> None:
+    """transformers 4 had a module for each expert, and adapters from then name them."""
+    model = build("mixtral")
+    model.save_pretrained(tmp_path / "model")
+    torch.manual_seed(1)
+    adapter, merged = dict[str, Any](), dict[str, Any]()
+
+    def adapted(name: str, weight: torch.Tensor) -> torch.Tensor:
+        a, b = torch.randn(4, weight.shape[1]) * 0.1, torch.randn(weight.shape[0], 4) * 0.1
+        adapter[f"base_model.model.{name}.lora_A.weight"], adapter[f"base_model.model.{name}.lora_B.weight"] = a, b
+        return weight + 2 * b @ a
+
+    for name, weights in model.state_dict().items():
+        parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.get(name.rpartition(".")[2], ())
+        if parts:
+            place = name.rpartition(".")[0].replace(".mlp.", ".block_sparse_moe.")
+            experts = [zip(parts, weight.chunk(len(parts)), strict=True) for weight in weights]
+            changed = [[adapted(f"{place}.{i}.{w}", half) for w, half in expert] for i, expert in enumerate(experts)]
+            merged[name] = torch.stack([torch.cat(halves) for halves in changed])
+    model.load_state_dict(merged, strict=False)
+    expected = [expect(model, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    peft.LoraConfig(r=4, lora_alpha=8, target_modules=["w1", "w2", "w3"]).save_pretrained(tmp_path / "adapter")
+    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert len(merged) == 4
+    assert tokens(load(tmp_path)) == expected
+
+
+def test_an_adapter_with_older_names_that_peft_converts_is_merged(tmp_path: Path) -> None:
+    adapted = write(text_model("gemma3"), tmp_path)
+    expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    new, old = ".model.language_model.layers.", ".language_model.model.layers."
+    save_file({n.replace(new, old): t for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    assert tokens(load(tmp_path)) == expected
+
+
 def test_an_adapter_with_the_names_that_multimodal_models_had_before_is_told_so(tmp_path: Path) -> None:
     write(text_model("qwen2_5_vl"), tmp_path)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
