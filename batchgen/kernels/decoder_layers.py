@@ -108,7 +108,7 @@ def _fuse_stack(body: Any, workspace: Workspace) -> None:
     stack = [dense for layer in layers if "dense" in layer.__dict__ for dense in layer.__dict__["dense"].layers]
     if not stack or len(stack) < len(layers) or not _is_chain(body):
         return
-    if norm.dtype == stack[0].qkv[0].dtype and {dense.o.out_features for dense in stack} == {len(norm.factor)}:
+    if {(dense.o.dtype, dense.o.out_features) for dense in stack} == {(norm.dtype, len(norm.factor))}:
         body.stack = DenseStack(stack, norm, workspace)
         body.forward = MethodType(_stack_forward, body)
 
@@ -123,7 +123,11 @@ def _is_chain(body: Any) -> bool:
     if len(first) < 2 or len(set(modules)) < len(modules):
         return False
     ran: list[_Ran] = []
-    hooks = [part.register_forward_hook(lambda *ran_: ran.append(_Ran(*ran_)), with_kwargs=True) for part in modules]
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        ran.append(_Ran(module, args, kwargs, result, [x.clone() for x in _tensors(result)]))
+
+    hooks = [part.register_forward_hook(note, with_kwargs=True) for part in modules]
     tokens, positions = torch.tensor([[0, 1]]), torch.tensor([[0, 1]])
     try:
         output = body(input_ids=tokens, position_ids=positions, use_cache=False, step_attention=_AttentionProbe())
@@ -132,6 +136,10 @@ def _is_chain(body: Any) -> bool:
             hook.remove()
     if [each.module for each in ran] != modules or type(output) is not BaseModelOutputWithPast:
         return False
+    if not all(
+        torch.equal(x, copy) for each in ran for x, copy in zip(_tensors(each.result), each.copies, strict=True)
+    ):
+        return False  # changed in place
     embedding, rotary, *rest = ran
     x, cos_and_sin = embedding.result, rotary.result
     if not _same([*rotary.args, *rotary.kwargs.values()], [x, positions]):
@@ -153,6 +161,12 @@ class _Ran(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    copies: list[torch.Tensor]
+    """Of the tensors of the result."""
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [x for x in (result if isinstance(result, list | tuple) else [result]) if isinstance(x, torch.Tensor)]
 
 
 def _same(found: Any, expected: Sequence[Any]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from batchgen.kernels.build import kernel, library
-from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, row_length
+from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable
 
@@ -140,7 +140,7 @@ class Workspace:
     def in_8_bits(self, rows: int, size: int) -> QuantizedRows:
         """Returns room for at least `rows` quantized rows of up to `size` numbers. Kernels that run one after the other share it."""
         found = self._in_8_bits
-        if found is None or len(found.scales) < rows or found.values.numel() < rows * row_length(size):
+        if found is None or len(found.scales) < rows or found.values.numel() < padded_rows(rows) * row_length(size):
             self._in_8_bits = found = empty_rows(rows, size)
         return found
 
@@ -193,7 +193,7 @@ class DenseStack:
         sizes = [_widths(layer) for layer in self.layers]
         memory = self._workspace.at(self._rows * max(map(sum, sizes)) * x.itemsize)
         in_8_bits = None
-        if isinstance(self.layers[0].o, Int8Linear):
+        if any(isinstance(layer.o, Int8Linear) for layer in self.layers):
             in_8_bits = self._workspace.in_8_bits(self._rows, max(map(max, sizes)))
         settings = (memory, in_8_bits, x.dtype, cos.dtype, cos.shape[2], cos.stride(1), torch.get_num_threads())
         prepared = self._prepared.get(wanted is not None)

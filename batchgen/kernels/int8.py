@@ -61,10 +61,15 @@ def row_length(size: int) -> int:
     return (-(-size // STEP) | 1) * STEP
 
 
+def padded_rows(rows: int) -> int:
+    """Returns how many quantized rows the memory for `rows` of them has."""
+    return -(-rows // ROW_STEP) * ROW_STEP
+
+
 def empty_rows(rows: int, size: int) -> QuantizedRows:
     """Returns room for quantized rows of up to `size` numbers."""
     dtype = torch.int16 if library().batchgen_int8_bytes() == 2 else torch.int8
-    values = torch.empty((-(-rows // ROW_STEP) * ROW_STEP, row_length(size)), dtype=dtype)
+    values = torch.empty((padded_rows(rows), row_length(size)), dtype=dtype)
     return QuantizedRows(values, torch.empty(rows))
 
 

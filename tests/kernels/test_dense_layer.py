@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from batchgen.kernels import fusion
-from batchgen.kernels.dense_layer import DenseStack
-from batchgen.kernels.quantization import quantize_linear
+from batchgen.kernels.dense_layer import DenseStack, Workspace
+from batchgen.kernels.int8 import Int8Linear, row_length
+from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
 from support.models import build, engine_for, kernels, make_requests, run
 
@@ -113,14 +114,15 @@ def test_a_model_whose_parts_have_hooks_runs_them(monkeypatch):
     assert set(found) == {tuple(range(len(body.layers)))}
 
 
-def test_a_body_that_changes_what_its_parts_return_runs_layer_by_layer(monkeypatch):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_body_that_changes_what_its_parts_return_runs_layer_by_layer(monkeypatch, in_place):
     module = build("llama", **SHAPE)
     plain = type(module.model).forward
 
     class Scaled(type(module.model)):
         def forward(self, input_ids=None, inputs_embeds=None, **given):
             x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            return plain(self, inputs_embeds=x * 3, **given)
+            return plain(self, inputs_embeds=x.mul_(3) if in_place else x * 3, **given)
 
     module.model.__class__ = Scaled
     model = prepare(module, kernels=kernels())
@@ -188,6 +190,28 @@ def test_a_layer_of_8_bits_in_one_call_gives_the_bits_of_its_kernels_one_by_one(
     assert set(found) == {(i,) for i in layers}
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+def test_a_model_with_layers_of_8_bits_and_others_runs_in_one_call(monkeypatch, plain):
+    can_pack = Int8Packing.can_pack
+    module = build("llama", **SHAPE)
+    whole = {id(part) for part in module.model.layers[plain].modules()}
+    monkeypatch.setattr(Int8Packing, "can_pack", lambda self, part: id(part) not in whole and can_pack(self, part))
+    model = prepare(module, kernels=kernels(), pack_linear=False)
+    assert quantize_linear(model.module).layers == 7
+    assert [isinstance(layer.self_attn.o_proj, Int8Linear) for layer in module.model.layers] == [plain == 1, plain == 0]
+    found = runs(monkeypatch)
+    together = logprobs(model)
+    assert set(found) == {(0, 1)}
+    monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
+    assert logprobs(model) == together
+
+
+def test_room_for_quantized_rows_ends_after_whole_tiles():
+    workspace = Workspace()
+    for size in (192, 320):
+        assert workspace.in_8_bits(17, size).values.numel() >= 32 * row_length(size)
 
 
 def test_joined_weights_of_8_bits_are_those_of_the_parts():
