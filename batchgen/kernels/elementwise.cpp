@@ -170,7 +170,7 @@ void row_maximum(const Maximum& m) {
     });
 }
 
-struct RowTable {  // `_RowTable` in ops.py is the same
+struct RowTable {  // `RowTable` in ops.py is the same
     int64_t rows, table_rows, bytes, threads;  // bytes of a row
     const char* table;
     const int64_t* indices;

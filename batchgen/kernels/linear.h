@@ -70,7 +70,6 @@ void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t grou
         for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-// Runs a block of as many of the rows that are left as it can take; returns how many. 8 rows are two blocks of 4, because a block of 2 rows
 // Returns how many rows the next block takes of those that are left. 8 are two blocks of 4: one of 2 takes as long as one of 4.
 INLINE int64_t rows_of_block(int64_t left) { return left >= ROWS && left != 8 ? ROWS : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 

@@ -98,7 +98,7 @@ void linear(const Product& p) {
     run<Bytes, T>(p);
 }
 
-struct Rows {  // `_Rows` in int8.py is the same
+struct Rows {  // `QuantizeArguments` in int8.py is the same
     int64_t rows, size, x_row, q_row;  // x_row, q_row: elements of x and of q from one row to the next
     int64_t threads;
     const void* x;

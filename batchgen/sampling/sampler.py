@@ -239,11 +239,11 @@ class Sampler:
                 continue
             some, at = step_params.part(rows)
             if few[rows[0]]:
-                yield some, at, *self._head_weights(scores[at], best[at], some)
+                yield some, at, *self._top_weights(scores[at], best[at], some)
             else:
                 yield some, at, None, self._weights(scores[at], best[at], some)
 
-    def _head_weights(
+    def _top_weights(
         self, scores: torch.Tensor, best: torch.Tensor, step_params: StepParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids, values = top_tokens(scores, step_params.records["top_k"])

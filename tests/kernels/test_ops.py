@@ -10,6 +10,7 @@ from batchgen.kernels import ops as packed
 from batchgen.kernels.ops import (
     Activation,
     PackedLinear,
+    SharedLinear,
     add_rows,
     norm_after_sum,
     rotate,
@@ -76,10 +77,24 @@ def test_a_gated_layer_rounds_where_the_modules_round(dtype, act, rows, inner, c
     near(layer(x), ACTS[act](linear(x, gate, biases[0])) * linear(x, up))
 
 
-def test_rows_may_lie_apart_and_have_any_shape():
-    weight = numbers(40, 32)
+@dtypes
+@pytest.mark.parametrize("inner", [2, 66, 1026])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_a_layer_that_leaves_its_weight_as_it_is_gives_the_bits_of_a_packed_one(dtype, rows, inner):
+    weight, bias = numbers(70, inner, dtype=dtype), numbers(70, dtype=dtype, seed=1)
+    x = numbers(rows, inner, dtype=dtype, seed=2)
+    for b in (None, bias):
+        layer = SharedLinear(weight, b)
+        assert torch.equal(layer(x), PackedLinear([weight], [b])(x))
+        assert layer.weight is weight
+
+
+@dtypes
+@pytest.mark.parametrize("width", [96, 97])
+def test_rows_may_lie_apart_and_have_any_shape(dtype, width):
+    weight = numbers(40, 32, dtype=dtype)
     layer = PackedLinear([weight], [None])
-    wide = numbers(2, 5, 96, seed=1)
+    wide = numbers(2, 5, width, dtype=dtype, seed=1)[..., width - 96 :]
     near(layer(wide[..., 32:64]), linear(wide[..., 32:64], weight))
     near(layer(wide[..., ::3]), linear(wide[..., ::3], weight))
     near(layer(wide[0, 0, :32]), linear(wide[0, 0, :32], weight))
