@@ -21,7 +21,15 @@ from batchgen.jobs.manifest import Manifest, load_manifest
 from batchgen.jobs.opening import open_job
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.requests import RowStream, SameInput
-from batchgen.jobs.shards import CLAIMS, ShardPlan, load_plan, running_shards, shard_figures, unfinished_shards
+from batchgen.jobs.shards import (
+    CLAIMS,
+    ShardPlan,
+    figures_so_far,
+    load_plan,
+    running_shards,
+    shard_figures,
+    unfinished_shards,
+)
 from batchgen.jobs.status import no_job
 from batchgen.process.signals import Signals
 from batchgen.progress import Progress, Silent, Tracker
@@ -29,7 +37,7 @@ from batchgen.records import Input, RowForm, job_path
 from batchgen.records.files import InputFile
 from batchgen.records.openai_batch import OpenAIForm
 from batchgen.report import ReportPage, report_job
-from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures, sum_of_jobs
+from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -190,13 +198,14 @@ def _merge_shards(
             write_output(source, job, same, outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
             job.flush()
         # Not `job.previous`: it contains the shards already if a merge was stopped before its end.
-        before = sum_of_jobs([s["stats"]["job"] for s in shards] + ([plan.earlier] if plan.earlier else []))
+        before = figures_so_far(job.folder, plan)
+        assert before is not None, "all shards are done"
         setting = Setting(
             **{name: shards[0]["stats"][name] for name in ("model", "dtype", "device", "attention", "sampling")}
         )
         engine = EngineStats(quantization=shards[0]["stats"]["quantization"])
-        stats = figures(outcomes.run, engine, setting, earlier={"job": before})
-        stats["job"]["runs"] = before["runs"]  # a merge is no run: it generates nothing
+        stats = figures(outcomes.run, engine, setting, earlier=before)
+        stats["job"]["runs"] = before["job"]["runs"]  # a merge is no run: it generates nothing
         stats["shards"] = [_shard_line(shard) for shard in shards]
         job.finish(stats)
         for note in job.notes:

@@ -93,6 +93,14 @@ def test_a_merge_that_failed_at_its_end_counts_every_run_once(
     assert (found["runs"], found["prefill_tokens"]) == (3, before["prefill_tokens"] + sum(done))
 
 
+def test_a_run_without_shards_counts_the_runs_of_the_shards_before_it(tiny_model_dir: Path, source: Path) -> None:
+    first = shard(tiny_model_dir, "1/2").stats
+    last = run_job(config_of(tiny_model_dir)).stats
+    assert last["job"]["runs"] == 2
+    for name in ("prefill_tokens", "completion_tokens"):
+        assert 0 < last[name] == last["job"][name] - first[name] < last["job"][name]
+
+
 @pytest.mark.slow
 def test_after_the_merge_any_of_the_commands_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
     for name in ("1/2", "2/2"):

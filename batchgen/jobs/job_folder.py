@@ -51,6 +51,7 @@ from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FIL
 from batchgen.jobs.results import Results
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
 from batchgen.jobs.shards import (
+    figures_so_far,
     forget_plan,
     load_plan,
     output_facts,
@@ -155,10 +156,13 @@ class JobFolder:
     def _take_results(self) -> None:
         """Gathers the results that this run may use: those of the database, of shards, and of a finished output."""
         old, results = self._old, self._results
-        if load_plan(self._folder) or stores(self._folder):
+        plan = load_plan(self._folder)
+        if plan is not None or stores(self._folder):
             taken = take_results(self._folder, results)
             take_runs(self._folder, self._record)
             if not self._merging:
+                if plan is not None:
+                    self.previous = figures_so_far(self._folder, plan)
                 forget_plan(self._folder)
                 results.forget_reading()
                 self.notes.append(f"{self.output} was under way in shards: {taken} of their results are at hand")

@@ -45,6 +45,7 @@ from batchgen.records.output import job_path
 from batchgen.records.remote import is_url
 from batchgen.request import Request
 from batchgen.result import Completion, Result
+from batchgen.stats import sum_of_jobs
 
 CLAIMS = "claims"
 SHARDS_FOLDER = "shards"
@@ -197,6 +198,12 @@ def shard_figures(folder: Path, plan: ShardPlan) -> list[dict[str, Any]]:
             claim = last_claim(place)[1] or {}
             found.append({"shard": f"{number}/{plan.count}", "host": claim.get("host"), "stats": stats})
     return found
+
+
+def figures_so_far(folder: Path, plan: ShardPlan) -> dict[str, Any] | None:
+    """Returns the sums over all runs of the shards and the runs before them, for the next run's figures; None if no run has ended."""
+    jobs = [shard["stats"]["job"] for shard in shard_figures(folder, plan)] + ([plan.earlier] if plan.earlier else [])
+    return {"job": sum_of_jobs(jobs)} if jobs else None
 
 
 def read_stats(place: Path) -> dict[str, Any] | None:
