@@ -97,7 +97,7 @@ def caption(result: dict[str, Any]) -> str:
     stand_in = settings.get("stand_in")
     smaller = f", which stands in for one with {stand_in.upper()} at most (benchmarks/stand_in.py)" if stand_in else ""
     text = (
-        f"Completion tokens/s, {_repeats(result)}; tokenizing is in, the load of the model is not; in bold how many times as fast batchgen is. The roofline is the "
+        f"Completion tokens/s, {_repeats(result)}; with tokenizing, without loading the model; in bold, how many times as fast batchgen is. The roofline is the "
         f"time that the linear layers and attention alone would take at this machine's own rates. {_precisions(result)}{machine['cpu']}{smaller}, "
         f"{settings['threads']} threads{listed}, {machine['date'][:10]}."
     )

@@ -24,7 +24,7 @@ def test_a_table_has_medians_ratios_and_the_share_of_the_roofline(result: Any) -
         "| --- | --- | ---: | ---: | ---: | ---: |\n"
         "| few shot | bfloat16 | 2,613 | 50% | 194 **13.5x** | 2,200 **1.2x** |\n"
         "\n"
-        "Completion tokens/s, medians of 3 interleaved runs; tokenizing is in, the load of the model is not; in bold how many times as fast batchgen is. "
+        "Completion tokens/s, medians of 3 interleaved runs; with tokenizing, without loading the model; in bold, how many times as fast batchgen is. "
         "The roofline is the time that the linear layers and attention alone would take at this machine's own rates. A CPU, 2 threads, torch 1.2, "
         "transformers 1.2, vllm 1.2, 2026-01-02.\n"
     )
@@ -81,7 +81,7 @@ def test_the_caption_says_when_repeats_are_not_all_there(result: Any) -> None:
 def test_the_caption_does_not_call_single_runs_medians(result: Any) -> None:
     result.ran("batchgen", 1.0)
     result.ran("vllm", 1.0)
-    assert tables(result.json).partition("tokens/s, ")[2].startswith("single runs; tokenizing")
+    assert tables(result.json).partition("tokens/s, ")[2].startswith("single runs; with tokenizing")
 
 
 def test_the_caption_names_the_processor_and_what_it_stands_in_for(result: Any) -> None:
