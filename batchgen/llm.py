@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from numbers import Integral
@@ -53,7 +55,7 @@ class LLM:
     that is not a `Prompt` or `Params` raises `TypeError` before anything runs.
 
     `generate`, `score`, `embed` and `classify` run a list of prompts and return their results. `add` adds prompts to the loop, and `run` is the loop. Callbacks
-    and other threads may call `add` and `cancel`; call everything else from one thread.
+    and other threads may call `add` and `cancel` at any time. One call at a time runs the model: another one raises `RuntimeError` until it has returned.
 
     `progress` shows a bar while a list of prompts runs; None shows it in a notebook only. Ctrl-C (or the interrupt of a notebook's kernel)
     ends the call at the next step with `KeyboardInterrupt`, and `interrupted` then has the results.
@@ -109,7 +111,8 @@ class LLM:
         self._numbers = count()
         self._arriving: deque[_Arrival] = deque()
         self._requests: dict[int, Request] = {}
-        self._running = False
+        self._running = threading.Lock()
+        """Held by the one call that runs the model."""
         self._name = config.model
         self._progress = progress
         self._between_steps: Callable[[], None] | None = None
@@ -260,36 +263,33 @@ class LLM:
 
     def run(self) -> None:
         """Runs until all added prompts are done, also those that are added meanwhile. An exception in a callback ends it and drops the rest."""
-        if self._running:
-            raise RuntimeError("this model is running: add prompts to it with add()")
-        self._running = True
-        try:
-            self._take()
-            while self.engine.unfinished:
-                self.engine.run(stop=self._take)
-                self._take()
-        except BaseException:
-            self._arriving.clear()
-            self._requests.clear()
-            raise
-        finally:
-            self._running = False
+        with self._only_call():
+            self._run()
 
     def close(self) -> None:
         """Frees the model's memory and ends the processes of several devices. Later calls raise `RuntimeError`; `stats` stays valid."""
-        if self._engine is not None:
-            if self._running:
-                raise RuntimeError("this model is running: close it when run() has returned")
-            self._stats = self._engine.stats
-            self._engine.close()
-            self._engine = None
-            gc.collect()  # an engine and the layers of its model refer to themselves
+        with self._only_call("close it when that call has returned"):
+            if self._engine is not None:
+                self._stats = self._engine.stats
+                self._engine.close()
+                self._engine = None
+                gc.collect()  # an engine and the layers of its model refer to themselves
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    @contextmanager
+    def _only_call(self, instead: str = "add prompts to it with add()") -> Iterator[None]:
+        """A context in which no other call runs or closes the model. Raises `RuntimeError` if one does now, in another thread or around a callback."""
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(f"this model is running in another call: {instead}")
+        try:
+            yield
+        finally:
+            self._running.release()
 
     def _check_task(self, task: str) -> None:
         loaded = "generate" if self.tokenizer.head is None else self.tokenizer.head.task
@@ -301,6 +301,12 @@ class LLM:
         rows: list[Row],
         params: SamplingParams | list[SamplingParams] | None,
         options: PromptConfig,
+    ) -> list[Result]:
+        with self._only_call("add prompts to it with add(), or call this when that call has returned"):
+            return self._results_of(rows, params, options)
+
+    def _results_of(
+        self, rows: list[Row], params: SamplingParams | list[SamplingParams] | None, options: PromptConfig
     ) -> list[Result]:
         self.interrupted = []
         results: dict[int, Result] = {}
@@ -318,7 +324,7 @@ class LLM:
 
             self._between_steps = between_steps
             try:
-                self.run()
+                self._run()
             finally:
                 self._between_steps = None
         done = [replace(results[number], row=place) for place, number in enumerate(numbers)]
@@ -358,6 +364,17 @@ class LLM:
         return PromptBuilder(
             self.tokenizer, options, params if isinstance(params, SamplingParams) else SamplingParams()
         )
+
+    def _run(self) -> None:
+        try:
+            self._take()
+            while self.engine.unfinished:
+                self.engine.run(stop=self._take)
+                self._take()
+        except BaseException:
+            self._arriving.clear()
+            self._requests.clear()
+            raise
 
     def _take(self) -> None:
         """Gives the added prompts to the engine."""

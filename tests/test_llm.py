@@ -135,14 +135,43 @@ def test_a_callback_that_fails_drops_the_rest_and_the_model_can_be_used_again(ti
 def test_a_loop_is_not_started_inside_itself(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     llm.add(["a"], PARAMS, on_result=lambda r: llm.generate(["b"]))
-    with pytest.raises(RuntimeError, match=r"^this model is running: add prompts to it with add\(\)$"):
+    with pytest.raises(
+        RuntimeError, match=r"^this model is running in another call: add prompts to it with add\(\), or "
+    ):
         llm.run()
+
+
+def test_a_second_thread_is_refused_and_leaves_nothing_behind(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    want = llm.generate(["a"], PARAMS)
+    before = llm.stats.completion_tokens
+    refused: list[str] = []
+
+    def others() -> None:
+        for call in (lambda: llm.generate(["b"], PARAMS), lambda: llm.score("b", "c"), llm.run, llm.close):
+            with pytest.raises(RuntimeError, match=r"^this model is running in another call: ") as error:
+                call()
+            refused.append(str(error.value).partition(": ")[2])
+
+    def on_result(result: Result) -> None:
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join()
+
+    llm.add(["a"], PARAMS, on_result=on_result)
+    llm.run()
+    whole = "add prompts to it with add(), or call this when that call has returned"
+    assert refused == [whole, whole, "add prompts to it with add()", "close it when that call has returned"]
+    assert (llm.stats.completion_tokens - before, llm.unfinished) == (want[0].completion_tokens, 0)
+    assert llm.generate(["a"], PARAMS) == want
 
 
 def test_a_model_that_runs_is_not_closed(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     llm.add(["a"], PARAMS, on_result=lambda r: llm.close())
-    with pytest.raises(RuntimeError, match=r"^this model is running: close it when run\(\) has returned$"):
+    with pytest.raises(
+        RuntimeError, match=r"^this model is running in another call: close it when that call has returned$"
+    ):
         llm.run()
     llm.close()
 
