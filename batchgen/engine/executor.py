@@ -62,11 +62,9 @@ class GrammarStopper(Stopper):
         super().__init__(*arguments)
         self._constraints = constraints
 
-    def append(self, token: int) -> str | None:
+    def append(self, token: int, whole: bool = False) -> str | None:
         """Does what `Stopper.append` does. Raises `RowError` if the grammar cannot be used or does not allow the token."""
-        whole = self._constraints.accept(self, token)
-        reason = super().append(token)
-        return "stop" if whole else reason
+        return super().append(token, whole or self._constraints.accept(self, token))
 
 
 class StepExecutor:

@@ -8,8 +8,8 @@ completion that ends with `stop` is a text of the grammar, and one that was cut 
 the choice is the model's: no spelling in tokens is preferred or forced.
 
 A model that marks its thoughts thinks first. While it thinks, every token but the end tokens is allowed; the grammar begins with the
-answer. If the prompt has not opened the thoughts, the mark that opens them may be the first token. Thoughts that have used up their
-budget are ended: only the tokens of the closing mark are allowed.
+answer. If the prompt has not opened the thoughts, the mark that opens them may come first; after its first token only its other tokens are
+allowed. Thoughts that have used up their budget are ended: only the tokens of the closing mark are allowed.
 
 The masks of a batch are computed in another thread while the model runs; that thread does not hold the interpreter lock.
 Shapes: N rows, V vocabulary. A word of a mask has 32 tokens, the first in the lowest bit.
@@ -57,7 +57,7 @@ class _Guided:
     budget: int | None = None
     """Tokens that the thoughts may still take; None for no limit."""
     forced: list[int] = field(default_factory=list)
-    """The only tokens that are allowed, in this order: they end the thoughts."""
+    """The only tokens that are allowed, in this order: they complete the mark that opens the thoughts, or end the thoughts."""
 
     @property
     def thinking(self) -> bool:
@@ -88,8 +88,8 @@ class Constraints:
         self._tokenizer = tokenizer
         self._thinking = thinking
         self._piece = Detokenizer(tokenizer).piece if thinking is not None else None
-        self._opening = None if thinking is None else _opening(tokenizer, thinking, vocab_size)
-        """The first token of the mark that opens thoughts, if it is an added token."""
+        self._opening = [] if thinking is None else _opening(tokenizer, thinking, vocab_size)
+        """The tokens of the mark that opens thoughts, if the first of them is an added token; else empty."""
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
         self._vocab_size = vocab_size
         self._eos = frozenset(i for i in eos_token_ids if i < vocab_size)
@@ -136,7 +136,7 @@ class Constraints:
             return None
         end = "".join(map(self._piece, prompt[-PROMPT_END:].tolist()))
         stream = ThoughtStream(self._thinking, end, self._piece)
-        return stream if stream.thinking or self._opening is not None else None
+        return stream if stream.thinking or self._opening else None
 
     def _thought(self, row: _Guided, token: int) -> bool:
         """Takes a sampled token. Returns whether it belongs to the thoughts or their marks, not to the answer."""
@@ -145,13 +145,14 @@ class Constraints:
         if (
             row.matcher is not None and not row.thinking
         ):  # the mask allowed it to open the thoughts or to begin the answer
-            row.thoughts.thinking = token == self._opening
+            row.thoughts.thinking = token in self._opening[:1]
             if not row.thinking:
                 row.thoughts = None
                 return False
+            row.forced = list(self._opening)
         if row.forced:
             row.forced.pop(0)
-        elif row.budget is not None and row.thinking:
+        if row.budget is not None and row.thinking:
             row.budget -= 1
         begins = row.thoughts.append(token)
         if not begins:
@@ -257,8 +258,8 @@ class Constraints:
                     self._vocabulary.fill(masks, [(row.matcher, i)])
         self._place_ends(masks, ours)
         for i, row in ours.items():
-            if row.error is None and row.thoughts is not None and self._opening is not None:
-                masks[i, self._opening // 32] |= np.uint32(1 << self._opening % 32)
+            if row.error is None and row.thoughts is not None and self._opening:
+                masks[i, self._opening[0] // 32] |= np.uint32(1 << self._opening[0] % 32)
         for i in np.flatnonzero(~masks.any(axis=1)).tolist():
             if ours[i].error is None:  # the model has no end token, or its end token is the only text that could follow
                 ours[i].error = _went_wrong(ours[i], "no token may follow")
@@ -304,10 +305,10 @@ class Constraints:
             row.error = _went_wrong(row, one_line(row.matcher.get_error()))
 
 
-def _opening(tokenizer: Any, thinking: ThinkingFormat, vocab_size: int) -> int | None:
-    ids = tokenizer.encode(thinking.open, add_special_tokens=False)
+def _opening(tokenizer: Any, thinking: ThinkingFormat, vocab_size: int) -> list[int]:
+    ids: list[int] = tokenizer.encode(thinking.open, add_special_tokens=False)
     marks = set(tokenizer.get_added_vocab().values())
-    return ids[0] if ids and ids[0] in marks and ids[0] < vocab_size else None
+    return ids if ids and ids[0] in marks and max(ids) < vocab_size else []
 
 
 def _put(

@@ -151,11 +151,14 @@ class Stopper:
             self._follow(0)
         self._text: str | None = None
 
-    def append(self, token: int) -> str | None:
-        """Takes the next token; returns `stop`, `repetition` or `length` when it ends the completion, else None."""
+    def append(self, token: int, whole: bool = False) -> str | None:
+        """Takes the next token; returns `stop`, `repetition` or `length` when it ends the completion, else None.
+
+        `whole`: the text is complete and nothing may follow.
+        """
         self.tokens.append(token)
         repeats = self._repetition is not None and self._repetition.append(token)
-        if token in self._ends or self._stops_at(token):
+        if token in self._ends or self._stops_at(token) or whole:
             self.finish_reason = "stop"
         elif repeats:
             self.finish_reason = "repetition"

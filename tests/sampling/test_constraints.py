@@ -497,6 +497,27 @@ def test_a_model_that_may_think_opens_its_thoughts_or_begins_the_answer() -> Non
     assert allowed(constraints, 2, size) == {b}
 
 
+def test_a_mark_of_several_tokens_is_completed_before_the_thoughts() -> None:
+    from tokenizers import AddedToken
+
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<|channel>", "<channel|>")])
+    size, opens = len(tokenizer), tokenizer.encode("<|channel>thought\n", add_special_tokens=False)
+    closes, a = tokenizer.convert_tokens_to_ids("<channel|>"), id_in(tokenizer, "a")
+    constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
+    constraints.add(0, regex("a", reasoning_budget=len(opens) + 1), (), np.array([a], dtype=np.int32))
+    assert allowed(constraints, 0, size) == {a, opens[0]}
+    for place, token in enumerate(opens):
+        assert place == 0 or allowed(constraints, 0, size) == {token}
+        assert not constraints.accept(0, token)
+    assert allowed(constraints, 0, size) == set(range(size)) - {tokenizer.eos_token_id}
+    assert not constraints.accept(0, a)
+    assert allowed(constraints, 0, size) == {closes}
+    assert not constraints.accept(0, closes)
+    assert allowed(constraints, 0, size) == {a}
+    assert constraints.accept(0, a)
+
+
 def test_thoughts_at_the_end_of_their_budget_can_only_be_closed() -> None:
     tokenizer = thinking_tokenizer()
     size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
