@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import re
 import shlex
 import shutil
@@ -12,7 +11,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,8 +124,11 @@ class InputFile:
     def check_start(self) -> None:
         """Raises `UsageError` if the first bytes of a local file show that its content is not what its name says."""
         path = Path(self.name)
-        if is_url(self.name) or not path.is_file() or not os.access(path, os.R_OK):
-            return
+        if not is_url(self.name) and path.is_file():
+            with suppress(OSError):  # whoever reads the rows says where the file cannot be read
+                self._check_content(path)
+
+    def _check_content(self, path: Path) -> None:
         with path.open("rb") as file:
             start = file.read(len(_LFS))
         if start == _LFS:

@@ -6,6 +6,7 @@ A line that cannot be written (disk full, reader gone) is lost. This does not en
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import json
 import os
 import sys
@@ -15,6 +16,10 @@ from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 from batchgen.errors import BatchgenError, ClosedPipe
+
+_CHECK = "; check its permissions"
+_FILE_HINTS = {errno.EACCES: _CHECK, errno.EPERM: _CHECK, errno.ENAMETOOLONG: "; choose a shorter name"}
+"""By error number: what to do about a file that cannot be used."""
 
 
 def printable(text: str) -> str:
@@ -145,7 +150,13 @@ def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: 
         code = 130
         say("interrupted by SIGINT", code, as_json=as_json)
     except Exception as e:  # noqa: BLE001 - the last resort: one line and an exit code for any error
-        first, code = next(iter(str(e).splitlines()), ""), 1
-        hint = "" if verbose else "; run the command again with -v to see where"
-        say(f"{type(e).__name__}: {first}{hint}", code, as_json=as_json, trace=verbose)
+        message, code = _unexpected(e, "" if verbose else "; run the command again with -v to see where"), 1
+        say(message, code, as_json=as_json, trace=verbose)
     return code
+
+
+def _unexpected(error: Exception, where: str) -> str:
+    """Returns the message of an error that nothing else has turned into one. `where` says how to find its place in the code."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename} cannot be used: {error.strerror}{_FILE_HINTS.get(error.errno or 0, where)}"
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{where}"

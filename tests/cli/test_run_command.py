@@ -206,6 +206,18 @@ def test_verbose_shows_where_an_error_comes_from(verbose: bool, cli: Cli, tmp_pa
     ("error", "line"),
     [
         (RuntimeError("boom\nmore"), "RuntimeError: boom; run the command again with -v to see where"),
+        (
+            PermissionError(13, "Permission denied", "m/x.json"),
+            "m/x.json cannot be used: Permission denied; check its permissions",
+        ),
+        (
+            OSError(36, "File name too long", "aa.jsonl"),
+            "aa.jsonl cannot be used: File name too long; choose a shorter name",
+        ),
+        (
+            OSError(5, "Input/output error"),
+            "OSError: [Errno 5] Input/output error; run the command again with -v to see where",
+        ),
         (MemoryError(), "out of memory; lower --window or --kv-memory"),
         (KeyboardInterrupt(), "interrupted by SIGINT"),
     ],

@@ -281,6 +281,13 @@ def test_junk_after_the_right_first_bytes_is_corrupt_from_its_start(folder, name
         columns(name)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file whose first byte cannot be read")
+def test_a_file_whose_disk_cannot_be_read_breaks_off_where_it_fails(folder):
+    (folder / "x.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(InputCorrupt, match=r"^x\.jsonl breaks off at its start: Input/output error; "):
+        columns("x.jsonl")
+
+
 def test_a_parquet_file_broken_in_one_row_group_gives_the_groups_before_it(folder):
     data = parquet_bytes(
         [{"n": i, "text": f"row {i} " * 20} for i in range(1000)], row_group_size=250, compression="gzip"
