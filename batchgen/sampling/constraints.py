@@ -145,11 +145,10 @@ class Constraints:
         if (
             row.matcher is not None and not row.thinking
         ):  # the mask allowed it to open the thoughts or to begin the answer
-            row.thoughts.thinking = token in self._opening[:1]
-            if not row.thinking:
+            if token not in self._opening[:1]:
                 row.thoughts = None
                 return False
-            row.forced = list(self._opening)
+            row.thoughts.thinking, row.forced = True, list(self._opening)
         if row.forced:
             row.forced.pop(0)
         if row.budget is not None and row.thinking:
