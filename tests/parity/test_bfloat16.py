@@ -1,4 +1,4 @@
-"""In bfloat16 a whole job's logits are as near to those of float32 as transformers' own are: nothing is rounded that it does not round."""
+"""In bfloat16 the logits of a job are as near to those of float32 as transformers' own: we round nothing that it does not round."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from benchmarks.gpu.parity import bfloat16
 from support.models import kernels
 from support.params import slow_but
 
-PLAIN = 1.1
-"""Times transformers' error, without our kernels: torch's products round attention's scores. Measured: 1.00 to 1.09."""
+ERROR_WITHOUT_KERNELS = 1.1
+"""Largest error without our kernels, relative to that of transformers: torch's products round attention's scores. Measured: 1.00 to 1.09."""
 
 
 @pytest.mark.parametrize(
     "name",
     slow_but({"llama"}, ["llama", "qwen2", "qwen3", "gemma2", "mistral/sliding_window", "olmo2", "phi3", "cohere2"]),
 )
-def test_the_error_is_that_of_transformers(name: str) -> None:
+def test_the_rounding_error_is_no_larger_than_that_of_transformers(name: str) -> None:
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
     found = bfloat16(Bench(torch.device("cpu"), tiny=True), name)
@@ -29,7 +29,7 @@ def test_the_error_is_that_of_transformers(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_without_our_kernels_it_is_a_little_more(name: str) -> None:
+def test_without_our_kernels_the_rounding_error_is_at_most_a_tenth_larger(name: str) -> None:
     found = bfloat16(Bench(torch.device("cpu"), tiny=True), name, compiled=False)
     assert found["attention"] == "cascade"
-    assert 0 < found["error"] <= PLAIN * found["error_of_transformers"]
+    assert 0 < found["error"] <= ERROR_WITHOUT_KERNELS * found["error_of_transformers"]

@@ -1,4 +1,4 @@
-"""Every architecture of the installed transformers is exact, logits included, or refused by name with the reason."""
+"""Every architecture of the installed transformers is exact, logits included, or is refused by name and with the reason."""
 
 from __future__ import annotations
 
@@ -28,25 +28,21 @@ from support.models import (
 )
 from support.shapes import CORE, SHAPES, prompts_and_lengths
 
-# transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
+# Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 INSTALLED = ".".join(transformers.__version__.split(".")[:2])
 BLOCKS = 8  # of 32 tokens; the longest completion needs 6
-ALL_SLIDE = {
-    "mistral/sliding_window",
-    "mixtral/sliding_window",
-    "phi3/sliding_window",
-    "starcoder2",
-}  # their blocks are given back as they go
+ALL_LAYERS_SLIDE = {"mistral/sliding_window", "mixtral/sliding_window", "phi3/sliding_window", "starcoder2"}
+"""Their sequences free blocks as they advance, so they are not preempted."""
 TOLERANCE = 5e-5
-"""Largest difference of a logit, relative to the largest logit. Float noise is below a fifth of it (a tenth but for Gemma 4);
-2% of attention's scale, a sliding window, a soft cap or sinks left out make ten times as much and more."""
+"""Largest difference of a logit, relative to the largest logit. Rounding stays below a fifth of it (below a tenth except for Gemma 4).
+A scale of attention that is 2% off, or a missing sliding window, soft cap or sink, makes a difference of at least ten times as much."""
 
 
 PROMPTS, LENGTHS = prompts_and_lengths()
-# The first decodes all side by side; the second mixes prefill in slices with decoding, and runs out of blocks.
-TELLING = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8}}
+# The first decodes all rows together; the second mixes slices of prefill with decoding, and runs out of blocks.
+ENGINES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8}}
 
 
 @cache
@@ -71,11 +67,11 @@ def _params(shapes: list[str], quick: Collection[str] | None = None) -> list[obj
 
 
 @pytest.mark.parametrize("name", _params(sorted(SHAPES), CORE))
-def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
+def test_tokens_and_logits_equal_those_of_generate(name: str) -> None:
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)
     requests = make_requests(PROMPTS, LENGTHS)
-    for how, options in TELLING.items():
+    for how, options in ENGINES.items():
         engine = engine_for(model, **options)
         if how != "all at once":
             engine = engine_for(model, kv_memory=memory_for(engine, BLOCKS), **options)
@@ -86,12 +82,12 @@ def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
         assert seen.furthest(expected) < TOLERANCE * largest, how
         if how == "all at once":
             assert engine.stats.preemptions == 0
-        elif name not in ALL_SLIDE and not model.states:  # few state slots let few run, whose blocks suffice
+        elif name not in ALL_LAYERS_SLIDE and not model.states:  # few state slots let few run, whose blocks suffice
             assert engine.stats.preemptions > 0
 
 
-# What a backend might get wrong, or a module not pass on.
-SPOILT: dict[str, Callable[[LayerOptions], LayerOptions]] = {
+# Options that a backend might ignore or a module might not pass on.
+WRONG_OPTIONS: dict[str, Callable[[LayerOptions], LayerOptions]] = {
     "scale": lambda o: replace(o, scale=o.scale * 1.02),
     "sliding_window": lambda o: replace(o, sliding_window=None),
     "softcap": lambda o: replace(o, softcap=None),
@@ -101,37 +97,37 @@ SPOILT: dict[str, Callable[[LayerOptions], LayerOptions]] = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", _params(sorted(SHAPES)))
-def test_all_that_a_layer_asks_of_attention_shows_in_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_out_an_option_of_attention_changes_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)
     attend = StepAttention.__call__
-    for what, spoil in SPOILT.items():
+    for option, change in WRONG_OPTIONS.items():
         asked: list[bool] = []
 
-        def spoilt(step, layer, q, k, v, options, *, what=what, spoil=spoil, asked=asked):
-            asked.append(getattr(options, what) is not None)
-            return attend(step, layer, q, k, v, spoil(options))
+        def wrong(step, layer, q, k, v, options, *, option=option, change=change, asked=asked):
+            asked.append(getattr(options, option) is not None)
+            return attend(step, layer, q, k, v, change(options))
 
-        monkeypatch.setattr(StepAttention, "__call__", spoilt)
+        monkeypatch.setattr(StepAttention, "__call__", wrong)
         with watched(model) as seen:
             run(engine_for(model), make_requests(PROMPTS, LENGTHS))
         if any(asked):
-            assert seen.furthest(expected) > 10 * TOLERANCE * largest, what
+            assert seen.furthest(expected) > 10 * TOLERANCE * largest, option
 
 
 @pytest.mark.parametrize("name", _params(sorted(VERIFIED)))
-def test_no_verified_architecture_is_refused_as_it_comes(name: str) -> None:
+def test_no_verified_architecture_is_refused_with_its_default_config(name: str) -> None:
     assert refusal(AutoConfig.for_model(name)) is None
 
 
-def test_what_is_verified_is_what_is_tested_here() -> None:
+def test_exactly_the_verified_architectures_are_tested_here() -> None:
     assert {name.split("/")[0] for name in SHAPES} == VERIFIED
     assert len(VERIFIED) >= 80
     assert not VERIFIED & set(REFUSED)
 
 
 @pytest.mark.parametrize("name", _params(sorted(REFUSED)))
-def test_what_cannot_be_exact_is_refused_with_the_reason(name: str) -> None:
+def test_an_architecture_that_cannot_be_exact_is_refused_with_the_reason(name: str) -> None:
     config = SimpleNamespace(model_type=name)
     assert not is_verified(config)
     with pytest.raises(ModelError) as e:
@@ -140,10 +136,10 @@ def test_what_cannot_be_exact_is_refused_with_the_reason(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_text_architecture_of_the_installed_transformers_is_forgotten() -> None:
+def test_every_text_architecture_of_transformers_is_verified_or_refused() -> None:
     unknown = candidates() - VERIFIED - set(REFUSED)
     if _number(INSTALLED) > _number(VERIFIED_ON[-1]):
-        return  # those that came since check themselves when they are loaded
+        return  # newer architectures check themselves when they are loaded
     assert unknown == set()
 
 

@@ -1,8 +1,8 @@
 """With our kernels, on one kind of processor, a row's logits and results are the same to the last bit whatever else is in the job.
 
-Every row is run alone, from its prompt, in one thread. Then random jobs of many rows are run with other policies, budgets, memory
-and numbers of threads, are cut off and continued: every row of logits that anything is sampled from, every token, log-probability
-and score must be `==`.
+Every row is run alone in one thread. Then random jobs of many rows are run with other policies, budgets, amounts of memory and
+numbers of threads, and are interrupted and resumed. Every row of logits that is sampled from, every token, log-probability and
+score must be `==`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def threads() -> Iterator[None]:
 
 @dataclass
 class Outcome:
-    """What a run gave, by row, and the logits that it sampled from, by row key, choice and position."""
+    """The results of a run by row, and the logits that it sampled from by row key, choice and position."""
 
     results: dict[int, Any] = field(default_factory=dict)
     logits: dict[tuple[bytes, int, int], torch.Tensor] = field(default_factory=dict)
@@ -66,13 +66,13 @@ class Outcome:
     def watch(self, engine: Engine) -> None:
         sample = engine.sampler.sample
 
-        def noted(logits: torch.Tensor, sampler_indices: Any, positions: Any, mask: Any = None) -> Any:
+        def sample_and_keep_logits(logits: torch.Tensor, sampler_indices: Any, positions: Any, mask: Any = None) -> Any:
             records = engine.sampler._batch_params.of(sampler_indices)
             for row, record, position in zip(logits, records, positions, strict=True):
                 self.logits[record["key"].tobytes(), int(record["choice"]), int(position)] = row.clone()
             return sample(logits, sampler_indices, positions, mask)
 
-        engine.sampler.sample = noted  # type: ignore[method-assign]
+        engine.sampler.sample = sample_and_keep_logits  # type: ignore[method-assign]
 
 
 def text(rng: random.Random, count: int) -> list[int]:
@@ -80,13 +80,13 @@ def text(rng: random.Random, count: int) -> list[int]:
 
 
 def random_prompts(rng: random.Random, count: int, longest: int) -> list[list[int]]:
-    """A tree: most prompts go on from somewhere inside another; some are equal, some a prefix of another."""
+    """A tree: most prompts branch off from another one; some are equal, some are a prefix of another."""
     prompts = [text(rng, rng.randint(1, longest))]
     while len(prompts) < count:
         above = rng.choice(prompts)
         cut = rng.choice([0, len(above), rng.randint(0, len(above))])
-        more = text(rng, rng.choice([0, 1, rng.randint(1, 40), rng.randint(1, longest)]))
-        prompts.append((above[:cut] + more)[: 3 * longest] or [1])
+        added = text(rng, rng.choice([0, 1, rng.randint(1, 40), rng.randint(1, longest)]))
+        prompts.append((above[:cut] + added)[: 3 * longest] or [1])
     return prompts
 
 
@@ -123,7 +123,7 @@ def random_requests(rng: random.Random, count: int, longest: int) -> list[Reques
 
 
 def alone(model: Any, requests: list[Request]) -> Outcome:
-    """Every row by itself, in one thread."""
+    """Runs every row by itself, in one thread."""
     torch.set_num_threads(1)
     outcome = Outcome()
     for request in requests:
@@ -144,7 +144,7 @@ def random_engine(rng: random.Random, model: Any) -> Engine:
 
 
 def together(rng: random.Random, model: Any, requests: list[Request]) -> Outcome:
-    """All rows in one job: as little memory as holds the largest row half of the time, and cut off up to twice."""
+    """Runs all rows in one job, half of the time with no more memory than the largest row needs. Interrupts the job up to twice."""
     torch.set_num_threads(rng.randint(1, 4))
     outcome = Outcome()
     rows = rng.sample(requests, len(requests))
@@ -170,7 +170,7 @@ def together(rng: random.Random, model: Any, requests: list[Request]) -> Outcome
 
 
 def _run(engine: Engine, rows: list[Request], outcome: Outcome, steps: Iterator[int]) -> dict[int, Any]:
-    """Runs so many steps; returns the completions that are under way."""
+    """Runs as many steps as `steps` has items. Returns the unfinished completions."""
     leaves = leaves_of(rows)
     plan = plan_prefixes([leaf.tokens for leaf in leaves], engine.config.chunk_size)
     begun: dict[int, Any] = {}
@@ -192,8 +192,8 @@ def check(model: Any, seed: int, count: int, longest: int) -> None:
     want, got = alone(model, requests), together(rng, model, requests)
     assert got.results == want.results
     assert got.logits.keys() <= want.logits.keys()
-    for place, logits in got.logits.items():
-        assert torch.equal(logits, want.logits[place]), place
+    for position, logits in got.logits.items():
+        assert torch.equal(logits, want.logits[position]), position
 
 
 MODELS = ["llama", "llama tied", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "olmo2", "phi3"]
@@ -202,14 +202,14 @@ MODELS = ["llama", "llama tied", "qwen2", "qwen3", "mistral/sliding_window", "ge
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", slow_but(["llama tied"], MODELS))
-def test_the_rows_of_a_job_are_those_of_each_row_alone(name: str, dtype: torch.dtype) -> None:
+def test_a_row_of_a_job_equals_the_same_row_run_alone(name: str, dtype: torch.dtype) -> None:
     check(model(name.removesuffix(" tied"), dtype, name.endswith("tied")), 1, 8, 60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 102))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_are_those_of_random_jobs(seed: int, dtype: torch.dtype) -> None:
+def test_a_row_of_a_random_job_equals_the_same_row_run_alone(seed: int, dtype: torch.dtype) -> None:
     rng = random.Random(seed)
     name = rng.choice(MODELS)
     loaded = model(name.removesuffix(" tied"), dtype, name.endswith("tied"))
@@ -217,7 +217,7 @@ def test_so_are_those_of_random_jobs(seed: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_sums_of_a_row_do_not_depend_on_threads_nor_on_rows(rows: int) -> None:
+def test_sums_of_a_row_depend_neither_on_threads_nor_on_other_rows(rows: int) -> None:
     x = torch.randn((5, 150_001), generator=torch.Generator().manual_seed(0)) * 3
     torch.set_num_threads(1)
     weights = x.exp()

@@ -1,4 +1,4 @@
-"""Every architecture with our kernels in its modules gives the logits that it gives without them."""
+"""Every architecture gives the same logits with our kernels in its modules as without them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from support.fusing import fuse
 from support.models import build, kernels
 from support.shapes import CORE, SHAPES, VOCAB
 
-# transformers 5.17 meets torch 2.13 with a warning of its own, where it imports GPTBigCode.
+# Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
-FLOAT32 = 2e-5
-"""Largest difference of a logit, relative to the largest logit. Measured: below 4e-6, but for 1.2e-5 of Gemma 4 with experts."""
+TOLERANCE = 2e-5
+"""Largest difference of a logit, relative to the largest logit. Measured: below 4e-6; 1.2e-5 for Gemma 4 with experts."""
 
 
 def _params() -> list[object]:
@@ -55,29 +55,29 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", _params())
-def test_logits_in_float32_differ_by_rounding_only(name: str) -> None:
+def test_logits_in_float32_differ_only_by_rounding(name: str) -> None:
     model = build(name)
     plain = _logits(model)
     fuse(model)
-    assert float((_logits(model) - plain).abs().max()) < FLOAT32 * float(plain.abs().max())
+    assert float((_logits(model) - plain).abs().max()) < TOLERANCE * float(plain.abs().max())
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite", "gpt_neox/plain", "cohere2"]
 )
-def test_logits_in_bfloat16_differ_no_more_than_between_lengths_of_a_batch(name: str) -> None:
+def test_logits_in_bfloat16_differ_by_no_more_than_their_rounding_error(name: str) -> None:
     model = build(name).bfloat16()
     exact = _logits(copy.deepcopy(model).float())
     plain = _logits(model)
     fuse(model)
-    fusion = _logits(model)
+    fused = _logits(model)
     spread = float((plain - exact).abs().max())
-    assert float((fusion - exact).abs().max()) <= 1.25 * spread
-    assert float((fusion - plain).abs().max()) <= spread
+    assert float((fused - exact).abs().max()) <= 1.25 * spread
+    assert float((fused - plain).abs().max()) <= spread
 
 
-def test_the_usual_parts_are_found() -> None:
-    """What most models are made of; a change in transformers that hides it from us should not pass unseen."""
+def test_the_parts_of_common_models_are_found() -> None:
+    """Fails when a change in transformers hides a part from us, which would only make the model slower."""
     found = {name: dict(fuse(build(name))) for name in ("llama", "qwen3", "gemma2", "phi3", "olmo2", "gpt_neox/plain")}
     assert found == {
         "llama": {

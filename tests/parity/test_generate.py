@@ -1,4 +1,4 @@
-"""Greedy float32 output is transformers' `generate`, prompt by prompt, token for token, whatever the batch and the memory."""
+"""Greedy float32 output equals transformers' `generate` token for token, whatever the batch and the memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ def _text(rng: random.Random, count: int) -> list[int]:
 
 
 def nested_prompts() -> list[list[int]]:
-    """A root, groups and documents under it, and every awkward end: at a chunk, a block, a node, inside and beyond."""
+    """A root with groups and documents below it, and prompts that end at every awkward place: at a chunk, a block or a node, inside it and beyond."""
     rng = random.Random(1)
     root = _text(rng, 40)
     groups = [root + _text(rng, n) for n in (50, 24, 7, 33)]  # the second ends at a block's end
     documents = [groups[0] + _text(rng, n) for n in (20, 38)]
     prompts = [g + _text(rng, rng.randint(1, 30)) for g in groups for _ in range(4)]
     prompts += [d + _text(rng, rng.randint(1, 12)) for d in documents for _ in range(3)]
-    prompts += [root, groups[0], groups[0], groups[1], documents[1]]  # end at a node; twice; a prefix of others
+    prompts += [
+        root,
+        groups[0],
+        groups[0],
+        groups[1],
+        documents[1],
+    ]  # they end at a node; two are equal; some are prefixes of others
     prompts += [root[:CHUNK], root[: 2 * CHUNK], root[:39]]  # prefixes of the root that split it
     prompts += [[5], [5], [6], _text(rng, 1), _text(rng, 70)]  # one token, equal, and nothing in common
     rng.shuffle(prompts)
@@ -71,15 +77,15 @@ def _tokens(results: Iterable[object]) -> list[list[int]]:
     indirect=True,
     ids=str,
 )
-def test_output_is_that_of_generate(expected: list[list[int]], request: pytest.FixtureRequest) -> None:
+def test_output_equals_generate(expected: list[list[int]], request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["expected"]
     requests = make_requests(PROMPTS, LENGTHS)
-    least = plan_prefixes([r.tokens for r in requests], CHUNK).prefill_tokens_min
+    prefill_tokens = plan_prefixes([r.tokens for r in requests], CHUNK).prefill_tokens_min
     engines = ENGINES if name == "llama" else some_of(("all at once", "chunked prefill"), ENGINES)
     for how, options in engines.items():
         engine = engine_for(packed_model(name), **options)
         assert _tokens(run(engine, requests)) == expected, how
-        assert engine.stats.prefill_tokens == least, how
+        assert engine.stats.prefill_tokens == prefill_tokens, how
         assert engine.stats.preemptions == engine.stats.recomputed_tokens == 0, how
 
 
@@ -109,7 +115,7 @@ def test_output_does_not_change_without_sharing(expected: list[list[int]]) -> No
 
 
 @pytest.mark.parametrize("expected", ["llama", "qwen3"], indirect=True, ids=str)
-def test_output_does_not_change_with_the_window(expected: list[list[int]], request: pytest.FixtureRequest) -> None:
+def test_output_does_not_depend_on_the_windows(expected: list[list[int]], request: pytest.FixtureRequest) -> None:
     engine = engine_for(packed_model(request.node.callspec.params["expected"]))
     requests = make_requests(PROMPTS, LENGTHS)
     results = [r for start in range(0, len(requests), 9) for r in run(engine, requests[start : start + 9])]
@@ -118,7 +124,7 @@ def test_output_does_not_change_with_the_window(expected: list[list[int]], reque
     assert engine.stats.prefill_tokens < 0.5 * whole  # nodes of one window serve the next
 
 
-def test_end_tokens_end_a_completion_as_in_generate() -> None:
+def test_end_of_text_tokens_end_a_completion_as_in_generate() -> None:
     model, prompts = reference_model("llama"), PROMPTS[:12]
     free = [generate(model, p, 12) for p in prompts]
     eos = (free[0][3], free[1][0], free[2][11])
@@ -141,7 +147,7 @@ tokens = st.integers(0, 2)  # few different tokens, so that prompts share and co
     step=st.sampled_from([4, 11, None]),
     blocks=st.sampled_from([None, 2, 4]),
 )
-def test_output_is_that_of_generate_on_random_trees(
+def test_output_equals_generate_on_random_trees(
     prompts: list[list[int]],
     lengths: list[int],
     chunk: int,

@@ -1,4 +1,4 @@
-"""Embeddings and classes are those of transformers' own forward, one prompt at a time, whatever the batch, the memory and the tree."""
+"""Embeddings and classes equal those of transformers' own forward of one prompt, whatever the batch, the memory and the tree."""
 
 import copy
 from functools import cache
@@ -37,7 +37,7 @@ def cases():
 
 
 PROMPTS = cases()
-TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+TREE_TOKENS = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
 LABELS = ("red", "green", "blue")
 LAST = OutputHead(task="embed", pooling="last", normalize=True)
 MEAN = OutputHead(task="embed", pooling="mean", normalize=False)
@@ -100,7 +100,7 @@ RECURRENT = ["qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
 
 @pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
 @pytest.mark.parametrize("name", slow_but({"llama", "lfm2"}, FAMILIES + RECURRENT))
-def test_an_embedding_is_that_of_the_hidden_states_of_the_prompt_alone(name, head):
+def test_an_embedding_equals_that_of_the_prompt_run_alone(name, head):
     want = [embedding(reference(name, AutoModel), head, prompt) for prompt in PROMPTS]
     for how, options in ENGINES.items():
         engine = engine_of(packed(name, head), head, **options)
@@ -109,12 +109,12 @@ def test_an_embedding_is_that_of_the_hidden_states_of_the_prompt_alone(name, hea
             np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4, err_msg=how)
             assert result.embedding.dtype == np.float32
             assert (result.text, result.finish_reason, result.completion_tokens) == (None, None, 0)
-        assert engine.stats.prefill_tokens == TRIE, how
+        assert engine.stats.prefill_tokens == TREE_TOKENS, how
         assert engine.stats.scored_tokens == 0
 
 
 @pytest.mark.parametrize("head", [LAST, MEAN, CLASSES], ids=["last", "mean", "classes"])
-def test_outputs_that_are_not_numbers_are_an_error_of_their_own_rows(head):
+def test_outputs_that_are_not_numbers_fail_only_their_own_rows(head):
     bad = VOCAB - 1
     prompts = [[*range(40), i, bad] if i % 2 else [*range(40), i, 1] for i in range(6)] + [[bad], [2, 3]]
     want = run(engine_of(packed("llama", head), head), requests_of(prompts))
@@ -133,7 +133,7 @@ def test_outputs_that_are_not_numbers_are_an_error_of_their_own_rows(head):
 
 
 @pytest.mark.parametrize("name", slow_but({"llama"}, [*FAMILIES, "qwen3_5_text"]))
-def test_classes_have_the_probabilities_of_transformers_head(name):
+def test_classes_have_the_probabilities_that_transformers_gives(name):
     model = reference(name, AutoModelForSequenceClassification)
     for how, options in ENGINES.items():
         engine = engine_of(packed(name, CLASSES), CLASSES, **options)
@@ -146,7 +146,7 @@ def test_classes_have_the_probabilities_of_transformers_head(name):
             assert list(result.choice_probs.values()) == pytest.approx(probs, abs=1e-5), how
             assert result.text == LABELS[int(logits.argmax())]
             assert result.finish_reason == "stop"
-        assert engine.stats.prefill_tokens == TRIE, how
+        assert engine.stats.prefill_tokens == TREE_TOKENS, how
 
 
 @pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
@@ -177,7 +177,7 @@ def test_embeddings_do_not_change_when_memory_is_short(head):
 
 
 @pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
-def test_a_later_window_goes_on_from_the_prefixes_of_an_earlier_one(head):
+def test_a_later_window_reuses_the_prefixes_of_an_earlier_one(head):
     root = numbers(64)
     windows = [[root + numbers(n) for n in (5, 9, 30)] for _ in range(3)]
     engine = engine_of(packed("llama", head), head)
@@ -189,7 +189,7 @@ def test_a_later_window_goes_on_from_the_prefixes_of_an_earlier_one(head):
     assert all(node.source is None for node in engine.block_manager.cached)
 
 
-def test_a_window_that_branches_inside_of_an_earlier_node_sums_its_prefix_anew():
+def test_a_window_that_branches_inside_an_earlier_node_computes_its_prefix_again():
     root, other = numbers(64), numbers(20)
     engine = engine_of(packed("llama", MEAN), MEAN)
     run(engine, requests_of([root + numbers(3), root + numbers(4)]))

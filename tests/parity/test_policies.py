@@ -1,4 +1,4 @@
-"""Under every policy, with forks, short memory and small steps, greedy output is that of `generate`, and nothing is run twice."""
+"""Under every policy, with forks, short memory and small steps, greedy output equals `generate`, and no token is prefilled twice."""
 
 import random
 
@@ -11,7 +11,7 @@ from support.shapes import RECURRENT_SHAPES
 
 
 def deep_tree(rng, depth, path=()):
-    """Prompts under a tree of nodes `depth` deep; two ways on from each, and a prompt that ends at some."""
+    """Prompts of a tree that is `depth` nodes deep: each node has two branches, and at some of them a prompt ends."""
     path = [*path, *random_tokens(rng, rng.randint(3, 20))]
     ends = [path] if rng.random() < 0.4 else []
     if depth == 0:
@@ -22,7 +22,7 @@ def deep_tree(rng, depth, path=()):
 PROMPTS = deep_tree(random.Random(1), 4)
 _lengths = random.Random(2)
 LENGTHS = [_lengths.randint(1, 30 if FULL else 15) for _ in PROMPTS]
-TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+TREE_TOKENS = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy,
     engine = engine_for(packed_model("llama"), policy=policy, **options)
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
-    assert engine.stats.prefill_tokens == TRIE
+    assert engine.stats.prefill_tokens == TREE_TOKENS
     assert engine.stats.preemptions == 0
 
 
 @pytest.mark.parametrize("ahead", slow_but([True], [False, True]))
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
+def test_tokens_do_not_change_in_a_quarter_of_the_memory(expected, policy, ahead):
     whole = engine_for(packed_model("llama"), policy=policy)
     run(whole, make_requests(PROMPTS, LENGTHS))
     blocks = whole.block_manager.pool.peak_used // 4
@@ -65,7 +65,7 @@ def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
     assert engine.block_manager.pool.peak_used <= blocks
-    assert TRIE / engine.stats.prefill_tokens > 0.5
+    assert TREE_TOKENS / engine.stats.prefill_tokens > 0.5
     engine.block_manager.evict_all()
     assert engine.block_manager.pool.num_used == 0
 
@@ -74,7 +74,7 @@ def test_a_quarter_of_the_memory_changes_no_token(expected, policy, ahead):
     "name",
     slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma3_text", "mistral/sliding_window", *RECURRENT_SHAPES]),
 )
-def test_every_fork_writes_what_the_prompt_alone_does(name):
+def test_every_fork_equals_the_completion_of_the_prompt_alone(name):
     rng = random.Random(7)
     root = random_tokens(rng, 45)
     prompts = [root, root + random_tokens(rng, 5), root + random_tokens(rng, 20), random_tokens(rng, 3)]
@@ -89,7 +89,7 @@ def test_every_fork_writes_what_the_prompt_alone_does(name):
 
 
 @pytest.mark.parametrize("ahead", slow_but([True], [False, True]))
-def test_blocks_behind_every_sliding_window_are_given_back(ahead):
+def test_blocks_behind_all_sliding_windows_are_freed(ahead):
     rng = random.Random(8)
     root = random_tokens(rng, 200)
     prompts = [root + random_tokens(rng, n) for n in (9, 60, 3)]
@@ -108,7 +108,7 @@ def test_blocks_behind_every_sliding_window_are_given_back(ahead):
     results = run(engine, make_requests(prompts, [100] * 3))
     assert [list(r.token_ids) for r in results] == want
     assert max(held) <= 7 + 3 * 4
-    assert held[-10] <= 1 + 3 * 2  # of 200 to 300 tokens each the last 24, and what a block holds beside them
+    assert held[-10] <= 1 + 3 * 2  # each sequence keeps the blocks of its last 24 tokens
     later = [[*root, 1, 2], [*root[:90], 3]]
     again = run(engine, make_requests(later, [20, 20]))
     assert [list(r.token_ids) for r in again] == [generate(reference_model(name), p, 20) for p in later]

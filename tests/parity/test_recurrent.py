@@ -1,19 +1,19 @@
-"""Models with recurrent layers: the tokens of `generate` whatever the tree, the batch and the memory, and states at branches only.
+"""Models with recurrent layers write the tokens of `generate` whatever the tree, the batch and the memory, and keep states only at branches.
 
-What is shown for every family of `RECURRENT_SHAPES` (one or two of them in `make test`, all of them in `make test-slow`), and where:
+Each property holds for every family of `RECURRENT_SHAPES` (`make test` runs one or two of them, `make test-slow` all):
 
 | property | test |
 | --- | --- |
-| a tree of nodes five deep, ragged and equal prompts, prompts of one token, prompts that end at a branch, slices of prefill, every policy, a step launched ahead; no token is run twice | `test_a_tree_five_deep_is_prefilled_once_however_it_is_run` |
+| a tree five nodes deep, prompts of many lengths, equal prompts, prompts of one token, prompts that end at a branch, slices of prefill, every policy, a step launched ahead; no token is run twice | `test_a_tree_five_deep_is_prefilled_once_with_every_setting` |
 | a quarter of the memory under every policy | `test_output_does_not_change_when_memory_is_short` |
-| preemptions | `test_sequences_that_are_preempted_go_on_from_the_nearest_state` |
-| windows of a file one after the other | `test_later_windows_go_on_from_states_that_are_kept` |
-| logits | `test_every_architecture.py`: `test_tokens_and_logits_are_those_of_generate` |
-| several completions of a prompt | `test_policies.py`: `test_every_fork_writes_what_the_prompt_alone_does` |
-| scored texts, labels | `test_scores.py`: `test_a_score_is_that_of_a_forward_of_prompt_and_text`, `test_choices_have_the_probabilities_of_their_tokens` |
+| preemptions | `test_preempted_sequences_continue_from_the_nearest_state` |
+| the windows of a file | `test_later_windows_continue_from_the_states_that_are_kept` |
+| logits | `test_every_architecture.py`: `test_tokens_and_logits_equal_those_of_generate` |
+| several completions of a prompt | `test_policies.py`: `test_every_fork_equals_the_completion_of_the_prompt_alone` |
+| scored texts, labels | `test_scores.py`: `test_a_score_equals_that_of_one_forward_over_prompt_and_text`, `test_the_probabilities_of_choices_are_those_of_their_tokens` |
 | a job from its folder to its rows, resumed, on two devices | `../test_recurrent_job.py`: `test_a_job_is_resumed_and_runs_on_two_devices_with_the_rows_of_generate` |
-| memory of states as planned | `../state/test_sizes.py`: `test_the_plan_of_a_models_memory_is_exact` |
-| multimodal wrappers, such as that of Qwen 3.5 | `test_wrappers.py`: `test_text_is_that_of_the_wrappers_own_generate` |
+| memory of states | `../state/test_sizes.py`: `test_the_plan_of_a_models_memory_is_exact` |
+| multimodal wrappers, such as that of Qwen 3.5 | `test_wrappers.py`: `test_text_equals_that_of_the_wrappers_own_generate` |
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from support.shapes import RECURRENT_SHAPES
 
 
 def deep_tree(rng: random.Random, depth: int, path: tuple[int, ...] = ()) -> list[list[int]]:
-    """Prompts under a tree of nodes `depth` deep: two ways on from each, prompts that end at some, and equal ones."""
+    """Prompts of a tree that is `depth` nodes deep: each node has two branches, and at some of them one or two prompts end."""
     path = (*path, *random_tokens(rng, rng.choice([1, 2, 5, 17, 40])))
     ends = [list(path)] * rng.choice([0, 0, 1, 2])
     if depth == 0:
@@ -62,7 +62,7 @@ DEPTH = 5
 PROMPTS = [*deep_tree(random.Random(1), DEPTH - 1), [5], [5], [6], random_tokens(random.Random(2), 150)]
 _lengths = random.Random(3)
 LENGTHS = [_lengths.choice([1, 2, 6]) for _ in PROMPTS]
-TRIE = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+TREE_TOKENS = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
 ENGINES = {
     "all at once": {},
     "prefill in slices": {"max_batch_tokens": 24, "batch_size": 6},
@@ -89,7 +89,7 @@ def name_of(request: pytest.FixtureRequest) -> str:
 
 
 @each_family
-def test_a_tree_five_deep_is_prefilled_once_however_it_is_run(
+def test_a_tree_five_deep_is_prefilled_once_with_every_setting(
     expected: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
     quick = ("prefill in slices", "a step ahead") if name_of(request) == "lfm2" else ("in small slices",)
@@ -98,7 +98,7 @@ def test_a_tree_five_deep_is_prefilled_once_however_it_is_run(
         engine = engine_for(packed_model(name_of(request)), **options)
         results = run(engine, make_requests(PROMPTS, LENGTHS))
         assert [list(r.token_ids) for r in results] == expected, how
-        assert engine.stats.prefill_tokens == TRIE, how
+        assert engine.stats.prefill_tokens == TREE_TOKENS, how
         assert engine.stats.preemptions == 0, how
 
 
@@ -121,7 +121,7 @@ def test_output_does_not_change_when_memory_is_short(
 
 
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, RECURRENT_SHAPES))
-def test_sequences_that_are_preempted_go_on_from_the_nearest_state(name: str) -> None:
+def test_preempted_sequences_continue_from_the_nearest_state(name: str) -> None:
     rng, count = random.Random(4), 12 if FULL else 6
     root = random_tokens(rng, 50)
     prompts = [root + random_tokens(rng, rng.randint(1, 20)) for _ in range(count)]
@@ -133,15 +133,15 @@ def test_sequences_that_are_preempted_go_on_from_the_nearest_state(name: str) ->
     engine = engine_for(model, batch_size=12, kv_memory=memory_for(whole, blocks))
     results = run(engine, make_requests(prompts, [length] * count))
     assert [list(r.token_ids) for r in results] == expected
-    # What a sequence holds grows with its keys and values alone.
+    # Without attention, the memory of a sequence does not grow, and nothing is preempted.
     grows = name not in WITHOUT_ATTENTION
     assert (engine.stats.preemptions > 0) == grows
     assert (engine.stats.recomputed_tokens > 0) == grows
 
 
 @pytest.mark.parametrize("batch_size", slow_but({3}, [1, 3, 8]))
-def test_states_are_never_more_than_the_tree_is_deep_and_sequences_run(batch_size: int) -> None:
-    """With just so many slots nothing is run twice."""
+def test_one_state_slot_per_level_of_the_tree_and_per_sequence_is_enough(batch_size: int) -> None:
+    """With that many slots, no token is run twice."""
     expected = [generate(reference_model("mamba2"), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     model = packed_model("mamba2")  # whose memory is for states alone
     slots = DEPTH + batch_size
@@ -153,7 +153,7 @@ def test_states_are_never_more_than_the_tree_is_deep_and_sequences_run(batch_siz
     assert max(node.depth for node in plan.nodes) + 1 == DEPTH
     results = run(engine, make_requests(PROMPTS, LENGTHS))
     assert [list(r.token_ids) for r in results] == expected
-    assert engine.stats.prefill_tokens == TRIE
+    assert engine.stats.prefill_tokens == TREE_TOKENS
     assert engine.block_manager.state_slots.peak_used <= slots
     assert (
         engine.stats.state_bytes_peak == engine.block_manager.state_slots.peak_used * engine.sizes.bytes_per_state_slot
@@ -161,11 +161,11 @@ def test_states_are_never_more_than_the_tree_is_deep_and_sequences_run(batch_siz
 
 
 @each_family
-def test_later_windows_go_on_from_states_that_are_kept(
+def test_later_windows_continue_from_the_states_that_are_kept(
     expected: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
     engine = engine_for(packed_model(name_of(request)))
-    order = sorted(range(len(PROMPTS)), key=PROMPTS.__getitem__)  # as a whole file is run
+    order = sorted(range(len(PROMPTS)), key=PROMPTS.__getitem__)  # prefix order, as for a whole file
     requests = make_requests(PROMPTS, LENGTHS)
     tokens: dict[int, list[int]] = {}
     for start in range(0, len(order), 20):
@@ -173,12 +173,12 @@ def test_later_windows_go_on_from_states_that_are_kept(
         tokens |= {r.row: list(r.token_ids) for r in run(engine, window)}
     assert [tokens[row] for row in range(len(PROMPTS))] == expected
     paths = (len(order) // 20) * max(map(len, PROMPTS))
-    assert engine.stats.prefill_tokens <= TRIE + paths
+    assert engine.stats.prefill_tokens <= TREE_TOKENS + paths
     assert engine.stats.prefill_tokens < 0.5 * sum(map(len, PROMPTS))
 
 
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"]))
-def test_steps_that_run_out_of_memory_and_leave_states_behind_are_made_smaller(
+def test_a_step_that_runs_out_of_memory_after_changing_states_is_split(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [generate(reference_model(name), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
@@ -186,7 +186,7 @@ def test_steps_that_run_out_of_memory_and_leave_states_behind_are_made_smaller(
     forward, sizes = model.module.forward, []
 
     def limited(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)  # so that all states are changed
+        output = forward(*args, **kwargs)  # changes all states
         size = kwargs["input_ids"].shape[1]
         sizes.append(size)
         if size > 100 or (len(sizes) == 9 and size > 1):
@@ -207,7 +207,7 @@ def test_steps_that_run_out_of_memory_and_leave_states_behind_are_made_smaller(
 @pytest.mark.parametrize(
     "name", slow_but({"mamba", "qwen3_5_text"}, ["mamba", "mamba2", "jamba", "qwen3_5_text", "minimax"])
 )
-def test_in_bfloat16_logits_are_those_of_float32_but_for_its_rounding(name: str) -> None:
+def test_logits_in_bfloat16_differ_from_float32_only_by_rounding(name: str) -> None:
     """Mamba keeps its residual in float32 beside bfloat16 weights."""
     prompts = [random_tokens(random.Random(6), n) for n in (3, 20, 70)]
     exact = [expect(reference_model(name), p, 1) for p in prompts]
@@ -220,8 +220,8 @@ def test_in_bfloat16_logits_are_those_of_float32_but_for_its_rounding(name: str)
         assert float((last[place] - logits.float()).norm() / last[place].norm()) < 0.1
 
 
-def test_a_result_that_is_not_a_number_stays_in_its_own_row() -> None:
-    """Slots and convolutions are used by one sequence after another."""
+def test_logits_that_are_not_numbers_fail_only_their_own_row() -> None:
+    """One sequence after another uses the same state slots, so a NaN must not stay in one."""
     model = packed_model("qwen3_5_text", compiled=False)
     embedding = model.module.get_input_embeddings().weight
     rng = random.Random(5)

@@ -1,4 +1,4 @@
-"""Scores of texts and of labels are those of transformers' own forward, whatever the batch, the memory and the tree."""
+"""Scores of texts and labels equal those of transformers' own forward, whatever the batch, the memory and the tree."""
 
 import random
 
@@ -15,7 +15,7 @@ from support.shapes import RECURRENT_SHAPES
 
 @torch.inference_mode()
 def teacher(model, prompt, text):
-    """Log-probability of the text's tokens after the prompt, and whether each is the likeliest."""
+    """Returns the log-probability of the text after the prompt, and whether each of its tokens is the likeliest."""
     logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].float()
     targets = torch.tensor(text)
     logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -24,9 +24,9 @@ def teacher(model, prompt, text):
 
 def scored(prompts, texts, choices=()):
     requests, seen = [], {}
-    for row, (prompt, of) in enumerate(zip(prompts, texts, strict=True)):
+    for row, (prompt, scored_texts) in enumerate(zip(prompts, texts, strict=True)):
         params = SamplingParams(choices=tuple(choices))
-        tokens, arrays = np.array(prompt, dtype=np.int32), tuple(np.array(t, dtype=np.int32) for t in of)
+        tokens, arrays = np.array(prompt, dtype=np.int32), tuple(np.array(t, dtype=np.int32) for t in scored_texts)
         digest = row_digest(tokens, params, arrays)
         seen[digest] = seen.get(digest, -1) + 1
         key = row_key(digest, seen[digest])
@@ -63,7 +63,7 @@ ENGINES = {
     "name",
     slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma2", "mistral/sliding_window", *RECURRENT_SHAPES]),
 )
-def test_a_score_is_that_of_a_forward_of_prompt_and_text(name):
+def test_a_score_equals_that_of_one_forward_over_prompt_and_text(name):
     want = [teacher(reference_model(name), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]
     assert name != "llama" or want[0][1]
     tokens = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
@@ -90,7 +90,7 @@ def test_scores_do_not_change_when_memory_is_short():
 
 @pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", *RECURRENT_SHAPES]))
 @pytest.mark.parametrize("choices", [[[3], [4], [5]], [[3, 1], [3, 2], [4], [3, 1, 7]], [[9] * 30, [9] * 29 + [8]]])
-def test_choices_have_the_probabilities_of_their_tokens(name, choices):
+def test_the_probabilities_of_choices_are_those_of_their_tokens(name, choices):
     labels = [f"label {i}" for i in range(len(choices))]
     model = reference_model(name)
     results = run(engine_for(packed_model(name)), scored(PROMPTS, [choices] * len(PROMPTS), labels))
@@ -105,7 +105,7 @@ def test_choices_have_the_probabilities_of_their_tokens(name, choices):
         assert (result.finish_reason, result.score) == ("stop", None)
 
 
-def test_rows_that_score_and_rows_that_generate_share_their_prefixes():
+def test_rows_that_score_and_rows_that_generate_share_prefixes():
     rng = random.Random(4)
     root = random_tokens(rng, 50)
     prompts = [root + random_tokens(rng, n) for n in (5, 9, 0, 3)]
@@ -124,7 +124,7 @@ def test_rows_that_score_and_rows_that_generate_share_their_prefixes():
     assert engine.stats.prefill_tokens == 50 + 5 + 9 + 3
 
 
-def test_without_sharing_the_probabilities_are_the_same():
+def test_probabilities_are_the_same_without_sharing():
     choices = [[[3], [4, 1]]] * len(PROMPTS)
     shared, alone = (
         run(engine_for(packed_model("llama")), scored(PROMPTS, choices, ["a", "b"]), share=share)
@@ -134,13 +134,13 @@ def test_without_sharing_the_probabilities_are_the_same():
         assert one.choice_probs == pytest.approx(other.choice_probs, abs=1e-5)
 
 
-def test_what_labels_would_hold_without_sharing_is_counted():
+def test_the_memory_that_labels_would_take_without_sharing_is_counted():
     engine = engine_for(packed_model("llama"))
     run(engine, scored([PROMPTS[0]], [[[3], [4], [5]]], ["a", "b", "c"]))
     assert engine.stats.kv_bytes_unshared == 3 * len(PROMPTS[0]) * engine.sizes.bytes_per_token
 
 
-def test_a_label_above_temperature_0_is_a_draw_by_its_probability():
+def test_above_temperature_0_a_label_is_sampled_by_its_probability():
     rng = random.Random(5)
     prompt = random_tokens(rng, 20)
     params = SamplingParams(choices=("a", "b", "c"), temperature=1.0)

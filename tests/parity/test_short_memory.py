@@ -1,6 +1,6 @@
-"""With a quarter of the blocks that the batch would like, every row is still what transformers writes, and no block is lost.
+"""With a quarter of the blocks that the job would use, every row still equals transformers' output, and no block is lost.
 
-Random trees, lengths, budgets, policies, forks, scored texts, priorities and cancellations, on a real (tiny) model.
+Trees, lengths, budgets, policies, forks, scored texts, priorities and cancellations are random; the model is real but tiny.
 """
 
 import random
@@ -20,7 +20,6 @@ from support.models import engine_for, generate, memory_for, packed_model, refer
 from support.params import slow_but
 
 LONGEST = 30
-preempted = []
 
 
 @cache
@@ -60,11 +59,11 @@ def random_requests(rng):
 
 def run(engine, requests, cancelled, after):
     leaves = leaves_of(requests)
-    results, drawn = {}, [0]
+    results, sampled = {}, [0]
 
     def on_token(row, choice, token):
-        drawn[0] += 1
-        if drawn[0] == after:
+        sampled[0] += 1
+        if sampled[0] == after:
             for request in cancelled:
                 engine.cancel(request)
 
@@ -75,6 +74,7 @@ def run(engine, requests, cancelled, after):
 
 
 def check(seed, policy, name="llama"):
+    """Runs a random job in a quarter of its memory and checks every row. Returns the number of preemptions."""
     rng = random.Random(seed)
     requests = random_requests(rng)
     tokens = rng.choice([3, 16, 2048])
@@ -89,11 +89,11 @@ def check(seed, policy, name="llama"):
     model = packed_model(name)
     whole = engine_for(model, kv_memory="4MiB", debug=False, **options)
     run(whole, requests, [], 0)
-    most = max(-(-leaf.max_kv_tokens // whole.sizes.block_size) for leaf in leaves_of(requests))
-    blocks = max(most, whole.block_manager.pool.peak_used // 4)
+    largest = max(-(-leaf.max_kv_tokens // whole.sizes.block_size) for leaf in leaves_of(requests))
+    blocks = max(largest, whole.block_manager.pool.peak_used // 4)
     engine = engine_for(
         model, kv_memory=memory_for(whole, blocks), **options
-    )  # --debug: every invariant after every step
+    )  # checks every invariant after every step
     cancelled = rng.sample(requests, rng.choice([0, 0, 1, 3]) % (len(requests) + 1)) if len(requests) > 2 else []
     results = run(engine, requests, cancelled, rng.randint(1, 60))
     assert sorted(results) == [r.row for r in requests]
@@ -114,7 +114,7 @@ def check(seed, policy, name="llama"):
     engine.block_manager.evict_all()
     assert engine.block_manager.pool.num_used == 0
     assert not engine.sampler.used
-    preempted.append(engine.stats.preemptions)
+    return engine.stats.preemptions
 
 
 cases = given(seed=st.integers(0, 2**32), policy=st.sampled_from(sorted(POLICIES)))
@@ -133,7 +133,7 @@ def test_every_row_is_exact_in_a_quarter_of_the_memory(seed, policy):
     max_examples=12, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @cases
-def test_every_row_is_exact_with_few_blocks_and_few_states(name, seed, policy):
+def test_every_row_is_exact_with_few_blocks_and_few_state_slots(name, seed, policy):
     check(seed, policy, name)
 
 
@@ -145,8 +145,5 @@ def test_every_row_is_exact_in_a_quarter_of_the_memory_in_many_more_cases(seed, 
 
 
 @pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", "lfm2"]))
-def test_rows_that_are_preempted_are_exact(name):
-    preempted.clear()
-    for seed in range(2, 5):
-        check(seed, "prefix", name)
-    assert sum(preempted) > 0
+def test_preempted_rows_are_exact(name):
+    assert sum(check(seed, "prefix", name) for seed in range(2, 5)) > 0

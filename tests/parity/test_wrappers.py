@@ -1,4 +1,4 @@
-"""Text through a multimodal checkpoint is what the wrapper's own `generate` gives, logits included, and nothing but the language model is loaded."""
+"""A multimodal checkpoint writes the text of the wrapper's own `generate`, with the same logits, and only its language model is loaded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from support.models import engine_for, expect, make_requests, memory_for, run, t
 from support.shapes import SHAPES, prompts_and_lengths
 from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
-# Of transformers 5.17, about the parts of the reference that text must not reach, which have no memory.
+# Warnings of transformers 5.17. The first is about parts of the reference that text never reaches: they are on the meta device.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning"),
-    # transformers 5.17, of itself
     pytest.mark.filterwarnings("ignore:`acoustic_tokenizer_chunk_size` is deprecated:FutureWarning"),
 ]
 
 PROMPTS, LENGTHS = prompts_and_lengths()
 TOLERANCE = 5e-5
 """Largest difference of a logit, relative to the largest logit."""
-# One way to be built is quick, the others are slow tests: the usual one, plain positions for mrope, towers from timm, experts with MLA, no `logits_to_keep`, no `text_config`, recurrent layers.
 CORE = {"qwen2_5_vl"}
+"""The other wrappers are slow tests."""
 MODES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8, "kv_memory": "blocks"}}
 BLOCKS = 8
 
@@ -49,7 +48,7 @@ def tokenizer_of(config: object) -> LoadedTokenizer:
 
 
 @pytest.mark.parametrize("name", _params())
-def test_text_is_that_of_the_wrappers_own_generate(name: str, tmp_path: Path) -> None:
+def test_text_equals_that_of_the_wrappers_own_generate(name: str, tmp_path: Path) -> None:
     written = text_model(name)
     whole = whole_model(written)
     expected = [expect(whole, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
@@ -71,7 +70,7 @@ def test_text_is_that_of_the_wrappers_own_generate(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", _params())
-def test_what_text_does_not_reach_is_left_out(name: str) -> None:
+def test_parts_that_text_does_not_need_are_left_out(name: str) -> None:
     model = text_model(name)
     left_out = [part.name for part in model.modules() if isinstance(part, Absent)]
     assert left_out or name == "mistral4"
@@ -81,10 +80,10 @@ def test_what_text_does_not_reach_is_left_out(name: str) -> None:
 
 
 SMALL = {"fast_vlm", "mistral4", "perception_lm"}
-"""Nothing but the language model, or its vision part is made by timm, which tests do without."""
+"""These have nothing but a language model, or their vision part needs timm, which tests do without."""
 
 
-def test_at_least_sixty_wrappers_are_verified_and_all_of_them_tested() -> None:
+def test_at_least_sixty_wrappers_are_verified_and_all_are_tested() -> None:
     assert set(TEXTS) == WRAPPERS
     assert len(WRAPPERS & with_text_config()) >= 60
     assert with_text_config() <= WRAPPERS | set(REFUSED)
@@ -92,7 +91,7 @@ def test_at_least_sixty_wrappers_are_verified_and_all_of_them_tested() -> None:
     assert {inner for inner, _ in TEXTS.values() if inner} - {shape.split("/")[0] for shape in SHAPES} == INNER
 
 
-def test_the_language_model_inside_decides() -> None:
+def test_the_language_model_inside_decides_whether_a_wrapper_is_verified() -> None:
     plain = config_of("llava")
     assert is_verified(plain)
     plain.text_config = AutoConfig.for_model("xlstm")
@@ -102,7 +101,7 @@ def test_the_language_model_inside_decides() -> None:
     assert not is_verified(alone)
 
 
-def test_a_checkpoint_that_speaks_is_loaded_as_the_part_that_writes(tmp_path: Path) -> None:
+def test_of_a_checkpoint_that_speaks_only_the_text_part_is_loaded(tmp_path: Path) -> None:
     written = text_model("qwen2_5_omni_thinker")
     config = AutoConfig.for_model("qwen2_5_omni", thinker_config=written.config.to_dict())
     assert is_verified(config)
