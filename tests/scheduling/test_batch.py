@@ -13,7 +13,7 @@ def pending(packed):
     return packed.pending_places.tolist(), packed.pending_sampler_indices.tolist()
 
 
-def test_tokens_that_only_the_device_knows_are_zero_and_named_by_place_and_sampler_index():
+def test_tokens_that_are_still_on_the_device_are_zero_and_listed_by_place_and_sampler_index():
     s = sim.Simulation(ahead=True)
     s.load([[5, 6], [7, 8], [9]], [3, 1, 3])
     first = s.step().packed
@@ -25,7 +25,7 @@ def test_tokens_that_only_the_device_knows_are_zero_and_named_by_place_and_sampl
     assert pending(second.packed) == ([0, 1], [w.span.sampler_index for w in second.spans])
 
 
-def test_tokens_that_the_host_knows_are_there():
+def test_a_batch_contains_the_tokens_that_the_host_knows():
     s = sim.Simulation()
     s.load([[5, 6], [7, 8, 9]], [3, 3])
     s.step()
@@ -34,7 +34,7 @@ def test_tokens_that_the_host_knows_are_there():
     assert pending(batch.packed) == ([], [])
 
 
-def test_a_batch_says_who_wants_which_row_of_the_logits():
+def test_a_batch_says_which_row_of_the_logits_each_sequence_uses():
     s = sim.Simulation()
     s.load([[1, 2], [1, 2], [1, 2, 3], [4, 5]], [2, 2, 2, 1], texts=[[], [], [], [[6, 7]]])
     first = s.step()  # the node [1, 2] and the text: logits after 2; after 5 and 6
@@ -52,7 +52,7 @@ def test_a_batch_says_who_wants_which_row_of_the_logits():
     assert third.sample_rows.tolist() == [0, 1, 2]
 
 
-def test_sampler_indices_and_sequences_that_ended_are_told_once():
+def test_finished_sequences_and_their_sampler_indices_are_reported_once():
     s = sim.Simulation()
     s.load([[1], [2], [3]], [1, 2, 3])
     first = s.step()
@@ -67,7 +67,7 @@ def test_sampler_indices_and_sequences_that_ended_are_told_once():
     assert s.scheduler.take_freed() == ((), (), ())
 
 
-def test_a_readback_gives_each_tensor_its_own_numbers():
+def test_a_readback_returns_the_numbers_of_each_tensor():
     tokens, valid = torch.tensor([3, 2**40 + 1]), torch.tensor([True, False])
     assert Readback([tokens, valid], CPU).lists() == [[3, 2**40 + 1], [1, 0]]
     measured = torch.tensor([[0.5, 7.0], [1.5, 8.0]], dtype=torch.float64)
@@ -75,15 +75,15 @@ def test_a_readback_gives_each_tensor_its_own_numbers():
     assert Readback([], CPU).lists() == []
 
 
-def test_a_readback_is_what_the_tensors_were_when_it_was_made():
+def test_a_readback_keeps_the_values_of_the_time_it_was_made():
     numbers = torch.tensor([1, 2])
     back = Readback([numbers], CPU)
     numbers.zero_()
     assert back.lists() == [[1, 2]]
 
 
-def test_a_readback_waits_when_it_is_asked_and_for_its_own_event(monkeypatch):
-    """By a device in name only."""
+def test_a_readback_waits_for_its_own_event_when_it_is_read(monkeypatch):
+    """The device is faked."""
     did = []
     event = SimpleNamespace(synchronize=lambda: did.append("waited"))
     stream = SimpleNamespace(record_event=lambda: (did.append("recorded"), event)[1])

@@ -23,7 +23,7 @@ def node(start, end, index=0, parent=-1):
 
 
 def window(start, end, parent=None):
-    """A window with one node, 0, that hangs on a branch."""
+    """A window with one node, whose parent belongs to another window."""
     leaf = SimpleNamespace(tokens=np.arange(100, dtype=np.int32))
     return SimpleNamespace(
         number=-1, plan=SimpleNamespace(nodes=[node(start, end, 0, -1 if parent is None else 1)]), leaves=[leaf],
@@ -31,18 +31,18 @@ def window(start, end, parent=None):
     )  # fmt: skip
 
 
-def copies(memory):
+def take_copies(memory):
     return tuple((move.source, move.to) for move in memory.take_moves())
 
 
-def opened(memory, start, end, parent=None):
+def computed_node(memory, start, end, parent=None):
     """A node whose tokens have been computed."""
     node_span = memory.open_node(window(start, end, parent), 0, 0)
     node_span.computed = node_span.end
     return node_span
 
 
-def sequence(sim, prompt, length, at=0):
+def sequence(prompt, length, at=0):
     (leaf,) = sim.make_leaves([range(prompt)], [length])
     return GenerationSequence(
         window=-1, place=(at, AFTER_NODES), parent=None, start=0, table=[], computed=0, leaf=leaf, index=at,
@@ -54,125 +54,125 @@ def check(memory, *spans):
     memory.pool.check(span.table for span in [*spans, *memory.cached])
 
 
-def test_a_node_gets_a_run_of_blocks_and_a_sequence_blocks_from_the_other_end(memory):
-    node_span = opened(memory, 0, 10)
-    seq = sequence(sim, 9, 1)
+def test_a_node_takes_a_run_of_blocks_and_a_sequence_takes_blocks_from_the_other_end(memory):
+    node_span = computed_node(memory, 0, 10)
+    seq = sequence(9, 1)
     assert memory.open_sequence(seq, None, reserve=None)
     assert (node_span.table, seq.table) == ([0, 1, 2], [19, 18, 17])
     assert (seq.start, seq.computed) == (0, 0)
 
 
-def test_the_first_sequence_writes_on_in_its_nodes_last_block_and_the_others_copy_it(memory):
-    node_span = opened(memory, 0, 10)
-    first, second, third = (sequence(sim, 13, 1, i) for i in range(3))
+def test_the_first_sequence_writes_into_its_nodes_last_block_and_the_others_copy_it(memory):
+    node_span = computed_node(memory, 0, 10)
+    first, second, third = (sequence(13, 1, i) for i in range(3))
     for seq in (first, second, third):
         assert memory.open_sequence(seq, node_span, reserve=0)
         assert (seq.start, seq.computed) == (10, 10)
     assert [s.table for s in (first, second, third)] == [[0, 1, 2, 19], [0, 1, 18, 17], [0, 1, 16, 15]]
     assert memory.has_tail_writer(node_span)
-    assert copies(memory) == ((2, 18), (2, 16))
-    assert copies(memory) == ()
+    assert take_copies(memory) == ((2, 18), (2, 16))
+    assert take_copies(memory) == ()
     check(memory, node_span, first, second, third)
 
 
-def test_the_last_block_can_be_claimed_again_once_its_writer_is_gone(memory):
-    node_span = opened(memory, 0, 6)
-    first, second = (sequence(sim, 7, 1, i) for i in range(2))
+def test_the_last_block_can_be_claimed_again_after_its_writer_has_closed(memory):
+    node_span = computed_node(memory, 0, 6)
+    first, second = (sequence(7, 1, i) for i in range(2))
     memory.open_sequence(first, node_span, reserve=0)
     memory.close(first)
     assert (first.table, memory.has_tail_writer(node_span)) == ([], False)
     memory.open_sequence(second, node_span, reserve=0)
-    assert (second.table, copies(memory)) == ([0, 1], ())
+    assert (second.table, take_copies(memory)) == ([0, 1], ())
 
 
-def test_the_last_block_cannot_be_claimed_while_something_below_its_writer_holds_it(memory):
-    node_span = opened(memory, 0, 5)
-    writer = opened(memory, 5, 6, node_span)
-    below = opened(memory, 6, 7, writer)
+def test_the_last_block_cannot_be_claimed_while_a_node_below_its_writer_holds_it(memory):
+    node_span = computed_node(memory, 0, 5)
+    writer = computed_node(memory, 5, 6, node_span)
+    below = computed_node(memory, 6, 7, writer)
     memory.evict(writer)
     assert (below.table, memory.has_tail_writer(node_span)) == ([0, 1], True)
-    other = opened(memory, 5, 6, node_span)
-    assert (other.table, copies(memory)) == ([0, 19], ((1, 19),))
+    other = computed_node(memory, 5, 6, node_span)
+    assert (other.table, take_copies(memory)) == ([0, 19], ((1, 19),))
     memory.evict(below)
     assert not memory.has_tail_writer(node_span)
     check(memory, node_span, other)
 
 
-def test_a_node_that_ends_with_a_block_has_no_tail_to_copy(memory):
-    node_span = opened(memory, 0, 8)
-    first, second = (sequence(sim, 9, 1, i) for i in range(2))
+def test_a_node_that_ends_at_the_end_of_a_block_has_no_tail_to_copy(memory):
+    node_span = computed_node(memory, 0, 8)
+    first, second = (sequence(9, 1, i) for i in range(2))
     memory.open_sequence(first, node_span, reserve=0)
     memory.open_sequence(second, node_span, reserve=0)
-    assert (first.table, second.table, copies(memory)) == ([0, 1, 19], [0, 1, 18], ())
+    assert (first.table, second.table, take_copies(memory)) == ([0, 1, 19], [0, 1, 18], ())
     assert not memory.has_tail_writer(node_span)
 
 
-def test_a_node_with_blocks_of_its_own_copies_its_parents_tail_to_stay_in_one_run(memory):
-    parent = opened(memory, 0, 6)
-    child = opened(memory, 6, 13, parent)
+def test_a_node_with_blocks_of_its_own_copies_its_parents_tail_so_that_they_form_one_run(memory):
+    parent = computed_node(memory, 0, 6)
+    child = computed_node(memory, 6, 13, parent)
     assert (parent.table, child.table) == ([0, 1], [0, 2, 3, 4])
-    assert (copies(memory), memory.has_tail_writer(parent)) == (((1, 2),), False)
+    assert (take_copies(memory), memory.has_tail_writer(parent)) == (((1, 2),), False)
 
 
-def test_a_node_claims_its_parents_tail_where_there_is_no_block_for_a_copy():
+def test_a_node_claims_its_parents_tail_if_no_block_is_left_for_a_copy():
     memory = BlockManager(BlockPool(4), block_size=4)
-    parent = opened(memory, 0, 6)
-    child = opened(memory, 6, 13, parent)
-    assert (child.table, copies(memory), memory.has_tail_writer(parent)) == ([0, 1, 2, 3], (), True)
+    parent = computed_node(memory, 0, 6)
+    child = computed_node(memory, 6, 13, parent)
+    assert (child.table, take_copies(memory), memory.has_tail_writer(parent)) == ([0, 1, 2, 3], (), True)
 
 
-def test_tiny_nodes_along_one_path_cost_no_block_each(memory):
-    spans = [opened(memory, 0, 5)]
+def test_tiny_nodes_on_one_path_share_blocks(memory):
+    spans = [computed_node(memory, 0, 5)]
     for end in (6, 7):
-        spans.append(opened(memory, end - 1, end, spans[-1]))
+        spans.append(computed_node(memory, end - 1, end, spans[-1]))
     assert [s.table for s in spans] == [[0, 1]] * 3
     assert memory.pool.num_used == 2
     check(memory, *spans)
 
 
-def test_nothing_is_taken_where_memory_is_short(memory):
-    node_span = opened(memory, 0, 60)
-    seq = sequence(sim, 90, 1)
+def test_nothing_is_taken_when_memory_is_short(memory):
+    node_span = computed_node(memory, 0, 60)
+    seq = sequence(90, 1)
     assert not memory.open_sequence(seq, node_span, reserve=None)
     assert memory.open_node(window(60, 90, node_span), 0, 0) is None
     assert (seq.table, memory.pool.num_used, memory.has_tail_writer(node_span)) == ([], 15, False)
-    assert copies(memory) == ()
+    assert take_copies(memory) == ()
 
 
-def test_idle_nodes_go_least_recently_used_first(memory):
-    old, new = opened(memory, 0, 32), opened(memory, 0, 32)
+def test_the_least_recently_used_idle_node_is_evicted_first(memory):
+    old, new = computed_node(memory, 0, 32), computed_node(memory, 0, 32)
     memory.retire(old)
     memory.retire(new)
-    seq = sequence(sim, 24, 1)
+    seq = sequence(24, 1)
     assert memory.open_sequence(seq, None, reserve=None)
     assert (old.evicted, new.evicted, list(memory.cached)) == (True, False, [new])
     check(memory, seq)
 
 
-def test_idle_nodes_stay_while_memory_lasts(memory):
-    node_span = opened(memory, 0, 32)
+def test_idle_nodes_stay_while_there_is_room(memory):
+    node_span = computed_node(memory, 0, 32)
     memory.retire(node_span)
-    assert memory.open_sequence(sequence(sim, 48, 1), None, reserve=None)
+    assert memory.open_sequence(sequence(48, 1), None, reserve=None)
     assert (node_span.evicted, memory.pool.num_free) == (False, 0)
 
 
-def test_half_of_what_running_sequences_can_still_ask_for_stays_free():
+def test_half_of_the_blocks_that_running_sequences_may_still_need_stays_free():
     memory = BlockManager(BlockPool(15), block_size=4)
-    first, second, third = (sequence(sim, 4, 37, i) for i in range(3))  # 1 block now, 10 in the end
+    first, second, third = (sequence(4, 37, i) for i in range(3))  # 1 block now, 10 in the end
     assert memory.open_sequence(first, None, reserve=None)
-    assert memory.open_sequence(second, None, reserve=0)  # 13 free, 9 must be
-    assert not memory.open_sequence(third, None, reserve=0)  # 12 would be free, 13 must be
+    assert memory.open_sequence(second, None, reserve=0)  # 13 free, 9 must stay free
+    assert not memory.open_sequence(third, None, reserve=0)  # 12 would be free, 13 must stay free
     assert memory.pool.num_used == 2
 
 
 def test_a_sequence_that_runs_alone_needs_no_reserve():
     memory = BlockManager(BlockPool(3), block_size=4)
-    assert not memory.open_sequence(sequence(sim, 8, 40), None, reserve=0)
-    assert memory.open_sequence(sequence(sim, 8, 40), None, reserve=None)
+    assert not memory.open_sequence(sequence(8, 40), None, reserve=0)
+    assert memory.open_sequence(sequence(8, 40), None, reserve=None)
 
 
-def test_a_sequence_grows_by_a_block_when_its_last_is_full(memory):
-    seq = sequence(sim, 4, 10)
+def test_a_sequence_grows_by_one_block_when_its_last_block_is_full(memory):
+    seq = sequence(4, 10)
     memory.open_sequence(seq, None, reserve=None)
     for computed, blocks in ((3, 1), (4, 2), (7, 2), (8, 3)):
         seq.computed = computed
@@ -180,11 +180,11 @@ def test_a_sequence_grows_by_a_block_when_its_last_is_full(memory):
         assert len(seq.table) == blocks
 
 
-def test_growing_takes_the_block_of_an_idle_node_and_fails_where_there_is_none():
+def test_growing_takes_the_block_of_an_idle_node_and_fails_if_there_is_none():
     memory = BlockManager(BlockPool(2), block_size=4)
-    node_span = opened(memory, 0, 3)
+    node_span = computed_node(memory, 0, 3)
     memory.retire(node_span)
-    seq = sequence(sim, 4, 20)
+    seq = sequence(4, 20)
     memory.open_sequence(seq, None, reserve=None)
     seq.computed = 4
     assert memory.grow(seq)
@@ -194,9 +194,9 @@ def test_growing_takes_the_block_of_an_idle_node_and_fails_where_there_is_none()
     assert len(seq.table) == 2
 
 
-def test_what_was_promised_is_settled_when_sequences_close(memory):
+def test_reserved_blocks_are_released_when_a_sequence_closes(memory):
     for _ in range(3):
-        seq = sequence(sim, 4, 37)
+        seq = sequence(4, 37)
         memory.open_sequence(seq, None, reserve=None)
         seq.computed = 4
         memory.grow(seq)
@@ -205,9 +205,9 @@ def test_what_was_promised_is_settled_when_sequences_close(memory):
     assert memory.pool.num_used == 0
 
 
-def test_sequences_keep_the_blocks_of_a_node_that_is_evicted(memory):
-    node_span = opened(memory, 0, 10)
-    seq = sequence(sim, 11, 1)
+def test_a_sequence_keeps_the_blocks_of_an_evicted_node(memory):
+    node_span = computed_node(memory, 0, 10)
+    seq = sequence(11, 1)
     memory.open_sequence(seq, node_span, reserve=None)
     memory.evict(node_span)
     assert (node_span.table, seq.table, node_span.complete) == ([], [0, 1, 2], False)
@@ -219,7 +219,7 @@ def test_sequences_keep_the_blocks_of_a_node_that_is_evicted(memory):
 # -- across windows
 
 
-def adopt(memory, sim, prompts):
+def load_window(memory, prompts):
     leaves = sim.make_leaves(prompts, [1] * len(prompts))
     plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
     later = Window([leaves[i] for i in plan.order], plan, POLICIES["prefix"], len(memory.windows))
@@ -227,103 +227,103 @@ def adopt(memory, sim, prompts):
     return later
 
 
-def resident(memory, end):
-    node_span = opened(memory, 0, end)
+def cached_node(memory, end):
+    node_span = computed_node(memory, 0, end)
     memory.retire(node_span)
     return node_span
 
 
-def test_a_later_window_takes_over_a_node_exact_to_the_token(memory):
+def test_a_later_window_reuses_a_node_exact_to_the_token(memory):
     """Full blocks are shared, the block that is used in part is copied."""
-    kept = resident(memory, 11)
-    later = adopt(memory, sim, [[*range(9), 50, 51], [*range(9), 60]])
+    kept = cached_node(memory, 11)
+    later = load_window(memory, [[*range(9), 50, 51], [*range(9), 60]])
     node_span = memory.open_node(later, 0, 0)
     assert (node_span.end, node_span.computed, node_span.complete) == (9, 9, True)
     assert (kept.table, node_span.table) == ([0, 1, 2], [0, 1, 3])
-    assert copies(memory) == ((2, 3),)
+    assert take_copies(memory) == ((2, 3),)
     check(memory, node_span)
 
 
-def test_a_node_that_is_longer_than_what_is_resident_goes_on_from_there(memory):
-    resident(memory, 6)
-    later = adopt(memory, sim, [[*range(9), 50], [*range(9), 60]])
+def test_a_node_longer_than_the_cached_one_continues_from_its_end(memory):
+    cached_node(memory, 6)
+    later = load_window(memory, [[*range(9), 50], [*range(9), 60]])
     node_span = memory.open_node(later, 0, 0)
     assert (node_span.start, node_span.computed, node_span.end) == (0, 6, 9)
     assert node_span.table[0] == 0
-    assert copies(memory) == ((1, node_span.table[1]),)
+    assert take_copies(memory) == ((1, node_span.table[1]),)
 
 
-def test_a_request_alone_takes_over_all_but_its_last_token(memory):
-    kept = resident(memory, 12)
-    seq = sequence(sim, 8, 1)
-    seq.window = adopt(memory, sim, [range(8)]).number
+def test_a_single_request_reuses_all_but_its_last_token(memory):
+    kept = cached_node(memory, 12)
+    seq = sequence(8, 1)
+    seq.window = load_window(memory, [range(8)]).number
     assert memory.open_sequence(seq, None, reserve=None)
-    assert (seq.computed, seq.table[0], copies(memory)) == (7, kept.table[0], ((1, seq.table[1]),))
+    assert (seq.computed, seq.table[0], take_copies(memory)) == (7, kept.table[0], ((1, seq.table[1]),))
 
 
-def test_the_last_token_of_a_node_is_run_again_where_a_prompt_ends(memory):
-    resident(memory, 8)
-    later = adopt(memory, sim, [range(8), range(8)])
+def test_the_last_token_of_a_cached_node_is_run_again_if_a_prompt_ends_there(memory):
+    cached_node(memory, 8)
+    later = load_window(memory, [range(8), range(8)])
     node_span = memory.open_node(later, 0, 0)
     assert (node_span.computed, node_span.end) == (7, 8)
 
 
-def test_the_longest_match_is_taken_over(memory):
-    resident(memory, 4)
-    table = list(resident(memory, 16).table)
-    resident(memory, 8)
-    later = adopt(memory, sim, [[*range(16), 1], [*range(16), 2]])
+def test_the_longest_match_is_reused(memory):
+    cached_node(memory, 4)
+    table = list(cached_node(memory, 16).table)
+    cached_node(memory, 8)
+    later = load_window(memory, [[*range(16), 1], [*range(16), 2]])
     node_span = memory.open_node(later, 0, 0)
     assert (node_span.computed, node_span.table) == (16, table)
 
 
-def test_other_tokens_are_not_taken_over(memory):
-    resident(memory, 8)
-    later = adopt(memory, sim, [[90, *range(1, 8), 1], [90, *range(1, 8), 2]])
+def test_a_node_with_other_tokens_is_not_reused(memory):
+    cached_node(memory, 8)
+    later = load_window(memory, [[90, *range(1, 8), 1], [90, *range(1, 8), 2]])
     node_span = memory.open_node(later, 0, 0)
-    assert (node_span.computed, copies(memory)) == (0, ())
+    assert (node_span.computed, take_copies(memory)) == (0, ())
 
 
-def test_a_node_is_not_given_up_to_make_room_for_what_takes_it_over():
+def test_a_node_is_not_evicted_to_make_room_for_the_node_that_reuses_it():
     memory = BlockManager(BlockPool(5), block_size=4)
-    kept, other = resident(memory, 11), resident(memory, 8)
-    later = adopt(memory, sim, [[*range(10), 50], [*range(10), 60]])
-    memory.cached[other] = memory.cached.pop(other)  # the node to take over is now the first to go
+    kept, other = cached_node(memory, 11), cached_node(memory, 8)
+    later = load_window(memory, [[*range(10), 50], [*range(10), 60]])
+    memory.cached[other] = memory.cached.pop(other)  # the node to reuse is now the first to be evicted
     node_span = memory.open_node(later, 0, 0)
     assert (node_span.computed, kept.evicted, other.evicted) == (10, False, True)
     check(memory, node_span)
 
 
-def test_a_match_that_was_evicted_meanwhile_is_computed_again(memory):
-    kept = resident(memory, 10)
-    later = adopt(memory, sim, [[*range(10), 50], [*range(10), 60]])
+def test_a_match_that_has_been_evicted_is_computed_again(memory):
+    kept = cached_node(memory, 10)
+    later = load_window(memory, [[*range(10), 50], [*range(10), 60]])
     memory.evict(kept)
     node_span = memory.open_node(later, 0, 0)
-    assert (node_span.computed, copies(memory)) == (0, ())
+    assert (node_span.computed, take_copies(memory)) == (0, ())
 
 
-def test_matched_nodes_count_as_used(memory):
-    used, unused = resident(memory, 10), opened(memory, 0, 3)
+def test_a_matched_node_counts_as_recently_used(memory):
+    used, unused = cached_node(memory, 10), computed_node(memory, 0, 3)
     unused.prompt = np.array([70, 71, 72], dtype=np.int32)
     memory.retire(unused)
     assert list(memory.cached) == [used, unused]
-    adopt(memory, sim, [[*range(10), 50], [*range(10), 60]])
+    load_window(memory, [[*range(10), 50], [*range(10), 60]])
     assert list(memory.cached) == [unused, used]
 
 
-def test_evicting_all_gives_every_block_back(memory):
-    parent = opened(memory, 0, 6)
-    child = opened(memory, 6, 7, parent)
-    memory.retire(resident := opened(memory, 0, 9))
+def test_evicting_all_nodes_frees_every_block(memory):
+    parent = computed_node(memory, 0, 6)
+    child = computed_node(memory, 6, 7, parent)
+    memory.retire(cached := computed_node(memory, 0, 9))
     memory.evict_all()
     assert memory.pool.num_used == 0
     assert not memory.cached
-    assert all(isinstance(b, PrefixNodeSpan) and b.evicted for b in (parent, child, resident))
+    assert all(isinstance(b, PrefixNodeSpan) and b.evicted for b in (parent, child, cached))
 
 
 @pytest.mark.parametrize(("end", "blocks"), [(4, 2), (5, 3)])
-def test_a_prefix_of_every_window_is_held_once(end, blocks):
-    """Else a job of many windows would hold, and match, a node more with each."""
+def test_a_prefix_that_all_windows_share_is_kept_once(end, blocks):
+    """Otherwise each window of a long job would add a node to keep and to match."""
     s = sim.Simulation(block_size=2)
     for _ in range(5):
         s.load([[*range(end), 50], [*range(end), 60]], [1, 1])
@@ -333,7 +333,7 @@ def test_a_prefix_of_every_window_is_held_once(end, blocks):
     assert s.block_manager.pool.num_used == blocks
 
 
-def test_nested_prefixes_of_every_window_are_held_once():
+def test_nested_prefixes_that_all_windows_share_are_kept_once():
     s = sim.Simulation(block_size=2)
     for _ in range(5):
         s.load([[*range(9), 50], [*range(9), 60], [*range(5), 50], [*range(5), 60]], [1] * 4)
@@ -342,7 +342,7 @@ def test_nested_prefixes_of_every_window_are_held_once():
     assert sorted(b.end for b in s.block_manager.cached) == [5, 9]
 
 
-def test_a_prompt_of_every_window_is_held_once():
+def test_a_prompt_that_all_windows_contain_is_kept_once():
     s = sim.Simulation(block_size=2)
     for _ in range(5):
         s.load([range(5), range(5), [*range(5), 60]], [1, 1, 1])
@@ -351,16 +351,16 @@ def test_a_prompt_of_every_window_is_held_once():
     assert (len(s.block_manager.cached), s.block_manager.pool.num_used) == (1, 3)
 
 
-def test_a_longer_node_is_kept_beside_a_shorter_one_that_takes_part_of_it_over(memory):
-    kept = resident(memory, 11)
-    later = adopt(memory, sim, [[*range(9), 50], [*range(9), 60]])
+def test_a_longer_node_is_kept_beside_a_shorter_one_that_reuses_part_of_it(memory):
+    kept = cached_node(memory, 11)
+    later = load_window(memory, [[*range(9), 50], [*range(9), 60]])
     node_span = memory.open_node(later, 0, 0)
     memory.retire(node_span)
     assert list(memory.cached) == [kept, node_span]
 
 
-def test_windows_that_wait_together_take_over_the_node_of_an_earlier_one():
-    """The first of them replaces the node that all were matched with."""
+def test_waiting_windows_all_reuse_the_node_of_an_earlier_one():
+    """The first of them replaces the node that all of them match."""
     s = sim.Simulation(block_size=2)
     s.load([[*range(5), 50], [*range(5), 60]], [1, 1])
     s.finish()
@@ -370,17 +370,17 @@ def test_windows_that_wait_together_take_over_the_node_of_an_earlier_one():
     assert s.prefilled == 5 + 5 * 2
 
 
-def test_a_successor_that_is_still_computed_is_taken_over_as_far_as_it_is(memory):
-    resident(memory, 8)
-    first, second = (adopt(memory, sim, [range(8), range(8)]) for _ in range(2))
+def test_a_node_that_is_still_being_computed_is_reused_up_to_where_it_is(memory):
+    cached_node(memory, 8)
+    first, second = (load_window(memory, [range(8), range(8)]) for _ in range(2))
     replacing = memory.open_node(first, 0, 0)
     assert (replacing.computed, len(memory.cached)) == (7, 0)
     replacing.computed = 6
     assert memory.open_node(second, 0, 0).computed == 6
 
 
-def test_only_so_many_idle_nodes_are_kept():
-    """Else a long file would fill the pool with nodes that nobody asks for again."""
+def test_the_number_of_idle_nodes_is_limited():
+    """Otherwise a long file would fill the pool with nodes that nobody needs again."""
     s = sim.Simulation(block_size=2)
     s.block_manager.max_cached_nodes = 3
     for first in range(0, 100, 10):
@@ -395,8 +395,8 @@ def test_only_so_many_idle_nodes_are_kept():
 # -- host memory
 
 
-def three_windows(sim, host_blocks):
-    """The third has the first one's prefix; the pool holds one of them at a time."""
+def three_windows(host_blocks):
+    """Runs three windows. The third has the prefix of the first, and the pool has room for one prefix."""
     s = sim.Simulation(blocks=14, block_size=2, host_blocks=host_blocks)
     for root in (range(20), range(50, 70), range(20)):
         s.load([[*root, 1, 2], [*root, 3]], [3, 3])
@@ -404,22 +404,20 @@ def three_windows(sim, host_blocks):
     return s
 
 
-def test_a_node_that_had_to_go_comes_back_from_host_memory():
-    assert three_windows(sim, 0).prefilled == 3 * (20 + 3)
-    s = three_windows(sim, 10)
+def test_an_evicted_node_is_loaded_again_from_host_memory():
+    assert three_windows(0).prefilled == 3 * (20 + 3)
+    s = three_windows(10)
     assert s.prefilled == 2 * 20 + 3 * 3
-    assert [b.tokens(0, 1).tolist() for b in s.block_manager.swapped] == [
-        [50]
-    ]  # the other replaced what it was made from
+    assert [b.tokens(0, 1).tolist() for b in s.block_manager.swapped] == [[50]]  # the other one has been loaded
 
 
-def test_host_memory_holds_no_more_than_it_was_given():
-    s = three_windows(sim, 9)  # a node has 10 blocks
+def test_host_memory_does_not_exceed_its_limit():
+    s = three_windows(9)  # a node has 10 blocks
     assert s.prefilled == 3 * (20 + 3)
     assert not s.block_manager.swapped
 
 
-def test_of_a_node_in_host_memory_a_part_can_come_back():
+def test_part_of_a_node_can_be_loaded_from_host_memory():
     s = sim.Simulation(blocks=14, block_size=2, host_blocks=10)
     s.load([[*range(20), 1, 2], [*range(20), 3]], [3, 3])
     s.finish()
@@ -431,8 +429,8 @@ def test_of_a_node_in_host_memory_a_part_can_come_back():
     assert s.prefilled - before == 2
 
 
-def test_nodes_in_host_memory_are_discarded_too():
-    s = three_windows(sim, 10)
+def test_discarding_includes_nodes_in_host_memory():
+    s = three_windows(10)
     (in_host_memory,) = s.block_manager.swapped
     before = s.prefilled
     s.block_manager.discard()
@@ -444,7 +442,7 @@ def test_nodes_in_host_memory_are_discarded_too():
 
 
 @pytest.mark.parametrize("abandoned", [False, True])
-def test_nodes_that_stay_for_later_windows_keep_neither_the_leaves_nor_the_window_of_their_own(abandoned):
+def test_cached_nodes_keep_neither_the_leaves_nor_the_window_they_came_from(abandoned):
     """A long file would otherwise keep all of its windows in memory."""
     s = sim.Simulation(block_size=2)
     prompts, nodes = [], []

@@ -14,7 +14,7 @@ def test_runs_come_from_the_low_end_and_single_blocks_from_the_high_end():
     assert (pool.num_used, pool.num_free) == (7, 1)
 
 
-def test_a_run_is_taken_where_it_fits_whole_and_is_pieced_together_where_it_does_not():
+def test_a_run_is_contiguous_where_one_fits_and_is_collected_from_gaps_otherwise():
     pool = BlockPool(7)
     pool.allocate_run(7)
     pool.release([0, 2, 3, 5])
@@ -23,14 +23,14 @@ def test_a_run_is_taken_where_it_fits_whole_and_is_pieced_together_where_it_does
     assert pool.allocate_run(3) == [0, 3, 5]
 
 
-def test_single_blocks_fill_gaps_from_the_top():
+def test_single_blocks_fill_gaps_from_the_high_end():
     pool = BlockPool(5)
     pool.allocate(5)
     pool.release([1, 3])
     assert pool.allocate(2) == [3, 1]
 
 
-def test_nothing_asked_is_nothing_given():
+def test_allocating_zero_blocks_returns_none():
     pool = BlockPool(1)
     pool.allocate(1)
     assert pool.allocate(0) == pool.allocate_run(0) == []
@@ -48,7 +48,7 @@ def test_a_block_is_free_when_its_last_holder_releases_it():
 
 
 @pytest.mark.parametrize("take", ["allocate", "allocate_run"])
-def test_more_blocks_than_are_free_are_refused_and_nothing_is_taken(take):
+def test_allocating_more_blocks_than_are_free_fails_and_takes_nothing(take):
     pool = BlockPool(3)
     pool.allocate(1)
     with pytest.raises(ValueError, match=r"^3 blocks wanted, 2 free$"):
@@ -72,7 +72,7 @@ def test_the_peak_is_the_most_blocks_used_at_once():
     assert (pool.num_used, pool.peak_used) == (1, 4)
 
 
-def test_check_wants_exactly_the_references_of_the_tables():
+def test_check_accepts_only_the_exact_references_of_the_tables():
     pool = BlockPool(4)
     a, b = pool.allocate(1), pool.allocate(1)
     pool.share(a)
@@ -82,7 +82,7 @@ def test_check_wants_exactly_the_references_of_the_tables():
             pool.check(wrong)
 
 
-def test_check_finds_a_count_that_drifted():
+def test_check_finds_a_wrong_count_of_used_blocks():
     pool = BlockPool(2)
     pool.num_used = 1
     with pytest.raises(AssertionError, match="free blocks do not add up"):
@@ -90,7 +90,7 @@ def test_check_finds_a_count_that_drifted():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["run", "single", "share", "release"]), st.integers(0, 9)), max_size=40))
-def test_the_accounts_add_up_whatever_is_done(steps):
+def test_the_counts_add_up_after_any_sequence_of_calls(steps):
     pool, tables = BlockPool(12), []
     for what, number in steps:
         if what in ("run", "single") and number <= pool.num_free:

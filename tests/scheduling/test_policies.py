@@ -10,7 +10,7 @@ def rows(step):
     return [w.span.request.row for w in step.spans if hasattr(w.span, "request")]
 
 
-def test_fifo_starts_rows_as_they_came_and_prefix_depth_first():
+def test_fifo_starts_rows_in_input_order_and_prefix_in_depth_first_order():
     prompts = [[9], [1, 1, 1], [5], [1, 1, 2]]
     order = {}
     for policy in ("prefix", "fifo"):
@@ -24,17 +24,17 @@ def test_fifo_starts_rows_as_they_came_and_prefix_depth_first():
 
 
 def test_fifo_keeps_a_margin_of_free_blocks():
-    least = {}
+    free = {}
     for policy in ("prefix", "fifo"):
         s = sim.Simulation(blocks=20, block_size=2, policy=policy)
-        s.load([[n] * 3 for n in range(12)], [2] * 12)  # two blocks each, to the end
+        s.load([[n] * 3 for n in range(12)], [2] * 12)  # each needs two blocks and never more
         s.step()
-        least[policy] = s.block_manager.pool.num_free
+        free[policy] = s.block_manager.pool.num_free
     assert POLICIES["fifo"].margin == 0.2
-    assert least["fifo"] >= 0.2 * 20 > least["prefix"]
+    assert free["fifo"] >= 0.2 * 20 > free["prefix"]
 
 
-def test_prompts_come_before_decoding_where_the_policy_says_so():
+def test_prefill_first_runs_prompts_before_decoding():
     seen = {}
     for policy in ("prefix", "prefill-first"):
         s = sim.Simulation(tokens=3, prefill=3, policy=policy)
@@ -55,7 +55,7 @@ def test_a_step_reads_no_more_kv_than_its_budget():
     s.finish()
 
 
-def test_where_not_all_can_decode_they_take_turns():
+def test_sequences_take_turns_if_not_all_can_decode():
     s = sim.Simulation(kv_read=7, block_size=2)
     s.load([[n, n] for n in range(3)], [6] * 3)
     decoded = []
@@ -67,14 +67,14 @@ def test_where_not_all_can_decode_they_take_turns():
     assert s.rows == [0, 1, 2]
 
 
-def test_the_first_work_of_a_step_is_taken_whatever_it_reads():
+def test_the_first_span_of_a_step_may_exceed_the_budget_of_reads():
     s = sim.Simulation(kv_read=1)
     s.load([[1] * 9, [2] * 9], [3, 3])
     s.finish()
     assert s.rows == [0, 1]
 
 
-def test_lower_priorities_start_first_and_their_prefix_is_still_run_once():
+def test_lower_priorities_start_first_and_a_shared_prefix_still_runs_once():
     s = sim.Simulation(batch_size=1)
     s.load([[1, 1, 5], [1, 1, 6], [2], [1, 1, 7]], [2] * 4, priorities=[1, 0, -1, 1])
     s.finish()
@@ -82,7 +82,7 @@ def test_lower_priorities_start_first_and_their_prefix_is_still_run_once():
     assert s.prefilled == 2 + 3 + 1
 
 
-def test_the_least_urgent_is_preempted_first():
+def test_the_least_urgent_sequence_is_preempted_first():
     s = sim.Simulation(blocks=5, block_size=2)
     s.load([[1, 1], [2, 2]], [5, 5], priorities=[1, 0])
     preempted = []
@@ -92,7 +92,7 @@ def test_the_least_urgent_is_preempted_first():
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_smaller_steps_after_a_shortage_still_end(policy):
+def test_a_job_finishes_with_smaller_steps_after_a_memory_shortage(policy):
     s = sim.Simulation(tokens=100, batch_size=8, policy=policy)
     s.load([[n] * 9 for n in range(12)], [5] * 12)
     s.step()

@@ -1,6 +1,6 @@
-"""Random trees, lengths, budgets, policies, forks, texts to score, priorities, windows and cancellations: every step checked.
+"""Random trees, lengths, budgets, policies, forks, texts to score, priorities, windows and cancellations.
 
-`Simulation` checks blocks, tables, reads and budgets after each step, that no leaf ends twice, and that nothing is left behind.
+After each step, `Simulation` checks blocks, tables, reads and budgets. At the end it checks that no leaf ended twice and nothing was left behind.
 """
 
 import random
@@ -15,7 +15,7 @@ from support.params import examples, slow_but
 
 
 def random_prompts(rng, count, longest):
-    """Ragged prompts over two tokens, many of them prefixes of others and equal."""
+    """Prompts of many lengths over two tokens; many are equal or prefixes of others."""
     prompts = []
     for _ in range(count):
         begin = rng.choice(prompts)[: rng.randint(0, longest)] if prompts and rng.random() < 0.7 else []
@@ -48,24 +48,24 @@ def leaves(w):
     return {(row, i) for row, (n, texts) in enumerate(rows) for i in range(len(texts) or n)}
 
 
-def prompt_trie(w):
-    """Size of the trie of the prompts."""
+def tree_tokens(w):
+    """The number of tokens in the prefix tree of the prompts."""
     return len({tuple(p[: i + 1]) for p in w["prompts"] for i in range(len(p))})
 
 
 ENDS = (1003, 1008)  # of the eleven tokens that may be sampled
 
 
-def check(sim, seed, spare, policy, sliding_window, scored, cancels, ends=(), state_slots=None):
-    """A step at a time and a step ahead; where nothing is cancelled, with the same results."""
+def check(seed, spare, policy, sliding_window, scored, cancels, ends=(), state_slots=None):
+    """Runs a random job with and without launching a step ahead. The results must be equal unless requests are cancelled."""
     one, other = (
-        check_once(sim, seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead)
+        check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead)
         for ahead in (False, True)
     )
     assert one == other or cancels
 
 
-def check_once(sim, seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead):
+def check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead):
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 3, 4])
     tokens = rng.choice([1, 2, 5, 16, 100])
@@ -81,14 +81,14 @@ def check_once(sim, seed, spare, policy, sliding_window, scored, cancels, ends, 
     for number, w in enumerate(windows):
         before = s.prefilled
         s.load(**w)
-        of_window = s.window.leaves  # which it forgets when all are done
+        window_leaves = s.window.leaves  # the window drops them when all are done
         cancelled = set()
         while cancels and s.scheduler.unfinished and len(cancelled) < 3:
             for _ in range(rng.randint(0, 4)):
                 if s.scheduler.unfinished:
                     s.step()
-            index = rng.randrange(len(of_window))
-            leaf = of_window[index]
+            index = rng.randrange(len(window_leaves))
+            leaf = window_leaves[index]
             s.cancel(index)
             cancelled.add((leaf.request.row, leaf.choice))
         s.finish()
@@ -98,7 +98,7 @@ def check_once(sim, seed, spare, policy, sliding_window, scored, cancels, ends, 
             assert s.scheduler.preemptions == s.recomputed == 0
             prefilled = s.prefilled - before
             if state_slots in (None, 1000):
-                assert prefilled == prompt_trie(w) if number == 0 else prefilled <= prompt_trie(w)
+                assert prefilled == tree_tokens(w) if number == 0 else prefilled <= tree_tokens(w)
     assert not s.late or (ahead and (ends or cancels))
     s.block_manager.evict_all()
     assert s.block_manager.pool.num_used == 0
@@ -118,16 +118,16 @@ cases = given(
 )
 
 
-# A node below one that was given up for its state slot held a block that another child then wrote on in.
+# This case once failed: a child wrote into a block that was still held below a node dropped for its state slot.
 @example(
     seed=171253, spare=0, policy="prefill-first", sliding_window=None, scored=0.5, cancels=False, ends=(), state_slots=3
 )
 @settings(max_examples=examples(12, 50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @cases
-def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
+def test_every_leaf_is_right_with_any_tree_limits_and_memory(
     seed, spare, policy, sliding_window, scored, cancels, ends, state_slots
 ):
-    check(sim, seed, spare, policy, sliding_window, scored, cancels, ends, state_slots)
+    check(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots)
 
 
 @pytest.mark.slow
@@ -139,13 +139,13 @@ def test_every_leaf_is_right_whatever_the_tree_the_limits_and_the_memory(
 def test_every_leaf_is_right_in_many_more_cases(
     seed, spare, policy, sliding_window, scored, cancels, ends, state_slots
 ):
-    check(sim, seed, spare, policy, sliding_window, scored, cancels, ends, state_slots)
+    check(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots)
 
 
 @pytest.mark.parametrize("state_slots", slow_but({None, 2}, [None, 2, 7]))
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_windows_that_run_together_are_right(policy, ahead, state_slots):
+def test_every_leaf_of_windows_that_run_together_finishes(policy, ahead, state_slots):
     for seed in range(examples(2, 20)):
         rng = random.Random(seed)
         s = sim.Simulation(
@@ -172,6 +172,6 @@ def test_windows_that_run_together_are_right(policy, ahead, state_slots):
         assert len(s.done) == count or not count
 
 
-def test_what_could_be_loaded_is_run_again_where_that_takes_fewer_blocks() -> None:
-    """A leaf whose KV is in host memory, in a pool of which its parent has the one block too many: found by chance, it stood still."""
-    check(sim, 123577, 0, "fifo", 1, 1.0, False)
+def test_kv_in_host_memory_is_computed_again_if_that_takes_fewer_blocks() -> None:
+    """This case once never ended: loading a leaf's KV from host memory takes one block more than the pool has beside its parent's."""
+    check(123577, 0, "fifo", 1, 1.0, False)
