@@ -255,7 +255,7 @@ def test_a_completion_under_a_grammar_is_the_same_after_preemption(tiny_model_di
     assert all(r.finish_reason == "stop" for r in got)
 
 
-def test_a_grammar_that_cannot_be_used_fails_its_row_alone(tiny_model_dir: Path) -> None:
+def test_a_grammar_that_cannot_be_used_fails_only_its_row(tiny_model_dir: Path) -> None:
     pytest.importorskip("llguidance")
     (result,) = LLM(str(tiny_model_dir)).generate(["x"], SamplingParams(regex="(a"))
     assert (result.error_type, result.text) == ("constraint_error", None)

@@ -18,8 +18,8 @@ from batchgen.kernels.ops import (
     take_rows,
 )
 from batchgen.sampling_params import SamplingParams
-from support.drawing import Sampler
 from support.params import slow_but
+from support.sampler import Sampler
 
 PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -52,7 +52,7 @@ def sample_tokenizer() -> Any:
 
 
 def byte_level_tokenizer() -> Any:
-    """BPE over bytes. Its added tokens: special ones, of which two end a text, and plain ones with a space and with letters like é."""
+    """BPE over bytes, with added tokens: special ones, and plain ones that contain a space or a letter like é."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,7 +68,7 @@ def byte_level_tokenizer() -> Any:
 
 
 def byte_fallback_tokenizer() -> Any:
-    """As sentencepiece's: words begin with ▁, and characters that have no token are spelt in bytes."""
+    """Like a sentencepiece tokenizer: words begin with ▁, and characters that have no token are spelled in bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -113,7 +113,7 @@ def constraints_of(tokenizer: Any, vocab_size: int | None = None, eos: tuple[int
 
 
 def bits(mask: torch.Tensor, vocab_size: int) -> Any:
-    """bool [N, V]"""
+    """The mask as booleans [N, V]."""
     words = np.ascontiguousarray(mask.numpy()).view(np.uint8)
     return np.unpackbits(words, axis=1, bitorder="little")[:, :vocab_size].astype(bool)
 
@@ -134,21 +134,21 @@ def complete(
     max_tokens: int = 150,
     eos: tuple[int, ...] = (),
 ) -> list[tuple[list[int], str]]:
-    """Draws from random logits, which like the signs that end things, until all rows are done: their tokens and why they ended."""
+    """Samples from random logits, which favour signs that end a value, until all rows are done. Returns their tokens and finish reasons."""
     size = len(tokenizer)
     random = torch.Generator().manual_seed(seed)
     eos = eos or (tokenizer.eos_token_id,)
-    liking = torch.tensor(
+    bias = torch.tensor(
         [3.0 if i in eos or set(p) & set(b'"}],.') else 0.0 for i, p in enumerate(token_bytes(tokenizer, size))]
     )
     done: dict[int, tuple[list[int], str]] = {}
-    drawn: dict[int, list[int]] = {name: [] for name in range(len(rows))}
+    unfinished: dict[int, list[int]] = {name: [] for name in range(len(rows))}
     for name, params in enumerate(rows):
         constraints.add(name, params)
-    while drawn:
-        names = list(drawn)
+    while unfinished:
+        names = list(unfinished)
         constraints.start(names)
-        logits = torch.randn(len(names), size, generator=random) * 2 + liking
+        logits = torch.randn(len(names), size, generator=random) * 2 + bias
         mask = constraints.mask(names)
         if mask is not None:
             logits = logits.masked_fill(~torch.from_numpy(bits(mask, size)), -torch.inf)
@@ -157,15 +157,15 @@ def complete(
         for name, token in zip(names, tokens.tolist(), strict=True):
             whole = constraints.accept(name, token)
             if token not in eos:
-                drawn[name].append(token)
-            if whole or token in eos or len(drawn[name]) == max_tokens:
-                done[name] = drawn.pop(name), "stop" if whole or token in eos else "length"
+                unfinished[name].append(token)
+            if whole or token in eos or len(unfinished[name]) == max_tokens:
+                done[name] = unfinished.pop(name), "stop" if whole or token in eos else "length"
                 constraints.remove(name)
     return [done[name] for name in range(len(rows))]
 
 
 def text_of(tokenizer: Any, tokens: list[int]) -> str:
-    """Behind another token, so that a space at the beginning is not lost."""
+    """Decodes tokens after another token, so that a space at the beginning is not lost."""
     before = tokenizer.encode("x", add_special_tokens=False)
     text = tokenizer.decode([*before, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert text.startswith("x")
@@ -173,7 +173,7 @@ def text_of(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def is_valid(value: Any, schema: Any) -> bool:
-    """JSON Schema, as far as these tests use it."""
+    """Validates the part of JSON Schema that these tests use."""
     if "enum" in schema:
         return any(type(value) is type(v) and value == v for v in schema["enum"])
     kind = schema["type"]
@@ -217,7 +217,7 @@ def test_every_completion_that_ends_with_stop_is_valid_json(tokenizer: Any, samp
     assert ended >= 6
 
 
-def test_token_bytes_are_what_the_tokenizer_decodes(tokenizer: Any) -> None:
+def test_token_bytes_equal_what_the_tokenizer_decodes(tokenizer: Any) -> None:
     pieces = token_bytes(tokenizer, len(tokenizer) + 3)
     assert pieces[len(tokenizer) :] == [b"", b"", b""]
     rng = np.random.default_rng(0)
@@ -230,7 +230,7 @@ def test_token_bytes_are_what_the_tokenizer_decodes(tokenizer: Any) -> None:
         assert text_of(tokenizer, tokens) == text, tokens
 
 
-def test_a_row_of_a_mixed_batch_has_the_mask_that_it_has_alone(byte_level: Any) -> None:
+def test_the_mask_of_a_row_does_not_depend_on_the_batch(byte_level: Any) -> None:
     size = len(byte_level)
     rows = [regex("[a-c]+x"), SamplingParams(), schema(SCHEMA), regex("yes|no"), SamplingParams(), regex("[a-c]+x")]
     constraints = constraints_of(byte_level)
@@ -263,7 +263,7 @@ def test_without_a_grammar_there_is_no_mask(byte_level: Any) -> None:
     assert constraints.mask([0]) is None
 
 
-def test_masks_that_were_begun_are_not_those_of_a_batch_that_has_changed(byte_level: Any) -> None:
+def test_masks_started_for_one_batch_are_not_used_for_another(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = constraints_of(byte_level)
     constraints.add(0, regex("a"))
@@ -276,7 +276,7 @@ def test_masks_that_were_begun_are_not_those_of_a_batch_that_has_changed(byte_le
     assert allowed(constraints, 0, size) == {id_of("c")}
 
 
-def test_drawn_tokens_are_replayed_after_a_preemption(tokenizer: Any) -> None:
+def test_sampled_tokens_are_replayed_after_a_preemption(tokenizer: Any) -> None:
     size = len(tokenizer)
     params = schema(SCHEMA)
     constraints = constraints_of(tokenizer)
@@ -290,7 +290,7 @@ def test_drawn_tokens_are_replayed_after_a_preemption(tokenizer: Any) -> None:
     assert whole
 
 
-def test_all_end_tokens_may_follow_where_the_text_is_whole_and_special_tokens_never(byte_level: Any) -> None:
+def test_end_tokens_may_follow_a_complete_text_and_special_tokens_never(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     eos, end, own = id_of("<eos>"), id_of("<|end|>"), id_of("x")
     constraints = Constraints(byte_level, size, (eos, end, 10_000))
@@ -304,7 +304,7 @@ def test_all_end_tokens_may_follow_where_the_text_is_whole_and_special_tokens_ne
     assert allowed(constraints, 1, size) & special == {eos, end}
 
 
-def test_an_end_token_with_a_text_of_its_own_only_ends(byte_level: Any) -> None:
+def test_an_end_token_that_has_a_text_only_ends_the_completion(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = Constraints(byte_level, size, (id_of("b"),))
     constraints.add(0, regex("a+"))
@@ -315,13 +315,13 @@ def test_an_end_token_with_a_text_of_its_own_only_ends(byte_level: Any) -> None:
     assert id_of("b") not in allowed(constraints, 1, size)
 
 
-def test_a_text_that_nothing_may_follow_is_whole_without_an_end_token(byte_level: Any) -> None:
+def test_a_text_that_nothing_may_follow_is_complete_without_an_end_token(byte_level: Any) -> None:
     id_of = byte_level.convert_tokens_to_ids
     constraints = Constraints(byte_level, len(byte_level), ())
     constraints.add(0, regex("ab?"))
     constraints.add(1, schema({"enum": [1]}))
     assert constraints.accept(0, id_of("a")) is False
-    assert allowed(constraints, 0, len(byte_level)) == {id_of("b")}  # no end token: it goes on while it can
+    assert allowed(constraints, 0, len(byte_level)) == {id_of("b")}  # no end token: it continues while it can
     assert constraints.accept(0, id_of("b")) is True
     assert constraints.accept(1, id_of("1")) is True
 
@@ -339,7 +339,7 @@ def test_logits_may_be_narrower_or_wider_than_the_tokenizer(byte_level: Any, siz
     assert (byte_level.eos_token_id in may) == (byte_level.eos_token_id < size)
 
 
-def test_a_grammar_that_cannot_be_used_fails_its_row_alone(byte_level: Any) -> None:
+def test_a_grammar_that_cannot_be_used_fails_only_its_row(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = constraints_of(byte_level)
     constraints.add(0, regex("(a"))
@@ -355,7 +355,7 @@ def test_a_grammar_that_cannot_be_used_fails_its_row_alone(byte_level: Any) -> N
     assert constraints.accept(1, id_of("a")) is True
 
 
-def test_a_dead_end_fails_its_row_alone(byte_level: Any) -> None:
+def test_a_dead_end_fails_only_its_row(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = Constraints(byte_level, size, (byte_level.eos_token_id, id_of("q")))
     for name, pattern in enumerate(("aq", "ab")):  # q ends a text, so it cannot be inside one
@@ -379,7 +379,7 @@ def test_a_token_that_may_not_follow_fails_its_row(byte_level: Any, token: str) 
     assert failure.value.message.startswith("the grammar failed after ")
 
 
-def test_rows_whose_shared_lexer_comes_to_its_limit_go_on_with_one_of_their_own(
+def test_a_row_gets_a_lexer_of_its_own_when_the_shared_one_reaches_its_limit(
     byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llguidance import LLMatcher, LLParserLimits
@@ -400,7 +400,7 @@ def test_rows_whose_shared_lexer_comes_to_its_limit_go_on_with_one_of_their_own(
         assert re.fullmatch(pattern, text_of(byte_level, tokens))
 
 
-def atoms() -> st.SearchStrategy[str]:  # no \d: Python may know fewer of Unicode's digits
+def atoms() -> st.SearchStrategy[str]:  # no \d: Python may know fewer Unicode digits
     return st.sampled_from(["a", "b", "[a-c]", "[^a]", "[0-9]", ".", "é", "€", "/", r"\.", "yes", '"'])
 
 
@@ -450,7 +450,7 @@ def schemas() -> st.SearchStrategy[Any]:
 
 @settings(max_examples=examples(10, 40), deadline=None)
 @given(several=st.lists(patterns(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
-def test_texts_of_any_regex_match_it(byte_level: Any, several: list[str], seed: int) -> None:
+def test_a_completion_matches_any_regex(byte_level: Any, several: list[str], seed: int) -> None:
     rows = [regex(pattern) for pattern in several]
     outcomes = complete(constraints_of(byte_level), byte_level, rows, seed=seed, max_tokens=60)
     for pattern, (tokens, reason) in zip(several, outcomes, strict=True):
@@ -460,7 +460,7 @@ def test_texts_of_any_regex_match_it(byte_level: Any, several: list[str], seed: 
 
 @settings(max_examples=examples(10, 40), deadline=None)
 @given(several=st.lists(schemas(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
-def test_texts_of_any_schema_are_valid(byte_level: Any, several: list[Any], seed: int) -> None:
+def test_a_completion_is_valid_for_any_schema(byte_level: Any, several: list[Any], seed: int) -> None:
     rows = [schema(value) for value in several]
     outcomes = complete(constraints_of(byte_level), byte_level, rows, seed=seed, max_tokens=100)
     for value, (tokens, reason) in zip(several, outcomes, strict=True):
@@ -476,7 +476,7 @@ def thinking_tokenizer() -> Any:
     return tokenizer
 
 
-def test_a_model_that_may_think_opens_its_thoughts_or_begins_the_answer() -> None:
+def test_a_model_that_may_think_either_opens_its_thoughts_or_begins_the_answer() -> None:
     tokenizer = thinking_tokenizer()
     size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
@@ -518,7 +518,7 @@ def test_a_mark_of_several_tokens_is_completed_before_the_thoughts() -> None:
     assert constraints.accept(0, a)
 
 
-def test_thoughts_at_the_end_of_their_budget_can_only_be_closed() -> None:
+def test_when_the_budget_of_thoughts_is_used_up_only_their_end_may_follow() -> None:
     tokenizer = thinking_tokenizer()
     size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))

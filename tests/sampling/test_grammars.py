@@ -16,7 +16,7 @@ from batchgen.sampling_params import SamplingParams
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir: Path) -> Any:
-    """A token is a byte."""
+    """Each of its tokens is one byte."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_model_dir)
@@ -30,7 +30,7 @@ def check(tokenizer: Any, params: SamplingParams, size: int | None = None) -> No
 
 
 def takes(tokenizer: Any, params: SamplingParams, text: str) -> bool:
-    """Whether `text` is one of the grammar's, as a whole."""
+    """Whether the grammar allows `text` as a complete text."""
     check(tokenizer, params)
     constraints = Constraints(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
     constraints.add(0, params)
@@ -101,7 +101,9 @@ def test_a_regex_matches_the_whole_text(tokenizer: Any, pattern: str, whole: str
         ("true", ["{}", "null", '{"a": {"a": 1.5e3}}'], ["", "{", "nul"]),
     ],
 )
-def test_a_json_schema_takes_what_is_valid(tokenizer: Any, schema: str, valid: list[str], other: list[str]) -> None:
+def test_a_json_schema_allows_valid_values_only(
+    tokenizer: Any, schema: str, valid: list[str], other: list[str]
+) -> None:
     params = SamplingParams(json_schema=schema, json_whitespace=True)
     assert [text for text in valid if not takes(tokenizer, params, text)] == []
     assert [text for text in other if takes(tokenizer, params, text)] == []
@@ -123,9 +125,9 @@ def test_a_json_schema_takes_what_is_valid(tokenizer: Any, schema: str, valid: l
         ("\ud800", "it is not Unicode"),
     ],
 )
-def test_a_regex_that_cannot_be_used_is_named(tokenizer: Any, pattern: str, why: str) -> None:
+def test_the_fault_of_a_regex_is_named(tokenizer: Any, pattern: str, why: str) -> None:
     vocabulary = Vocabulary(tokenizer, len(tokenizer))
-    for _ in range(2):  # the second time from memory
+    for _ in range(2):  # the second time from the cache
         assert vocabulary.grammar(SamplingParams(regex=pattern)).fault == f"regex cannot be used: {why}"
 
 
@@ -153,13 +155,13 @@ def test_a_regex_that_cannot_be_used_is_named(tokenizer: Any, pattern: str, why:
         ),
     ],
 )
-def test_a_json_schema_that_cannot_be_used_is_named(tokenizer: Any, schema: str, why: str) -> None:
+def test_the_fault_of_a_json_schema_is_named(tokenizer: Any, schema: str, why: str) -> None:
     with pytest.raises(ValueError) as failure:
         check(tokenizer, SamplingParams(json_schema=schema))
     assert str(failure.value) == f"json_schema cannot be used: {why}"
 
 
-def test_as_many_properties_as_are_required_can_be_kept_to(tokenizer: Any) -> None:
+def test_min_properties_up_to_the_required_ones_can_be_enforced(tokenizer: Any) -> None:
     for schema in (
         '{"type": "object", "required": ["a", "b"], "minProperties": 2}',
         '{"properties": {"minProperties": {"type": "integer"}}, "enum": [{"minProperties": 7}]}',
@@ -182,7 +184,7 @@ def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_llguidance_is_imported_with_the_first_grammar() -> None:
+def test_llguidance_is_not_imported_before_the_first_grammar() -> None:
     program = "import sys, batchgen.sampling.constraints; print('llguidance' in sys.modules)"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
@@ -190,7 +192,7 @@ def test_llguidance_is_imported_with_the_first_grammar() -> None:
 
 
 @pytest.mark.parametrize("kind", ["WordPiece", "CTC", "BPEDecoder", "Strip", None])
-def test_a_tokenizer_whose_texts_are_not_its_tokens_bytes_is_refused(kind: str | None) -> None:
+def test_a_tokenizer_whose_tokens_are_not_the_bytes_of_its_text_is_refused(kind: str | None) -> None:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -206,7 +208,7 @@ def test_a_tokenizer_whose_texts_are_not_its_tokens_bytes_is_refused(kind: str |
         )
 
 
-def test_a_metaspace_tokenizer_is_read_as_its_decoder_does(tokenizer: Any) -> None:
+def test_the_token_bytes_of_a_metaspace_tokenizer_are_those_of_its_decoder(tokenizer: Any) -> None:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -221,14 +223,14 @@ def test_a_metaspace_tokenizer_is_read_as_its_decoder_does(tokenizer: Any) -> No
 _ONE = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
 
 
-def test_json_is_compact(tokenizer: Any) -> None:
+def test_json_is_written_without_white_space(tokenizer: Any) -> None:
     assert takes(tokenizer, SamplingParams(json_schema=_ONE), '{"a":1}')
     for spaced in ('{"a": 1}', '{ "a":1}', '{"a":1 }', '{\n"a":1}'):
         assert not takes(tokenizer, SamplingParams(json_schema=_ONE), spaced)
 
 
-def test_white_space_in_json_is_allowed_on_request_and_comes_to_an_end(tokenizer: Any) -> None:
-    """Else a weak model writes nothing else until its tokens are used up."""
+def test_white_space_in_json_is_allowed_on_request_up_to_a_limit(tokenizer: Any) -> None:
+    """Without the limit, a weak model may write nothing but white space."""
     params = SamplingParams(json_schema=_ONE, json_whitespace=True)
     assert takes(tokenizer, params, '{\n    "a": 1\n}')
     assert takes(tokenizer, params, "{" + " " * 20 + '"a":1}')
@@ -237,7 +239,7 @@ def test_white_space_in_json_is_allowed_on_request_and_comes_to_an_end(tokenizer
     assert takes(tokenizer, SamplingParams(json_schema=own), '{"a": 1}')
 
 
-def test_one_schema_with_and_without_white_space_are_two_grammars(tokenizer: Any) -> None:
+def test_a_schema_with_and_without_white_space_has_two_grammars(tokenizer: Any) -> None:
     vocabulary = Vocabulary(tokenizer, len(tokenizer))
     spaced = vocabulary.grammar(SamplingParams(json_schema=_ONE, json_whitespace=True))
     assert vocabulary.grammar(SamplingParams(json_schema=_ONE)) is not spaced

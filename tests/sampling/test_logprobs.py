@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens, and draws under a mask."""
+"""Log-probabilities of sampled tokens, and sampling under a mask."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from batchgen.sampling.filters import forbid
 from batchgen.sampling.logprobs import TokenLogprobs, measure, read
 from batchgen.sampling_params import SamplingParams
-from support.drawing import Sampler
+from support.sampler import Sampler
 
 V = 70
 PROMPT = np.array([1, 2], dtype=np.int32)
@@ -26,7 +26,7 @@ def sampler_of(*params):
 
 
 def words(allowed):
-    """The mask of a list of sets of tokens; None allows all."""
+    """The mask that allows these sets of tokens, one for each row. None allows all tokens."""
     mask = np.zeros((len(allowed), -(-V // 32)), dtype=np.uint32)
     for row, tokens in enumerate(allowed):
         if tokens is None:
@@ -37,40 +37,40 @@ def words(allowed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_those_of_the_raw_logits_whatever_the_row_draws_with(dtype):
+def test_logprobs_are_those_of_the_raw_logits_whatever_the_sampling_parameters(dtype):
     warm = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.5, "presence_penalty": 1.0}
     params = [
         SamplingParams(logprobs=3, **warm), SamplingParams(), SamplingParams(logprobs=0), SamplingParams(logprobs=5),
     ]  # fmt: skip
     logits = random_logits(4, dtype)
-    drawn = sampler_of(*params).sample(logits, range(4), [0] * 4)
+    sampled = sampler_of(*params).sample(logits, range(4), [0] * 4)
     want = logits.float().log_softmax(-1)
-    assert drawn.logprobs[1] is None
+    assert sampled.logprobs[1] is None
     for row, k in ((0, 3), (2, 0), (3, 5)):
-        found = drawn.logprobs[row]
-        assert found.logprob == pytest.approx(float(want[row, drawn.tokens[row]]), abs=1e-6)
+        found = sampled.logprobs[row]
+        assert found.logprob == pytest.approx(float(want[row, sampled.tokens[row]]), abs=1e-6)
         assert found.top_logprobs == pytest.approx(want[row].topk(k).values.tolist(), abs=1e-6)
         assert [float(want[row, i]) for i in found.top_ids] == pytest.approx(list(found.top_logprobs), abs=1e-6)
-    assert drawn.tokens == sampler_of(*params).sample(logits, range(4), [0] * 4).tokens
+    assert sampled.tokens == sampler_of(*params).sample(logits, range(4), [0] * 4).tokens
 
 
-def test_nobody_who_wants_logprobs_pays_for_none():
-    drawn = sampler_of(SamplingParams(), SamplingParams(temperature=1.0)).sample(random_logits(2), range(2), [0, 0])
-    assert drawn.logprobs is None
+def test_without_logprobs_nothing_is_measured():
+    sampled = sampler_of(SamplingParams(), SamplingParams(temperature=1.0)).sample(random_logits(2), range(2), [0, 0])
+    assert sampled.logprobs is None
 
 
-def test_more_than_the_vocabulary_are_all_of_it():
-    drawn = sampler_of(SamplingParams(logprobs=1000)).sample(random_logits(1), [0], [0])
-    assert sorted(drawn.logprobs[0].top_ids) == list(range(V))
+def test_asking_for_more_logprobs_than_the_vocabulary_has_gives_all_of_them():
+    sampled = sampler_of(SamplingParams(logprobs=1000)).sample(random_logits(1), [0], [0])
+    assert sorted(sampled.logprobs[0].top_ids) == list(range(V))
 
 
-def test_chunks_change_nothing():
+def test_measuring_in_chunks_gives_the_same_numbers():
     logits, tokens = random_logits(7), torch.arange(7)
     whole = measure(logits, tokens, 4)
     assert torch.equal(measure(logits, tokens, 4, at_once=2 * V), whole)
 
 
-def test_of_equal_logits_the_first_are_the_likeliest_whatever_the_others_ask_for():
+def test_among_equal_logits_the_first_tokens_rank_first_for_every_k():
     logits = random_logits(40).bfloat16()
     logits[0] = 0.0
     logits[1, ::2] = -0.0
@@ -84,7 +84,7 @@ def test_of_equal_logits_the_first_are_the_likeliest_whatever_the_others_ask_for
         assert torch.equal(ids[:, 0], tokens)  # what greedy decoding takes
 
 
-def test_a_greedy_row_reports_the_same_logprobs_beside_one_that_asks_for_more():
+def test_a_greedy_row_has_the_same_logprobs_beside_a_row_that_asks_for_more():
     few, many = SamplingParams(logprobs=3), SamplingParams(logprobs=40)
     logits = random_logits(40).bfloat16()
     for i in range(0, 40, 2):
@@ -94,22 +94,22 @@ def test_a_greedy_row_reports_the_same_logprobs_beside_one_that_asks_for_more():
         assert beside.logprobs[0].top_ids[0] == alone.tokens[0]
 
 
-def test_a_mask_changes_the_draw_and_not_the_logprobs():
+def test_a_mask_changes_the_token_but_not_the_logprobs():
     logits = random_logits(1)
-    drawn = sampler_of(SamplingParams(logprobs=2)).sample(logits, [0], [0], words([{7, 66}]))
+    sampled = sampler_of(SamplingParams(logprobs=2)).sample(logits, [0], [0], words([{7, 66}]))
     want = logits[0].log_softmax(-1)
-    assert drawn.tokens[0] in (7, 66)
-    assert drawn.logprobs[0].logprob == pytest.approx(float(want[drawn.tokens[0]]), abs=1e-6)
-    assert list(drawn.logprobs[0].top_ids) == want.topk(2).indices.tolist()
+    assert sampled.tokens[0] in (7, 66)
+    assert sampled.logprobs[0].logprob == pytest.approx(float(want[sampled.tokens[0]]), abs=1e-6)
+    assert list(sampled.logprobs[0].top_ids) == want.topk(2).indices.tolist()
 
 
-def test_what_was_measured_is_read_row_by_row():
+def test_measurements_are_read_row_by_row():
     assert read([[-1.0, 5.0, 6.0, -0.5, -2.0]] * 2, [2, 1]) == [
         TokenLogprobs(-1.0, (5, 6), (-0.5, -2.0)), TokenLogprobs(-1.0, (5,), (-0.5,)),
     ]  # fmt: skip
 
 
-def test_all_goes_to_the_host_at_once(monkeypatch):
+def test_a_step_is_copied_to_the_host_once(monkeypatch):
     calls = []
     real = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (calls.append(1), real(self))[1])
@@ -121,19 +121,19 @@ def test_all_goes_to_the_host_at_once(monkeypatch):
     assert calls == [1, 1]
 
 
-def test_a_masked_row_draws_only_what_it_may_and_the_others_as_without_a_mask():
+def test_a_masked_row_samples_an_allowed_token_and_other_rows_are_unchanged():
     warm = SamplingParams(temperature=1.5, top_p=0.9, frequency_penalty=0.5, seed=3)
     params = [SamplingParams(), warm, SamplingParams(), warm]
     logits = random_logits(4)
     allowed = [{3, 40, 69}, {0, 31, 32, 63, 64}, None, None]
     free = sampler_of(*params).sample(logits, range(4), [0] * 4)
-    drawn = sampler_of(*params).sample(logits, range(4), [0] * 4, words(allowed))
-    assert drawn.tokens[0] == max(allowed[0], key=lambda t: float(logits[0, t]))
-    assert drawn.tokens[1] in allowed[1]
-    assert (drawn.tokens[2:], drawn.valid) == (free.tokens[2:], [True] * 4)
+    sampled = sampler_of(*params).sample(logits, range(4), [0] * 4, words(allowed))
+    assert sampled.tokens[0] == max(allowed[0], key=lambda t: float(logits[0, t]))
+    assert sampled.tokens[1] in allowed[1]
+    assert (sampled.tokens[2:], sampled.valid) == (free.tokens[2:], [True] * 4)
 
 
-def test_probabilities_under_a_mask_are_those_of_the_tokens_that_are_left():
+def test_probabilities_under_a_mask_are_those_of_the_allowed_tokens():
     logits = random_logits(1)
     tokens = [2, 33, 66, 69]
     got = sampler_of(SamplingParams(temperature=0.8)).probabilities(logits, [0], words([set(tokens)]))[0]
@@ -141,28 +141,28 @@ def test_probabilities_under_a_mask_are_those_of_the_tokens_that_are_left():
     torch.testing.assert_close(got, want)
 
 
-def test_draws_under_a_mask_follow_the_probabilities():
+def test_tokens_sampled_under_a_mask_follow_the_probabilities():
     count = 4000
     params = SamplingParams(temperature=1.0)
     logits = random_logits(1).expand(count, V)
     mask = words([{5, 6, 7, 68}]).expand(count, -1)
     sampler = sampler_of(*[params] * count)
     expected = sampler.probabilities(logits[:1], [0], mask[:1])[0] * count
-    drawn = torch.bincount(torch.tensor(sampler.sample(logits, range(count), [0] * count, mask).tokens), minlength=V)
+    sampled = torch.bincount(torch.tensor(sampler.sample(logits, range(count), [0] * count, mask).tokens), minlength=V)
     at = expected > 5
-    spread = float(((drawn - expected)[at] ** 2 / expected[at]).sum())
-    assert drawn[expected == 0].sum() == 0
+    spread = float(((sampled - expected)[at] ** 2 / expected[at]).sum())
+    assert sampled[expected == 0].sum() == 0
     assert spread < 21.1  # chi-squared, 3 degrees of freedom, 1e-4
 
 
-def test_a_row_that_may_draw_nothing_is_not_valid_and_the_others_are():
-    drawn = sampler_of(SamplingParams(), SamplingParams()).sample(
+def test_a_row_with_no_allowed_token_is_invalid_and_others_are_valid():
+    sampled = sampler_of(SamplingParams(), SamplingParams()).sample(
         random_logits(2), [0, 1], [0, 0], words([set(), None])
     )
-    assert drawn.valid == [False, True]
+    assert sampled.valid == [False, True]
 
 
-def test_tokens_beyond_the_words_are_forbidden():
+def test_tokens_beyond_the_mask_are_forbidden():
     scores = forbid(torch.zeros(1, 40), torch.tensor([[-1]], dtype=torch.int32))
     assert scores[0, :32].tolist() == [0.0] * 32
     assert torch.isinf(scores[0, 32:]).all()

@@ -26,7 +26,7 @@ ONES = 0xFFFFFFFFFFFFFFFF
         ),
     ],
 )
-def test_philox_gives_the_published_vectors(counter, key, block):
+def test_philox_equals_the_published_vectors(counter, key, block):
     got = philox4x64(np.array([counter], dtype=np.uint64), np.array([key], dtype=np.uint64))
     assert got.tolist() == [block]
 
@@ -34,7 +34,7 @@ def test_philox_gives_the_published_vectors(counter, key, block):
 def test_philox_equals_numpys_on_random_counters_and_keys():
     rng = np.random.default_rng(0)
     counters = rng.integers(0, 2**64, (200, 4), dtype=np.uint64)
-    counters[:, 0] |= 1  # numpy adds one to the counter before its first block: stay clear of the carry
+    counters[:, 0] |= 1  # numpy adds one to the counter before its first block: avoid the carry
     keys = rng.integers(0, 2**64, (200, 2), dtype=np.uint64)
     got = philox4x64(counters, keys)
     for counter, key, block in zip(counters, keys, got, strict=True):
@@ -42,18 +42,18 @@ def test_philox_equals_numpys_on_random_counters_and_keys():
         assert np.random.Philox(counter=before, key=key).random_raw(4).tolist() == block.tolist()
 
 
-def draw(keys, seeds, choices, positions):
+def uniforms_of(keys, seeds, choices, positions):
     n = len(keys)
     broadcast = [np.broadcast_to(np.asarray(a, dtype=np.int64), n) for a in (seeds, choices, positions)]
     return uniforms(np.asarray(keys, dtype=np.uint64), *broadcast)
 
 
 def test_a_uniform_has_53_bits_of_the_first_word():
-    assert draw([[0, 0]], 0, 0, 0)[0] == (0x16554D9ECA36314C >> 11) / 2**53
+    assert uniforms_of([[0, 0]], 0, 0, 0)[0] == (0x16554D9ECA36314C >> 11) / 2**53
 
 
 def test_uniforms_are_in_the_half_open_unit_interval_and_evenly_spread():
-    u = draw(np.zeros((20_000, 2)), 7, 0, np.arange(20_000))
+    u = uniforms_of(np.zeros((20_000, 2)), 7, 0, np.arange(20_000))
     assert u.min() >= 0
     assert u.max() < 1
     counts = np.histogram(u, bins=20, range=(0, 1))[0]
@@ -62,7 +62,7 @@ def test_uniforms_are_in_the_half_open_unit_interval_and_evenly_spread():
 
 def test_the_largest_uniform_is_below_one(monkeypatch):
     monkeypatch.setattr("batchgen.sampling.philox.philox4x64", lambda counters, keys: np.full((1, 4), ONES, np.uint64))
-    assert draw([[0, 0]], 0, 0, 0)[0] == 1 - 2.0**-53
+    assert uniforms_of([[0, 0]], 0, 0, 0)[0] == 1 - 2.0**-53
 
 
 def test_a_uniform_does_not_depend_on_the_rows_beside_it():
@@ -80,9 +80,9 @@ def test_a_uniform_does_not_depend_on_the_rows_beside_it():
 def test_seed_key_choice_and_position_each_change_the_number():
     base = {"keys": [[1, 2]], "seeds": 3, "choices": 4, "positions": 5}
     others = [{"keys": [[2, 2]]}, {"keys": [[1, 3]]}, {"seeds": 4}, {"seeds": -3}, {"choices": 3}, {"positions": 6}]
-    numbers = {draw(**base)[0]} | {draw(**(base | other))[0] for other in others}
+    numbers = {uniforms_of(**base)[0]} | {uniforms_of(**(base | other))[0] for other in others}
     assert len(numbers) == 7
 
 
-def test_no_rows_give_no_numbers():
-    assert draw(np.zeros((0, 2)), 0, 0, 0).shape == (0,)
+def test_no_rows_give_no_uniforms():
+    assert uniforms_of(np.zeros((0, 2)), 0, 0, 0).shape == (0,)

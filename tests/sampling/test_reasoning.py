@@ -1,4 +1,4 @@
-"""Thoughts are told from answers, for every format that is known, whatever tokens the marks are made of, wherever a completion is cut."""
+"""Thoughts are split from answers in every known format, whatever tokens the marks consist of and wherever a completion is cut."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from support.marked import EOS, HARMONY_TOKENS, make, run
 
 TAGS = [f for f in FORMATS if not f.always]
 KINDS = ["special", "plain", "none"]
-"""The marks are special tokens, tokens that show in texts, or spelled in bytes (which those of Kimi VL never are)."""
+"""The marks are special tokens, plain tokens, or no tokens at all: then they are spelled in bytes and known only from the template."""
 
 
 def of_kind(format: Any, kind: str) -> Any:
-    """The marks as special tokens, as tokens that show in texts, or spelled by bytes and known from the template only."""
+    """A tokenizer whose marks are of this kind."""
     marks = (format.open.rstrip("\n"), format.close)
     marks = tuple(m.removesuffix("thought\n").removesuffix("thought") for m in marks)
     if kind == "none":
@@ -26,7 +26,7 @@ def of_kind(format: Any, kind: str) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGS, ids=lambda f: f.close)
 @pytest.mark.parametrize("opened", [True, False])
-def test_thoughts_and_answer_are_split_whatever_tokens_the_marks_are(format: Any, kind: str, opened: bool) -> None:
+def test_thoughts_and_answer_are_split_for_any_kind_of_marks(format: Any, kind: str, opened: bool) -> None:
     if kind == "none" and not format.open.isascii():
         return
     tokenizer = of_kind(format, kind)
@@ -41,7 +41,7 @@ def test_thoughts_and_answer_are_split_whatever_tokens_the_marks_are(format: Any
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGS, ids=lambda f: f.close)
-def test_every_cut_gives_null_inside_of_the_thoughts_and_the_answers_beginning_behind_them(
+def test_a_completion_cut_inside_its_thoughts_has_no_text_and_one_cut_later_has_the_beginning_of_its_answer(
     format: Any, kind: str
 ) -> None:
     if kind == "none" and not format.open.isascii():
@@ -68,24 +68,24 @@ def test_a_completion_that_does_not_think_is_an_answer() -> None:
     assert run(tokenizer, "q", "<thin air>", max_tokens=6) == ("<thin ", None, 0, "length")
 
 
-def test_empty_thoughts_are_none_unless_they_were_cut() -> None:
+def test_empty_thoughts_are_none_unless_they_are_cut() -> None:
     tokenizer = make(special=("<think>", "</think>"))
     assert run(tokenizer, "q", f"<think>\n\n</think>\n\nYes.{EOS}")[:2] == ("Yes.", None)
     assert run(tokenizer, "q<think>", f"</think>Yes.{EOS}") == ("Yes.", None, 1, "stop")
     assert run(tokenizer, "q", "<think>Hm.</think>Yes.", max_tokens=1) == (None, "", 1, "length")
 
 
-def test_a_prompt_that_speaks_of_thoughts_further_up_does_not_open_them() -> None:
+def test_marks_earlier_in_the_prompt_do_not_open_thoughts() -> None:
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "<think>a</think>b" + "x" * 40, f"Yes.{EOS}")[:2] == ("Yes.", None)
 
 
-def test_marks_that_somebody_wrote_in_the_prompt_open_nothing() -> None:
+def test_marks_in_the_text_of_a_prompt_do_not_open_thoughts() -> None:
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "What does <think> mean?\n", f"It opens.{EOS}") == ("It opens.", None, 0, "stop")
 
 
-def test_thoughts_that_were_never_opened_or_begun_by_the_prompt_are_found_by_their_end() -> None:
+def test_unopened_thoughts_and_thoughts_begun_by_the_prompt_are_found_by_their_end() -> None:
     for tokenizer in (make(plain=("<think>", "</think>")), make(special=("<think>", "</think>"))):
         assert run(tokenizer, "q", f"Hm.</think>\n\nYes.{EOS}")[:2] == ("Yes.", "Hm.")
         assert run(tokenizer, "q<think>I should", f" look.</think>Yes.{EOS}")[:2] == ("Yes.", "look.")
@@ -95,12 +95,12 @@ def test_thoughts_that_were_never_opened_or_begun_by_the_prompt_are_found_by_the
     assert run(closed, "q<think>\n\n</think>\n\n", said)[:2] == ("The mark is </think>.", None)
 
 
-def test_off_leaves_the_thoughts_in_the_text() -> None:
+def test_reasoning_off_leaves_the_thoughts_in_the_text() -> None:
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "q<think>", f"a</think>b{EOS}", reasoning="off") == ("a</think>b", None, 0, "stop")
 
 
-def test_stop_strings_are_looked_for_in_the_answer_only() -> None:
+def test_stop_strings_count_only_in_the_answer() -> None:
     for tokenizer in (make(plain=("<think>", "</think>")), make(template="<think></think>")):
         found = run(tokenizer, "q<think>", f"one. two.</think>three. four.{EOS}", stop=(". ",))
         assert found[:2] == ("three", "one. two.")
@@ -112,7 +112,7 @@ def test_stop_strings_are_looked_for_in_the_answer_only() -> None:
 PROMPT = "<|start|>user<|message|>q<|end|><|start|>assistant"
 
 
-def test_harmonys_channels_are_thoughts_but_for_the_final_one() -> None:
+def test_all_harmony_channels_except_the_final_one_are_thoughts() -> None:
     tokenizer = make(special=HARMONY_TOKENS)
     assert thinking_format(tokenizer) is HARMONY
     whole = (
@@ -127,7 +127,7 @@ def test_harmonys_channels_are_thoughts_but_for_the_final_one() -> None:
     assert run(tokenizer, PROMPT, coded)[0] == '{"a":1}'
 
 
-def test_harmony_that_is_cut_before_its_final_channel_has_no_text() -> None:
+def test_harmony_cut_before_its_final_channel_has_no_text() -> None:
     tokenizer = make(special=HARMONY_TOKENS)
     whole = "<|channel|>analysis<|message|>Think 🙂.<|end|><|start|>assistant<|channel|>final<|message|>2."
     ids = tokenizer.encode(whole, add_special_tokens=False)
@@ -140,7 +140,7 @@ def test_harmony_that_is_cut_before_its_final_channel_has_no_text() -> None:
             assert (text, reasoning, tokens) == ("2."[: most - len(ids) + 2], "Think 🙂.", len(ids) - 2)
 
 
-def test_a_prompt_that_has_opened_the_final_channel_is_answered_at_once() -> None:
+def test_a_prompt_that_opens_the_final_channel_is_answered_at_once() -> None:
     tokenizer = make(special=HARMONY_TOKENS)
     assert run(tokenizer, PROMPT + "<|channel|>final<|message|>", "Hi.<|return|>")[:3] == ("Hi.", None, 0)
 
@@ -159,5 +159,5 @@ def test_a_tokenizer_without_marks_has_no_format() -> None:
         ("{{ message.content }}", {}),
     ],
 )
-def test_a_templates_switch_of_thinking_is_found(template: str, off: dict[str, bool]) -> None:
+def test_the_switch_that_turns_thinking_off_is_found_in_the_template(template: str, off: dict[str, bool]) -> None:
     assert thinking_off(template) == off

@@ -18,8 +18,8 @@ from transformers.generation.logits_process import (
 from batchgen.sampling import filters
 from batchgen.sampling import sampler as module
 from batchgen.sampling_params import SamplingParams
-from support.drawing import Sampler
 from support.params import examples
+from support.sampler import Sampler
 
 V = 64
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def random_logits(rows: int, vocabulary: int = V, seed: int = 0, dtype=torch.flo
 
 
 def sampler_of(*params: SamplingParams, vocabulary: int = V, prompt=PROMPT, generated=(), **options) -> Sampler:
-    """Sequence i at sampler index i, with key i."""
+    """A sampler that has sequence i at sampler index i, with key i."""
     sampler = Sampler(vocabulary, CPU, **options)
     for i, p in enumerate(params):
         sampler.add(i, p, key(i), prompt, generated)
@@ -52,7 +52,7 @@ def sampler_of(*params: SamplingParams, vocabulary: int = V, prompt=PROMPT, gene
 
 
 def by_transformers(logits: torch.Tensor, p: SamplingParams, prompt=(), generated=()) -> torch.Tensor:
-    """Probabilities [V] of one row of logits, by transformers' own processors; penalties of OpenAI's between."""
+    """Probabilities [V] of one row of logits: transformers' own processors, with OpenAI's penalties before the temperature."""
     ids = torch.tensor([[*map(int, prompt), *generated]])
     scores = logits.float()[None]
     if p.repetition_penalty != 1:
@@ -98,7 +98,7 @@ def test_probabilities_of_a_row_do_not_depend_on_the_rows_beside_it(params):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_probabilities_of_any_float_dtype_are_float32_and_the_logits_stay_as_they_were(dtype):
+def test_probabilities_are_float32_for_any_dtype_and_the_logits_are_not_changed(dtype):
     logits = random_logits(2, dtype=dtype)
     before = logits.clone()
     sampler = sampler_of(ALL, SamplingParams(temperature=0.5))
@@ -119,7 +119,7 @@ def test_presence_and_frequency_are_subtracted_for_generated_tokens_only():
     assert ratio[PROMPT.tolist()].tolist() == [1.0] * 4
 
 
-def test_penalties_come_before_the_temperature_repetition_before_presence():
+def test_the_repetition_penalty_comes_before_presence_and_both_before_the_temperature():
     p = SamplingParams(temperature=0.5, repetition_penalty=2.0, presence_penalty=1.0)
     logits = torch.zeros(1, V)
     logits[0, [7, 8]] = torch.tensor([3.0, -3.0])
@@ -128,7 +128,7 @@ def test_penalties_come_before_the_temperature_repetition_before_presence():
     assert (got[8] / got[0]).log().item() == pytest.approx((-3 * 2 - 1) / 0.5, rel=1e-5)
 
 
-def test_a_greedy_row_has_everything_on_its_likeliest_token_after_penalties():
+def test_a_greedy_row_has_probability_one_for_its_likeliest_token_after_penalties():
     logits = torch.zeros(2, V)
     logits[:, 5], logits[:, 6] = 2.0, 1.5
     got = sampler_of(SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.5)).probabilities(logits, [0, 1])
@@ -159,7 +159,7 @@ def test_top_k_keeps_all_tokens_equal_to_the_last_one_as_transformers_does():
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"), [(0, 0.5, 32), (0, 0.51, 33), (0, 1e-9, 1), (5, 0.25, 16), (5, 1.0, 64)]
 )
-def test_among_equal_tokens_top_p_keeps_the_first_it_needs(top_k, top_p, kept):
+def test_among_equal_logits_top_p_keeps_the_first_tokens_it_needs(top_k, top_p, kept):
     p = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
     got = sampler_of(p).probabilities(torch.zeros(1, V), [0])[0]
     assert got.nonzero()[:, 0].tolist() == list(range(kept))
@@ -171,7 +171,7 @@ def test_among_equal_tokens_top_p_keeps_the_first_it_needs(top_k, top_p, kept):
     st.integers(0, 12),
     st.sampled_from([0.1, 0.33, 0.5, 0.77, 0.9, 0.99, 1.0]),
 )
-def test_top_k_and_top_p_over_equal_logits_are_what_their_definitions_say(values, top_k, top_p):
+def test_top_k_and_top_p_follow_their_definitions_for_equal_logits(values, top_k, top_p):
     p = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
     got = sampler_of(p, vocabulary=12).probabilities(torch.tensor([values], dtype=torch.float32), [0])[0]
     least = sorted(values, reverse=True)[top_k - 1] if top_k else min(values)
@@ -184,7 +184,7 @@ def test_top_k_and_top_p_over_equal_logits_are_what_their_definitions_say(values
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1e6, 1e300])
-def test_extreme_temperatures_give_numbers(temperature):
+def test_extreme_temperatures_give_finite_probabilities(temperature):
     logits = random_logits(1)
     logits[0, 3] = -torch.inf
     got = sampler_of(SamplingParams(temperature=temperature)).probabilities(logits, [0])[0]
@@ -194,7 +194,7 @@ def test_extreme_temperatures_give_numbers(temperature):
     assert (got.max().item() == 1) == (temperature < 1)
 
 
-def test_the_head_of_a_row_is_the_same_by_numpy_and_by_torch():
+def test_the_largest_logits_equal_those_of_a_full_sort():
     x = random_logits(5)
     x[1, 7:40] = 1.0
     x[2, 3] = -torch.inf
@@ -202,18 +202,18 @@ def test_the_head_of_a_row_is_the_same_by_numpy_and_by_torch():
         assert torch.equal(filters.largest(x, k), x.sort(dim=-1, descending=True).values[:, :k])
 
 
-# Draws
+# Tokens
 
 
 def test_greedy_rows_take_the_first_of_the_likeliest_tokens():
     logits = torch.zeros(2, V)
     logits[1, [9, 30]] = 1.0
     greedy = SamplingParams(top_p=0.1, top_k=3)
-    drawn = sampler_of(greedy, greedy).sample(logits, [0, 1], [0, 0])
-    assert (drawn.tokens, drawn.valid) == ([0, 9], [True, True])
+    sampled = sampler_of(greedy, greedy).sample(logits, [0, 1], [0, 0])
+    assert (sampled.tokens, sampled.valid) == ([0, 9], [True, True])
 
 
-def test_greedy_rows_beside_sampled_ones_take_what_they_take_alone():
+def test_greedy_rows_take_the_same_tokens_beside_sampled_rows_as_alone():
     logits = random_logits(4)
     sampler = sampler_of(SamplingParams(), ALL, SamplingParams(repetition_penalty=5.0), SamplingParams(temperature=1.0))
     tokens = sampler.sample(logits, range(4), [0] * 4).tokens
@@ -230,7 +230,7 @@ def test_greedy_rows_beside_sampled_ones_take_what_they_take_alone():
         SamplingParams(temperature=2.0, top_p=0.9, top_k=9, min_p=0.05),
     ],
 )
-def test_draws_follow_the_probabilities(params):
+def test_sampled_tokens_follow_the_probabilities(params):
     rows = 4000
     sampler = Sampler(16, CPU)
     for i in range(rows):
@@ -242,10 +242,10 @@ def test_draws_follow_the_probabilities(params):
     assert counts[p == 0].sum() == 0
     want = rows * p[p > 0] / p.sum()
     chi_squared = ((counts[p > 0] - want) ** 2 / want).sum()
-    assert chi_squared < 40  # 15 degrees of freedom at the most: p < 0.0005
+    assert chi_squared < 40  # at most 15 degrees of freedom: p < 0.0005
 
 
-def test_draws_over_the_positions_of_one_sequence_follow_the_probabilities():
+def test_tokens_over_the_positions_of_one_sequence_follow_the_probabilities():
     sampler = sampler_of(SamplingParams(temperature=1.0), vocabulary=4)
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
     counts = np.bincount([sampler.sample(logits, [0], [i]).tokens[0] for i in range(1000)], minlength=4)
@@ -261,18 +261,18 @@ def test_a_token_is_the_first_at_which_the_cumulative_probability_passes_the_uni
     assert sampler.sample(logits, range(5), [0] * 5).tokens == [0, 0, 2, 3, 3]
 
 
-def test_a_uniform_that_rounds_to_one_does_not_draw_a_token_without_probability():
+def test_a_uniform_that_rounds_to_one_never_selects_a_token_of_probability_zero():
     weights = torch.tensor([[0.3, 0.7, 0.0], [0.0, 0.2, 0.9]])
     tokens = filters.inverse_cdf(weights, torch.ones(2), torch.tensor([1, 2]))
     assert tokens.tolist() == [1, 2]
 
 
-def test_the_same_row_draws_the_same_tokens_in_any_batch_and_place():
+def test_a_row_samples_the_same_tokens_in_any_batch_and_order():
     params = [ALL, SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams()] * 3
     steps = [random_logits(len(params), seed=s) for s in range(6)]
 
     def tokens(order: list[int], sampler_indices: list[int], groups: int) -> dict[int, list[int]]:
-        sampler, drawn = Sampler(V, CPU), {i: [] for i in order}
+        sampler, sampled = Sampler(V, CPU), {i: [] for i in order}
         for i, sampler_index in zip(order, sampler_indices, strict=True):
             sampler.add(sampler_index, params[i], key(i), PROMPT)
         for step, logits in enumerate(steps):
@@ -280,15 +280,15 @@ def test_the_same_row_draws_the_same_tokens_in_any_batch_and_place():
                 some = order[at : at + groups]
                 got = sampler.sample(logits[some], sampler_indices[at : at + groups], [step] * len(some))
                 for i, token in zip(some, got.tokens, strict=True):
-                    drawn[i].append(token)
-        return drawn
+                    sampled[i].append(token)
+        return sampled
 
     together = tokens(list(range(12)), list(range(12)), 12)
     assert tokens([5, 0, 11, 3, 2, 1, 4, 7, 6, 10, 9, 8], [40, 3, 7, 0, 1, 2, 30, 31, 32, 9, 8, 6], 5) == together
     assert tokens(list(range(12)), list(range(12)), 1) == together
 
 
-def test_chunks_change_neither_tokens_nor_probabilities():
+def test_sampling_in_chunks_gives_the_same_tokens():
     params = [ALL, SamplingParams(), SamplingParams(temperature=1.0)] * 4
     logits = random_logits(12)
     whole = sampler_of(*params).sample(logits, range(12), [0] * 12)
@@ -296,18 +296,24 @@ def test_chunks_change_neither_tokens_nor_probabilities():
         assert sampler_of(*params, at_once=rows * V).sample(logits, range(12), [0] * 12) == whole
 
 
-def test_occurrences_choices_seeds_and_positions_draw_different_tokens():
+def test_other_keys_choices_seeds_and_positions_sample_other_tokens():
     logits = torch.zeros(1, 4096)
     warm = SamplingParams(temperature=1.0)
 
-    def draw(params=warm, number=0, choice=0, position=0):
+    def sample_token(params=warm, number=0, choice=0, position=0):
         sampler = Sampler(4096, CPU)
         sampler.add(0, params, key(number), PROMPT, choice=choice)
         return sampler.sample(logits, [0], [position]).tokens[0]
 
-    drawn = [draw(), draw(number=1), draw(choice=1), draw(position=1), draw(SamplingParams(temperature=1.0, seed=1))]
-    assert len(set(drawn)) == 5
-    assert draw() == drawn[0]
+    sampled = [
+        sample_token(),
+        sample_token(number=1),
+        sample_token(choice=1),
+        sample_token(position=1),
+        sample_token(SamplingParams(temperature=1.0, seed=1)),
+    ]
+    assert len(set(sampled)) == 5
+    assert sample_token() == sampled[0]
 
 
 # Logits that are not numbers
@@ -316,7 +322,7 @@ def test_occurrences_choices_seeds_and_positions_draw_different_tokens():
 @pytest.mark.parametrize(
     "params", [SamplingParams(), ALL, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)]
 )
-def test_rows_that_are_not_numbers_are_flagged_and_the_others_draw_as_without_them(params):
+def test_rows_that_are_not_numbers_are_invalid_and_other_rows_are_unchanged(params):
     logits = random_logits(5)
     want = sampler_of(*[params] * 5).sample(logits, range(5), [0] * 5)
     assert want.valid == [True] * 5
@@ -330,33 +336,33 @@ def test_rows_that_are_not_numbers_are_flagged_and_the_others_draw_as_without_th
     assert all(0 <= token < V for token in got.tokens)
 
 
-def test_single_tokens_of_minus_infinity_are_never_drawn():
+def test_a_token_with_a_logit_of_minus_infinity_is_never_sampled():
     logits = torch.full((1, V), -torch.inf)
     logits[0, 11] = -2.0
     for params in (SamplingParams(), SamplingParams(temperature=1.0), ALL):
-        drawn = sampler_of(params).sample(logits, [0], [0])
-        assert (drawn.tokens, drawn.valid) == ([11], [True])
+        sampled = sampler_of(params).sample(logits, [0], [0])
+        assert (sampled.tokens, sampled.valid) == ([11], [True])
 
 
 # State
 
 
-def test_drawn_tokens_count_for_the_penalties_of_the_next_step():
+def test_sampled_tokens_count_for_the_penalties_of_the_next_step():
     params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, temperature=1.0)
-    sampler, drawn = sampler_of(params, ALL), []
+    sampler, sampled = sampler_of(params, ALL), []
     for step in range(8):
         logits = random_logits(2, seed=step)
-        want = by_transformers(logits[0], params, PROMPT, drawn)
+        want = by_transformers(logits[0], params, PROMPT, sampled)
         torch.testing.assert_close(sampler.probabilities(logits, [0, 1])[0], want, atol=1e-5, rtol=0)
-        drawn.append(sampler.sample(logits, [0, 1], [step, step]).tokens[0])
+        sampled.append(sampler.sample(logits, [0, 1], [step, step]).tokens[0])
 
 
-def test_a_sequence_that_comes_back_with_its_tokens_goes_on_as_if_it_had_never_left():
-    uninterrupted, drawn = sampler_of(ALL), []
+def test_a_sequence_added_again_with_its_tokens_continues_unchanged():
+    uninterrupted, sampled = sampler_of(ALL), []
     for step in range(6):
-        drawn += uninterrupted.sample(random_logits(1, seed=step), [0], [step]).tokens
+        sampled += uninterrupted.sample(random_logits(1, seed=step), [0], [step]).tokens
     restored = Sampler(V, CPU)
-    restored.add(3, ALL, key(0), PROMPT, generated=drawn)
+    restored.add(3, ALL, key(0), PROMPT, generated=sampled)
     for step in range(6, 12):
         logits = random_logits(1, seed=step)
         assert torch.equal(restored.probabilities(logits, [3]), uninterrupted.probabilities(logits, [0]))
@@ -364,7 +370,7 @@ def test_a_sequence_that_comes_back_with_its_tokens_goes_on_as_if_it_had_never_l
         assert restored.sample(logits, [3], [step]) == token
 
 
-def test_an_index_taken_again_has_nothing_of_the_sequence_before():
+def test_a_reused_sampler_index_keeps_nothing_of_its_previous_sequence():
     sampler = sampler_of(ALL, ALL)
     for step in range(4):
         sampler.sample(random_logits(2), [0, 1], [step, step])
@@ -378,7 +384,7 @@ def test_an_index_taken_again_has_nothing_of_the_sequence_before():
     torch.testing.assert_close(sampler.probabilities(logits, [0])[0], logits[0].softmax(-1))
 
 
-def test_penalty_tensors_exist_only_for_sequences_that_have_penalties_and_are_used_again():
+def test_penalty_tensors_exist_only_for_sequences_with_penalties_and_are_reused():
     sampler = sampler_of(SamplingParams(temperature=1.0, top_p=0.5), SamplingParams())
     assert [len(rows.rows) for rows in (sampler._penalties._seen, sampler._penalties._counts)] == [0, 0]
     for i in range(100):
@@ -387,7 +393,7 @@ def test_penalty_tensors_exist_only_for_sequences_that_have_penalties_and_are_us
     assert [len(rows.rows) for rows in (sampler._penalties._seen, sampler._penalties._counts)] == [8, 0]
 
 
-def test_many_sequences_with_penalties_keep_theirs_while_storage_grows():
+def test_sequences_keep_their_penalties_while_the_storage_grows():
     sampler, logits = Sampler(V, CPU), random_logits(1)
     for i in range(50):
         sampler.add(i, ALL, key(i), np.array([i], dtype=np.int32), generated=[i + 1])
@@ -396,7 +402,7 @@ def test_many_sequences_with_penalties_keep_theirs_while_storage_grows():
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-def test_prompt_tokens_that_the_model_has_no_logits_for_are_left_out():
+def test_prompt_tokens_without_logits_are_ignored():
     prompt = np.array([3, V, V + 5], dtype=np.int32)
     logits = random_logits(1)
     got = sampler_of(ALL, prompt=prompt).probabilities(logits, [0])[0]
@@ -411,7 +417,7 @@ def test_sequences_added_under_inference_mode_can_be_sampled_outside_it():
     assert inside == sampler_of(ALL).sample(random_logits(1), [0], [0])
 
 
-def test_misuse_is_refused_in_words():
+def test_misuse_raises_errors_that_name_it():
     sampler = sampler_of(ALL)
     with pytest.raises(ValueError, match=r"^sampler index 0 is in use$"):
         sampler.add(0, ALL, key(0), PROMPT)
@@ -423,7 +429,7 @@ def test_misuse_is_refused_in_words():
         sampler.sample(random_logits(1, 32), [0], [0])
 
 
-def test_a_top_k_of_the_whole_vocabulary_is_none_beside_rows_that_have_none():
+def test_a_top_k_of_the_whole_vocabulary_equals_no_top_k():
     wide, none = SamplingParams(temperature=1.0, top_k=V, top_p=0.8), SamplingParams(temperature=1.0, top_p=0.8)
     logits = random_logits(1).expand(2, V)
     for params in ((wide, none), (none, wide)):
@@ -432,14 +438,14 @@ def test_a_top_k_of_the_whole_vocabulary_is_none_beside_rows_that_have_none():
         torch.testing.assert_close(got[0], by_transformers(logits[0], none), atol=1e-5, rtol=0)
 
 
-def test_draws_by_the_table_on_the_device_are_those_by_the_records_of_the_host():
-    """With sequences that come and go, in steps of some of them."""
+def test_sampling_with_the_devices_table_equals_sampling_with_the_hosts_records():
+    """Sequences come and go, and each step samples some of them."""
     params = [ALL, SamplingParams(), SamplingParams(temperature=1.3, logprobs=2), *COMBINATIONS[::5]]
     count = len(params)
     samplers = [Sampler(V, CPU, capacity=3) for _ in range(2)]
     samplers[1]._batch_params._tabled = True
-    drawn = [[], []]
-    for sampler, found in zip(samplers, drawn, strict=True):
+    sampled = [[], []]
+    for sampler, found in zip(samplers, sampled, strict=True):
         for i, p in enumerate(params):
             sampler.add(i, p, key(i), PROMPT, [i])
         for step, sampler_indices in enumerate(
@@ -454,13 +460,13 @@ def test_draws_by_the_table_on_the_device_are_those_by_the_records_of_the_host()
                 sampler.remove(4)
                 sampler.add(4, params[7], key(99), PROMPT)
         found.append(sampler.last[:count].tolist())
-    assert drawn[0] == drawn[1]
-    assert drawn[0][-1] == drawn[0][-2].tokens
+    assert sampled[0] == sampled[1]
+    assert sampled[0][-1] == sampled[0][-2].tokens
 
 
-def test_no_rows_draw_nothing():
-    drawn = sampler_of(ALL).sample(random_logits(0), [], [])
-    assert (drawn.tokens, drawn.valid) == ([], [])
+def test_no_rows_sample_no_tokens():
+    sampled = sampler_of(ALL).sample(random_logits(0), [], [])
+    assert (sampled.tokens, sampled.valid) == ([], [])
 
 
 # Cost
@@ -477,7 +483,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(monkeypatch, *params: SamplingParams) -> tuple[list[str], int]:
-    """The torch operations of a step, and how often it went to the host."""
+    """The torch operations of a step, and how often it copied to the host."""
     sampler = sampler_of(*params)
     to_host = []
     for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
@@ -491,13 +497,13 @@ def operations(monkeypatch, *params: SamplingParams) -> tuple[list[str], int]:
     return mode.names, len(to_host)
 
 
-def test_a_step_goes_to_the_host_once_and_waits_for_nothing_else(monkeypatch):
+def test_a_step_copies_to_the_host_once_and_waits_for_nothing_else(monkeypatch):
     names, to_host = operations(monkeypatch, ALL, SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5), ALL)
     assert to_host == 1
     assert not {"_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero"} & set(names)
 
 
-def test_a_greedy_step_is_one_pass_over_the_logits(monkeypatch):
+def test_a_greedy_step_reads_the_logits_once(monkeypatch):
     names, to_host = operations(monkeypatch, SamplingParams(), SamplingParams(top_p=0.5, top_k=3))
     assert to_host == 1
     wide = {"max", "argmax", "amax", "_to_copy", "exp", "sub", "div_", "cumsum", "sort", "topk", "isnan", "index"}
@@ -521,7 +527,7 @@ def test_only_top_p_sorts_the_vocabulary(monkeypatch):
 
 @pytest.mark.parametrize("combination", [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.5, "min_p": 0.05}])
 @pytest.mark.parametrize("ties", [False, True])
-def test_a_small_top_k_gives_the_probabilities_of_the_whole_vocabulary(combination, ties):
+def test_a_small_top_k_gives_the_same_probabilities_as_sorting_the_whole_vocabulary(combination, ties):
     logits = random_logits(8, seed=4)
     if ties:
         logits = logits.round()
@@ -534,21 +540,21 @@ def test_a_small_top_k_gives_the_probabilities_of_the_whole_vocabulary(combinati
     assert (want > 0).sum(dim=-1).tolist() != [V] * 8
 
 
-def test_a_small_top_k_leaves_out_what_a_mask_forbids_and_rows_without_numbers_are_flagged():
+def test_a_small_top_k_skips_forbidden_tokens_and_marks_rows_without_numbers_as_invalid():
     params = [SamplingParams(temperature=1.0, top_k=5)] * 4
     logits = random_logits(4)
     logits[1, 3] = torch.nan
     logits[2] = -torch.inf
     logits[3, 2:] = -torch.inf
-    drawn = sampler_of(*params).sample(logits, range(4), [0] * 4)
-    assert drawn.valid == [True, False, False, True]
-    assert drawn.tokens[3] in (0, 1)
+    sampled = sampler_of(*params).sample(logits, range(4), [0] * 4)
+    assert sampled.valid == [True, False, False, True]
+    assert sampled.tokens[3] in (0, 1)
     probabilities = sampler_of(*params).probabilities(logits[3:], [0])
     assert (probabilities > 0).sum() == 2
 
 
-def test_top_p_over_a_large_vocabulary_is_the_same_from_its_head_and_from_all_of_it(monkeypatch):
-    """Sharp rows end in the first eighth, flat ones do not."""
+def test_top_p_over_the_likeliest_eighth_of_a_vocabulary_equals_top_p_over_all_of_it(monkeypatch):
+    """The likeliest eighth is enough for peaked rows and not for flat ones."""
     size = 2048
     params = [SamplingParams(temperature=1.0, top_p=p) for p in (0.3, 0.9, 0.99)] * 2
     sampler = Sampler(size, CPU)

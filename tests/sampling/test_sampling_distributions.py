@@ -1,4 +1,4 @@
-"""What is drawn from against transformers' processors, and the draws against what they are drawn from."""
+"""Probabilities are compared with transformers' processors, and sampled tokens with the probabilities."""
 
 import itertools
 import random
@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
 
 from batchgen.sampling.filters import forbid
 from batchgen.sampling_params import SamplingParams
-from support.drawing import Sampler
 from support.params import slow_but
+from support.sampler import Sampler
 
 V = 48
 CPU = torch.device("cpu")
@@ -38,7 +38,9 @@ COMBINATIONS = [
     SamplingParams(**OFF | dict(itertools.compress(ON.items(), switches)))
     for switches in itertools.product((False, True), repeat=len(ON))
 ]
-COMBINATIONS += [replace(p, top_k=4) for p in COMBINATIONS if p.top_k]  # few enough to be looked for by themselves
+COMBINATIONS += [
+    replace(p, top_k=4) for p in COMBINATIONS if p.top_k
+]  # few enough for the path that sorts only what it keeps
 
 
 def key(number: int) -> bytes:
@@ -54,7 +56,7 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
 
 
 def difficult_logits() -> torch.Tensor:
-    """Three rows each: of different numbers, of equal ones, with -inf among them, and both."""
+    """Three rows of different logits and three with ties, then the same rows with many logits of -inf."""
     plain = torch.cat([noise(3, V, seed=1), noise(3, V, seed=2).round()])
     gaps = plain.clone()
     gaps[:, ::3] = -torch.inf
@@ -63,7 +65,7 @@ def difficult_logits() -> torch.Tensor:
 
 
 def words(*allowed: set[int] | None, vocabulary: int = V) -> torch.Tensor:
-    """The mask of sets of tokens; None allows all."""
+    """The mask that allows these sets of tokens, one for each row. None allows all tokens."""
     bits = np.zeros((len(allowed), -(-vocabulary // 32) * 32), dtype=np.uint8)
     for row, tokens in enumerate(allowed):
         bits[row, sorted(tokens) if tokens is not None else slice(None)] = 1
@@ -71,9 +73,9 @@ def words(*allowed: set[int] | None, vocabulary: int = V) -> torch.Tensor:
 
 
 def by_transformers(logits: torch.Tensor, p: SamplingParams, allowed: torch.Tensor | None = None) -> torch.Tensor:
-    """Probabilities [n, V] of rows of logits by transformers' own processors, with OpenAI's penalties as plain formulas.
+    """Probabilities [n, V] of rows of logits: transformers' own processors, with OpenAI's penalties as plain formulas.
 
-    Which of several equal tokens its top-p keeps is left to a sort: here, the first in the vocabulary.
+    Which of several equal tokens transformers' top-p keeps depends on a sort. Here it is the first in the vocabulary.
     """
     scores = logits.clone()
     if p.repetition_penalty != 1:
@@ -100,7 +102,7 @@ def by_transformers(logits: torch.Tensor, p: SamplingParams, allowed: torch.Tens
 
 
 @pytest.mark.parametrize("params", slow_but(COMBINATIONS[::5], COMBINATIONS), ids=name)
-def test_probabilities_equal_transformers_after_every_combination(params):
+def test_probabilities_equal_transformers_for_every_combination(params):
     logits = difficult_logits()
     sampler_indices = range(len(logits))
     sampler = Sampler(V, CPU)
@@ -115,12 +117,12 @@ def test_probabilities_equal_transformers_after_every_combination(params):
     torch.testing.assert_close(got, by_transformers(logits, params, may), atol=1e-5, rtol=0)
 
 
-def test_all_combinations_are_tried():
+def test_all_combinations_of_parameters_are_tested():
     assert len(set(COMBINATIONS)) == 2 ** len(ON) + 2 ** (len(ON) - 1)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_mask_means_what_llguidance_means_by_it(width):
+def test_a_mask_is_applied_as_llguidance_does(width):
     apply = pytest.importorskip("llguidance.numpy").apply_token_bitmask_inplace
     mask = np.random.default_rng(width).integers(-(2**31), 2**31, (5, width)).astype(np.int32)
     scores = noise(5, V, seed=3)
@@ -129,11 +131,11 @@ def test_a_mask_means_what_llguidance_means_by_it(width):
     assert torch.equal(forbid(scores, torch.from_numpy(mask)), torch.from_numpy(want))
 
 
-# Draws
+# Tokens
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
-    """How likely Pearson's chi-squared is to be this large; cells that expect fewer than five are one."""
+    """The probability that Pearson's chi-squared is at least this large. Cells that expect fewer than five are merged."""
     counts, expected = counts[expected > 0].astype(float), expected[expected > 0].astype(float)
     rare = expected < 5
     if rare.any():
@@ -144,7 +146,7 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def test_the_p_value_is_that_of_the_tables():
+def test_the_p_value_equals_that_of_published_tables():
     assert p_value(np.array([10.0, 20.0]), np.array([15.0, 15.0])) == pytest.approx(0.0679, abs=1e-4)  # 3.33, 1 degree
     assert p_value(np.array([20, 20, 20]), np.array([20, 20, 20])) == 1.0
 
@@ -169,7 +171,7 @@ SHAPES = {
     ("shape", "choice"),
     slow_but([*((shape, 0) for shape in SHAPES), ("everything", 7)], itertools.product(SHAPES, [0, 1, 7])),
 )
-def test_draws_of_every_choice_follow_the_probabilities(shape, choice):
+def test_the_tokens_of_every_choice_follow_the_probabilities(shape, choice):
     params, allowed = SHAPES[shape]
     rows = 3000
     sampler = Sampler(V, CPU)
@@ -178,23 +180,23 @@ def test_draws_of_every_choice_follow_the_probabilities(shape, choice):
     logits = noise(1, V, seed=4).expand(rows, V)
     mask = words(allowed)
     expected = sampler.probabilities(logits[:1], [0], mask)[0].double().numpy() * rows
-    drawn = sampler.sample(logits, range(rows), [len(GENERATED)] * rows, mask.expand(rows, -1))
-    counts = np.bincount(drawn.tokens, minlength=V)
+    sampled = sampler.sample(logits, range(rows), [len(GENERATED)] * rows, mask.expand(rows, -1))
+    counts = np.bincount(sampled.tokens, minlength=V)
     assert counts[expected == 0].sum() == 0
     assert p_value(counts, expected) > 1e-4
 
 
 def streams(params: SamplingParams, choices: range, positions: range, rows: int, vocabulary: int) -> np.ndarray:
-    """Draws [rows, choices, positions] from a flat distribution; a row's choices have one key."""
+    """Tokens [rows, choices, positions] sampled from a flat distribution. The choices of a row share its key."""
     sampler = Sampler(vocabulary, CPU)
     sampler_indices = list(itertools.product(range(rows), choices))
     for sampler_index, (row, choice) in enumerate(sampler_indices):
         sampler.add(sampler_index, params, key(row), PROMPT, choice=choice)
     logits = torch.zeros(len(sampler_indices), vocabulary)
-    drawn = [
+    sampled = [
         sampler.sample(logits, range(len(sampler_indices)), [at] * len(sampler_indices)).tokens for at in positions
     ]
-    return np.array(drawn).T.reshape(rows, len(choices), len(positions))
+    return np.array(sampled).T.reshape(rows, len(choices), len(positions))
 
 
 @pytest.mark.parametrize(
@@ -202,21 +204,21 @@ def streams(params: SamplingParams, choices: range, positions: range, rows: int,
     [((0, 0), (1, 0)), ((0, 1), (1, 0)), ((0, 0), (0, 1)), ((1, 2), (2, 2)), ((1, 2), (2, 1))],
     ids=["choices", "crosswise", "positions", "later-choices", "later-crosswise"],
 )
-def test_choices_of_one_key_draw_independently_of_each_other_and_of_the_positions(one, other):
-    drawn = streams(SamplingParams(temperature=1.0), range(3), range(3), 2000, 4)
-    pairs = drawn[:, one[0], one[1]] * 4 + drawn[:, other[0], other[1]]
+def test_the_choices_and_positions_of_a_key_are_independent(one, other):
+    sampled = streams(SamplingParams(temperature=1.0), range(3), range(3), 2000, 4)
+    pairs = sampled[:, one[0], one[1]] * 4 + sampled[:, other[0], other[1]]
     assert p_value(np.bincount(pairs, minlength=16), np.full(16, 2000 / 16)) > 1e-4
 
 
-def test_choices_of_one_key_are_different_streams_and_the_same_with_more_of_them():
+def test_each_choice_has_its_own_stream_which_more_choices_do_not_change():
     warm = SamplingParams(temperature=1.0)
     eight = streams(warm, range(8), range(12), 1, 4096)[0]
     assert len({tuple(stream) for stream in eight.tolist()}) == 8
-    assert max(np.bincount(eight.ravel())) <= 3  # of 96 draws among 4,096
+    assert max(np.bincount(eight.ravel())) <= 3  # 96 tokens out of 4,096
     assert (streams(warm, range(3), range(12), 1, 4096)[0] == eight[:3]).all()
 
 
-def test_another_seed_is_another_stream_for_every_choice():
+def test_another_seed_gives_every_choice_another_stream():
     one, other = (streams(SamplingParams(temperature=1.0, seed=s), range(4), range(9), 1, 4096)[0] for s in (0, 1))
     assert (one != other).mean() > 0.9
 
@@ -240,9 +242,9 @@ STEPS = [noise(len(KINDS) * 3, V, seed=step).round().bfloat16() for step in rang
 
 
 def texts(order: list[int], sampler_indices: list[int], parts: list[int]) -> dict[int, list[object]]:
-    """What every sequence draws, when they are in this order, at these sampler indices, and steps are cut at these places."""
+    """The samples of every sequence, in this order, at these sampler indices, with each step divided at `parts`."""
     sampler = Sampler(V, CPU)
-    drawn: dict[int, list[object]] = {i: [] for i in order}
+    sampled: dict[int, list[object]] = {i: [] for i in order}
     for i, sampler_index in zip(order, sampler_indices, strict=True):
         sampler.add(sampler_index, KINDS[i % len(KINDS)], key(i // 2), PROMPT, choice=i % 2)
     for step, logits in enumerate(STEPS):
@@ -253,8 +255,8 @@ def texts(order: list[int], sampler_indices: list[int], parts: list[int]) -> dic
             got = sampler.sample(logits[some], sampler_indices[start:stop], [step] * len(some), mask)
             rows = zip(some, got.tokens, got.valid, got.logprobs or [None] * len(some), strict=True)
             for i, token, valid, logprobs in rows:
-                drawn[i].append((token, valid, logprobs))
-    return drawn
+                sampled[i].append((token, valid, logprobs))
+    return sampled
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +266,7 @@ def together() -> dict[int, list[object]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_same_row_draws_the_same_tokens_and_logprobs_in_any_order_places_and_cuts(seed, together):
+def test_a_row_samples_the_same_tokens_and_logprobs_in_any_order_and_batch(seed, together):
     shuffle = random.Random(seed)
     count = len(together)
     order = shuffle.sample(range(count), count)
@@ -272,6 +274,6 @@ def test_the_same_row_draws_the_same_tokens_and_logprobs_in_any_order_places_and
     assert texts(order, shuffle.sample(range(3 * count), count), parts) == together
 
 
-def test_a_row_alone_draws_what_it_draws_in_company(together):
+def test_a_row_samples_the_same_tokens_alone_as_in_a_batch(together):
     for i in together:
         assert texts([i], [i % 4], []) == {i: together[i]}

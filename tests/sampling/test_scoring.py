@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.sampling.scoring import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
-from support.drawing import Sampler
+from support.sampler import Sampler
 
 
 def score_targets(*args):
@@ -27,12 +27,12 @@ def test_a_score_is_the_log_softmax_and_whether_the_token_is_the_likeliest():
     assert likeliest[2]
 
 
-def test_among_equals_the_first_is_the_likeliest():
+def test_among_equal_logits_the_first_is_the_likeliest():
     logits = torch.tensor([[1.0, 2.0, 2.0]])
     assert score_targets(logits, [0, 0, 0], [0, 1, 2])[1] == [False, True, False]
 
 
-def test_chunks_change_nothing():
+def test_measuring_in_chunks_gives_the_same_numbers():
     torch.manual_seed(0)
     logits = torch.randn(9, 7).bfloat16()
     pairs = list(range(9)), [1, 2, 3] * 3
@@ -40,7 +40,7 @@ def test_chunks_change_nothing():
     assert score_targets(logits, *pairs, 14) == whole
 
 
-def test_nothing_goes_to_the_host(monkeypatch):
+def test_scoring_copies_nothing_to_the_host(monkeypatch):
     calls = []
     for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
         real = getattr(torch.Tensor, name)
@@ -51,7 +51,7 @@ def test_nothing_goes_to_the_host(monkeypatch):
 
 
 class Widths(TorchDispatchMode):
-    """The sizes of all float32 tensors that are made."""
+    """Records the size of each float32 tensor that is made."""
 
     def __init__(self):
         super().__init__()
@@ -64,22 +64,22 @@ class Widths(TorchDispatchMode):
         return out
 
 
-def test_no_more_than_a_chunk_is_in_float32():
+def test_no_more_than_one_chunk_is_in_float32():
     with Widths() as widths:
         score_targets(torch.zeros(50, 13, dtype=torch.bfloat16), [0, 49], [1, 2], 40)
-    assert max(widths.sizes) == 50  # one sum a row; chunks are of three rows, 39 numbers
+    assert max(widths.sizes) == 50  # one sum for each row; a chunk has three rows, 39 numbers
 
 
-def test_a_token_is_the_likeliest_where_greedy_decoding_draws_it():
+def test_the_likeliest_token_is_the_one_that_greedy_decoding_samples():
     torch.manual_seed(0)
     logits = (torch.randn(60, 500) * 2).round().bfloat16()  # the largest are often equal
     sampler = Sampler(500, torch.device("cpu"))
     for sampler_index in range(60):
         sampler.add(sampler_index, SamplingParams(), bytes(16), np.array([1], dtype=np.int32))
-    drawn = sampler.sample(logits, range(60), [0] * 60).tokens
+    sampled = sampler.sample(logits, range(60), [0] * 60).tokens
     assert (logits == logits.amax(-1, keepdim=True)).sum() > 60
-    assert score_targets(logits, range(60), drawn)[1] == [True] * 60
-    pairs = [(row, token) for row in range(60) for token in range(500) if token != drawn[row]]
+    assert score_targets(logits, range(60), sampled)[1] == [True] * 60
+    pairs = [(row, token) for row in range(60) for token in range(500) if token != sampled[row]]
     assert not any(score_targets(logits, *zip(*pairs, strict=True))[1])
 
 
@@ -95,7 +95,7 @@ def test_logits_that_are_not_numbers_have_no_score(bad):
     assert math.isnan(logprobs[1])
 
 
-def test_a_token_that_cannot_be_is_minus_infinity_and_one_that_is_unknown_is_not_a_number():
+def test_an_impossible_token_scores_minus_infinity_and_an_unknown_one_nan():
     logits = torch.tensor([[0.0, -math.inf]])
     logprobs, likeliest = score_targets(logits, [0, 0], [1, 9])
     assert logprobs[0] == -math.inf

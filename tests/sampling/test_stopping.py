@@ -28,7 +28,7 @@ def finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """As GPT-2, Llama 3 and Qwen have it."""
+    """Like the tokenizers of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As Llama 2, Mistral and Gemma have it: spaces belong to words, the first is dropped, rare characters are bytes."""
+    """Like those of Llama 2, Mistral and Gemma: a space belongs to the word after it, the first is dropped, and rare characters are spelled in bytes."""
     pieces = ["▁", "▁the", "the", "▁END", "EN", "D", "▁fox", "你", "\n", ".", "\ufffd", *"abcdefghijklmnopqrstuvwxyzQA"]
     names = [*SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), *pieces]
     vocab = {name: i for i, name in enumerate(names)}
@@ -53,7 +53,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """As T5's family has it: the decoder drops the space of the first token."""
+    """Like those of T5: the decoder drops the space of the first token."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -73,7 +73,7 @@ def encode(name: str, text: str) -> list[int]:
 
 
 def raw_bytes(name: str, data: bytes) -> list[int]:
-    """A token a byte, whatever the bytes."""
+    """One token for each byte; the bytes need not be valid UTF-8."""
     if name == "byte_fallback":
         return TOKENIZERS[name].convert_tokens_to_ids([f"<0x{b:02X}>" for b in data])
     alphabet = byte_alphabet()
@@ -100,7 +100,7 @@ def stopper(
 
 
 def run(stop: Stopper, tokens: list[int]) -> tuple[str | None, int, str]:
-    """Feeds tokens until the completion ends: why, after how many, and the text."""
+    """Feeds tokens until the completion ends. Returns the reason, the number of tokens and the text."""
     for n, token in enumerate(tokens, 1):
         reason = stop.append(token)
         if reason:
@@ -109,7 +109,7 @@ def run(stop: Stopper, tokens: list[int]) -> tuple[str | None, int, str]:
 
 
 def expected(name: str, prompt: list[int], tokens: list[int], max_tokens: int, strings: tuple[str, ...], ends=(EOS,)):
-    """What `run` must give, by decoding everything anew at every token."""
+    """What `run` must return, found by decoding everything again at every token."""
 
     def decode(ids):
         return TOKENIZERS[name].decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -146,7 +146,7 @@ def test_a_completion_ends_at_an_end_token_that_is_not_in_its_text(name):
     assert run(stopper(name), [*tokens, EOS, *tokens]) == ("stop", len(tokens) + 1, "the fox")
 
 
-def test_any_of_several_end_tokens_ends_a_completion():
+def test_every_end_token_ends_a_completion():
     assert run(stopper("byte_level", eos=(1, EOS)), [50, 1])[:2] == ("stop", 2)
 
 
@@ -160,27 +160,27 @@ def test_ignored_end_tokens_are_left_out_of_the_text():
     assert "</s>" not in text
 
 
-def test_stop_token_ids_end_a_completion_even_where_end_tokens_are_ignored():
+def test_stop_token_ids_end_a_completion_even_if_end_tokens_are_ignored():
     (dot,) = encode("byte_level", ".")
     tokens = encode("byte_level", "END")
     params = {"ignore_eos": True, "stop_token_ids": (dot,)}
     assert run(stopper("byte_level", **params), [*tokens, EOS, dot, *tokens]) == ("stop", len(tokens) + 2, "END")
 
 
-def test_the_last_token_allowed_ends_a_completion_by_length_and_an_end_token_there_by_stop():
+def test_the_last_allowed_token_gives_length_and_an_end_token_there_gives_stop():
     a, b = encode("byte_fallback", "a")[-1], encode("byte_fallback", "b")[-1]
     assert run(stopper("byte_fallback", max_tokens=2), [a, b, a]) == ("length", 2, "ab")
     assert run(stopper("byte_fallback", max_tokens=2), [a, EOS, a]) == ("stop", 2, "a")
 
 
-def test_the_tokens_are_kept_as_drawn_with_the_end_token():
+def test_the_tokens_are_kept_as_sampled_with_the_end_token():
     stop = stopper("byte_level")
     run(stop, [50, EOS])
     assert stop.tokens == [50, EOS]
     assert stop.finish_reason == "stop"
 
 
-def test_without_stop_strings_nothing_is_decoded_until_the_text_is_asked_for(monkeypatch):
+def test_without_stop_strings_nothing_is_decoded_until_the_text_is_read(monkeypatch):
     stop = stopper("byte_level", max_tokens=50)
     monkeypatch.setattr(stop._detokenizer, "decode", lambda tokens: pytest.fail("decoded"))
     assert [stop.append(50) for _ in range(50)] == [None] * 49 + ["length"]
@@ -217,7 +217,7 @@ def test_an_incomplete_character_at_the_end_is_a_replacement_character(name):
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-def test_a_character_that_the_prompt_begins_belongs_to_the_completion(name):
+def test_a_character_that_begins_in_the_prompt_belongs_to_the_completion(name):
     data = raw_bytes(name, "👋b".encode())
     prompt = [encode(name, "a")[-1], *data[:2]]
     assert run(stopper(name, prompt), [*data[2:], EOS])[2] == "👋b"
@@ -229,7 +229,7 @@ def test_a_prompt_that_ends_in_a_long_run_of_bytes_does_not_spoil_the_next_chara
 
 
 @each_tokenizer
-def test_ids_of_a_padded_vocabulary_that_the_tokenizer_does_not_know_have_no_text(name):
+def test_ids_that_the_tokenizer_does_not_know_have_no_text(name):
     tokens, unknown = encode(name, "the END"), len(TOKENIZERS[name]) + 5
     assert run(stopper(name), [unknown, *tokens, unknown, EOS])[2] == "the END"
     assert run(stopper(name, stop=("END",)), [unknown, *tokens])[2] == "the "
@@ -239,7 +239,7 @@ def test_ids_of_a_padded_vocabulary_that_the_tokenizer_does_not_know_have_no_tex
 
 
 @each_tokenizer
-def test_a_stop_string_over_token_boundaries_ends_the_text_before_it(name):
+def test_a_stop_string_across_tokens_ends_the_text_before_it(name):
     tokens = encode(name, "the fox. END fox")
     reason, n, text = run(stopper(name, stop=("x. EN",)), tokens)
     assert (reason, text) == ("stop", "the fo")
@@ -264,7 +264,7 @@ def test_the_first_stop_string_to_be_complete_ends_the_completion():
 
 
 @each_tokenizer
-def test_a_stop_string_at_the_last_token_allowed_is_a_stop(name):
+def test_a_stop_string_at_the_last_allowed_token_gives_stop(name):
     tokens = encode(name, "the END")
     assert run(stopper(name, stop=("END",), max_tokens=len(tokens)), tokens) == ("stop", len(tokens), "the ")
     assert run(stopper(name, stop=("ENDS",), max_tokens=len(tokens)), tokens) == ("length", len(tokens), "the END")
@@ -287,7 +287,7 @@ def test_a_stop_string_before_the_first_bytes_of_a_character_is_found_at_once():
     )
 
 
-def test_a_stop_string_of_replacement_characters_counts_only_where_no_character_can_come_of_it():
+def test_a_stop_string_of_replacement_characters_counts_only_if_they_cannot_become_a_character():
     half, rest = raw_bytes("byte_level", b"a\xe4"), raw_bytes("byte_level", b"\xbd\xa0b")
     assert run(stopper("byte_level", stop=("\ufffd",)), [*half, *rest]) == (None, 5, "a你b")
     assert run(stopper("byte_level", stop=("\ufffd",)), [*half, *half]) == ("stop", 3, "a")
@@ -307,7 +307,7 @@ def test_special_tokens_inside_a_character_do_not_spoil_it():
     assert run(stopper("byte_fallback", stop=("👋",), ignore_eos=True), [a, EOS, b, c, EOS, EOS, d]) == ("stop", 7, "")
 
 
-def test_a_long_row_of_special_tokens_does_not_cost_the_space_after_it():
+def test_the_space_after_many_special_tokens_is_kept():
     word = TOKENIZERS["byte_fallback"].convert_tokens_to_ids("▁the")
     tokens = [word, *[EOS] * 500, word]
     assert run(stopper("byte_fallback", stop=(" the",), ignore_eos=True), tokens) == ("stop", 502, "the")
@@ -349,7 +349,7 @@ def test_a_run_of_bytes_that_turns_out_invalid_is_invalid_from_its_beginning():
 
 @pytest.mark.parametrize("data", [b"\x9f" * 2000, ("ሰላም" * 300).encode(), b"\x9f\xe4" * 1000])
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-def test_bytes_without_end_cost_no_more_and_more(name, data, monkeypatch):
+def test_the_cost_of_a_long_run_of_bytes_is_bounded(name, data, monkeypatch):
     stop = stopper(name, stop=("never",), max_tokens=10_000)
     decode, lengths = stop._detokenizer.decode, []
     monkeypatch.setattr(stop._detokenizer, "decode", lambda tokens: (lengths.append(len(tokens)), decode(tokens))[1])
@@ -368,12 +368,12 @@ def test_only_the_end_of_a_long_completion_is_decoded_again(monkeypatch):
     assert len(lengths) < 1.3 * 2000
 
 
-# The same, however the text is followed
+# Decoding step by step
 
 
 @st.composite
 def completions(draw):
-    """A tokenizer, a prompt, tokens (text, single bytes, special tokens between) and stop strings likely to be met."""
+    """A tokenizer, a prompt, tokens (text, single bytes, special tokens) and stop strings that are likely to occur."""
     name = draw(st.sampled_from(sorted(TOKENIZERS)))
     words = st.sampled_from(
         ["the", " the", " END", "fox", ".", "\n\n", "你好", "é", "👋🏽", "👨‍👩‍👧", "e\u0301", "ሰላም", "  "]
@@ -397,13 +397,13 @@ def completions(draw):
 
 @settings(max_examples=examples(40, 300), deadline=None)
 @given(completions())
-def test_following_the_text_gives_what_decoding_all_of_it_anew_gives(case):
+def test_decoding_step_by_step_equals_decoding_everything_again(case):
     name, prompt, tokens, strings, max_tokens, ignore_eos = case
     got = run(stopper(name, prompt, max_tokens, stop=strings, ignore_eos=ignore_eos), tokens)
     assert got == expected(name, prompt, tokens, max_tokens, strings, ends=() if ignore_eos else (EOS,))
 
 
-def test_following_a_long_random_text_gives_what_decoding_all_of_it_anew_gives():
+def test_decoding_a_long_random_text_step_by_step_equals_decoding_everything_again():
     rng = random.Random(0)
     for name in TOKENIZERS:
         tokens = [rng.choice(encode(name, rng.choice(CORPUS))) for _ in range(300)]
@@ -412,7 +412,7 @@ def test_following_a_long_random_text_gives_what_decoding_all_of_it_anew_gives()
         assert run(stopper(name, stop=string), tokens) == expected(name, [], tokens, 1000, string)
 
 
-def test_a_completion_that_repeats_itself_is_ended_only_where_that_is_asked_for() -> None:
+def test_a_repeating_completion_is_ended_only_with_max_repeats() -> None:
     tokenizer = make(plain=("<think>", "</think>"))
     ended = complete(tokenizer, "q", "Well, " + "ab" * 50, max_repeats=4)
     assert (ended.finish_reason, ended.text) == ("repetition", "Well, " + "ab" * 16)

@@ -1,4 +1,4 @@
-"""A sampler that waits for what it samples, and tells the probabilities that it samples from."""
+"""A sampler that returns its tokens at once, and the probabilities that it samples from."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from batchgen.sampling.sampler import SampledTokens
 
 class Sampler(sampler.Sampler):
     def sample(self, *args: Any, **kwargs: Any) -> SampledTokens:  # type: ignore[override]
-        drawn = super().sample(*args, **kwargs)
-        return drawn.read(Readback(drawn.tensors, drawn.tokens.device).lists())
+        sampled = super().sample(*args, **kwargs)
+        return sampled.read(Readback(sampled.tensors, sampled.tokens.device).lists())
 
     @torch.no_grad()
     def probabilities(
         self, logits: torch.Tensor, sampler_indices: Sequence[int], mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What `sample` draws from: float32 [N, V], penalties, mask and filters applied; greedy rows have 1 on one token."""
+        """The probabilities float32 [N, V] that `sample` samples from, after penalties, mask and filters. A greedy row has 1 for one token."""
         records = self._records(logits, sampler_indices)
         step_params, _ = self._batch_params.of_step(sampler_indices, records, np.zeros(len(records)))
         scores = self._masked(self._penalties.applied(logits, step_params), mask)
