@@ -28,7 +28,7 @@ def make(folder: Path, names: list[str], configs: object = None) -> Path:
 
 
 def ours(folder: Path, config: str | None = None) -> dict[str, list[str]]:
-    """The files of every split, as names relative to the folder."""
+    """The files of every split as batchgen finds them, as names relative to the folder."""
     dataset = find_dataset(str(folder), DatasetChoice(config, "all"))
     assert dataset is not None
     splits = dataset._splits(dataset.configs.get(dataset._config(config), {}))
@@ -68,7 +68,7 @@ sharded = st.builds(
 @example(["data/train-00000-of-00001.jsonl", "other.jsonl"])
 @example(["train.jsonl", "test/rows.jsonl"])
 @example(["config.json", "rows.jsonl"])
-def test_without_configurations_the_splits_are_those_of_datasets(names):
+def test_without_configurations_the_splits_equal_those_of_datasets(names):
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place), [name for name in names if not any(other.startswith(f"{name}/") for other in names)])
         visible = [name for name in names if not any(part.startswith((".", "__")) for part in name.split("/")[:-1])]
@@ -97,7 +97,7 @@ data_files = st.one_of(
 
 
 @given(data_files)
-def test_the_files_of_a_configuration_are_those_of_datasets(declared):
+def test_the_files_of_a_configuration_equal_those_of_datasets(declared):
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place), names, [{"config_name": "one", "data_files": declared}])
         assert ours(folder, "one") == theirs(folder, "one")
@@ -112,12 +112,12 @@ def test_the_files_of_a_configuration_are_those_of_datasets(declared):
         [{"config_name": "a", "data_dir": "./en/", "data_files": "*.jsonl"}],
     ],
 )
-def test_the_default_configuration_and_its_folder_are_those_of_datasets(tmp_path, configs):
+def test_the_default_configuration_and_its_folder_equal_those_of_datasets(tmp_path, configs):
     folder = make(tmp_path, names, configs)
     assert ours(folder) == theirs(folder)
 
 
-def test_a_folder_is_a_dataset_if_its_readme_its_files_or_the_command_say_so(tmp_path):
+def test_a_folder_is_a_dataset_because_of_its_readme_its_files_or_the_command(tmp_path):
     plain = make(tmp_path / "plain", ["train.jsonl", "test.jsonl"])
     assert [f.name for f in opened(plain).files] == [f"{plain}/test.jsonl", f"{plain}/train.jsonl"]
     assert [f.name for f in opened(plain, split="train").files] == [f"{plain}/train.jsonl"]
@@ -137,7 +137,7 @@ def opened(folder, split=None, format=None):
     return open_input([str(folder)], format=format, output=None, choice=DatasetChoice(None, split))
 
 
-def test_outputs_of_batchgen_and_their_folders_are_no_data(tmp_path):
+def test_outputs_of_batchgen_and_their_folders_are_not_read(tmp_path):
     folder = make(tmp_path, ["train.jsonl", "train.out.jsonl", "train.out.jsonl.job/train.jsonl"])
     (folder / "train.out.jsonl.job" / "manifest.json").write_text("{}")
     source = opened(folder, split="train")
@@ -145,7 +145,7 @@ def test_outputs_of_batchgen_and_their_folders_are_no_data(tmp_path):
     assert source.notes[-1] == f"{folder}/train.out.jsonl is an output of batchgen: left out of the input"
 
 
-def test_files_of_another_suffix_are_read_as_the_format_that_is_named(tmp_path):
+def test_files_with_another_suffix_are_read_in_the_named_format(tmp_path):
     folder = make(tmp_path, ["train.json", "train.csv"])
     assert [f.name for f in opened(folder, "train", format="jsonl").files] == [f"{folder}/train.json"]
 
@@ -158,7 +158,7 @@ def test_files_of_another_suffix_are_read_as_the_format_that_is_named(tmp_path):
         ("---\n- configs\n---\n", "the header of {}/README.md cannot be read: repo card metadata block should be a dict; correct that file"),
     ],
 )  # fmt: skip
-def test_a_header_that_cannot_be_read_is_one_line(tmp_path, text, message):
+def test_a_header_that_cannot_be_read_is_a_one_line_error(tmp_path, text, message):
     make(tmp_path, ["train.jsonl"])
     (tmp_path / "README.md").write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -170,7 +170,7 @@ def test_a_header_that_cannot_be_read_is_one_line(tmp_path, text, message):
     "text",
     ["# Rows\n\n--- and more\n", "---\n\nText between two lines\n\n---\nMore\n", "---\ntitle: [Rows\n---\n# Rows\n"],
 )
-def test_a_readme_that_declares_no_configurations_changes_nothing(tmp_path, caplog, text):
+def test_a_readme_without_configurations_changes_nothing(tmp_path, caplog, text):
     make(tmp_path, ["rows.jsonl"])
     (tmp_path / "README.md").write_text(text)
     assert [f.name for f in opened(tmp_path).files] == [f"{tmp_path}/rows.jsonl"]

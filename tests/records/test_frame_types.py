@@ -1,4 +1,4 @@
-"""Every type of column goes through the tables of Python programs, and through files, as it came."""
+"""Tables of Python programs keep columns of every type unchanged."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tables(draw: Any) -> pa.Table:
 def _array(values: list[Any], type: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, type)
-    except (pa.ArrowException, ValueError, TypeError):  # some nested types are made by casts only
+    except (pa.ArrowException, ValueError, TypeError):  # some nested types can only be made by a cast
         return pa.nulls(len(values), type)
 
 
@@ -102,7 +102,7 @@ def own_names(names: list[str]) -> list[str]:
 
 
 @given(tables())
-def test_arrow(table: pa.Table) -> None:
+def test_an_arrow_table_of_any_type_keeps_its_columns(table: pa.Table) -> None:
     out, _ = joined(table)
     own = out.select(own_names(table.column_names))
     assert own.rename_columns(table.column_names).equals(table)
@@ -112,7 +112,7 @@ def test_arrow(table: pa.Table) -> None:
 
 
 @given(tables())
-def test_polars(table: pa.Table) -> None:
+def test_a_polars_frame_of_any_type_keeps_its_columns(table: pa.Table) -> None:
     try:
         frame = pl.from_arrow(table)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, NotImplementedError):
@@ -127,7 +127,7 @@ def test_polars(table: pa.Table) -> None:
 
 
 @given(tables(), st.booleans())
-def test_pandas(table: pa.Table, arrow_types: bool) -> None:
+def test_a_pandas_frame_of_any_type_keeps_its_columns(table: pa.Table, arrow_types: bool) -> None:
     try:
         frame = table.to_pandas(types_mapper=pd.ArrowDtype) if arrow_types else table.to_pandas()
         before = frame.copy(deep=True)
@@ -144,7 +144,7 @@ def test_pandas(table: pa.Table, arrow_types: bool) -> None:
 
 
 @given(tables())
-def test_datasets(table: pa.Table) -> None:
+def test_a_dataset_of_any_type_keeps_its_columns(table: pa.Table) -> None:
     try:
         dataset = datasets.Dataset(table)
     except (ValueError, TypeError, NotImplementedError, pa.ArrowException):
@@ -156,7 +156,7 @@ def test_datasets(table: pa.Table) -> None:
     assert out["choice_probs"][:] == [[{"key": "x", "value": 1.0}]] * table.num_rows
 
 
-def test_columns_of_python_objects_that_arrow_has_no_type_for_reach_their_rows_as_they_are() -> None:
+def test_python_objects_without_an_arrow_type_reach_their_rows_unchanged() -> None:
     messages = [
         [{"role": "user", "content": "one"}],
         [{"role": "user", "content": [{"type": "text", "text": "two"}]}],
@@ -172,14 +172,14 @@ def test_columns_of_python_objects_that_arrow_has_no_type_for_reach_their_rows_a
     assert [row.columns["messages"] for row in frame_of(mixed).rows()] == messages
 
 
-def test_columns_whose_names_are_numbers_keep_them() -> None:
+def test_columns_with_numbers_as_names_keep_them() -> None:
     frame = pd.DataFrame({0: [1.5, 2.5], "prompt": ["prompt 0", "prompt 1"]})
     out, rows = joined(frame)
     assert list(out.columns)[:2] == [0, "prompt"]
     assert rows[0].columns["0"] == 1.5
 
 
-def test_a_class_made_of_a_dataframe_is_one() -> None:
+def test_a_subclass_of_a_dataframe_is_a_table() -> None:
     class Mine(pd.DataFrame):
         pass
 

@@ -1,7 +1,7 @@
-"""Whatever bytes a file has: no error but the documented one, no hang, exactly one row for every record and one result for every row.
+"""Any bytes give one row for every record and one result for every row, only the documented errors, and no hang.
 
-Records are counted by oracles of their own, below, that share no code with the readers. In the long run (`pytest -m nightly`)
-BATCHGEN_FUZZ_INPUTS malformed files are read, a million unless set, from BATCHGEN_FUZZ_SEED on.
+The oracles below count records and share no code with the readers. The nightly run (`pytest -m nightly`) reads
+BATCHGEN_FUZZ_INPUTS malformed files (a million by default); BATCHGEN_FUZZ_SEED repeats a run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from batchgen.result import Result
 from support.params import examples, slow_but
 from support.tokenizers_by_hand import CHATML, builder
 
-SECONDS = 10
-"""No small file takes that long."""
+MAX_SECONDS = 10
+"""A file that takes longer hangs."""
 Built = Callable[[list[Row]], list[Request | Result]]
 
 
-# What is read, and whether it is right.
+# Reading and checking.
 
 
 def read(path: Path, data: bytes) -> tuple[list[Row], InputCorrupt | None]:
@@ -57,7 +57,7 @@ def read(path: Path, data: bytes) -> tuple[list[Row], InputCorrupt | None]:
 
 
 def check(path: Path, data: bytes, build: Built | None) -> None:
-    """One file, from its bytes to the results of its rows."""
+    """Checks one file, from its bytes to the results of its rows."""
     if is_refused(path, data):
         with pytest.raises(UsageError):
             read(path, data)
@@ -88,7 +88,7 @@ def check(path: Path, data: bytes, build: Built | None) -> None:
 
 
 def is_refused(path: Path, data: bytes) -> bool:
-    """Whether the first bytes say that a file is not what its name says."""
+    """Whether the first bytes of a file contradict its name."""
     match path.suffix:
         case ".gz":
             return data != b"" and not data.startswith(b"\x1f\x8b")
@@ -119,13 +119,13 @@ def fit_for_a_line(message: str) -> None:
 
 
 def plain_bytes(path: Path, data: bytes) -> tuple[bytes, bool]:
-    """What a compressed file holds, as far as it can be had, and whether that is all."""
+    """Decompresses a file as far as possible. Returns the data and whether it is complete."""
     if path.suffix == ".gz":
         out = b""
         while data:
             member = zlib.decompressobj(31)
             try:
-                for i in range(0, len(data), 64):  # so that a broken one gives what comes before
+                for i in range(0, len(data), 64):  # in pieces, so that a broken member gives the data before the damage
                     out += member.decompress(data[i : i + 64])
                     if member.eof:
                         data = member.unused_data + data[i + 64 :]
@@ -157,7 +157,7 @@ def jsonl_lines(data: bytes) -> list[bytes]:
 
 
 def is_object(line: bytes) -> bool | None:
-    """Whether a line is a JSON object, None where that takes more than Python's parser to tell."""
+    """Whether a line is a JSON object; None if Python's parser cannot tell."""
     try:
         return isinstance(json.loads(line.decode()), dict)
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -178,7 +178,7 @@ def counted_jsonl(path: Path, data: bytes, rows: list[Row], broken: InputCorrupt
 
 
 def csv_places(data: bytes) -> list[int] | None:
-    """The line on which every record begins, header left out, by a state machine of its own. None: the header is broken."""
+    """The first line of every record after the header, found by a separate state machine; None if the header is broken."""
     text = data.decode("utf-8-sig", "surrogateescape")
     lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z", text)
     places: list[int] = []
@@ -242,7 +242,7 @@ def counted_parquet(path: Path, data: bytes, rows: list[Row], broken: InputCorru
 COUNTED = {".jsonl": counted_jsonl, ".csv": counted_csv, ".parquet": counted_parquet}
 
 
-# Valid files, and what is done to them.
+# Valid files and their mutations.
 
 
 def parquet(table: pa.Table, **options: object) -> bytes:
@@ -293,7 +293,7 @@ TOKENS = [
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
-    """The file with one to six changes: bytes flipped, set, cut out, put in, doubled, or its end cut off."""
+    """The file with one to six changes: bytes are flipped, overwritten, deleted, inserted or doubled, or the end is cut off."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 3, 6))):
         at = rng.randrange(len(out) + 1)
@@ -318,21 +318,21 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 @contextmanager
 def no_hang() -> Iterator[Callable[[], None]]:
-    """Returns a function that starts the clock again."""
+    """Fails the test when a file takes too long. Yields a function that restarts the timer."""
 
     def hangs(signum: int, frame: object) -> None:
-        pytest.fail(f"no answer within {SECONDS} seconds")
+        pytest.fail(f"no answer within {MAX_SECONDS} seconds")
 
     before = signal.signal(signal.SIGALRM, hangs)
     try:
-        yield lambda: signal.setitimer(signal.ITIMER_REAL, SECONDS) and None
+        yield lambda: signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS) and None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
 def fuzz(folder: Path, build: Built, *, seed: int, count: int, build_every: int, only: str = "") -> None:
-    """`count` mutated files; the message of a failure holds what repeats it."""
+    """Checks `count` mutated files. The note of a failure contains the data that repeats it."""
     files = [(name, data) for name, data in valid_files() if name.startswith(only)]
     rng = random.Random(seed)
     with no_hang() as start:
@@ -353,7 +353,7 @@ def fuzz(folder: Path, build: Built, *, seed: int, count: int, build_every: int,
 
 @pytest.fixture(scope="module")
 def build() -> Built:
-    """What makes drafts or results of rows, of a model with a chat template."""
+    """Makes requests or results from rows, for a model with a chat template."""
     return builder(chat_template=CHATML, context=200).build
 
 
@@ -366,12 +366,12 @@ def test_the_oracles_and_the_readers_agree_on_the_valid_files(tmp_path, build):
 
 
 @pytest.mark.parametrize("seed", slow_but([0], range(3)))
-def test_files_with_damaged_bytes_give_one_row_a_record_and_one_result_a_row(tmp_path, build, seed):
+def test_damaged_files_give_one_row_per_record_and_one_result_per_row(tmp_path, build, seed):
     fuzz(tmp_path, build, seed=seed, count=1000, build_every=10)
 
 
 @pytest.mark.nightly
-def test_a_million_damaged_files_give_one_row_a_record_and_one_result_a_row(tmp_path, build):
+def test_a_million_damaged_files_give_one_row_per_record_and_one_result_per_row(tmp_path, build):
     count = int(os.environ.get("BATCHGEN_FUZZ_INPUTS", "1000000"))
     seed = int(os.environ.get("BATCHGEN_FUZZ_SEED", str(int(time.time()))))
     fuzz(tmp_path, build, seed=seed, count=count, build_every=20)
@@ -391,7 +391,7 @@ PACKED = st.sampled_from([("", bytes), (".gz", gzip.compress), (".zst", zstandar
 @pytest.mark.parametrize("format", ["jsonl", "csv"])
 @settings(max_examples=examples(15, 300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=FILES, packed=PACKED)
-def test_any_text_gives_one_row_a_record_and_one_result_a_row(tmp_path, build, format, data, packed):
+def test_any_text_gives_one_row_per_record_and_one_result_per_row(tmp_path, build, format, data, packed):
     suffix, pack = packed
     with no_hang() as start:
         start()
@@ -400,5 +400,5 @@ def test_any_text_gives_one_row_a_record_and_one_result_a_row(tmp_path, build, f
 
 @settings(max_examples=examples(10, 150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=200), name=st.sampled_from(["jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst", "parquet"]))
-def test_bytes_that_are_nothing_at_all_end_in_the_documented_error(tmp_path, name, data):
+def test_random_bytes_raise_only_the_documented_errors(tmp_path, name, data):
     check(tmp_path / f"x.{name}", data, None)

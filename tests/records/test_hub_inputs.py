@@ -1,4 +1,4 @@
-"""hf:// inputs, by a server that answers the few requests of the Hub's interface that reading needs."""
+"""hf:// inputs, read from a server that answers the few requests to the Hub that reading needs."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_folders_and_globs_of_a_dataset_give_their_files(hub, pattern):
 
 
 @pytest.mark.parametrize("url", ["hf://datasets/user/rows/data/c.jsonl", "hf://datasets/user/none/data/a.jsonl"])
-def test_what_the_hub_does_not_have_is_refused_in_one_line(hub, url):
+def test_a_file_that_the_hub_does_not_have_is_refused(hub, url):
     with pytest.raises(UsageError) as caught:
         opened(url)
     assert str(caught.value) == f"no such file: {url}; check the address and your access to it"
 
 
 @pytest.mark.parametrize("url", ["hf://user/rows", "hf://user/rows@main", "hf://user/rows/data/a.jsonl"])
-def test_a_dataset_without_datasets_in_its_name_is_told_how_to_write_it(hub, url):
+def test_a_dataset_name_without_datasets_is_refused_with_the_right_form(hub, url):
     with pytest.raises(UsageError) as caught:
         opened(url)
     assert str(caught.value) == (
@@ -80,7 +80,7 @@ def test_a_dataset_without_datasets_in_its_name_is_told_how_to_write_it(hub, url
     )
 
 
-def test_an_output_needs_its_repository_to_be_there(hub):
+def test_an_output_needs_an_existing_repository(hub):
     target = open_target("hf://datasets/user/rows/out/o.jsonl")
     target.check()
     assert not target.exists()
@@ -89,7 +89,7 @@ def test_an_output_needs_its_repository_to_be_there(hub):
         open_target("hf://datasets/user/none/o.jsonl").check()
 
 
-def test_offline_is_one_line(monkeypatch):
+def test_reading_the_hub_offline_is_a_one_line_error(monkeypatch):
     from huggingface_hub import HfFileSystem
 
     HfFileSystem.clear_instance_cache()
@@ -118,7 +118,7 @@ def with_configs() -> FakeRepo:
     return FakeRepo(files | {f"en/train-{n}.parquet": parquet() for n in range(2)})
 
 
-def test_a_dataset_is_read_by_its_name_configuration_and_split_at_the_commit_it_has_now(hub):
+def test_a_dataset_is_read_by_name_configuration_and_split_at_its_current_commit(hub):
     repo = hub.repos["user/rows"] = with_configs()
     source = opened("hf://datasets/user/rows", config="en", split="train")
     root = f"hf://datasets/user/rows@{repo.commit}"
@@ -131,7 +131,7 @@ def test_a_dataset_is_read_by_its_name_configuration_and_split_at_the_commit_it_
     assert [row.columns for row in both.rows()] == ROWS
 
 
-def test_a_commit_that_leaves_the_files_alone_is_the_same_input_and_another_one_is_not(hub):
+def test_the_fingerprint_changes_only_with_a_commit_that_changes_the_files(hub):
     repo = hub.repos["user/rows"] = with_configs()
 
     def fingerprint():
@@ -145,7 +145,7 @@ def test_a_commit_that_leaves_the_files_alone_is_the_same_input_and_another_one_
     assert fingerprint() != before
 
 
-def test_the_hubs_parquet_copy_has_configurations_and_splits_by_folder(hub):
+def test_folders_of_the_hubs_parquet_copy_are_configurations_and_splits(hub):
     hub.repos["user/rows"] = FakeRepo(
         {f"{c}/{s}/0000.parquet": parquet() for c in ("a", "b") for s in ("train", "extra")}
     )
@@ -182,7 +182,7 @@ def test_a_private_dataset_needs_the_token(hub, monkeypatch):
         ("user/broken", {}, "the configs of hf://datasets/user/broken/README.md cannot be read: data_files is 7; correct that file"),
     ],
 )  # fmt: skip
-def test_a_choice_that_is_not_clear_or_not_there_is_one_line_with_what_there_is(hub, name, options, message):
+def test_an_unclear_or_unknown_choice_is_refused_with_what_exists(hub, name, options, message):
     hub.repos |= {
         "user/rows": with_configs(),
         "user/mixed": FakeRepo({"a.jsonl": JSONL, "b.parquet": parquet()}),
@@ -198,7 +198,7 @@ def test_a_choice_that_is_not_clear_or_not_there_is_one_line_with_what_there_is(
     assert str(caught.value) == message
 
 
-def test_a_hub_that_fails_or_is_offline_is_one_line(hub, monkeypatch):
+def test_a_failing_hub_and_offline_mode_are_one_line_errors(hub, monkeypatch):
     from huggingface_hub import constants
 
     hub.failing = "/api/"
@@ -226,7 +226,7 @@ def test_a_configuration_or_a_split_is_refused_without_a_dataset(hub):
         ("HFValidationError", "'user/rows' is not the name of a dataset on the hub; use OWNER/NAME"),
     ],
 )  # fmt: skip
-def test_a_dataset_without_access_or_name_is_one_line(error, message):
+def test_a_dataset_without_access_or_with_an_invalid_name_is_a_one_line_error(error, message):
     from huggingface_hub import errors
 
     forbidden = SimpleNamespace(status_code=403, headers={}, request=None)

@@ -1,4 +1,4 @@
-"""Which file a row came from, where there are several."""
+"""The column `input_file`: the file that a row came from, if there are several."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def two(write_input):
 
 
 @pytest.mark.parametrize("name", ["o.jsonl", "o.parquet"])
-def test_rows_of_several_files_name_theirs_as_the_user_would(name, run, two):
+def test_rows_of_several_files_have_the_file_name_that_the_user_gave(name, run, two):
     run(name, inputs=two)
     assert list(output(name)[0])[:3] == ["id", "input_file", "prompt"]
     assert column(name) == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
@@ -37,14 +37,14 @@ def test_rows_of_several_files_name_theirs_as_the_user_would(name, run, two):
         assert pq.read_schema(name).field("input_file") == pa.field("input_file", pa.string())
 
 
-def test_a_folder_and_a_glob_name_the_files_in_them(run, two, tmp_path):
+def test_rows_of_a_folder_or_a_glob_have_their_file_name(run, two, tmp_path):
     run(inputs=("data",))
     assert column() == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
     run(inputs=(f"{tmp_path}/data/*",), overwrite=True)
     assert column() == [f"{tmp_path}/data/{n}.jsonl" for n in "xxy"]
 
 
-def test_rows_of_one_file_name_none_and_the_column_comes_and_goes_without_generating_anything(run, two):
+def test_only_rows_of_several_files_have_the_column_and_changing_it_generates_nothing(run, two):
     run(inputs=two[:1])
     assert "input_file" not in output()[0]
     assert run(inputs=two)[1] == ["c"]
@@ -53,7 +53,7 @@ def test_rows_of_one_file_name_none_and_the_column_comes_and_goes_without_genera
     assert column() == [None, None, None]
 
 
-def test_keep_names_it_like_a_column_of_the_input(run, two):
+def test_keep_selects_input_file_like_a_column_of_the_input(run, two):
     run(inputs=two, keep=())
     assert list(output()[0]) == ["id", "text", "finish_reason", "usage", "error"]
     run(inputs=two, keep=("prompt",))
@@ -62,13 +62,13 @@ def test_keep_names_it_like_a_column_of_the_input(run, two):
     assert list(output()[0])[:3] == ["id", "input_file", "text"]
 
 
-def test_a_malformed_row_names_its_file_too(run, two):
+def test_a_malformed_row_has_its_file_name(run, two):
     Path("data/y.jsonl").write_text("{not JSON\n")
     run(inputs=two)
     assert column() == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
 
 
-def test_a_column_of_that_name_is_carried_as_input_input_file(run, two):
+def test_a_column_named_input_file_is_carried_as_input_input_file(run, two):
     row = {"prompt": "c", "input_file": "mine", "input_input_file": 1}
     Path("data/y.jsonl").write_text(json.dumps(row) + "\n")
     run(inputs=two)
@@ -82,7 +82,7 @@ def test_a_column_of_that_name_is_carried_as_input_input_file(run, two):
 
 
 @pytest.mark.parametrize("columns", [["prompt"], ["prompt", "input_file"]])
-def test_parquet_input_has_it_as_text_beside_its_own_columns(run, columns):
+def test_the_input_file_column_of_parquet_is_text(run, columns):
     for name in "xy":
         pq.write_table(pa.table({c: pa.array([name], pa.large_string()) for c in columns}), f"{name}.parquet")
     run("o.parquet", inputs=("x.parquet", "y.parquet"))
@@ -92,7 +92,7 @@ def test_parquet_input_has_it_as_text_beside_its_own_columns(run, columns):
     assert column("o.parquet") == ["x.parquet", "y.parquet"]
 
 
-def test_a_column_of_that_name_in_some_of_the_parquet_files_takes_no_other_columns_name(run):
+def test_a_column_named_input_file_in_some_parquet_files_hides_no_other_column(run):
     pq.write_table(pa.table({"prompt": ["a"], "input_file": ["mine"]}), "x.parquet")
     pq.write_table(pa.table({"prompt": ["b"], "input_input_file": [1]}), "y.parquet")
     run("o.parquet", inputs=("x.parquet", "y.parquet"))

@@ -1,4 +1,4 @@
-"""Which files an input is, and its rows."""
+"""The files that belong to an input, and their rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
 @pytest.mark.parametrize(("suffix", "data"), [(".jsonl", JSONL), (".csv", CSV), (".parquet", parquet_bytes(ROWS))])
-def test_every_format_reads_the_same_plain_and_compressed(folder, suffix, data, compression):
+def test_every_format_is_read_plain_and_compressed(folder, suffix, data, compression):
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[compression]
     name = f"x{suffix}{compression}"
     (folder / name).write_bytes(pack(data))
@@ -77,7 +77,7 @@ def test_a_malformed_row_has_an_error_that_names_its_place(folder):
     assert (row.error.type, row.error.message) == ("invalid_row", "x.jsonl:2: not an object but a list")
 
 
-def test_several_files_are_numbered_through_and_limited_together(folder):
+def test_rows_are_numbered_and_limited_across_files(folder):
     (folder / "b.jsonl").write_bytes(JSONL)
     (folder / "a.csv").write_bytes(CSV)
     source = opened("b.jsonl", "a.csv")
@@ -92,7 +92,7 @@ def test_several_files_are_numbered_through_and_limited_together(folder):
     assert [len(w) for w in windows(source.rows(), 3)] == [3, 1]
 
 
-def test_a_folder_gives_its_known_files_sorted_and_leaves_our_outputs_out(folder):
+def test_a_folder_gives_its_known_files_sorted_and_without_our_outputs(folder):
     data = folder / "data"
     (data / "deeper").mkdir(parents=True)
     for name in ("b.jsonl", "a.csv.gz", ".hidden.jsonl", "notes.txt", "b.out.jsonl", "mine.jsonl", "deeper/c.jsonl"):
@@ -108,14 +108,14 @@ def test_a_folder_gives_its_known_files_sorted_and_leaves_our_outputs_out(folder
     assert [f.name for f in opened("data", format="csv").files] == ["data/a.csv.gz"]
 
 
-def test_sub_folders_are_mentioned_only_where_they_hold_files_that_could_be_read(folder):
+def test_sub_folders_are_mentioned_only_if_they_contain_readable_files(folder):
     (folder / "data" / "pictures").mkdir(parents=True)
     (folder / "data" / "pictures" / "a.png").write_bytes(b"x")
     (folder / "data" / "a.jsonl").write_bytes(JSONL)
     assert opened("data").notes == []
 
 
-def test_a_glob_gives_its_files_sorted_without_what_is_in_job_folders(folder):
+def test_a_glob_gives_its_files_sorted_and_skips_job_folders(folder):
     (folder / "z.jsonl.job").mkdir()
     (folder / "z.jsonl.job" / "manifest.json").write_text("{}")
     for name in ("z.jsonl", "b.jsonl", "a.jsonl", "z.jsonl.job/spool.jsonl"):
@@ -125,7 +125,7 @@ def test_a_glob_gives_its_files_sorted_without_what_is_in_job_folders(folder):
     assert source.notes == ["z.jsonl is an output of batchgen: left out of the input"]
 
 
-def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_no_glob(folder):
+def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob(folder):
     (folder / "x[1].out.jsonl").write_bytes(JSONL)
     (folder / "x[1].out.jsonl.job").mkdir()
     assert columns("x[1].out.jsonl") == ROWS
@@ -160,7 +160,7 @@ def test_an_output_that_is_named_itself_is_read_and_brackets_in_a_real_name_are_
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_an_input_is_refused_in_words(folder, inputs, options, message):
+def test_an_unusable_input_is_refused_with_what_to_do(folder, inputs, options, message):
     (folder / "prompts.jsonl").write_bytes(JSONL)
     (folder / "x.txt").write_bytes(JSONL)
     (folder / "array.jsonl").write_text("\n" + json.dumps([{"a": 1}], indent=1))
@@ -182,7 +182,7 @@ def test_what_cannot_be_an_input_is_refused_in_words(folder, inputs, options, me
     assert str(caught.value) == message
 
 
-def test_tsv_is_told_by_its_suffix_or_by_name(folder):
+def test_tsv_is_recognised_by_suffix_or_by_the_named_format(folder):
     (folder / "x.tsv").write_bytes(b'id\tprompt\n1\ta, b\n2\t"c\td"\n')
     assert columns("x.tsv") == [{"id": "1", "prompt": "a, b"}, {"id": "2", "prompt": "c\td"}]
     (folder / "x.txt").write_bytes((folder / "x.tsv").read_bytes())
@@ -204,7 +204,7 @@ def test_a_lone_bracket_in_a_file_of_json_lines_is_one_malformed_row(folder):
     assert [(row.columns, row.error and row.error.message) for row in rows] == [({}, reason + hint), ({"a": 1}, None)]
 
 
-def test_the_format_can_be_named_where_the_suffix_does_not_say(folder):
+def test_the_format_can_be_named_if_the_suffix_is_unknown(folder):
     (folder / "x.txt.gz").write_bytes(gzip.compress(JSONL))
     assert columns("x.txt.gz", format="jsonl") == ROWS
 
@@ -234,7 +234,7 @@ HINT = "the rows before that place are kept: put a whole copy in its place and r
         (".zst", zstandard.compress, "the compressed file ends in the middle of a zstandard frame"),
     ],
 )
-def test_a_cut_stream_gives_the_rows_before_the_cut_and_names_the_place(folder, suffix, pack, reason):
+def test_a_truncated_stream_gives_the_rows_before_the_end_and_names_the_place(folder, suffix, pack, reason):
     packed = pack(MANY)
     (folder / f"x.jsonl{suffix}").write_bytes(packed[: len(packed) // 2])
     numbers = []
@@ -254,14 +254,14 @@ def test_a_cut_stream_gives_the_rows_before_the_cut_and_names_the_place(folder, 
         ("x.parquet", "is not a Parquet file; say what it is with --input-format jsonl, csv or tsv"),
     ],
 )
-def test_a_file_that_does_not_begin_as_its_suffix_says_is_refused(folder, name, said):
+def test_a_file_whose_first_bytes_contradict_its_suffix_is_refused(folder, name, said):
     (folder / name).write_bytes(b"this is not what its suffix says")
     with pytest.raises(UsageError) as caught:
         opened(name)
     assert str(caught.value) == f"{name} {said}"
 
 
-def test_a_zstandard_file_may_begin_with_a_frame_to_skip_as_pzstd_writes_it(folder, monkeypatch):
+def test_a_zstandard_file_may_begin_with_a_skippable_frame(folder, monkeypatch):
     data = zstandard.compress(b'{"prompt": "a"}\n')
     packed = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
     (folder / "x.jsonl.zst").write_bytes(packed)
@@ -274,7 +274,7 @@ def test_a_zstandard_file_may_begin_with_a_frame_to_skip_as_pzstd_writes_it(fold
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.csv.gz", "x.parquet", "x.parquet.gz"])
-def test_junk_after_the_right_first_bytes_is_corrupt_from_its_start(folder, name):
+def test_a_file_of_junk_after_the_right_first_bytes_is_corrupt(folder, name):
     first = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}.get(name[name.rindex(".") :], b"PAR1")
     (folder / name).write_bytes(first + b"this is not what its suffix says")
     with pytest.raises(InputCorrupt, match=f"^{name} breaks off at its start: "):
@@ -288,7 +288,7 @@ def test_a_file_whose_disk_cannot_be_read_breaks_off_where_it_fails(folder):
         columns("x.jsonl")
 
 
-def test_a_parquet_file_broken_in_one_row_group_gives_the_groups_before_it(folder):
+def test_a_parquet_file_with_a_broken_row_group_gives_the_groups_before_it(folder):
     data = parquet_bytes(
         [{"n": i, "text": f"row {i} " * 20} for i in range(1000)], row_group_size=250, compression="gzip"
     )
@@ -317,7 +317,7 @@ def test_the_fingerprint_changes_with_the_file(folder):
     assert source.fingerprint() != before
 
 
-def test_the_schema_is_that_of_all_parquet_files_together(folder):
+def test_the_schema_combines_those_of_all_parquet_files(folder):
     (folder / "a.parquet").write_bytes(parquet_bytes([{"n": 1}]))
     pq.write_table(pa.table({"n": pa.array([1], pa.int32()), "day": pa.array([0], pa.date32())}), folder / "b.parquet")
     pq.write_table(pa.table({"n": ["text"]}), folder / "c.parquet")
@@ -327,7 +327,7 @@ def test_the_schema_is_that_of_all_parquet_files_together(folder):
     assert opened("a.parquet", "d.jsonl").schema is None
 
 
-def test_urls_are_read_by_fsspec_files_folders_and_globs_alike():
+def test_fsspec_reads_files_folders_and_globs_of_urls():
     fs = fsspec.filesystem("memory")
     fs.pipe("/bucket/b.jsonl", JSONL)
     fs.pipe("/bucket/a.parquet", parquet_bytes(ROWS))
@@ -347,7 +347,7 @@ def test_urls_are_read_by_fsspec_files_folders_and_globs_alike():
     assert str(caught.value) == "no such file: memory://bucket/c.jsonl; check the address and your access to it"
 
 
-def test_urls_without_fsspec_or_with_an_unknown_scheme_say_what_to_do(monkeypatch):
+def test_a_url_without_fsspec_or_with_an_unknown_scheme_is_refused_with_what_to_do(monkeypatch):
     with pytest.raises(UsageError) as caught:
         opened("nosuch://x/y.jsonl")
     assert caught.value.message == "nosuch://x/y.jsonl cannot be read: Protocol not known: nosuch"
@@ -369,7 +369,7 @@ def test_memory_does_not_grow_with_the_file(folder, name):
             (folder / name).write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in rows).encode(), 1))
         del rows
         source = opened(name)
-        sum(1 for _ in source.rows(10))  # what is imported and cached once
+        sum(1 for _ in source.rows(10))  # import and cache everything once
         tracemalloc.start()
         assert sum(1 for _ in source.rows()) == n
         used = tracemalloc.get_traced_memory()[1]
@@ -392,7 +392,7 @@ def test_memory_does_not_grow_with_the_file(folder, name):
         ),
     ],
 )
-def test_standard_input_that_is_not_what_is_said_is_refused_when_it_is_read(monkeypatch, data, message):
+def test_standard_input_in_another_format_is_refused_when_it_is_read(monkeypatch, data, message):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
     source = opened("-")
     with pytest.raises(UsageError) as error:
@@ -409,7 +409,7 @@ def test_a_csv_column_may_have_the_name_of_parquet(folder, monkeypatch, name):
         assert [row.columns for row in source.rows()] == [{name: "1", "prompt": "a"}]
 
 
-def test_a_file_whose_name_is_not_utf8_is_read_and_its_place_can_be_stored(folder):
+def test_a_file_whose_name_is_not_utf8_is_read(folder):
     name = os.fsdecode(b"bad\xff.jsonl")
     try:
         (folder / name).write_text('{"prompt": "a"}\n')

@@ -50,7 +50,7 @@ def test_a_byte_order_mark_is_not_part_of_a_row():
         (b"[" * 100_000, "nested more than 100 levels deep"),
     ],
 )
-def test_a_malformed_line_is_named_with_its_reason(line, reason):
+def test_a_malformed_line_gives_its_reason(line, reason):
     assert parse_line(line) == reason
 
 
@@ -73,7 +73,7 @@ def test_a_malformed_line_is_named_with_its_reason(line, reason):
         (b'{"a": "\t"}', "(in text it is written \\u0009)"),
     ],
 )
-def test_the_usual_ways_of_writing_no_json_are_told_how_to_become_json(line, hint):
+def test_common_mistakes_in_json_give_a_hint(line, hint):
     reason = parse_line(line)
     assert isinstance(reason, str)
     assert reason.endswith(hint)
@@ -89,7 +89,7 @@ def test_the_usual_ways_of_writing_no_json_are_told_how_to_become_json(line, hin
         (b'{\x0b"a": 1}', "not JSON: Expecting property name enclosed in double quotes at column 2"),
     ],
 )
-def test_no_hint_is_given_for_what_is_wrong_otherwise(line, reason):
+def test_other_mistakes_give_no_hint(line, reason):
     assert parse_line(line) == reason
 
 
@@ -101,7 +101,7 @@ def test_nesting_is_accepted_up_to_the_limit_and_brackets_in_text_are_not_nestin
     assert parse_line(b'{"a": "' + b"[{" * 500 + b'"}') == {"a": "[{" * 500}
 
 
-def test_duplicate_keys_the_last_wins():
+def test_the_last_of_duplicate_keys_wins():
     assert parse_line(b'{"a": 1, "a": 2}') == {"a": 2}
 
 
@@ -190,7 +190,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_what_is_written_is_one_line_of_strict_json(value):
+def test_any_value_is_written_as_one_line_of_strict_json(value):
     line = to_json(value)
     assert b"\n" not in line
     read_back = json.loads(line.decode("utf-8"), parse_constant=pytest.fail)

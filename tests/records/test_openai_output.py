@@ -1,4 +1,4 @@
-"""Records of OpenAI's Batch output, and the results that they came from."""
+"""Results become records of OpenAI's Batch output and are read back from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAW = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"p
 DONE = Result(row=4, text="Yes.", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(5, 6, 7))
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
 TOP = (TokenLogprob("é", 7, -0.5), TokenLogprob("\ufffd", 8, -1.5), TokenLogprob("\ufffd", 9, -2.5))
-DRAWN = (
+SAMPLED = (
     TokenLogprob("é", 7, -0.5, TOP),
     TokenLogprob("\ufffd", 9, -math.inf, TOP[:1]),
     TokenLogprob("</s>", 2, -1.0, TOP[2:]),
@@ -97,7 +97,7 @@ def test_a_completion_request_is_answered_with_a_text_completion():
         ({"url": "http://x/y", "body": "Dear all", "prompt": "p"}, False, "text_completion"),
     ],
 )
-def test_the_url_tells_the_kind_of_answer_else_whether_the_job_sends_chat(columns, chat, kind):
+def test_the_url_decides_the_kind_of_answer_or_else_the_kind_of_job(columns, chat, kind):
     assert body_of(columns, chat=chat)["object"] == kind
 
 
@@ -112,7 +112,7 @@ def test_the_url_tells_the_kind_of_answer_else_whether_the_job_sends_chat(column
         ({}, None, "4"),
     ],
 )
-def test_the_custom_id_is_the_requests_own_else_the_rows_id_as_text(columns, id_column, custom_id):
+def test_the_custom_id_is_the_requests_own_or_else_the_rows_id(columns, id_column, custom_id):
     assert made(columns, id_column=id_column)["custom_id"] == custom_id
 
 
@@ -129,7 +129,7 @@ def test_a_failed_row_has_an_error_and_no_response():
     )
 
 
-def test_a_row_that_ran_out_of_time_has_the_forms_word_for_a_limit_and_ours_beside_it():
+def test_a_timeout_or_a_repetition_has_finish_reason_length_and_a_stop_reason():
     for reason in ("timeout", "repetition"):
         (choice,) = body_of(RAW, replace(DONE, finish_reason=reason))["choices"]
         assert choice == {
@@ -141,7 +141,7 @@ def several(*completions):
     return replace(DONE, text=completions[0].text, completions=completions, token_ids=completions[0].token_ids)
 
 
-def test_several_completions_are_choices():
+def test_several_completions_become_choices():
     both = several(
         Completion(text="a", finish_reason="stop", token_ids=(5,)),
         Completion(text="b", finish_reason="length", token_ids=(6, 7)),
@@ -153,8 +153,8 @@ def test_several_completions_are_choices():
     assert [c["token_ids"] for c in body_of(CHAT, both, token_ids=True)["choices"]] == [[5], [6, 7]]
 
 
-def test_log_probabilities_of_a_chat_are_a_list_of_its_tokens():
-    result = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=DRAWN))
+def test_logprobs_of_a_chat_are_a_list_of_tokens():
+    result = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=SAMPLED))
     (choice,) = body_of(CHAT, result)["choices"]
     e = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
     parts = [{"token": "\ufffd", "logprob": p, "bytes": None} for p in (-1.5, -2.5)]
@@ -168,22 +168,22 @@ def test_log_probabilities_of_a_chat_are_a_list_of_its_tokens():
     }
 
 
-def test_log_probabilities_of_a_completion_are_lists_side_by_side():
-    result = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=DRAWN))
+def test_logprobs_of_a_completion_are_parallel_lists():
+    result = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=SAMPLED))
     (choice,) = body_of(RAW, result)["choices"]
     assert choice["logprobs"] == {
         "text_offset": [0, 1, 1],
         "token_logprobs": [-0.5, -9999.0, -1.0],
         "tokens": ["é", "\ufffd", "</s>"],
-        # Of tokens that read alike the likeliest; the token drawn is always there.
+        # Of several tokens with the same text, the likeliest; the sampled token is always included.
         "top_logprobs": [{"é": -0.5, "\ufffd": -1.5}, {"é": -0.5, "\ufffd": -9999.0}, {"\ufffd": -2.5, "</s>": -1.0}],
     }
-    alone = tuple(replace(t, top=()) for t in DRAWN)
+    alone = tuple(replace(t, top=()) for t in SAMPLED)
     result = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=alone))
     assert body_of(RAW, result)["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
-def test_what_the_form_does_not_know_is_there_only_where_a_result_has_it():
+def test_fields_that_openai_does_not_have_are_written_only_if_the_result_has_them():
     label = replace(DONE, text="no", truncated=True, choice_probs={"yes": 0.25, "no": 0.75}, token_ids=())
     body = body_of(RAW, label)
     assert list(body) == ["id", "object", "created", "model", "choices", "usage", "truncated", "choice_probs"]
@@ -196,7 +196,7 @@ def test_token_ids_that_are_not_known_are_null():
     assert choice["token_ids"] is None
 
 
-# The way back.
+# Reading records back.
 
 LABEL = Result(row=-1, text="no", finish_reason="stop", prompt_tokens=4, choice_probs={"yes": 0.1, "no": 0.9})
 WHOLE = [
@@ -216,34 +216,34 @@ WHOLE = [
 
 
 def back(folder: Path, *records) -> dict[int, Result]:
-    """The results taken back of an output of these records, by their place."""
+    """The results that are read back from an output of these records, by place."""
     (folder / "o.jsonl").write_bytes(b"".join(to_json(record) + b"\n" for record in records))
     (folder / "keys").write_bytes(b"".join(bytes([i]) * 16 for i in range(1, len(records) + 1)))
     return {key[0] - 1: result for key, result in results_of_output(str(folder / "o.jsonl"), folder / "keys")}
 
 
 @pytest.mark.parametrize("columns", [CHAT, RAW])
-def test_results_are_taken_back_whole_where_the_record_has_token_ids(tmp_path, columns):
+def test_results_are_read_back_unchanged_if_the_record_has_token_ids(tmp_path, columns):
     records = [made(columns, result, token_ids=True) for result in WHOLE]
     assert list(back(tmp_path, *records).values()) == WHOLE
 
 
 @pytest.mark.parametrize("columns", [CHAT, RAW])
-def test_what_was_taken_back_gives_the_same_record_again(tmp_path, columns):
+def test_a_result_that_is_read_back_gives_the_same_record_again(tmp_path, columns):
     records = [made(columns, result) for result in WHOLE]
     taken = back(tmp_path, *records)
     assert [to_json(made(columns, result)) for result in taken.values()] == [to_json(r) for r in records]
     assert taken[0] == replace(WHOLE[0], token_ids=())
 
 
-def test_a_failed_row_is_taken_back_without_its_prompt_tokens(tmp_path):
+def test_a_failed_row_is_read_back_without_its_prompt_tokens(tmp_path):
     failed = Result.failed(-1, RowError("does_not_fit", "too big"), prompt_tokens=7)
     assert back(tmp_path, made(CHAT, failed)) == {0: replace(failed, prompt_tokens=0)}
 
 
-def test_completions_with_log_probabilities_are_left_out(tmp_path):
-    drawn = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=DRAWN))
-    assert back(tmp_path, made(CHAT, drawn), made(RAW, drawn, token_ids=True), made(RAW)).keys() == {2}
+def test_completions_with_logprobs_are_not_read_back(tmp_path):
+    with_logprobs = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=SAMPLED))
+    assert back(tmp_path, made(CHAT, with_logprobs), made(RAW, with_logprobs, token_ids=True), made(RAW)).keys() == {2}
 
 
 @pytest.mark.parametrize(
@@ -258,13 +258,13 @@ def test_completions_with_log_probabilities_are_left_out(tmp_path):
         lambda record: record.pop("error"),
     ],
 )
-def test_what_is_no_record_of_ours_is_left_out(tmp_path, spoil):
+def test_a_record_that_is_not_ours_is_not_read_back(tmp_path, spoil):
     record = json.loads(to_json(made(CHAT)))
     spoil(record)
     assert back(tmp_path, record) == {}
 
 
-# What can be asked for together.
+# Options that cannot be combined.
 
 
 @pytest.mark.parametrize(
@@ -275,13 +275,13 @@ def test_what_is_no_record_of_ours_is_left_out(tmp_path, spoil):
         ({"output_format": "openai", "prompts": PromptConfig(score=True)}, "--output-format openai cannot hold scores; leave out one of --output-format and --score"),
     ],
 )  # fmt: skip
-def test_options_that_have_no_place_in_the_form_are_refused(options, message):
+def test_options_that_the_openai_format_cannot_hold_are_refused(options, message):
     with pytest.raises(UsageError) as caught:
         JobConfig(inputs=("in.jsonl",), model=MODEL, **options)
     assert str(caught.value) == message
 
 
-def test_parquet_cannot_hold_the_form():
+def test_the_openai_format_needs_a_jsonl_output():
     with pytest.raises(UsageError) as caught:
         form(output="a.out.parquet")
     assert str(caught.value) == (
@@ -291,6 +291,6 @@ def test_parquet_cannot_hold_the_form():
         assert form(output=output, keep=()) == form()
 
 
-def test_rows_of_our_own_depend_on_no_model():
+def test_the_rows_format_needs_no_model():
     config = JobConfig(inputs=("in.jsonl",), model=MODEL, keep=("a",), id_column="n", token_ids=True)
     assert row_form(config, "o.parquet", chat=True) == RowForm(keep=("a",), id_column="n", token_ids=True)

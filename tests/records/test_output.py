@@ -1,4 +1,4 @@
-"""The output row, and where it goes."""
+"""The output row, and the name and format of the output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def made(columns, result=DONE, *, keep=None, id_column=None, token_ids=False):
     return output_row(row, result, RowForm(keep=keep, id_column=id_column, token_ids=token_ids))
 
 
-def test_an_output_row_is_id_carried_columns_and_result_in_this_order():
+def test_an_output_row_has_the_id_the_carried_columns_and_the_result_in_this_order():
     out = made({"prompt": "Is it?", "id": "a", "n": 1})
     assert out == {"id": "a", "prompt": "Is it?", "n": 1, **TAIL}
     assert list(out) == ["id", "prompt", "n", "text", "finish_reason", "usage", "error"]
@@ -40,11 +40,11 @@ def test_an_output_row_is_id_carried_columns_and_result_in_this_order():
         ({"id": 0}, None, {"id": 0}),
     ],
 )
-def test_the_id_is_the_id_column_else_id_else_custom_id_else_the_number(columns, id_column, expected):
+def test_the_id_is_the_id_column_or_id_or_custom_id_or_the_number(columns, id_column, expected):
     assert made(columns, id_column=id_column) == expected | TAIL
 
 
-def test_columns_that_collide_with_a_results_names_get_a_prefix_and_none_is_lost():
+def test_columns_with_the_name_of_a_result_field_get_a_prefix():
     out = made({"text": "t", "error": "e", "score": 1, "token_ids": 2, "input_text": "i"})
     assert (
         out
@@ -60,13 +60,13 @@ def test_columns_that_collide_with_a_results_names_get_a_prefix_and_none_is_lost
     )
 
 
-def test_keep_chooses_what_is_carried():
+def test_keep_selects_the_carried_columns():
     columns = {"id": "a", "prompt": "p", "label": "l", "text": "t"}
     assert made(columns, keep=()) == {"id": "a", **TAIL}
     assert made(columns, keep=("text", "label", "missing")) == {"id": "a", "label": "l", "input_text": "t", **TAIL}
 
 
-def test_token_ids_are_there_when_asked_for_and_null_where_not_known():
+def test_token_ids_are_written_on_request_and_null_if_unknown():
     assert made({}, token_ids=True)["token_ids"] == [5, 6, 7]
     assert made({}, Result(row=4, text="", finish_reason="length"), token_ids=True)["token_ids"] == []
     assert (
@@ -78,12 +78,12 @@ def test_token_ids_are_there_when_asked_for_and_null_where_not_known():
     assert "token_ids" not in made({})
 
 
-def test_truncated_is_there_only_where_true():
+def test_truncated_is_written_only_if_true():
     assert made({}, Result(row=4, text="a", finish_reason="stop", truncated=True))["truncated"] is True
     assert "truncated" not in made({})
 
 
-def test_a_malformed_row_has_its_number_its_error_and_nothing_else():
+def test_a_malformed_row_has_only_its_number_and_its_error():
     error = RowError("invalid_row", "x.jsonl:5: not JSON: Expecting value at column 1")
     row = Row(4, {}, error, "x.jsonl:5")
     assert output_row(row, Result.failed(4, error), RowForm(id_column="name")) == {
@@ -146,7 +146,7 @@ def test_an_output_of_an_unknown_kind_is_refused(output, message):
     assert str(caught.value) == message
 
 
-def test_the_suffix_gives_the_outputs_format():
+def test_the_suffix_determines_the_output_format():
     assert output_format("a.JSONL") == ("jsonl", None)
     assert output_format("a.jsonl.gz") == ("jsonl", "gzip")
     assert output_format("a.jsonl.zst") == ("jsonl", "zstd")
@@ -163,7 +163,7 @@ def test_the_suffix_gives_the_outputs_format():
         ({"sampling": SamplingParams(logprobs=0)}, ("choices",)),
     ],
 )
-def test_a_row_that_failed_has_the_parts_that_the_command_asks_for_as_null(
+def test_a_failed_row_has_null_for_the_fields_that_the_command_asks_for(
     options: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     form = row_form(JobConfig(inputs="i.jsonl", model="m", **options), "o.jsonl", chat=False)

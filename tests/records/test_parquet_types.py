@@ -1,4 +1,4 @@
-"""Columns of Parquet input come out of Parquet output as they went in: type, nulls, values to the last nanosecond, metadata of the field."""
+"""Columns of Parquet input are unchanged in Parquet output: type, nulls, values to the last nanosecond, metadata of the field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def carried(*tables: pa.Table, form: RowForm = RowForm(), at_once: int = 1000, limits=GroupLimits()) -> pa.Table:  # noqa: B008 (frozen)
-    """The tables' rows as an output has them: what a job does, without its model."""
+    """Reads the tables' rows and writes them to an output as a job does, without a model."""
     names = []
     for number, table in enumerate(tables):
         names.append(f"in{number}.parquet")
@@ -43,7 +43,7 @@ def same(column: pa.Array) -> None:
     table = pa.table([column], schema=pa.schema([pa.field("c", column.type, metadata={"unit": "m/s"})]))
     for at_once in (1000, 1):
         out = carried(table, at_once=at_once)
-        expected = pq.read_table("in0.parquet", use_threads=False)  # where Parquet has no such type, the nearest
+        expected = pq.read_table("in0.parquet", use_threads=False)  # the nearest type, if Parquet has no such type
         assert out.schema.field("c").equals(expected.schema.field("c"), check_metadata=False)
         assert out["c"].combine_chunks().equals(expected["c"].combine_chunks())
         assert out.schema.field("c").metadata[b"unit"] == b"m/s"
@@ -105,7 +105,7 @@ TYPES = {
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_column_is_carried_as_it_is(name):
+def test_a_column_is_carried_unchanged(name):
     same(TYPES[name])
 
 
@@ -114,7 +114,7 @@ def test_a_column_is_carried_as_it_is(name):
     [(pa.timestamp("ns"), NS), (pa.time64("ns"), 1), (pa.duration("ns"), 1), (pa.date32(), 10_000_000)],
     ids=str,
 )
-def test_what_python_cannot_hold_is_carried_at_any_depth_too(type, value):
+def test_nested_values_that_python_cannot_hold_are_carried_unchanged(type, value):
     same(pa.array([[value, None], [], None], pa.list_(type)))
     same(pa.array([[value, None], [], None], pa.list_view(type)))
     same(pa.array([[value], [None], None], pa.list_(type, 1)))
@@ -124,7 +124,7 @@ def test_what_python_cannot_hold_is_carried_at_any_depth_too(type, value):
     same(pa.array([[{"m": [("k", [value])]}], [], None], pa.large_list(pa.struct([("m", pa.map_(pa.string(), pa.list_(type)))]))))  # fmt: skip
 
 
-def test_an_extension_type_that_nobody_here_knows_stays_named():
+def test_an_unknown_extension_type_keeps_its_name():
     metadata = {"ARROW:extension:name": "geoarrow.point", "ARROW:extension:metadata": '{"crs": "x"}'}
     point = pa.struct([("x", pa.float64()), pa.field("y", pa.float64(), metadata={"axis": "north"})])
     table = pa.table(
@@ -135,12 +135,12 @@ def test_an_extension_type_that_nobody_here_knows_stays_named():
     assert field.type.field("y").metadata == {b"axis": b"north"}
 
 
-def test_metadata_of_the_whole_file_which_speaks_of_its_columns_alone_is_not_carried():
+def test_metadata_of_the_file_is_not_carried():
     out = carried(pa.table({"a": [1]}, schema=pa.schema([("a", pa.int64())], metadata={"huggingface": "{}"})))
     assert out.schema.metadata is None
 
 
-def test_files_of_types_that_widen_into_each_other_have_the_wider_and_other_metadata_is_no_matter():
+def test_files_with_different_types_get_the_wider_type():
     narrow = pa.schema(
         [pa.field("n", pa.int8(), metadata={"a": "1"}), pa.field("s", pa.struct([("t", pa.timestamp("s"))]))]
     )
@@ -155,7 +155,7 @@ def test_files_of_types_that_widen_into_each_other_have_the_wider_and_other_meta
     assert out["n"].to_pylist() == [1, 2**40]
 
 
-def test_rows_in_another_order_and_malformed_ones_have_their_own_columns():
+def test_rows_written_in_another_order_keep_their_columns():
     column = pa.array(["a", b"\xff", "c", "d", None, "f"], pa.binary()).cast(pa.string(), safe=False)
     pq.write_table(pa.table({"s": column, "n": pa.array(range(6), pa.int8())}), "in.parquet", row_group_size=4)
     source = open_input(["in.parquet"], format=None, output=None)
@@ -169,7 +169,7 @@ def test_rows_in_another_order_and_malformed_ones_have_their_own_columns():
     assert out["n"].to_pylist() == [5, 4, None, 3, 0, 2]
 
 
-def test_dictionaries_that_differ_from_row_group_to_row_group_become_one():
+def test_different_dictionaries_of_row_groups_become_one():
     words = [f"w{i}" for i in range(7)]
     out = carried(
         pa.table({"d": pa.array(words).dictionary_encode()}), pa.table({"d": pa.array(["x", "w1"]).dictionary_encode()})
@@ -178,14 +178,14 @@ def test_dictionaries_that_differ_from_row_group_to_row_group_become_one():
     assert out["d"].to_pylist() == [*words, "x", "w1"]
 
 
-def test_a_column_that_a_file_lacks_is_null_in_its_rows():
+def test_a_column_that_one_file_lacks_is_null_in_its_rows():
     out = carried(pa.table({"a": [1], "u": extension(pa.uuid(), [b"a" * 16])}), pa.table({"a": [2.5], "m": [[1]]}))
     assert out["a"].to_pylist() == [1.0, 2.5]
     assert [v and v.bytes for v in out["u"].to_pylist()] == [b"a" * 16, None]
     assert out["m"].to_pylist() == [None, [1]]
 
 
-def test_a_whole_number_among_fractions_is_rounded_and_one_beyond_the_type_is_null():
+def test_an_integer_among_floats_is_rounded_and_one_too_large_for_the_type_is_null():
     out = carried(
         pa.table({"a": [2**60 + 1], "b": pa.array([2**63 + 1], pa.uint64())}), pa.table({"a": [0.5], "b": [1]})
     )
@@ -193,7 +193,7 @@ def test_a_whole_number_among_fractions_is_rounded_and_one_beyond_the_type_is_nu
     assert out["b"].to_pylist() == [None, 1]
 
 
-def test_a_repeated_column_gets_a_name_of_its_own_and_is_said():
+def test_a_repeated_column_gets_another_name_and_a_note():
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array([1])], ["prompt", "prompt", "prompt_2"])
     pq.write_table(table, "in.parquet")
     source = open_input(["in.parquet"], format=None, output=None)
@@ -213,7 +213,7 @@ def test_the_schema_does_not_depend_on_which_rows_are_written_together():
     assert [out.select(["a", "b"]).to_pylist() for out in outs] == [rows] * 3
 
 
-def test_a_row_group_ends_where_its_rows_become_large():
+def test_a_row_group_of_large_rows_has_fewer_rows():
     table = pa.table({"prompt": ["x" * 300] * 10, "tags": [["y" * 100, "z"]] * 10})
     carried(table, limits=GroupLimits(bytes=1000))
     metadata = pq.read_metadata("o.partial")

@@ -1,4 +1,4 @@
-"""The rows of a job, a window at a time."""
+"""The rows of a job are read window by window."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def config_of(window: int | Literal["all"] | None, order: str = "input") -> JobC
     return JobConfig(inputs=("x.jsonl",), model=ModelConfig(model="m"), window=window, order=order)
 
 
-def test_rows_before_a_break_come_first_and_then_the_break() -> None:
+def test_rows_before_a_break_are_returned_before_the_error() -> None:
     windows = ([row.number for row in w] for w in Breaking((), []).windows(2))
     assert [next(windows), next(windows), next(windows)] == [[0, 1], [2, 3], [4]]
     with pytest.raises(InputCorrupt, match="it breaks off"):
@@ -35,7 +35,7 @@ def rows_of(
     return window_rows(config_of(window, order), source, output)  # type: ignore[arg-type]
 
 
-def test_files_are_put_in_prefix_order_whole_and_what_is_read_once_window_by_window() -> None:
+def test_files_are_sorted_as_a_whole_and_streams_run_in_windows() -> None:
     assert rows_of(None) is None
     assert rows_of("all") is None
     assert rows_of(7) == rows_of(7, once=True) == rows_of(7, "-") == 7
@@ -54,7 +54,9 @@ def test_files_are_put_in_prefix_order_whole_and_what_is_read_once_window_by_win
         ({"order": "done"}, "--window all cannot be combined with --order done; use --window ROWS"),
     ],
 )
-def test_the_whole_input_where_that_cannot_be_is_wrong_use(given: dict[str, Any], message: str) -> None:
+def test_window_all_is_refused_if_the_input_cannot_be_read_twice_or_must_be_streamed(
+    given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError) as error:
         rows_of("all", **given)
     assert str(error.value) == message

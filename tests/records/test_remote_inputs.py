@@ -1,4 +1,4 @@
-"""Inputs in a store: the same rows as from a disk, read in ranges, known by what the store says of them."""
+"""Inputs in an object store give the same rows as files on disk. They are read in ranges and identified by the store's metadata."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def parquet_bytes(table, **options) -> bytes:
     ("suffix", "data"),
     [(".jsonl", JSONL), (".csv", CSV), (".parquet", parquet_bytes(pa.Table.from_pylist(ROWS)))],
 )
-def test_every_format_reads_from_s3_as_from_a_disk(s3, suffix, data, compression):
+def test_every_format_is_read_from_s3(s3, suffix, data, compression):
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[compression]
     s3.pipe_file(f"bucket/x{suffix}{compression}", pack(data))
     source = opened(f"s3://bucket/x{suffix}{compression}")
     assert [row.columns for row in source.rows()] == ROWS
-    assert [row.columns for row in source.rows()] == ROWS  # as often as one likes
+    assert [row.columns for row in source.rows()] == ROWS  # a second time
     assert next(source.rows()).source.startswith(f"s3://bucket/x{suffix}{compression}:")
 
 
-def test_folders_and_globs_give_their_files_sorted_without_hidden_ones_and_without_outputs_of_ours(s3):
+def test_folders_and_globs_give_their_files_sorted_without_hidden_files_and_our_outputs(s3):
     for name in ("b.jsonl", "a.csv", "notes.txt", ".c.jsonl.new", ".d.jsonl", "deeper/e.jsonl", "o.jsonl", "p.jsonl"):
         s3.pipe_file(f"bucket/in/{name}", CSV if name.endswith("csv") else JSONL)
     folder = job_path("s3://bucket/in/o.jsonl", None)
@@ -71,7 +71,7 @@ def test_folders_and_globs_give_their_files_sorted_without_hidden_ones_and_witho
         opened("s3://bucket/in/b.jsonl", output="S3://bucket/in/b.jsonl")
 
 
-def test_a_key_with_brackets_or_a_question_mark_is_no_glob(s3):
+def test_an_existing_key_with_brackets_or_a_question_mark_is_not_a_glob(s3):
     s3.pipe_file("bucket/x[1]?.jsonl", JSONL)
     assert columns("s3://bucket/x[1]?.jsonl") == ROWS
 
@@ -86,14 +86,14 @@ def test_a_key_with_brackets_or_a_question_mark_is_no_glob(s3):
         ("s3://bucket/texts/x.txt", "s3://bucket/texts/x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_an_input_is_refused_in_words(s3, url, message):
+def test_an_unusable_input_is_refused_with_what_to_do(s3, url, message):
     s3.pipe_file("bucket/texts/x.txt", b"x")
     with pytest.raises(UsageError) as caught:
         opened(url)
     assert str(caught.value) == message
 
 
-def test_a_store_that_does_not_answer_or_lets_nobody_in_is_refused_in_one_line(s3, monkeypatch):
+def test_an_error_of_the_store_is_reported_in_one_line(s3, monkeypatch):
     monkeypatch.setattr(s3, "info", _fail(PermissionError("Forbidden\nand a page of XML")))
     with pytest.raises(UsageError) as caught:
         opened("s3://bucket/x.jsonl")
@@ -105,7 +105,7 @@ def test_a_store_that_does_not_answer_or_lets_nobody_in_is_refused_in_one_line(s
 
 
 class _NotAnOSError(Exception):
-    """As botocore's are."""
+    """Like the errors of botocore."""
 
 
 def _fail(error):
@@ -115,7 +115,7 @@ def _fail(error):
     return fail
 
 
-def test_the_fingerprint_is_what_the_store_says_and_costs_no_download(s3, monkeypatch):
+def test_the_fingerprint_comes_from_the_stores_metadata_without_a_download(s3, monkeypatch):
     s3.pipe_file("bucket/x.jsonl", JSONL)
     source = opened("s3://bucket/x.jsonl")
     monkeypatch.setattr("s3fs.core._fetch_range", _fail(AssertionError("a download")))
@@ -123,9 +123,9 @@ def test_the_fingerprint_is_what_the_store_says_and_costs_no_download(s3, monkey
     assert before == [
         {"path": "s3://bucket/x.jsonl", "size": len(JSONL), "version": 'ETag "' + _md5(JSONL) + '"'},
     ]
-    assert [f.fingerprint() for f in opened("s3://bucket/").files] == before  # by a listing too
+    assert [f.fingerprint() for f in opened("s3://bucket/").files] == before  # also from a listing
     other = JSONL.replace(b"one", b"six")
-    s3.call_s3("put_object", Bucket="bucket", Key="x.jsonl", Body=other)  # behind the back of the file system's cache
+    s3.call_s3("put_object", Bucket="bucket", Key="x.jsonl", Body=other)  # without the file system's cache noticing
     assert source.fingerprint() == [before[0] | {"version": 'ETag "' + _md5(other) + '"'}]
 
 
@@ -135,7 +135,7 @@ def _md5(data: bytes) -> str:
     return hashlib.md5(data).hexdigest()
 
 
-def test_of_a_store_without_versions_no_fingerprint_is_known(monkeypatch):
+def test_a_store_without_versions_has_no_fingerprint(monkeypatch):
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "store", {})
     fsspec.filesystem("memory").pipe("/bucket/x.jsonl", JSONL)
     assert opened("memory://bucket/x.jsonl").fingerprint() != []
@@ -143,7 +143,7 @@ def test_of_a_store_without_versions_no_fingerprint_is_known(monkeypatch):
     assert opened("memory://bucket/x.jsonl").fingerprint() == []
 
 
-def test_the_first_rows_of_a_large_parquet_file_do_not_cost_all_of_it(s3, monkeypatch):
+def test_reading_the_first_rows_of_a_large_parquet_file_fetches_little_of_it(s3, monkeypatch):
     texts = [random.Random(i).randbytes(500).hex() for i in range(8_000)]
     data = parquet_bytes(pa.table({"prompt": texts}), row_group_size=400)
     assert len(data) > 4_000_000
@@ -177,7 +177,7 @@ def _counted(monkeypatch) -> list[int]:
     "name",
     slow_but(("x.jsonl.gz", "x.csv", "x.parquet"), ("x.jsonl", "x.jsonl.gz", "x.jsonl.zst", "x.csv", "x.parquet")),
 )
-def test_a_connection_that_breaks_in_the_middle_ends_the_input_there_with_what_was_read(s3, monkeypatch, name):
+def test_a_broken_connection_ends_the_input_after_the_rows_that_were_read(s3, monkeypatch, name):
     texts = [random.Random(i).randbytes(500).hex() for i in range(2_000)]
     lines = "".join(f'{{"prompt": "{t}"}}\n' for t in texts).encode()
     data = {
@@ -211,7 +211,7 @@ def test_a_connection_that_breaks_in_the_middle_ends_the_input_there_with_what_w
     )
 
 
-def test_a_signal_while_a_store_is_waited_for_is_no_fault_of_the_input(s3, monkeypatch):
+def test_a_signal_during_a_download_is_not_an_error_of_the_input(s3, monkeypatch):
     s3.pipe_file("bucket/x.jsonl", JSONL)
     source = opened("s3://bucket/x.jsonl")
     monkeypatch.setattr("s3fs.core.S3File._fetch_range", _fail(Interrupted(signal.SIGINT)))
@@ -219,7 +219,7 @@ def test_a_signal_while_a_store_is_waited_for_is_no_fault_of_the_input(s3, monke
         list(source.rows())
 
 
-def test_an_object_replaced_while_it_is_read_breaks_off_and_is_not_mixed_with_the_new_one(s3, monkeypatch):
+def test_an_object_replaced_during_reading_ends_the_input_and_the_versions_are_not_mixed(s3, monkeypatch):
     monkeypatch.setattr(remote, "_READ_AHEAD", 1 << 16)
     line = b'{"prompt": "' + b"x" * 1000 + b'"}\n'
     s3.pipe_file("bucket/x.jsonl", line * 1000)
@@ -232,7 +232,7 @@ def test_an_object_replaced_while_it_is_read_breaks_off_and_is_not_mixed_with_th
     assert set(read) == {"x"}
 
 
-def test_files_inside_an_archive_in_a_store_are_read_by_a_chained_url(s3, tmp_path):
+def test_a_chained_url_reads_files_in_an_archive_of_a_store(s3, tmp_path):
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
@@ -245,7 +245,7 @@ def test_files_inside_an_archive_in_a_store_are_read_by_a_chained_url(s3, tmp_pa
     assert [row.columns for row in source.rows()] == ROWS + ROWS
 
 
-def test_a_signed_web_address_has_the_suffix_before_its_question_mark():
+def test_the_suffix_of_a_signed_web_address_is_before_its_question_mark():
     from batchgen.records.files import split_name
 
     assert split_name("https://host/a/x.jsonl.gz?X-Amz-Signature=b.csv") == ("x", "jsonl", "gzip")

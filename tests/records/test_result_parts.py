@@ -1,4 +1,4 @@
-"""Completions, log-probabilities, probabilities of choices and scores: into the journal and the output, and back."""
+"""Completions, log-probabilities, probabilities of choices and scores are written to the database and the output, and read back."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def written(folder, name, results, *, schema=None, token_ids=False, optional=(),
 
 
 def taken_back(folder, name, results, *, token_ids=True):
-    """The results that come back from an output of `results`, by their places in it: just those that are said to."""
+    """Writes results to an output and reads them back, by place. Checks that exactly those that `is_held_whole` names come back."""
     path = written(folder, name, results, token_ids=token_ids)
     keys = [bytes([i + 1]) * 16 for i in range(len(results))]
     (folder / "keys").write_bytes(b"".join(keys))
@@ -87,7 +87,7 @@ def taken_back(folder, name, results, *, token_ids=True):
     return back
 
 
-def test_completions_are_choices_in_order():
+def test_completions_are_written_as_choices_in_order():
     out = row_of(SEVERAL)
     assert out["choices"] == CHOICES
     assert list(out) == ["id", "text", "finish_reason", "usage", "choices", "error"]
@@ -97,7 +97,7 @@ def test_completions_are_choices_in_order():
     assert with_ids["token_ids"] == [7, 2]
 
 
-def test_a_chosen_label_has_the_probabilities_in_the_order_of_the_choices():
+def test_the_probabilities_of_a_label_are_in_the_order_of_the_choices():
     assert row_of(LABEL, token_ids=True) == {
         "id": 4,
         "text": "no",
@@ -110,7 +110,7 @@ def test_a_chosen_label_has_the_probabilities_in_the_order_of_the_choices():
     assert list(row_of(LABEL)["choice_probs"]) == ["yes", "no", "-"]
 
 
-def test_a_row_that_was_only_scored_has_neither_text_nor_finish_reason():
+def test_a_scored_row_has_neither_text_nor_finish_reason():
     assert row_of(SCORED, token_ids=True) == {
         "id": 4,
         "text": None,
@@ -122,7 +122,7 @@ def test_a_row_that_was_only_scored_has_neither_text_nor_finish_reason():
     }
 
 
-def test_token_ids_of_completions_are_null_where_an_earlier_output_had_none():
+def test_token_ids_of_completions_are_null_if_an_earlier_output_had_none():
     without = replace(
         SEVERAL, token_ids=(), completions=tuple(replace(c, token_ids=(), logprobs=None) for c in SEVERAL.completions)
     )
@@ -130,7 +130,7 @@ def test_token_ids_of_completions_are_null_where_an_earlier_output_had_none():
     assert ([c["token_ids"] for c in out["choices"]], out["token_ids"]) == ([None, None], None)
 
 
-def test_parquet_has_nested_types_for_the_parts_of_results(tmp_path):
+def test_parquet_has_nested_types_for_choices_probabilities_and_scores(tmp_path):
     results = (SEVERAL, LABEL, SCORED)
     options = {"token_ids": True, "optional": ("choices", "choice_probs", "score")}
     token = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float64())]
@@ -157,7 +157,7 @@ def test_parquet_has_nested_types_for_the_parts_of_results(tmp_path):
         assert table["finish_reason"].to_pylist() == ["stop", "stop", None]
 
 
-def test_parquet_has_the_columns_that_were_asked_for_and_those_that_rows_turned_out_to_have(tmp_path):
+def test_parquet_has_the_requested_columns_and_those_that_rows_have(tmp_path):
     plain = Result(row=-1, text="t", finish_reason="stop")
     usual = ["id", "text", "finish_reason", "usage", "truncated", "error"]
     assert pq.read_table(written(tmp_path, "a.parquet", [plain])).column_names == usual
@@ -175,14 +175,14 @@ def test_parquet_has_the_columns_that_were_asked_for_and_those_that_rows_turned_
     ]
 
 
-def test_labels_that_utf8_cannot_hold_keep_their_probabilities_in_parquet(tmp_path):
+def test_labels_that_are_not_utf8_keep_their_probabilities_in_parquet(tmp_path):
     label = replace(LABEL, choice_probs={"\ud800": 0.25, "b": 0.75})
     for name, schema in (("a.parquet", None), ("b.parquet", pa.schema([]))):
         table = pq.read_table(written(tmp_path, name, [label], schema=schema, optional=("choice_probs",)))
         assert table["choice_probs"].to_pylist() == [[("\\ud800", 0.25), ("b", 0.75)]]
 
 
-def test_rows_with_many_logprobs_make_small_row_groups(tmp_path):
+def test_rows_with_many_logprobs_are_written_in_small_row_groups(tmp_path):
     results = [SEVERAL] * 5  # four log-probabilities each
     limits = GroupLimits(logprobs=8)
     path = written(tmp_path, "o.parquet", results, schema=pa.schema([]), optional=("choices",), limits=limits)
@@ -191,7 +191,7 @@ def test_rows_with_many_logprobs_make_small_row_groups(tmp_path):
 
 
 def stored(result):
-    """The result as it comes back from the database."""
+    """The result after a round trip through the database's encoding."""
     value = encode(result)
     return decode(KEY, value, zlib.crc32(KEY + value))
 
@@ -224,7 +224,7 @@ def entry_of(values):
         {"completions": 1},
     ],
 )
-def test_a_stored_result_with_content_that_is_unknown_or_not_whole_is_damaged(change):
+def test_a_stored_result_with_unknown_or_incomplete_content_is_damaged(change):
     good = {"text": "a", "finish_reason": "stop"}
     assert decode(*entry_of(good)) == Result(row=-1, text="a", finish_reason="stop")
     assert decode(*entry_of(good | change)) is None
@@ -241,13 +241,13 @@ def test_infinities_and_nan_are_stored():
     assert math.isnan(logprobs[0].logprob)
 
 
-def test_a_row_whose_infinity_json_could_not_hold_is_not_taken_back_but_parquet_holds_it(tmp_path):
+def test_a_row_with_an_infinity_is_read_back_from_parquet_but_not_from_json(tmp_path):
     odd = replace(SCORED, score=Score(-math.inf, 5, False))
     assert taken_back(tmp_path, "o.jsonl", [odd, SCORED]) == {1: SCORED}
     assert taken_back(tmp_path, "o.parquet", [odd, SCORED]) == {0: odd, 1: SCORED}
 
 
-def test_without_token_ids_those_that_logprobs_tell_are_taken_back(tmp_path):
+def test_without_token_ids_those_of_the_logprobs_are_read_back(tmp_path):
     for name in ("o.jsonl", "o.parquet"):
         (back,) = taken_back(tmp_path, name, [SEVERAL], token_ids=False).values()
         assert back.token_ids == (7, 2)
@@ -264,9 +264,9 @@ tokens = st.builds(TokenLogprob, texts, ids, numbers, st.lists(entries, max_size
 @st.composite
 def completions(draw):
     logprobs = draw(st.none() | st.lists(tokens, min_size=1, max_size=3).map(tuple))
-    drawn = draw(st.lists(ids, min_size=1, max_size=3)) if logprobs is None else [t.token_id for t in logprobs]
+    token_ids = draw(st.lists(ids, min_size=1, max_size=3)) if logprobs is None else [t.token_id for t in logprobs]
     reason = draw(st.sampled_from(["stop", "length", "timeout"]))
-    return Completion(text=draw(texts), finish_reason=reason, token_ids=tuple(drawn), logprobs=logprobs)
+    return Completion(text=draw(texts), finish_reason=reason, token_ids=tuple(token_ids), logprobs=logprobs)
 
 
 @st.composite
@@ -292,19 +292,19 @@ def results(draw):
 
 
 def exact(result):
-    """What equality does not tell: signed zeros, the order of choices, types."""
+    """Also distinguishes signed zeros, the order of choices and types, which `==` does not."""
     return repr(result)
 
 
 @settings(max_examples=60, deadline=None)
 @given(results())
-def test_any_result_comes_back_from_the_database(result):
+def test_any_result_is_read_back_from_the_database(result):
     assert exact(stored(replace(result, row=3))) == exact(result)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(results(), min_size=1, max_size=4))
-def test_any_results_come_back_from_a_finished_output(tmp_path_factory, made):
+def test_any_results_are_read_back_from_a_finished_output(tmp_path_factory, made):
     folder = tmp_path_factory.mktemp("o")
     for name in ("o.jsonl", "o.parquet"):
         back = taken_back(folder, name, made)

@@ -1,4 +1,4 @@
-"""Windows of rows, and what long rows cost: a window ends with the rows or the bytes, and no line is read that is a bomb."""
+"""Windows end after a number of rows or bytes, and overlong lines are never read into memory."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def sizes_of(*sizes: int, most: int, size: int = 100) -> list[list[int]]:
     return [[row.size for row in window] for window in windows(iter(rows(*sizes)), size, most)]
 
 
-def test_a_window_ends_with_the_row_that_passes_the_bytes():
+def test_a_window_ends_with_the_row_that_exceeds_its_bytes():
     assert sizes_of(4, 4, 4, 4, most=8) == [[4, 4], [4, 4]]
     assert sizes_of(1, 99, 1, 1, most=8) == [[1, 99], [1, 1]]
     assert sizes_of(99, 99, most=8) == [[99], [99]]
 
 
-def test_a_window_ends_with_its_rows_and_rows_need_no_size():
+def test_a_window_ends_after_its_number_of_rows():
     assert [[row.number for row in w] for w in windows(iter(rows(0, 0, 0)), 2)] == [[0, 1], [2]]
     assert list(windows(iter([]), 2)) == []
     assert Row(0, {}, None, "").size == 0
     assert sizes_of(MAX_WINDOW_BYTES, 1, most=MAX_WINDOW_BYTES) == [[MAX_WINDOW_BYTES], [1]]
 
 
-def test_rows_know_their_bytes_in_the_file(tmp_path):
+def test_rows_have_their_size_in_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "abc"}\nbroken\n')
     (tmp_path / "b.csv").write_bytes(b"prompt,x\nabc,de\n")
     pq.write_table(pa.table({"prompt": ["x" * 1000] * 50}), tmp_path / "c.parquet")
@@ -50,8 +50,8 @@ def test_rows_know_their_bytes_in_the_file(tmp_path):
     assert {1000 <= size < 1010 for size in parquet} == {True}
 
 
-def test_long_rows_are_not_held_together(tmp_path):
-    """Of 60 rows of a megabyte, in windows of 8: no more than a window of them is ever there."""
+def test_no_more_than_a_window_of_long_rows_is_in_memory(tmp_path):
+    """60 rows of one megabyte, in windows of 8."""
     line = b'{"prompt": "' + b"x" * 1_000_000 + b'"}\n'
     (tmp_path / "a.jsonl").write_bytes(line * 60)
     source = open_input([str(tmp_path / "a.jsonl")], format=None, output=None)
@@ -66,7 +66,7 @@ def test_long_rows_are_not_held_together(tmp_path):
     assert peak < 2 * 8_000_000 + 4_000_000
 
 
-def test_a_line_longer_than_the_limit_is_passed_over_and_the_next_is_read():
+def test_a_line_longer_than_the_limit_is_skipped():
     fits, long = b'{"a": "' + b"x" * 11 + b'"}', b'{"a": "' + b"x" * 12 + b'"}'
     assert (len(fits), len(long)) == (20, 21)
     stream = io.BytesIO(fits + b"\n" + long + b'\n{"b": 1}\n' + long)
@@ -77,7 +77,7 @@ def test_a_line_longer_than_the_limit_is_passed_over_and_the_next_is_read():
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("piece", [1, 2, 3, 4, 5, 100])
-def test_a_line_of_csv_longer_than_the_limit_is_passed_over_and_the_next_is_read(end, piece):
+def test_a_csv_line_longer_than_the_limit_is_skipped(end, piece):
     lines = [b"a,b", b"1,2", b"x" * 30 + b",1", b"3,4", b'"' + b"x" * 12, b"y" * 12 + b'",1', b"5,6", b"x" * 30]
     read = [
         (place, columns) for place, columns, _ in read_csv(io.BytesIO(end.join(lines)), max_line=20, skip_chars=piece)
@@ -98,8 +98,8 @@ BOMBS = [("a.jsonl.gz", b""), ("a.csv.gz", b"prompt\n"), ("a.jsonl.zst", b"")]
 @pytest.mark.parametrize(
     ("name", "first"), [BOMBS[0], *(pytest.param(*bomb, marks=pytest.mark.slow) for bomb in BOMBS[1:])]
 )
-def test_a_bomb_of_a_compressed_file_costs_little_memory(tmp_path, name, first):
-    """200 MB (in `make test` 50) in one line of a file of 200 KB or less, where a line may have 1 MB."""
+def test_a_decompression_bomb_takes_little_memory(tmp_path, name, first):
+    """A line of 200 MB (50 MB in `make test`) in a file of 200 KB or less; the limit of a line is 1 MB."""
     reader = read_csv if ".csv" in name else read_jsonl
     with (zstandard if name.endswith("zst") else gzip).open(tmp_path / name, "wb") as f:
         f.write(first)
@@ -115,7 +115,7 @@ def test_a_bomb_of_a_compressed_file_costs_little_memory(tmp_path, name, first):
     assert isinstance(bomb, str)
     assert bomb.endswith("longer than 1,000,000 bytes")
     assert isinstance(after, dict)
-    assert peak < (12_000_000 if name.endswith("gz") else 80_000_000)  # what a block of zstandard holds comes at once
+    assert peak < (12_000_000 if name.endswith("gz") else 80_000_000)  # zstandard decompresses a whole block at once
 
 
 def test_a_parquet_file_of_long_rows_is_read_a_few_at_a_time(monkeypatch):

@@ -25,17 +25,17 @@ def parquet(table: pa.Table, **options) -> io.BytesIO:
     return stream
 
 
-def test_csv_values_are_strings_and_a_record_has_the_line_it_begins_on():
+def test_csv_values_are_strings_and_the_place_of_a_record_is_its_first_line():
     data = b'\xef\xbb\xbfid,prompt\r\n1,"two\nlines, ""quoted"""\r\n\r\n2,\r\n'
     assert read(data) == [(":2", {"id": "1", "prompt": 'two\nlines, "quoted"'}), (":5", {"id": "2", "prompt": ""})]
 
 
-def test_csv_blank_lines_are_not_rows_but_blanks_are_values_of_a_single_column():
+def test_blank_lines_of_csv_are_not_rows_but_spaces_are_values_of_a_single_column():
     assert read(b"a,b\n \n1,2\n\n") == [(":3", {"a": "1", "b": "2"})]
     assert read(b"a\n \nx\n\n") == [(":2", {"a": " "}), (":3", {"a": "x"})]
 
 
-def test_csv_malformed_records_say_why_and_the_others_go_on():
+def test_malformed_csv_records_have_a_reason_and_later_ones_are_read():
     data = b'a,b\n1\n1,2,3\n"x"y,2\n\xff,2\nq\x00,3\n4,5\n"open,\n6,7\n'
     assert read(data) == [
         (":2", "1 field where the header has 2"),
@@ -48,7 +48,7 @@ def test_csv_malformed_records_say_why_and_the_others_go_on():
     ]
 
 
-def test_csv_header_names_that_are_empty_or_repeated_get_one_of_their_own():
+def test_empty_or_repeated_csv_column_names_are_made_unique():
     assert read(b"a,,a,a_2,a\n1,2,3,4,5\n") == [(":2", {"a": "1", "column_2": "2", "a_3": "3", "a_2": "4", "a_4": "5"})]
 
 
@@ -61,28 +61,28 @@ def test_a_header_that_looks_wrong_has_a_hint():
     assert header_hint(["id", "text"]) == header_hint([]) == ""
 
 
-def test_csv_with_nothing_or_a_header_only_has_no_rows():
+def test_an_empty_csv_file_and_a_header_alone_have_no_rows():
     assert read(b"") == []
     assert read(b"a,b\n") == []
 
 
-def test_csv_fields_may_be_longer_than_pythons_default_limit():
+def test_a_csv_field_may_be_longer_than_pythons_default_limit():
     assert read(b"a\n" + b"x" * 300_000 + b"\n") == [(":2", {"a": "x" * 300_000})]
 
 
-def test_csv_with_a_broken_header_has_no_meaning():
+def test_a_csv_file_with_a_broken_header_is_an_error():
     with pytest.raises(csv.Error):
         read(b'"a"b,c\n1,2\n')
 
 
 @given(st.lists(st.one_of(st.binary(max_size=6), st.sampled_from([b"\n", b"\r\n", b",", b'"', b"\xff"])), max_size=30))
-def test_csv_any_bytes_after_a_header_give_records_never_an_exception(pieces):
+def test_any_bytes_after_a_csv_header_give_records_and_no_exception(pieces):
     for place, columns in read(b"a,b\n" + b"".join(pieces)):
         assert int(place[1:]) >= 2
         assert isinstance(columns, str) or set(columns) == {"a", "b"}
 
 
-def test_parquet_rows_have_their_values_and_places_over_batches_and_row_groups():
+def test_parquet_rows_have_their_values_and_places_across_row_groups():
     n = 2 * PARQUET_BATCH + 3
     table = pa.table({"id": list(range(n)), "messages": [[{"role": "user", "content": str(i)}] for i in range(n)]})
     rows = list(read_parquet(parquet(table, row_group_size=300)))
@@ -90,7 +90,7 @@ def test_parquet_rows_have_their_values_and_places_over_batches_and_row_groups()
     assert rows[-1][1] == {"id": n - 1, "messages": [{"role": "user", "content": str(n - 1)}]}
 
 
-def test_parquet_times_beyond_python_are_text_and_the_others_stay():
+def test_parquet_times_that_python_cannot_hold_become_text():
     table = pa.table(
         {
             "ns": pa.array([1_577_836_800_000_000_001, 1_577_836_800_000_000_000], pa.timestamp("ns")),
@@ -112,12 +112,12 @@ def test_parquet_times_beyond_python_are_text_and_the_others_stay():
     assert second["deep"] == [{"t": None}]
 
 
-def test_parquet_text_that_is_not_utf8_spoils_its_row_only():
+def test_parquet_text_that_is_not_utf8_fails_only_its_row():
     bad = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"\xff\xfeok"))
     rows = [(place, columns) for place, columns, _ in read_parquet(parquet(pa.table({"prompt": bad})))]
     assert rows == [(":row 0", "column 'prompt' is not UTF-8"), (":row 1", {"prompt": "ok"})]
 
 
-def test_parquet_of_no_bytes_or_no_rows_has_no_rows():
+def test_an_empty_parquet_file_has_no_rows():
     assert list(read_parquet(io.BytesIO())) == []
     assert list(read_parquet(parquet(pa.table({"a": pa.array([], pa.int64())})))) == []

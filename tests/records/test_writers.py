@@ -1,4 +1,4 @@
-"""Output rows in files: what comes back from them."""
+"""Output rows are written to files and read again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RESULT_TYPES = [
 
 
 def pairs(rows):
-    """Rows with results that `output_row` makes these output rows of."""
+    """The rows and results from which `output_row` makes these output rows."""
     for number, row in enumerate(rows):
         columns = {name: value for name, value in row.items() if name not in RESULT_NAMES}
         usage, error = row["usage"], row["error"] or {}
@@ -54,7 +54,7 @@ def write(folder: Path, name: str, rows, *, schema=None, keep=None, id_column=No
     )
 
 
-def write_pairs(folder: Path, name: str, rows, schema, form, notes=()) -> Path:
+def write_pairs(folder: Path, name: str, rows, schema, form, notes=None) -> Path:
     file = DigestFile(folder / name)
     spool = folder / "spool.jsonl"
     writer = open_writer(file, name, schema=schema, spool=spool, form=form)
@@ -63,7 +63,7 @@ def write_pairs(folder: Path, name: str, rows, schema, form, notes=()) -> Path:
     writer.close()
     assert file.hexdigest() == hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
     assert not spool.exists()
-    assert list(notes) == [note for note in writer.notes if notes]
+    assert notes is None or list(writer.notes) == notes
     return folder / name
 
 
@@ -75,7 +75,7 @@ def write_pairs(folder: Path, name: str, rows, schema, form, notes=()) -> Path:
         ("o.jsonl.zst", zstandard.ZstdDecompressor().decompressobj().decompress),
     ],
 )
-def test_jsonl_is_one_object_a_line_plain_or_compressed(tmp_path, name, unpack):
+def test_jsonl_has_one_object_per_line_plain_or_compressed(tmp_path, name, unpack):
     rows = [{"id": 1, "s": "é\x85\u2028\u2029\ud800", **RESULT}, {"id": 2, "x": math.nan, **RESULT}]
     data = unpack(write(tmp_path, name, rows).read_bytes())
     tail = (
@@ -91,7 +91,7 @@ def test_the_same_rows_give_the_same_bytes(tmp_path):
         assert write(tmp_path, name, [{"id": 1, **RESULT}]).read_bytes() == first
 
 
-def test_no_rows_give_an_empty_file_of_the_right_kind(tmp_path):
+def test_no_rows_give_an_empty_file_of_the_right_format(tmp_path):
     assert write(tmp_path, "o.jsonl", []).read_bytes() == b""
     table = pq.read_table(write(tmp_path, "o.parquet", []))
     assert (table.num_rows, table.schema) == (0, pa.schema([("id", pa.int64()), *RESULT_TYPES]))
@@ -99,7 +99,7 @@ def test_no_rows_give_an_empty_file_of_the_right_kind(tmp_path):
     assert table.schema == pa.schema([("id", pa.int64()), ("day", pa.date32()), *RESULT_TYPES])
 
 
-def test_parquet_columns_from_json_fit_all_rows(tmp_path):
+def test_parquet_columns_from_json_get_a_type_that_fits_all_rows(tmp_path):
     rows = [
         {
             "id": 1,
@@ -148,13 +148,13 @@ def test_parquet_columns_from_json_fit_all_rows(tmp_path):
     assert table["usage"].to_pylist()[0] == {"prompt_tokens": 1, "completion_tokens": 2}
 
 
-def test_parquet_ids_are_text_where_not_all_are_whole_numbers(tmp_path):
+def test_parquet_ids_are_text_unless_all_are_integers(tmp_path):
     rows = [{"id": i, **RESULT} for i in (1, "a", 2.5, True, "\ud800")]
     table = pq.read_table(write(tmp_path, "o.parquet", rows))
     assert table["id"].to_pylist() == ["1", "a", "2.5", "true", "\\ud800"]
 
 
-def test_token_ids_are_a_parquet_column_when_asked_for(tmp_path):
+def test_token_ids_are_a_parquet_column_on_request(tmp_path):
     rows = [{"id": 1, **RESULT, "token_ids": [1, 2]}, {"id": 2, **FAILED, "token_ids": None}]
     for schema in (None, pa.schema([("id", pa.int64())])):
         table = pq.read_table(write(tmp_path, "o.parquet", rows, schema=schema, token_ids=True))
@@ -201,13 +201,13 @@ def test_parquet_input_columns_can_be_left_out_and_text_ids_stay_text(tmp_path):
     assert table["id"].to_pylist() == ["a", "5"]
 
 
-def test_rows_are_written_in_groups(tmp_path):
+def test_parquet_row_groups_have_five_thousand_rows(tmp_path):
     rows = [{"id": i, **RESULT} for i in range(12_000)]
     metadata = pq.read_metadata(write(tmp_path, "o.parquet", rows))
     assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [5_000, 5_000, 2_000]
 
 
-def test_a_note_names_every_place_whose_values_had_to_become_json_text(tmp_path):
+def test_a_note_names_every_column_that_is_written_as_json_text(tmp_path):
     rows = [
         {"id": 1, "prompt": "Hi", "meta": {"tags": ["a", {"b": 1}], "n": 1}, "fine": [1, 2.5], **RESULT},
         {"id": "a", "prompt": 5, "meta": {"tags": [], "n": None}, "fine": [], "big": 2**63, **RESULT},
