@@ -187,6 +187,17 @@ def test_a_head_of_another_kind_is_refused():
         )
 
 
+def test_a_multimodal_classifier_is_refused():
+    from batchgen.errors import ModelError
+    from batchgen.model.heads import class_for
+    from batchgen.parsers.heads import OutputHead
+    from support.wrappers import config_of
+
+    said = "^--classify is for models of text alone, and this one is multimodal; use transformers for it, or a classifier without vision and audio$"
+    with pytest.raises(ModelError, match=said):
+        class_for(OutputHead(task="classify", labels=("a", "b")), config_of("gemma3"))
+
+
 def test_a_head_with_more_classes_than_labels_is_refused():
     from types import SimpleNamespace
 

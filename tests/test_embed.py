@@ -262,6 +262,7 @@ BAD_MODULES = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "typ
         ("modules.json", [{**BAD_MODULES[0], "path": "0_Transformer"}, BAD_MODULES[1]], "in the folder 0_Transformer"),
         ("modules.json", BAD_MODULES[:1], "its modules.json names no pooling"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "asks for lower-case text"),
+        ("sentence_bert_config.json", {"processing_kwargs": {"text": {"padding": True}}}, "has processing_kwargs"),
         ("modules.json", {"a": 1}, "modules.json holds no list of objects"),
     ],
 )

@@ -21,7 +21,10 @@ def class_for(head: OutputHead | None, config: Any) -> Any:
     if head is None or (head.task == "embed" and is_multimodal(config)):
         return model_class(config)
     if is_multimodal(config):
-        raise ModelError("--classify is for models of text alone, and this one is multimodal")
+        raise ModelError(
+            "--classify is for models of text alone, and this one is multimodal",
+            "use transformers for it, or a classifier without vision and audio",
+        )
     return AutoModel if head.task == "embed" else AutoModelForSequenceClassification
 
 

@@ -178,7 +178,7 @@ def _compared(
         weight_bytes=made.bytes,
         rows=len(before),
         tokens=tokens,
-        mean_kl=round(kl / tokens, 6) if tokens else None,
+        mean_kl=max(0.0, round(kl / tokens, 6)) if tokens else None,  # rounding can make the sum negative
         equal_tokens=round(equal / tokens, 6) if tokens else None,
         seconds=round(seconds, 4),
     )

@@ -14,8 +14,8 @@ def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelE
     """Returns the `ModelError` for an exception that a library raised while it loaded `what` (configuration, tokenizer…)."""
     if "trust_remote_code" in str(error):
         return ModelError(
-            f"model {config.model!r} needs Python code from its own folder",
-            "read that code, and use --trust-remote-code if you trust it",
+            f"the {what} of model {config.model!r} needs Python code that comes with the model",
+            f"read the .py files {_code_place(config)} and add --trust-remote-code if you trust them, or use a checkpoint that needs no code",
         )
     if unknown := re.search(r"has model type `([^`]*)` but Transformers does not recognize", str(error)):
         import transformers
@@ -27,6 +27,14 @@ def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelE
     if Path(config.model).is_dir():
         return _folder_failure(config, what, error)
     return _hub_failure(config, error) or _unreadable(config, what, error)
+
+
+def _code_place(config: ModelConfig) -> str:
+    if Path(config.model).is_dir():
+        return f"in {config.model}"
+    from huggingface_hub.constants import ENDPOINT
+
+    return f"at {ENDPOINT}/{config.model}/tree/{config.revision or 'main'}"
 
 
 def _unreadable(config: ModelConfig, what: str, error: BaseException) -> ModelError:

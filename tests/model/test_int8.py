@@ -19,7 +19,7 @@ from batchgen.kernels import isa, ops
 from batchgen.kernels.build import NoKernels
 from batchgen.kernels.int8 import Int8Linear, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
-from batchgen.kernels.quantization import quantize_linear
+from batchgen.kernels.quantization import Quantized, quantize_linear
 from batchgen.model import int8, loader
 from batchgen.model.int8 import check_int8, checkpoint_scales
 from batchgen.model.loader import load_model
@@ -211,6 +211,19 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError) as refused:
         check_int8(config, AutoConfig.for_model("llama"), torch.device(options.get("device", "cpu")))
     assert str(refused.value) == said
+
+
+def test_a_model_without_a_layer_that_can_be_packed_is_refused(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path)  # its layers are of transformers' class Conv1D
+    said = r"^--quantize int8: none of the model's linear layers can be packed in 8 bits; leave it out$"
+    with pytest.raises(ModelError, match=said):
+        load(tmp_path)
+
+
+def test_equal_logits_diverge_by_nothing_and_not_by_less() -> None:
+    made = Quantized(1, 1, 2, 3)
+    logits = torch.tensor([[0.1, 0.7, -0.3], [3.1, -0.7, 0.2]])
+    assert str(int8._compared(made, [logits], [logits + 1e-3], 0.0).mean_kl) == "0.0"
 
 
 def test_a_model_that_torchao_quantized_is_refused() -> None:

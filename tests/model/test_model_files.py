@@ -97,8 +97,8 @@ def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line_and_the_code_
     with pytest.raises(ModelError) as e:
         load(folder)
     assert str(e.value) == (
-        f"model {str(folder)!r} needs Python code from its own folder; "
-        "read that code, and use --trust-remote-code if you trust it"
+        f"the configuration of model {str(folder)!r} needs Python code that comes with the model; "
+        f"read the .py files in {folder} and add --trust-remote-code if you trust them, or use a checkpoint that needs no code"
     )
     assert not mark.exists()
 

@@ -157,8 +157,8 @@ def test_code_of_the_models_own_is_not_run_unless_asked(tools, tmp_path):
     )
     (tmp_path / "configuration_mine.py").write_text("raise SystemExit('it ran')")
     assert failure(folder) == (
-        f"model {folder!r} needs Python code from its own folder; "
-        "read that code, and use --trust-remote-code if you trust it"
+        f"the configuration of model {folder!r} needs Python code that comes with the model; "
+        f"read the .py files in {folder} and add --trust-remote-code if you trust them, or use a checkpoint that needs no code"
     )
 
 

@@ -81,6 +81,15 @@ def test_it_is_told_that_longrope_ends_a_context(tools, tmp_path):
     assert said in told.notes
 
 
+def test_it_is_told_that_chunked_attention_ends_a_context(tools, tmp_path):
+    config = {"model_type": "llama4_text", "attention_chunk_size": 40, "max_position_embeddings": 512}
+    tokenizer = load_tokenizer(ModelConfig(model=tools.save_model(tmp_path, config=config)))
+    assert tokenizer.context_length == 40
+    assert context_note(tokenizer.hf_config) == (
+        "the context ends at 40 tokens: beyond that some layers see only a chunk of the text"
+    )
+
+
 class _Told(Silent):
     def __init__(self):
         self.notes = []

@@ -281,6 +281,13 @@ def test_a_file_of_junk_after_the_right_first_bytes_is_corrupt(folder, name):
         columns(name)
 
 
+def test_an_input_without_permission_to_read_it_is_refused(folder, monkeypatch):
+    (folder / "x.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(os, "access", lambda name, mode: False)  # root may read every file
+    with pytest.raises(UsageError, match=r"^x\.jsonl cannot be read: permission denied; check its permissions$"):
+        opened("x.jsonl")
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose first byte cannot be read")
 def test_a_file_whose_disk_cannot_be_read_breaks_off_where_it_fails(folder):
     (folder / "x.jsonl").symlink_to("/proc/self/mem")
