@@ -14,7 +14,7 @@ from batchgen.stats import counted
 from batchgen.stats import size_text as size
 from batchgen_cli.options import AsJson, Command, option_of
 from batchgen_cli.progress import calm_libraries, progress_for
-from batchgen_cli.stderr import exit_code_of, printable
+from batchgen_cli.stderr import exit_code_of, printable, write_answer
 
 if TYPE_CHECKING:
     from batchgen.model_report import ModelReport
@@ -53,11 +53,11 @@ def _models(model: str | None, revision: str | None, *, as_json: bool) -> int:
 
     if model is None:
         known = known_models()
-        typer.echo(json.dumps(known) if as_json else "\n".join(_known_lines(known)))
+        write_answer(json.dumps(known) if as_json else "\n".join(_known_lines(known)))
         return 0
     with calm_libraries(verbose=False), progress_for(False, quiet=False):
         report = report_model(ModelConfig(model=model, revision=revision))
-    typer.echo(json.dumps(report.as_dict()) if as_json else "\n".join(map(printable, _report_lines(report))))
+    write_answer(json.dumps(report.as_dict()) if as_json else "\n".join(map(printable, _report_lines(report))))
     return 0
 
 

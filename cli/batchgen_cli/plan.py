@@ -15,7 +15,7 @@ from batchgen.stats import size_text as size
 from batchgen_cli.options import AsJson, Command, Display, build, job_config
 from batchgen_cli.progress import calm_libraries, progress_for
 from batchgen_cli.run import RunOptions
-from batchgen_cli.stderr import exit_code_of, printable
+from batchgen_cli.stderr import exit_code_of, printable, write_answer
 
 if TYPE_CHECKING:
     from batchgen.dry_run import PlanReport
@@ -74,10 +74,9 @@ def show_plan(given: dict[str, Any]) -> int:
     with calm_libraries(verbose=display.verbose), showing as shown:
         report = plan_job(config, shown, shards=shards)
     if given.get("as_json"):
-        typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))
+        write_answer(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
-        for line in plan_lines(report):
-            typer.echo(printable(line))
+        write_answer("\n".join(map(printable, plan_lines(report))))
     return 0
 
 

@@ -15,7 +15,7 @@ from batchgen.config import JobConfig
 from batchgen.progress import rounded_duration, share, speed
 from batchgen.stats import counted
 from batchgen_cli.options import AsJson, Command, JobOutput, option_of
-from batchgen_cli.stderr import exit_code_of, printable
+from batchgen_cli.stderr import exit_code_of, printable, write_answer
 
 SHOWN_WORKERS = 16
 
@@ -42,10 +42,10 @@ def _status(output: str, work_dir: str | None, *, as_json: bool) -> int:
 
     found = job_status(output, work_dir)
     if as_json:
-        typer.echo(json.dumps(found))
+        write_answer(json.dumps(found))
     else:
-        for name, text in status_lines(found, dt.datetime.now(dt.UTC)):
-            typer.echo(printable(f"{name:<9}{text}"))
+        lines = status_lines(found, dt.datetime.now(dt.UTC))
+        write_answer("\n".join(printable(f"{name:<9}{text}") for name, text in lines))
     return 0
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
-from batchgen.errors import BatchgenError, ClosedPipe
+import typer
+
+from batchgen.errors import BatchgenError, ClosedPipe, OutputError
 
 _CHECK = "; check its permissions"
 _FILE_HINTS = {errno.EACCES: _CHECK, errno.EPERM: _CHECK, errno.ENAMETOOLONG: "; choose a shorter name"}
@@ -38,6 +40,16 @@ def write_line(line: str, stream: Stream | None = None) -> None:
     stream = stream or Stderr()
     stream.write(line + "\n")
     stream.flush()
+
+
+def write_answer(text: str) -> None:
+    """Writes what a command answers to standard output. Raises `OutputError` if it cannot be written, `BrokenPipeError` if nobody reads it."""
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise OutputError(f"standard output cannot be written: {e.strerror}", "write it to another place") from e
 
 
 class Stream(Protocol):

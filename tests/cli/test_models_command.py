@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from support.broken_models import settings
 
@@ -77,3 +80,13 @@ def test_the_verified_and_the_refused_types_are_listed(cli: Cli) -> None:
     known = json.loads(cli("models", "--json").out)
     assert "llama" in known["verified"]
     assert not set(known["verified"]) & set(known["refused"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_standard_output_that_is_full_is_named(command: list[str], command_environment: dict[str, str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [*command, "models"], stdout=full, stderr=subprocess.PIPE, text=True, env=command_environment, check=False
+        )
+    said = "batchgen: error: standard output cannot be written: No space left on device; write it to another place\n"
+    assert (ended.returncode, ended.stderr) == (1, said)
