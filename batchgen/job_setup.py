@@ -29,7 +29,7 @@ from batchgen.records import DatasetChoice, Input, Row, open_input, row_form, wi
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
-from batchgen.sampling.grammars import GrammarCheck
+from batchgen.sampling.grammars import Vocabulary
 from batchgen.stats import RunFigures, check_stats_file, versions
 
 QUANTIZED_TEXTS = 4
@@ -98,7 +98,7 @@ class JobSetup:
     """`JobCommand.command`."""
     tokenizer: LoadedTokenizer
     prompts: PromptBuilder
-    grammars: GrammarCheck
+    grammars: Vocabulary
     settings: dict[str, Any]
     window_size: int | None
     """Number of rows in a window; None if all rows are put in prefix order."""
@@ -108,7 +108,7 @@ class JobSetup:
 
     def reader(self, job: Job, outcomes: Outcomes) -> RequestReader:
         self.prompts.keep_keys(job.first_max_tokens)
-        return RequestReader(self.config, self.prompts, self.grammars.of_row, job, outcomes)
+        return RequestReader(self.config, self.prompts, self.grammars.checked, job, outcomes)
 
     def quantized_texts(self) -> list[TokenArray]:
         """Returns the prompts on which `--quantize` is measured: a few of the first rows, at equal distances."""
@@ -210,8 +210,8 @@ def _set_up(asked: JobCommand, tracker: Tracker, run: RunFigures) -> JobSetup:
             f"the chat template writes the date into prompts; it stays {date:%Y-%m-%d}, the day on which this job began "
             f"({again} starts again with today's date)"
         )
-    grammars = GrammarCheck(tokenizer.hf_tokenizer, tokenizer.vocab_size)
-    grammars.of_command(config.sampling)
+    grammars = Vocabulary(tokenizer.hf_tokenizer, tokenizer.vocab_size)
+    grammars.check(config.sampling)
     tracker.phase("reading")
     window_size = window_rows(config, source, output)
     stream = RowStream(source)

@@ -25,7 +25,7 @@ from batchgen.records import Row, RowForm
 from batchgen.records.frames import frame_of
 from batchgen.request import Request, leaves_of
 from batchgen.result import OnResult, OnToken, Result
-from batchgen.sampling.grammars import GrammarCheck
+from batchgen.sampling.grammars import Vocabulary
 from batchgen.sampling_params import SamplingParams
 from batchgen.stats import EngineStats
 
@@ -107,7 +107,7 @@ class LLM:
         self.tokenizer: LoadedTokenizer = load_tokenizer(config)
         self._engine: AnyEngine | None = open_engine(config, self.tokenizer, self.config)
         self._stats: EngineStats | None = None
-        self._grammars = GrammarCheck(self.tokenizer.hf_tokenizer, self.tokenizer.vocab_size)
+        self._grammars = Vocabulary(self.tokenizer.hf_tokenizer, self.tokenizer.vocab_size)
         self._numbers = count()
         self._arriving: deque[_Arrival] = deque()
         self._requests: dict[int, Request] = {}
@@ -350,7 +350,7 @@ class LLM:
         failed: list[Result] = []
         seen: Counter[bytes] = Counter()
         for built in self._builder(params, options).build(rows, own):
-            row = self._grammars.of_row(built) if isinstance(built, Request) else built
+            row = self._grammars.checked(built) if isinstance(built, Request) else built
             if isinstance(row, Request):
                 requests.append(row.repeated(seen[row.key]))
                 seen[row.key] += 1

@@ -24,7 +24,7 @@ from batchgen.push import check_push
 from batchgen.records import Input, job_path
 from batchgen.records.inputs import CHECKED_ROWS, window_rows
 from batchgen.records.remote import is_url
-from batchgen.sampling.grammars import check_grammar
+from batchgen.sampling.grammars import Vocabulary
 
 
 def check_job(config: JobConfig, source: Input, output: str | None) -> None:
@@ -46,7 +46,7 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     if output is not None:
         check_push(config, output)
     window_rows(config, source, output)
-    check_grammar(config.sampling)
+    Vocabulary(None, 256).check(config.sampling)  # refuses what no tokenizer could follow
     _check_prompts(config, source)
 
 

@@ -79,6 +79,20 @@ class Vocabulary:
                 self._grammars.popitem(last=False)
         return grammar
 
+    def check(self, params: SamplingParams) -> None:
+        """Raises `UsageError` if the command's grammar, or any grammar, cannot be used. Costs nothing without a grammar."""
+        fault = self.grammar(params).fault if params.constrained else ""
+        if fault:
+            name, _, rest = fault.partition(" ")
+            raise UsageError(f"--{name.replace('_', '-')} {rest}")
+
+    def checked(self, request: Request) -> Request | Result:
+        """Returns the request, or the failed result of a row whose grammar cannot be used. Costs nothing without a grammar."""
+        fault = self.grammar(request.params).fault if request.params.constrained else ""
+        if fault:
+            return Result.failed(request.row, RowError("constraint_error", fault), len(request.tokens))
+        return request
+
     def fresh(self, grammar: Grammar) -> LLMatcher:
         """Returns a matcher with a lexer of its own. Later rows do not get the lexer of `grammar` either."""
         with self._lock:
@@ -276,34 +290,3 @@ def one_line(message: str) -> str:
     if line.startswith("lookarounds not supported"):
         return r"^ and $ can only stand at its ends, and \b nowhere"
     return line
-
-
-def check_grammar(params: SamplingParams) -> None:
-    """Raises `UsageError` for a grammar that no tokenizer could follow, or if llguidance is missing. Needs no tokenizer."""
-    _check_grammars(Vocabulary(None, 256), params)
-
-
-def _check_grammars(vocabulary: Vocabulary, params: SamplingParams) -> None:
-    fault = vocabulary.grammar(params).fault if params.constrained else ""
-    if fault:
-        name, _, rest = fault.partition(" ")
-        raise UsageError(f"--{name.replace('_', '-')} {rest}")
-
-
-class GrammarCheck:
-    """Checks grammars against a model's tokenizer. Costs nothing if there are no grammars."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """`tokenizer` is transformers'; token ids are below `vocab_size`."""
-        self._vocabulary = Vocabulary(tokenizer, vocab_size)
-
-    def of_command(self, params: SamplingParams) -> None:
-        """Raises `UsageError` if the command's grammar, or any grammar, cannot be used."""
-        _check_grammars(self._vocabulary, params)
-
-    def of_row(self, request: Request) -> Request | Result:
-        """Returns the request, or the failed result of a row whose grammar cannot be used."""
-        fault = self._vocabulary.grammar(request.params).fault if request.params.constrained else ""
-        if fault:
-            return Result.failed(request.row, RowError("constraint_error", fault), len(request.tokens))
-        return request

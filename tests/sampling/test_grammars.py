@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.errors import UsageError
 from batchgen.sampling.constraints import Constraints
-from batchgen.sampling.grammars import GrammarCheck, Vocabulary, token_bytes
+from batchgen.sampling.grammars import Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams
 
 
@@ -170,7 +170,7 @@ def test_min_properties_up_to_the_required_ones_can_be_enforced(tokenizer: Any) 
 
 
 def test_without_a_grammar_nothing_is_checked() -> None:
-    GrammarCheck(object(), 3).of_command(SamplingParams())
+    Vocabulary(object(), 3).check(SamplingParams())
 
 
 def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
