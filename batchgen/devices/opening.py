@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.threads import cpu_quota, share_of_threads, usable_cores
 from batchgen.devices.transport import Processes
 from batchgen.devices.workers import Workers
-from batchgen.prefix import PrefixPlan
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet
-from batchgen.request import Leaf, Request, TokenArray
-from batchgen.result import Completion, OnResult, OnToken
-from batchgen.stats import EngineStats
+from batchgen.request import TokenArray
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
@@ -30,42 +27,8 @@ _LOADING = threading.Lock()
 """Held while a model is loaded, because transformers then changes torch's default dtype and device for all threads of the process."""
 
 
-class AnyEngine(Protocol):
-    """Takes requests with their plan, and gives each row's result when it is finished (see `Engine`)."""
-
-    notes: list[str]
-    """Messages for the user; grows."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def attention(self) -> str: ...
-    @property
-    def waiting(self) -> int:
-        """Number of leaves that are neither done nor running."""
-        ...
-
-    @property
-    def unfinished(self) -> int:
-        """Rows that have no result yet."""
-        ...
-
-    def add(
-        self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
-    ) -> None: ...
-    def run(self, stop: Callable[[], str | None] | None = None) -> None: ...
-    def under_way(self) -> dict[int, dict[int, Completion]]:
-        """Returns the unfinished completions, by row and number. Those of devices in other processes are a moment old."""
-        ...
-
-    def cancel(self, request: Request) -> None: ...
-    def close(self) -> None:
-        """Ends the engine's processes, if it has any. It cannot be used afterwards."""
-        ...
+AnyEngine: TypeAlias = "Engine | Workers"
+"""Takes requests with their plan, and gives each row's result when it is finished. Both have the methods that their callers use."""
 
 
 def open_engine(
