@@ -11,37 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 from batchgen.errors import ModelError
 from batchgen.state.cache import StateShape
-
-
-class Recurrence(Protocol):
-    """The functions that recurrent layers call in a forward. `StateStep` implements them."""
-
-    def convolve(
-        self,
-        layer: int,
-        x_TC: torch.Tensor,
-        weight_CK: torch.Tensor,
-        bias_C: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor: ...
-    def delta_rule(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, normalize: bool
-    ) -> torch.Tensor: ...  # fmt: skip
-    def mamba2(
-        self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
-        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, skip_H: torch.Tensor | None,
-    ) -> torch.Tensor: ...  # fmt: skip
-    def mamba(
-        self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor: ...
-    def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor: ...
-    def unfold(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor: ...
+from batchgen.state.step import StateStep
 
 
 class RecurrentLayers:
@@ -50,17 +26,17 @@ class RecurrentLayers:
     def __init__(self, kinds: Iterable[str] = ()) -> None:
         self.kinds = set(kinds)
         """The kinds of mixers in them."""
-        self._step: Recurrence | None = None
+        self._step: StateStep | StateProbe | None = None
 
     @property
-    def step(self) -> Recurrence:
+    def step(self) -> StateStep | StateProbe:
         """The states of the present step. Raises `ModelError` outside of `running`."""
         if self._step is None:
             raise ModelError("a recurrent layer runs without a step's states")
         return self._step
 
     @contextmanager
-    def running(self, step: Recurrence) -> Iterator[None]:
+    def running(self, step: StateStep | StateProbe) -> Iterator[None]:
         """Inside the block the model's forwards read and write the states of `step`."""
         self._step = step
         try:
@@ -338,7 +314,7 @@ _SEAMS: dict[str, tuple[str, Callable[[RecurrentLayers, int], Callable[..., Any]
 
 
 class StateProbe:
-    """Stands in for the states of a step. Records the shape of each layer's state; returns outputs of the right shape."""
+    """Stands in for `StateStep`. Records the shape of each layer's state; returns outputs of the right shape."""
 
     def __init__(self) -> None:
         self.layers: dict[int, StateShape] = {}
